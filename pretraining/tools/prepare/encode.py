@@ -1,20 +1,22 @@
 """Units of the input to token files, over the cores of a machine.
 
-    unit --read--> pieces --encode, on threads--> token ids --in the same order--> documents --> files, record
+    unit --read--> documents --cut--> pieces --encode, on threads--> token ids --join--> documents --> files, done file
 
-Threads encode pieces a batch at a time (the tokenizers library works outside Python's lock). Documents are written in
-the order they were read, so that the files are a function of the unit and the encoding alone. A Python process hands
-tokens over one thread at a time, which about a dozen cores fill: beyond a few threads, units go to processes with
-threads of their own.
+Threads encode pieces a batch at a time (both libraries work outside Python's lock). Documents are written in the order
+they were read, so that the files are a function of the unit and the encoding alone. A Python process hands tokens over
+one thread at a time, which about a dozen cores fill: beyond a few threads, units go to processes with threads of their
+own.
 
-Whenever a file is complete, the unit's record says so. A unit that was begun is read again from its start, and goes on
-behind its last complete file.
+fastokens (extra `fast`) reads the same tokenizer.json as the tokenizers library, which is the reference, and gives the
+same ids, many times as fast. Nothing is taken on trust: the first texts of every unit, and a keyed sample of one in
+`CHECKED_ONE_IN` of all others, are encoded by both, and a difference is an error that names the document.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import multiprocessing
 import os
 import signal
@@ -22,66 +24,125 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import astuple, replace
+from dataclasses import astuple
+from importlib.metadata import version
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64
 from pretraining.data.threads import map_in_order
-from pretraining.data.tokenizer import library_threads, load_tokenizer
+from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenizer
 from pretraining.errors import DataError
 from pretraining.files import output_errors
-from pretraining.tools.prepare.console import Report
-from pretraining.tools.prepare.encoders import Encoder, TextEncoder, text_encoder
-from pretraining.tools.prepare.records import Encoding, WorkFolder
-from pretraining.tools.prepare.text import Piece
-from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, Counts, TokenRows, TokenWriter
+from pretraining.tools.prepare.records import Counts, Encoder, Encoding, UnitRecord, WorkFolder
+from pretraining.tools.prepare.text import PIECE_CHARACTERS, Document, end_of_piece
+from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
 from pretraining.tools.prepare.units import Unit, read_part
 
-THREADS_A_PROCESS = 8
-FASTOKENS_THREADS_A_PROCESS = 2
-"""They encode more than one thread of Python reads and writes."""
+if TYPE_CHECKING:
+    import fastokens
+
+log = logging.getLogger(__name__)
+
+THREADS_PER_PROCESS: dict[Encoder | None, int] = {"fastokens": 2, "tokenizers": 8, None: 8}
+"""Two threads of fastokens encode more than one thread of Python reads and writes."""
 POLL_SECONDS = 0.5
 """Between two looks at what the processes have done."""
 BATCH_CHARACTERS = 1 << 19
 """Text that a thread encodes at once: long enough to hand over cheaply, short enough to share a small corpus evenly."""
 _CHARACTERS_PER_TOKEN = 4
+CHECKED_ONE_IN = 1000
+CHECKED_FIRST_CHARACTERS = 1 << 17
+"""How much of the beginning of a unit is checked: the library takes some 60 ms for it."""
+_WITHOUT_FASTOKENS = "Start the command again with --encoder=tokenizers: it encodes everything by the library, slower"
+
+Report = Callable[[Counts], None]
+"""Takes what was done since it was last called."""
+TextEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
+"""Takes N texts; gives the ids of all, one text after the other, [T], and how many each has, [N]."""
+
+
+def choose_encoder(tokenizer: Tokenizer, wanted: Literal["auto"] | Encoder) -> Encoder:
+    """Return fastokens if it is installed and takes the tokenizer, unless the user wants the library; log if not.
+
+    Raises:
+        DataError: fastokens is wanted, and is not installed or does not take the tokenizer.
+    """
+    if wanted == "tokenizers":
+        return wanted
+    try:
+        _load_fastokens(tokenizer.definition)
+        return "fastokens"
+    except (ImportError, ValueError) as error:
+        reason = f"does not take this tokenizer ({error})"
+        if isinstance(error, ImportError):
+            reason = f"is not installed ({error}; pip install 'pretraining[fast]')"
+        if wanted == "fastokens":
+            raise DataError(f"--encoder=fastokens: it {reason}. Drop the flag, and tokenizers encodes") from error
+        log.info("fastokens %s: the tokenizers library encodes, many times slower.", reason)
+        return "tokenizers"
+
+
+def text_encoder(tokenizer: Tokenizer, encoder: Encoder) -> TextEncoder:
+    """Return a function that encodes texts, on the thread that calls it; fastokens raises a ValueError at times."""
+
+    def by_library(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids = [np.array(one, np.uint32) for one in tokenizer.encode_batch(texts)]
+        return np.concatenate(ids), np.array([len(one) for one in ids])
+
+    def by_fastokens(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, ends = fast.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=True)
+        return np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(ends, "<u8").astype(np.int64))
+
+    if encoder == "tokenizers":
+        return by_library
+    fast = _load_fastokens(tokenizer.definition)
+    return by_fastokens
+
+
+@functools.lru_cache(maxsize=1)
+def _load_fastokens(definition: bytes) -> fastokens.Tokenizer:
+    """Read a tokenizer.json with fastokens; a ValueError says why it does not take it, an ImportError that it lacks."""
+    import fastokens
+
+    # It starts threads of its own otherwise. It reads the variable when it first encodes.
+    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
+    library = fastokens.Tokenizer.from_json_str(definition.decode("utf-8"))
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+# Over processes
 
 
 def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> None:
-    """Writes the token files of units, as far as they are not there.
+    """Write the token files of units.
 
     Args:
         work: has the tokenizer of the encoding.
         threads: that encode, over all processes.
-        report: is told what was done; what it raises ends the work.
+        report: is told what was done.
 
     Raises:
         DataError: the input cannot be read, or holds what cannot be written; or a process was killed.
         OSError: the output cannot be written.
     """
-    is_fast = encoding.encoder == "fastokens"
-    most = min(THREADS_A_PROCESS, FASTOKENS_THREADS_A_PROCESS) if is_fast else THREADS_A_PROCESS
-    processes = min(len(units), -(-threads // most))
-    if processes > 1:
-        _encode_in_processes(units, encoding, work, processes, -(-threads // processes), report)
+    processes = min(len(units), -(-threads // THREADS_PER_PROCESS[encoding.encoder]))
+    if processes <= 1:
+        for unit in units:
+            encode_unit(unit, encoding, work, threads, report)
         return
-    for unit in units:
-        encode_unit(unit, encoding, work, threads, report)
-
-
-def _encode_in_processes(
-    units: Sequence[Unit], encoding: Encoding, work: WorkFolder, processes: int, threads: int, report: Report
-) -> None:
     context = multiprocessing.get_context("spawn")
     counters = context.Array(ctypes.c_int64, len(astuple(Counts())))
     theirs, ours = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(processes, context, _begin_process, (counters, theirs))
-    pending = {pool.submit(_encode_in_process, unit, encoding, work, threads) for unit in units}
-    workers = multiprocessing.active_children()
+    each = -(-threads // processes)
+    pending = {pool.submit(_encode_in_process, unit, encoding, work, each) for unit in units}
     shown = Counts()
     try:
         while pending:
@@ -92,28 +153,18 @@ def _encode_in_processes(
             for future in done:
                 future.result()
     except BrokenProcessPool:
-        pool.shutdown()
-        raise _killed(workers) from None
+        raise DataError(
+            "a process that encodes was killed. If memory ran out, give fewer --num_workers. The same command goes on "
+            "after the units that are done"
+        ) from None
     finally:
         ours.close()  # ends the processes at once, in the middle of a unit too
         theirs.close()
         pool.shutdown(cancel_futures=True)
 
 
-def _killed(workers: Sequence[Any]) -> DataError:
-    """The error for a process of the pool that ended early; the pool ends the others by SIGTERM."""
-    for process in workers:
-        if process.exitcode not in (None, 0, -signal.SIGTERM):
-            how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"itself with status {process.exitcode}"
-            return DataError(
-                f"a process that encodes (number {process.pid}) was ended by {how}; where that is signal 9, memory may "
-                "have run out: give fewer --num_workers. The same command goes on from the files that are complete"
-            )
-    return DataError("a process that encodes was ended. The same command goes on from the files that are complete")
-
-
 _counters: Any
-"""In a process of the pool: an array of int64 that all of them share, one a field of `Counts`."""
+"""In a process of the pool: an array of int64 that all of them share, one for each field of `Counts`."""
 
 
 def _begin_process(counters: Any, parent: Connection) -> None:
@@ -124,7 +175,7 @@ def _begin_process(counters: Any, parent: Connection) -> None:
 
 
 def _end_with(parent: Connection) -> None:
-    """Ends this process when the parent closes its end of the connection, or is gone."""
+    """End this process when the parent closes its end of the connection, or is gone."""
     parent.poll(None)
     os._exit(0)
 
@@ -140,155 +191,163 @@ def _add_to_counters(counts: Counts) -> None:
             _counters[index] += count
 
 
+# One unit
+
+
 def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> None:
-    """Writes the token files of a unit, as far as they are not there, in this process."""
-    record = work.read_record(unit, encoding)
-    dtype, prefix = np.dtype(encoding.dtype), f"part_{unit.number:06d}_"
-    writer = TokenWriter(work.files, dtype, encoding.tokens_per_file, prefix, record.files)
-    all_pieces = chain.from_iterable(read_part(part, encoding.text_field) for part in unit.parts)
-    pieces = _skip_documents(all_pieces, record.counts.documents + record.counts.empty_documents)
-    joiner = _Joiner()
-    # A thread a batch, not the library's own threads: then the number of threads means what it says.
+    """Write the token files of a unit, and last its done file."""
+    work.clear(unit)
+    record = UnitRecord(encoding.key(unit))
+    documents = chain.from_iterable(read_part(part, encoding.text_field) for part in unit.parts)
+    writer = TokenWriter(work.files, encoding.dtype, encoding.tokens_per_file, f"part_{unit.number:06d}_")
+    begun: list[np.ndarray] = []  # tokens of the document whose end has not come
+    # A thread per batch, not the library's own threads: then the number of threads means what it says.
     with writer, library_threads(False):
-        for batch, rows in map_in_order(_encoder(unit, encoding, work), _batches(pieces), threads):
-            documents = left = joiner.add(batch.pieces, rows)
-            while len(left):
-                some, left = left.split(writer.documents_to_end(left.lengths))
-                record.count(some)
-                if writer.write(some.tokens, some.lengths[some.lengths > 0]):
-                    work.write_record(unit, record)
-            whole, read = documents.counts(), rows.counts()
-            report(replace(read, documents=whole.documents, tokens=whole.tokens, empty_documents=whole.empty_documents))
-    unseen = Counts(input_bytes=unit.size - record.counts.input_bytes)  # by readers, such as a file's end
-    record.counts, record.finished = record.counts + unseen, True
+        for batch, tokens, lengths, counts in map_in_order(
+            _encoder(unit, encoding, work), _batches(documents), threads
+        ):
+            ends = np.cumsum(lengths)[[piece.ends_document for piece in batch.pieces]] + sum(map(len, begun))
+            begun.append(tokens)
+            tokens = np.concatenate(begun) if len(begun) > 1 else tokens
+            lengths = np.diff(ends, prepend=0)
+            end = int(ends[-1]) if len(ends) else 0
+            if max(lengths.max(initial=0), len(tokens) - end) > LARGEST_DOCUMENT_TOKENS:
+                raise batch.pieces[-1].document.error(
+                    f"a document here, or shortly before, has more than {LARGEST_DOCUMENT_TOKENS:,} tokens, too many "
+                    "for a row of a token file. Split it, for example into a .jsonl with a part per line"
+                )
+            written = lengths[lengths > 0]
+            writer.write(tokens[:end], written)
+            begun = [tokens[end:]] if end < len(tokens) else []
+            counts += Counts(len(written), end, len(lengths) - len(written))
+            record.add(counts, tokens[:end], written)
+            report(counts)
+    record.files = writer.files
     work.write_record(unit, record)
-    report(unseen)
 
 
-class _Joiner:
-    """Puts pieces together to whole documents."""
+class Piece(NamedTuple):
+    """A document, or a part of a long one: text, at most `PIECE_CHARACTERS`, or token ids."""
 
-    def __init__(self) -> None:
-        self._begun: list[TokenRows] = []  # pieces of the document whose end has not come
-
-    def add(self, pieces: Sequence[Piece], rows: TokenRows) -> TokenRows:
-        """Takes the next pieces, and returns the documents that they complete.
-
-        Raises:
-            DataError: a document is longer than a row of a token file can be.
-        """
-        before = sum(map(len, self._begun))
-        ends = np.flatnonzero([piece.ends_document for piece in pieces]) + before + 1
-        self._begun.append(rows)
-        documents, _ = rows.split(0)
-        if len(ends):
-            complete, rest = TokenRows.concatenate(self._begun).split(int(ends[-1]))
-            documents, self._begun = complete.joined(ends), [rest] if len(rest) else []
-        for index in np.flatnonzero(documents.lengths > LARGEST_DOCUMENT_TOKENS):
-            raise _too_long(pieces[ends[index] - before - 1])
-        if sum(len(begun.tokens) for begun in self._begun) > LARGEST_DOCUMENT_TOKENS:
-            raise _too_long(pieces[-1])
-        return documents
-
-
-@functools.lru_cache(maxsize=1)
-def _text_encoder(folder: Path, sha256: str, encoder: Encoder) -> TextEncoder:
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.sha256 == sha256
-    return text_encoder(tokenizer, encoder)
-
-
-def _too_long(piece: Piece) -> DataError:
-    return DataError(
-        f"{piece.place}: a document has more than {LARGEST_DOCUMENT_TOKENS:,} tokens, too many for a row of a token "
-        "file. Split it, for example into a .jsonl with a part a line"
-    )
-
-
-def _skip_documents(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
-    """The pieces behind the first `count` documents."""
-    for piece in pieces:
-        if count:
-            count -= piece.ends_document
-            continue
-        yield piece
+    content: str | np.ndarray
+    ends_document: bool
+    document: Document
 
 
 class _Batch(NamedTuple):
-    """Pieces, and the number of the first of them, from 0 in the unit or where an interrupted call goes on."""
+    """Pieces, and the number of the first of them in the unit."""
 
     number: int
     pieces: list[Piece]
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[_Batch]:
-    """Groups pieces to about `BATCH_CHARACTERS` of text."""
+_Encoded = tuple[_Batch, np.ndarray, np.ndarray, Counts]
+"""A batch, its tokens, [T], the tokens of each piece, [P], and what was read."""
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
+    """Group pieces to about `BATCH_CHARACTERS` of text."""
     batch: list[Piece] = []
     number = characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        length = len(piece.content)
-        # Empty documents must not pile up either.
-        characters += 1 + (length if isinstance(piece.content, str) else length * _CHARACTERS_PER_TOKEN)
-        if characters >= BATCH_CHARACTERS:
-            yield _Batch(number, batch)
-            number, batch, characters = number + len(batch), [], 0
+    for document in documents:
+        is_text = isinstance(document.content, str)
+        for piece in cut(document):
+            batch.append(piece)
+            # Empty documents must not pile up either.
+            characters += 1 + len(piece.content) * (1 if is_text else _CHARACTERS_PER_TOKEN)
+            if characters >= BATCH_CHARACTERS:
+                yield _Batch(number, batch)
+                number, batch, characters = number + len(batch), [], 0
     if batch:
         yield _Batch(number, batch)
 
 
-def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Batch], tuple[_Batch, TokenRows]]:
-    """The function that makes tokens of a batch of pieces."""
-    dtype = np.dtype(encoding.dtype)
+def cut(document: Document) -> Iterator[Piece]:
+    """Cut a document into pieces that end where no word goes across; one is the rule."""
+    text, begin = document.content, 0
+    while isinstance(text, str) and len(text) - begin > PIECE_CHARACTERS:
+        end = end_of_piece(text, begin, PIECE_CHARACTERS)
+        yield Piece(text[begin:end], False, document._replace(bytes_read=0))
+        begin = end
+    yield Piece(text[begin:] if begin else text, document.is_last_part, document)
+
+
+def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Batch], _Encoded]:
+    """Return the function that makes tokens of a batch of pieces."""
     if encoding.encoder is None:
-        return lambda batch: (batch, _given_rows(batch, encoding))
+        return functools.partial(_take_ids, encoding)
     assert encoding.tokenizer is not None
-    encode_texts = _text_encoder(work.path, encoding.tokenizer, encoding.encoder)
+    by_library, encode = _text_encoders(work.path, encoding.tokenizer, encoding.encoder)
 
-    def encode(batch: _Batch) -> tuple[_Batch, TokenRows]:
-        texts = [_text_of(piece, encoding) for piece in batch.pieces]
-        tokens, lengths = encode_texts(texts, [piece.place for piece in batch.pieces], unit.number, batch.number)
-        sizes = [len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts]
-        read = np.array([[len(text) for text in texts], sizes, [piece.bytes_read for piece in batch.pieces]])
-        return batch, TokenRows(tokens.astype(dtype), lengths, read.T)
+    def encode_batch(batch: _Batch) -> _Encoded:
+        texts = [_checked_kind(piece, str, encoding) for piece in batch.pieces]
+        first = batch.pieces[0].document
+        try:
+            ids, lengths = encode(texts)
+        except ValueError as error:
+            raise first.error(
+                f"fastokens cannot encode one of {len(texts)} documents from here on ({error}). {_WITHOUT_FASTOKENS}"
+            ) from error
+        ends = np.cumsum(lengths)
+        for index in _checked(texts, unit.number, batch.number) if encode is not by_library else ():
+            if not np.array_equal(ids[ends[index] - lengths[index] : ends[index]], by_library([texts[index]])[0]):
+                document = batch.pieces[index].document
+                raise document.error(
+                    f"fastokens {version('fastokens')} encodes this document differently from tokenizers "
+                    f"{version('tokenizers')}, which is right by definition. {_WITHOUT_FASTOKENS}"
+                )
+        text_bytes = sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
+        counts = Counts(characters=sum(map(len, texts)), text_bytes=text_bytes, input_bytes=_bytes_read(batch))
+        return batch, ids.astype(encoding.dtype), lengths, counts
 
-    return encode
+    return encode_batch
 
 
-def _given_rows(batch: _Batch, encoding: Encoding) -> TokenRows:
-    """Token ids that were given; of them there is no text."""
-    tokens = [_checked(piece, encoding) for piece in batch.pieces]
-    read = np.array([(0, 0, piece.bytes_read) for piece in batch.pieces])
-    return TokenRows(np.concatenate(tokens), np.array([len(ids) for ids in tokens]), read)
+@functools.lru_cache(maxsize=1)
+def _text_encoders(folder: Path, sha256: str, encoder: Encoder) -> tuple[TextEncoder, TextEncoder]:
+    """Return the reference and the function that encodes."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.sha256 == sha256
+    reference = text_encoder(tokenizer, "tokenizers")
+    return reference, reference if encoder == "tokenizers" else text_encoder(tokenizer, encoder)
 
 
-def _text_of(piece: Piece, encoding: Encoding) -> str:
-    if isinstance(piece.content, str):
+def _checked(texts: Sequence[str], unit: int, number: int) -> list[int]:
+    """Choose the texts that are encoded by both: those at the beginning of the unit, and of all the keyed sample."""
+    hashes = hash64(derive_key(Purpose.CHECKED_TEXTS, unit), np.arange(number, number + len(texts)))
+    is_checked = hashes % np.uint64(CHECKED_ONE_IN) == 0
+    if number == 0:
+        characters = np.cumsum([len(text) for text in texts])
+        is_checked[: np.searchsorted(characters, CHECKED_FIRST_CHARACTERS) + 1] = True
+    return [int(index) for index in np.flatnonzero(is_checked)]
+
+
+def _take_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
+    """Take token ids that were given, in the files' type; of them there is no text."""
+    tokens = []
+    for piece in batch.pieces:
+        # Rows of a column without any value have no type.
+        ids = _checked_kind(piece, np.ndarray, encoding) if len(piece.content) else np.zeros(0, encoding.dtype)
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
+            wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
+            raise piece.document.error(
+                f"token {wrong:,} of the document is {int(ids[wrong])}, but ids go from 0 to "
+                f"{encoding.largest_vocabulary - 1}: give the --vocab_size or the --tokenizer_path that they were made "
+                "for"
+            )
+        tokens.append(ids.astype(encoding.dtype))
+    lengths = np.array([len(ids) for ids in tokens])
+    return batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch))
+
+
+def _checked_kind(piece: Piece, kind: type, encoding: Encoding) -> Any:
+    """Return the content of a piece; a DataError if it is text where ids are expected, or the other way round."""
+    if isinstance(piece.content, kind):
         return piece.content
-    raise _mixed(piece, encoding, "token ids here, but text")
+    raise piece.document.error(
+        f"{encoding.text_field!r} holds text in some inputs, token ids in others: prepare them as two datasets"
+    )
 
 
-def _mixed(piece: Piece, encoding: Encoding, what: str) -> DataError:
-    field = encoding.text_field
-    return DataError(f"{piece.place}: {field!r} holds {what} in other inputs: prepare them as two datasets")
-
-
-def _checked(piece: Piece, encoding: Encoding) -> np.ndarray:
-    """Token ids that were given, in the files' type."""
-    ids = piece.content
-    if isinstance(ids, str):
-        if not ids:  # rows of a column without any value have no type
-            return np.zeros(0, encoding.dtype)
-        raise _mixed(piece, encoding, "text here, but token ids")
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
-        wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
-        why = (
-            "give the --vocab_size that the ids were made for"
-            if encoding.tokenizer is None
-            else "they were made by another tokenizer than the one of this root"
-        )
-        raise DataError(
-            f"{piece.place}: token {wrong:,} of the document is {int(ids[wrong])}, but ids go from 0 to "
-            f"{encoding.largest_vocabulary - 1}: {why}"
-        )
-    return ids.astype(encoding.dtype)
+def _bytes_read(batch: _Batch) -> int:
+    return sum(piece.document.bytes_read for piece in batch.pieces)

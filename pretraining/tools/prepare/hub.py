@@ -1,4 +1,4 @@
-"""Hugging Face datasets as pieces, through the `datasets` library (extra `hf`): by name, or a local folder.
+"""Hugging Face datasets as documents, through the `datasets` library (extra `hf`): by name, or a local folder.
 
 A dataset of the Hub and a folder of data files are streamed, a shard (a data file) at a time, so that nothing is
 downloaded before it is encoded and nothing is stored; a folder that `save_to_disk` wrote is read in place, in ranges of
@@ -19,8 +19,8 @@ import pyarrow as pa
 from pretraining.errors import DataError
 from pretraining.files import exists, is_folder
 from pretraining.tools.prepare.inputs import even_cuts, fingerprint
-from pretraining.tools.prepare.tables import ROWS_AT_ONCE, field_type, pieces_of_rows
-from pretraining.tools.prepare.text import Piece
+from pretraining.tools.prepare.tables import ROWS_AT_ONCE, documents_of_rows, field_type
+from pretraining.tools.prepare.text import Document
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -41,21 +41,12 @@ class HubSplit:
         return f"{self.path}{config} ({self.split})"
 
 
-@dataclass(frozen=True)
-class HubShards:
-    """How a split can be cut.
+def shards_of(split: HubSplit, wanted_bytes: int) -> tuple[list[tuple[int, int, int]], str]:
+    """Find out how a split can be cut; ranges of rows have about the wanted bytes.
 
-    Attributes:
-        ranges: (begin, end, bytes) of each shard or range of rows; 0 bytes where the size is unknown.
-        fingerprint: of the files with their sizes, and of the revision of the Hub.
-    """
-
-    ranges: tuple[tuple[int, int, int], ...]
-    fingerprint: str
-
-
-def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
-    """Finds out what a split consists of; ranges of rows have about the wanted bytes.
+    Returns:
+        (begin, end, bytes) of each shard or range of rows, 0 bytes if the size is unknown; and a hash of the files with
+        their sizes and of the revision of the Hub.
 
     Raises:
         DataError: the library is missing, or there is no such dataset, configuration or split.
@@ -64,69 +55,67 @@ def shards_of(split: HubSplit, wanted_bytes: int) -> HubShards:
     opened = _open_split(split)
     if not _is_streamed(opened):
         size = sum(Path(file["filename"]).stat().st_size for file in opened.cache_files)
-        ranges = max(-(-size // wanted_bytes), 1)
-        bounds = zip(even_cuts(opened.num_rows, ranges), even_cuts(size, ranges), strict=True)
-        cuts = tuple((begin, end, after - before) for (begin, end), (before, after) in bounds)
-        return HubShards(cuts, fingerprint([(opened._fingerprint, opened.num_rows)]))
+        count = max(-(-size // wanted_bytes), 1)
+        cuts = zip(even_cuts(opened.num_rows, count), even_cuts(size, count), strict=True)
+        ranges = [(begin, end, after - before) for (begin, end), (before, after) in cuts]
+        return ranges, fingerprint([(opened._fingerprint, opened.num_rows)])
     files = _data_files(split)
     sizes, shards = [size for _, size in files], opened.num_shards
     if len(sizes) != shards:  # archives have more shards than files
         sizes = [sum(sizes) // shards] * shards
-    return HubShards(tuple((i, i + 1, sizes[i]) for i in range(shards)), fingerprint(files))
+    return [(i, i + 1, sizes[i]) for i in range(shards)], fingerprint(files)
 
 
 def column_type_of(split: HubSplit, column: str) -> pa.DataType:
-    """The type of a split's column; null where the split has no rows."""
-    for table in _tables(split, _open_split(split), column, 1):
-        return table.schema.types[0]
-    return pa.null()
+    """Return the type of a split's column; null if the split has no rows."""
+    return next((rows.type for rows in _columns(split, _open_split(split), column, 1)), pa.null())
 
 
-def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -> Iterator[Piece]:
-    """Reads some shards (streamed) or rows (saved to disk) of a split; they are `size` bytes on disk.
+def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -> Iterator[Document]:
+    """Read some shards (streamed) or rows (saved to disk) of a split; they are `size` bytes on disk.
 
     Raises:
         DataError: they cannot be read, or the column holds neither text nor token ids.
     """
     opened = _open_split(split)
     if _is_streamed(opened):
-        for number in range(begin, end):
-            shard = opened.shard(num_shards=opened.num_shards, index=number)
-            yield from _pieces(split, shard, column, f"{split}, shard {number}", 0, 0)
-    elif end > begin:
-        yield from _pieces(split, opened.select(range(begin, end)), column, str(split), begin, size / (end - begin))
+        parts = [(opened.shard(opened.num_shards, n), f"{split}, shard {n}", 0, 0.0) for n in range(begin, end)]
+    else:
+        parts = [(opened.select(range(begin, end)), str(split), begin, size / max(end - begin, 1))]
+    for part, path, row, row_bytes in parts:
+        for rows in _columns(split, part, column, ROWS_AT_ONCE):
+            yield from documents_of_rows(rows, column, path, row, int(row_bytes * len(rows)))
+            row += len(rows)
 
 
-def _pieces(
-    split: HubSplit, opened: Dataset | IterableDataset, column: str, place: str, first_row: int, row_bytes: float
-) -> Iterator[Piece]:
-    for table in _tables(split, opened, column, ROWS_AT_ONCE):
-        for chunk in table.column(0).chunks:
-            yield from pieces_of_rows(chunk, column, place, first_row, int(row_bytes * len(chunk)))
-            first_row += len(chunk)
-
-
-def _tables(split: HubSplit, opened: Dataset | IterableDataset, column: str, rows: int) -> Iterator[pa.Table]:
-    """The column of a split, some rows at a time."""
+def _columns(split: HubSplit, opened: Dataset | IterableDataset, column: str, count: int) -> Iterator[pa.Array]:
+    """Read the column of a split, some rows at a time."""
     if opened.features is not None:  # else the first rows tell
         field_type(opened.features.arrow_schema, column, str(split))
-    with _errors_named(f"{split} cannot be read"):
-        yield from opened.select_columns([column]).with_format("arrow").iter(batch_size=rows)
+    with _errors_named(split, "it cannot be read"):
+        for table in opened.select_columns([column]).with_format("arrow").iter(batch_size=count):
+            yield from table.column(0).chunks or [pa.nulls(0)]
 
 
 @contextmanager
-def _errors_named(problem: str, way_out: str = "") -> Iterator[None]:
-    """Turns any error into one for users: the library, its file formats and the Hub raise errors of many kinds."""
+def _errors_named(split: HubSplit, problem: str) -> Iterator[None]:
+    """Turn any error into one for users: the library, its file formats and the Hub raise errors of many kinds."""
     try:
         yield
+    except DataError:
+        raise
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
-        raise DataError(f"{problem}: {type(error).__name__}: {first_line}{way_out}") from error
+        raise DataError(
+            f"{problem}: {type(error).__name__}: {first_line}. Look at --hf_dataset (a name on the Hub or a folder), "
+            "--hf_config and --hf_split",
+            path=str(split),
+        ) from error
 
 
 @functools.lru_cache(maxsize=4)
 def _open_split(split: HubSplit) -> Any:
-    """The split: a `Dataset` where it was saved to disk, else a streamed `IterableDataset`."""
+    """Open a split: a `Dataset` if it was saved to disk, else a streamed `IterableDataset`."""
     try:
         import datasets
     except ImportError as error:
@@ -134,26 +123,22 @@ def _open_split(split: HubSplit) -> Any:
             f"--hf_dataset={split.path} needs the `datasets` package ({error}): pip install 'pretraining[hf]'"
         ) from error
     folder = Path(split.path).expanduser()
-    way_out = ". Look at --hf_dataset (a name on the Hub or a folder), --hf_config and --hf_split"
-    with _errors_named(f"the dataset {split} cannot be opened", way_out):
+    with _errors_named(split, "it cannot be opened"):
         if not any(exists(folder / name) for name in _SAVED_TO_DISK):
             return datasets.load_dataset(_place(split), split.config, split=split.split, streaming=True)
         loaded = datasets.load_from_disk(str(folder))
-    if isinstance(loaded, datasets.Dataset):  # a single split, whatever it was called
-        return loaded
-    if split.split not in loaded:
-        raise DataError(f"{split.path} has no split {split.split!r}, but {', '.join(loaded)}: give --hf_split")
-    return loaded[split.split]
+        # A single split is taken whatever it was called.
+        return loaded if isinstance(loaded, datasets.Dataset) else loaded[split.split]
 
 
 def _data_files(split: HubSplit) -> list[tuple[str, int]]:
-    """Names and sizes of the files of a streamed split, in order; a file of the Hub is named with its revision."""
+    """List names and sizes of the files of a streamed split, in order; a file of the Hub is named with its revision."""
     import datasets
     import fsspec
 
     folder = Path(split.path).expanduser()
     found = []
-    with _errors_named(f"the files of {split} cannot be listed"):
+    with _errors_named(split, "its files cannot be listed"):
         builder = datasets.load_dataset_builder(_place(split), split.config)
         for url in (builder.config.data_files or {}).get(split.split, ()):
             system, path = fsspec.core.url_to_fs(url)

@@ -25,7 +25,6 @@ from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder
 
-SMALLEST_CORPUS_BYTES = 2_000_000
 SMALLEST_MODULE_BYTES = 200
 """Empty `__init__.py` files and one-line stubs teach nothing."""
 
@@ -33,6 +32,7 @@ SMALLEST_MODULE_BYTES = 200
 # fifth of the text.
 LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "msilib"}
 LEFT_OUT_FILES = {"html/entities.py", "this.py"}
+WILDCARDS = set("*?[")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class InputFile:
 
 
 def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFile]:
-    """Finds the files of some inputs: in the order of the inputs, inside a folder or glob by name, each file once.
+    """Find the files of some inputs: in the order of the inputs, inside a folder or glob by name, each file once.
 
     Args:
         inputs: files, folders (walked to the bottom, following links, without hidden names and prepared datasets)
@@ -78,71 +78,66 @@ def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFi
     Raises:
         DataError: an input does not exist, cannot be read, or gives no file.
     """
+    plain = [f".{extension.lower().lstrip('.')}" for extension in extensions]
+    endings = tuple(ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS))
     files: list[InputFile] = []
     seen: set[tuple[int, int]] = set()
     for given in inputs:
         before = len(files)
         try:
-            found = [(path, name, path.stat()) for path, name in _paths_of(given, extensions)]
+            for path, name in _paths_of(Path(given).expanduser(), endings):
+                status = path.stat()
+                identity = (status.st_dev, status.st_ino)
+                if stat.S_ISREG(status.st_mode) and not (identity in seen and status.st_ino):
+                    seen.add(identity)
+                    files.append(InputFile(path, name, status.st_size))
         except OSError as error:
             raise DataError(
-                f"{error.filename or given} cannot be read: {error.strerror}. Mend it (a broken link? permissions?) or "
-                "give another --input_path"
+                f"--input_path: it cannot be read: {error.strerror}. Mend it (a broken link? permissions?) or give "
+                "another one",
+                path=error.filename or given,
             ) from error
-        for path, name, status in found:
-            identity = (status.st_dev, status.st_ino)
-            if stat.S_ISREG(status.st_mode) and not (identity in seen and status.st_ino):
-                seen.add(identity)
-                files.append(InputFile(path, name, status.st_size))
         if len(files) == before:
-            endings = ", ".join(f".{extension}" for extension in extensions)
             raise DataError(
-                f"{given} holds no text that is not listed already. Folders are searched for {endings}; --extensions "
-                "changes that"
+                "--input_path: there is no such file or folder, or no text in it that is not listed already. Folders "
+                f"are searched for {', '.join(plain)}; --extensions changes that. A comma parts inputs: of a name "
+                "that has one, write it as ?",
+                path=given,
             )
     return files
 
 
 def fingerprint(names_and_sizes: Sequence[tuple[str, int]]) -> str:
-    """A hash of names, sizes and order: what an input is recognised by without reading it."""
+    """Hash names, sizes and order: what an input is recognised by without reading it."""
     listing = "".join(f"{name}\0{size}\n" for name, size in names_and_sizes)
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def even_cuts(length: int, pieces: int) -> list[tuple[int, int]]:
-    """Cuts a length into (begin, end) of almost equal ranges."""
+    """Cut a length into (begin, end) of almost equal ranges."""
     return list(pairwise(length * i // pieces for i in range(pieces + 1)))
 
 
-def _paths_of(given: str, extensions: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Paths of one input with their names below it."""
-    path = Path(given).expanduser()
+def _paths_of(path: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+    """List paths of one input with their names below it."""
     if is_folder(path):
-        plain = [f".{extension.lower().lstrip('.')}" for extension in extensions]
-        yield from _walk(path, tuple(ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS)))
+        yield from sorted(_walk(path, endings))
     elif exists(path):
         yield path, path.name
-    elif set("*?[").intersection(given):
+    elif WILDCARDS.intersection(str(path)):
         # Names start below the last folder without a wildcard.
-        fixed = next(parent for parent in path.parents if not set("*?[").intersection(str(parent)))
+        fixed = next(parent for parent in path.parents if not WILDCARDS.intersection(str(parent)))
         # Unlike Path.glob, glob.glob takes absolute patterns and passes hidden names over.
         for match in sorted(Path(found) for found in glob.glob(str(path), recursive=True)):  # noqa: PTH207
-            if not is_folder(match):
-                yield match, match.relative_to(fixed).as_posix()
-    else:
-        raise DataError(
-            f"--input_path: there is no file or folder {path.absolute()} (a comma parts inputs: of a name that has "
-            "one, write it as ?)"
-        )
+            yield match, match.relative_to(fixed).as_posix()
 
 
 def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-    """Files below a folder with one of the endings, sorted by path."""
+    """List files below a folder with one of the endings."""
 
     def refuse(error: OSError) -> None:  # os.walk passes over what it cannot read unless told otherwise
         raise error
 
-    found: list[Path] = []
     visited: set[tuple[int, int]] = set()
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
         status = Path(folder).stat()
@@ -152,15 +147,12 @@ def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
             continue
         visited.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found.extend(
-            Path(folder, name) for name in names if not name.startswith(".") and name.lower().endswith(endings)
-        )
-    for path in sorted(found):
-        yield path, path.relative_to(root).as_posix()
+        for path in (Path(folder, name) for name in names if name.lower().endswith(endings) and name[0] != "."):
+            yield path, path.relative_to(root).as_posix()
 
 
-def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALLEST_CORPUS_BYTES) -> list[InputFile]:
-    """Lists the modules of Python's standard library worth learning from, by name: text that every machine has.
+def standard_library_files(root: Path | None = None) -> list[InputFile]:
+    """List the modules of Python's standard library worth learning from, by name: text that every machine has.
 
     It is for trying things out: some ten megabytes of well-written code and English, on which a model of a few million
     parameters visibly learns within minutes on a CPU. One module is one document. The text depends on the version of
@@ -170,26 +162,26 @@ def standard_library_files(root: Path | None = None, smallest_bytes: int = SMALL
         root: the library's folder; None = the running Python's.
 
     Raises:
-        DataError: there is less text than `smallest_bytes`, as in a Python that came without sources.
+        DataError: there is no text, as in a Python that came without sources.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    files = (
+    files = [
         InputFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
         for top in sorted(sys.stdlib_module_names)
         for path in (root / f"{top}.py", *sorted((root / top).rglob("*.py")))
         if is_file(path)
-    )
-    modules = [file for file in files if _is_kept(file)]
-    size = sum(file.size for file in modules)
-    if size < smallest_bytes:
+    ]
+    modules = [
+        file
+        for file in files
+        if file.size >= SMALLEST_MODULE_BYTES
+        and file.name not in LEFT_OUT_FILES
+        and not LEFT_OUT_FOLDERS.intersection(file.name.split("/")[:-1])
+    ]
+    if not modules:
         raise DataError(
-            f"--source=stdlib: only {size / 1e6:.1f} MB of Python sources in {root}, {smallest_bytes / 1e6:.1f} MB "
-            "are needed. This Python came without its sources: install the full one (Debian: libpython3-stdlib) or "
-            "give your own text with --input_path"
+            "--source=stdlib: this Python came without its sources. Install the full one (Debian: libpython3-stdlib) "
+            "or give your own text with --input_path",
+            path=root,
         )
     return modules
-
-
-def _is_kept(file: InputFile) -> bool:
-    is_left_out = file.name in LEFT_OUT_FILES or LEFT_OUT_FOLDERS.intersection(file.name.split("/")[:-1])
-    return file.size >= SMALLEST_MODULE_BYTES and not is_left_out

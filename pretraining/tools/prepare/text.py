@@ -1,8 +1,4 @@
-"""Text files and JSON lines as pieces, unpacked on the way.
-
-A piece is a document, or a part of a long one. A text longer than half a million characters comes in several pieces, so
-that a text of any length takes a bounded amount of memory.
-"""
+"""Text files and JSON lines as documents, unpacked on the way."""
 
 from __future__ import annotations
 
@@ -14,6 +10,8 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -23,179 +21,152 @@ from pretraining.errors import DataError
 from pretraining.tools.prepare.inputs import InputFile
 
 PIECE_CHARACTERS = 1 << 19
-"""Longest text handed on at once; a longer document is cut."""
+"""Longest text encoded at once; a longer document is cut."""
+_BLOCK_BYTES = 1 << 18
 
 # Where a cut changes no token: byte-level BPE splits text into words first, and none of the usual rules (GPT-2, cl100k,
 # Llama 3) has a word that goes on from a letter or digit into white space, or that looks back.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=\s)")
-_CUT_SEARCH_CHARACTERS = 1 << 16
-_USUAL_SEARCH_CHARACTERS = 1 << 8
-_FORMATS = {"gz": "gzip", "zst": "zstd"}
-_UNPACKED_BYTES = 1 << 18
+_CUT_SEARCH_CHARACTERS = (1 << 8, 1 << 16)
 
 
-class Piece(NamedTuple):
-    """A document, or a part of one.
+class Document(NamedTuple):
+    """A document, or a part of a long text file.
 
     Attributes:
-        content: text, at most `PIECE_CHARACTERS` characters; or a whole document's token ids, [T] of any integer type.
-        ends_document: whether the next piece begins another document.
+        content: its text, or its token ids, [T] of any integer type.
         bytes_read: bytes of the input on disk that were read for it.
-        place: where the document is, for messages.
+        path, row: where it is, for messages: lines count from 1, rows of tables from 0.
+        is_last_part: whether the next one is another document.
     """
 
     content: str | np.ndarray
-    ends_document: bool
     bytes_read: int
-    place: str
+    path: str
+    row: int | None = None
+    is_last_part: bool = True
+
+    def error(self, text: str) -> DataError:
+        """Make the error for users that names this document."""
+        return DataError(text, path=self.path, row=self.row)
 
 
-def read_text(file: InputFile) -> Iterator[Piece]:
-    """Reads a file as one document; a DataError says where it cannot be read or unpacked, or is not UTF-8."""
+def read_text(file: InputFile) -> Iterator[Document]:
+    """Read a file as one document, in parts; a DataError says where it cannot be read or is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    text, unpacked, begun = "", 0, False
-    try:
-        with _open(file) as (stream, bytes_read):
-            while True:
-                block = stream.read(PIECE_CHARACTERS)
-                unpacked += len(block)
-                try:
-                    text += decoder.decode(block, final=not block)
-                except UnicodeDecodeError as error:
-                    # The decoder's object is what was left of the last block and this one.
-                    raise _not_utf8(file, unpacked - len(error.object) + error.start, error) from error
-                if not begun and text:
-                    text, begun = text.removeprefix("\ufeff"), True
-                while len(text) > PIECE_CHARACTERS:
-                    head, text = cut_once(text)
-                    yield Piece(head, False, bytes_read(), str(file.path))
-                if not block:
-                    yield Piece(text, True, bytes_read(), str(file.path))
-                    return
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(file, error, f"after {unpacked:,} bytes of text") from error
+    text, unpacked, path = "", 0, str(file.path)
+    with _open(file) as (stream, bytes_read):
+        for block in chain(iter(partial(stream.read, PIECE_CHARACTERS), b""), [b""]):
+            try:
+                text += decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                # The decoder's object is what was left of the last block, and this one.
+                raise _not_utf8(error, unpacked + len(block) - len(error.object), file, path) from error
+            text = text if unpacked else text.removeprefix("\ufeff")
+            unpacked += len(block)
+            while len(text) > PIECE_CHARACTERS:
+                end = end_of_piece(text, 0, PIECE_CHARACTERS)
+                yield Document(text[:end], bytes_read(), path, is_last_part=False)
+                text = text[end:]
+        yield Document(text, bytes_read(), path)
 
 
-def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
-    """Reads a file with a document a line; blank lines are skipped.
+def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None = None) -> Iterator[Document]:
+    """Read a file with a document per line; blank lines are skipped.
 
     Args:
-        begin: the lines that begin at this byte or later are read; 0 where the file is compressed.
+        begin: the lines that begin at this byte or later are read; 0 if the file is compressed.
         end: and before this one; None = to the end.
 
     Raises:
         DataError: the file cannot be read or unpacked, or is not UTF-8 or JSON lines with that field; says where.
     """
-    number = offset = 0
-    try:
-        with _open(file, begin) as (stream, bytes_read):
-            if begin:  # a line that begins before it is another part's
-                offset = begin - 1 + len(stream.readline())
-            for line in stream:
-                if end is not None and offset >= end:
-                    return
-                number += 1
-                place = f"{file.path}, line {number}" if not begin else f"{file.path}, the line at byte {offset:,}"
+    offset, path = 0, str(file.path)
+    with _open(file, begin) as (stream, bytes_read):
+        if begin:  # a line that begins before it is another part's
+            offset = begin - 1 + len(stream.readline())
+            path = f"{path} from byte {offset:,}"
+        for number, line in enumerate(stream, start=1):
+            if end is not None and offset >= end:
+                return
+            try:
+                decoded = line.decode("utf-8").removeprefix("\ufeff")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(error, offset, file, path, number) from error
+            offset += len(line)
+            if decoded.strip():
                 try:
-                    decoded = line.decode("utf-8").removeprefix("\ufeff" if offset == 0 else "")
-                except UnicodeDecodeError as error:
-                    raise _not_utf8(file, offset + error.start, error, place) from error
-                offset += len(line)
-                if decoded.strip():
-                    for text, ends in cut_text(_text_of(place, decoded, text_field)):
-                        yield Piece(text, ends, bytes_read(), place)
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(file, error, f"after {offset:,} bytes of text") from error
+                    text = _text_of(decoded, text_field)
+                except ValueError as error:
+                    raise DataError(str(error), path=path, row=number) from error
+                yield Document(text, bytes_read(), path, number)
 
 
-def cut_text(text: str) -> Iterator[tuple[str, bool]]:
-    """A whole document's text in pieces, and whether each is the last; an empty text is one empty piece."""
-    while len(text) > PIECE_CHARACTERS:
-        head, text = cut_once(text)
-        yield head, False
-    yield text, True
-
-
-def cut_once(text: str) -> tuple[str, str]:
-    """A text that is longer than a piece as its first piece, ending where no word goes across, and the rest."""
-    for searched in (_USUAL_SEARCH_CHARACTERS, _CUT_SEARCH_CHARACTERS):
-        start = max(0, PIECE_CHARACTERS - searched)
-        cuts = [match.start() for match in _SAFE_CUT.finditer(text, start, PIECE_CHARACTERS)]
+def end_of_piece(text: str, begin: int, longest: int) -> int:
+    """Return where to end a piece of a text that is longer: where no word goes across, if there is such a place."""
+    end = begin + longest
+    for searched in _CUT_SEARCH_CHARACTERS:
+        cuts = [match.start() for match in _SAFE_CUT.finditer(text, max(begin + 1, end - searched), end)]
         if cuts:
-            return text[: cuts[-1]], text[cuts[-1] :]
-    return text[:PIECE_CHARACTERS], text[PIECE_CHARACTERS:]
+            return cuts[-1]
+    return end
 
 
 @contextmanager
 def _open(file: InputFile, begin: int = 0) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """The unpacked bytes from `begin` on, and a function that counts bytes on disk since it was last called."""
-    with file.path.open("rb") as raw:
-        if begin:
-            raw.seek(begin - 1)
-        counted = begin
+    """Give the unpacked bytes from `begin` on, and a function that counts bytes on disk since it was last called."""
+    try:
+        with file.path.open("rb") as raw:
+            if begin:
+                raw.seek(begin - 1)
+            counted = begin
 
-        def bytes_read() -> int:
-            nonlocal counted
-            before, counted = counted, max(counted, min(raw.tell(), file.size))
-            return counted - before
+            def bytes_read() -> int:
+                nonlocal counted
+                before, counted = counted, max(counted, min(raw.tell(), file.size))
+                return counted - before
 
-        if file.compression == "gz":
-            unpacked = gzip.GzipFile(fileobj=raw)
-            yield io.BufferedReader(unpacked, _UNPACKED_BYTES), bytes_read
-        elif file.compression == "zst":
-            packed = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
-            yield io.BufferedReader(packed, _UNPACKED_BYTES), bytes_read
-        else:
-            yield raw, bytes_read
+            stream: BinaryIO = raw
+            if file.compression == "gz":
+                stream = io.BufferedReader(gzip.GzipFile(fileobj=raw), _BLOCK_BYTES)
+            elif file.compression == "zst":
+                packed = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
+                stream = io.BufferedReader(packed, _BLOCK_BYTES)
+            yield stream, bytes_read
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        hint = f". If it was cut off or is no {file.compression} file, fetch it again" if file.compression else ""
+        raise DataError(f"it cannot be read: {reason}{hint}", path=file.path) from error
 
 
-def _text_of(place: str, line: str, text_field: str) -> str:
-    """The text in one line of JSON; a missing one (null) is empty."""
+def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile, path: str, row: int | None = None) -> DataError:
+    """Make the error for bytes that begin at an offset of the unpacked file."""
+    unpacked = " of the unpacked text" if file.compression else ""
+    return DataError(
+        f"not UTF-8 at byte {offset + error.start:,}{unpacked} (0x{error.object[error.start]:02x}, {error.reason}). "
+        "Convert it (for Latin-1: iconv -f latin1 -t utf-8) or leave it out; besides plain text only JSON lines "
+        "(.jsonl), .parquet, .arrow, .feather, and .gz and .zst files are read",
+        path=path,
+        row=row,
+    )
+
+
+def _text_of(line: str, text_field: str) -> str:
+    """Return the text in one line of JSON, empty for null; a ValueError says what is wrong with it."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not valid JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: a JSON object with the text in a field is expected, this is a {type(row).__name__}")
-    if text_field not in row:
-        fields = ", ".join(repr(key) for key in list(row)[:10]) or "none"
-        raise DataError(
-            f"{place}: no field {text_field!r}. The fields are: {fields}; name the one with the text by --text_field"
+        raise ValueError(f"not valid JSON ({error})") from error
+    if not isinstance(row, dict) or text_field not in row:
+        fields = ", ".join(map(repr, list(row)[:10])) if isinstance(row, dict) else f"none, this is no object: {row!r}"
+        raise ValueError(
+            f"no field {text_field!r}. The fields are: {fields[:400]}; name the one with the text by --text_field"
         )
     text = row[text_field]
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise DataError(
-            f"{place}: field {text_field!r} must be a string, this is {json.dumps(text)[:40]}. Name another one by "
-            "--text_field or drop the line"
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
-        raise DataError(
-            f"{place}: field {text_field!r} has half of a surrogate pair at character {error.start}. Mend or drop the "
-            "line"
-        ) from error
+        raise ValueError(f"field {text_field!r} must be a string, this is {str(text)[:40]}: --text_field names another")
+    if not text.isascii():
+        text.encode("utf-8")  # JSON can spell half of a surrogate pair, which is no text: a UnicodeEncodeError
     return text
-
-
-def _not_utf8(file: InputFile, offset: int, error: UnicodeDecodeError, place: str | None = None) -> DataError:
-    unpacked = " of the unpacked text" if file.compression else ""
-    return DataError(
-        f"{place or file.path}: not UTF-8 at byte {offset:,}{unpacked} (0x{error.object[error.start]:02x}, "
-        f"{error.reason}). Convert it (for Latin-1: iconv -f latin1 -t utf-8) or leave it out; besides plain text only "
-        "JSON lines (.jsonl), .parquet, .arrow, .feather, and .gz and .zst files are read"
-    )
-
-
-def _unreadable(file: InputFile, error: Exception, place: str) -> DataError:
-    """What the system or a decompressor says, in words for users."""
-    if isinstance(error, OSError) and error.strerror:
-        return DataError(f"{file.path} cannot be read: {error.strerror}")
-    if file.compression is None:
-        return DataError(f"{file.path} cannot be read: {error}")
-    return DataError(
-        f"{file.path} is no complete {_FORMATS[file.compression]} file: {place}, {error}. Fetch it again, or unpack it "
-        "and give the unpacked file"
-    )

@@ -1,6 +1,6 @@
 """The input cut into units: what processes and machines share out, and where a call goes on after a stop.
 
-    config --find_input--> Input: units --read_part--> pieces
+    config --find_input--> Input: units --read_part--> documents
 
 A unit is about 256 MB of the input: many small files, or a range of a large one where that can be cut (tables, and
 JSON lines that are not compressed). The cuts are a function of the input's names and sizes alone. So the token files of
@@ -16,11 +16,10 @@ from typing import Any
 import pyarrow as pa
 
 from pretraining.config.commands import PrepareConfig
-from pretraining.errors import DataError
 from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
 from pretraining.tools.prepare.inputs import InputFile, even_cuts, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
-from pretraining.tools.prepare.text import Piece, read_lines, read_text
+from pretraining.tools.prepare.text import Document, read_lines, read_text
 
 UNIT_BYTES = 1 << 28
 """Input of a unit, in bytes on disk: a token file of some hundred megabytes, encoded by eight cores in ten seconds."""
@@ -85,7 +84,7 @@ class Input:
 
 
 def find_input(config: PrepareConfig) -> Input:
-    """Finds what the settings name, and cuts it.
+    """Find what the settings name, and cut it.
 
     Raises:
         DataError: there is nothing to read, or it cannot be read.
@@ -93,10 +92,10 @@ def find_input(config: PrepareConfig) -> Input:
     column = config.text_field
     if config.hf_dataset is not None:
         split = HubSplit(config.hf_dataset, config.hf_config, config.hf_split)
-        shards = shards_of(split, UNIT_BYTES)
-        parts = [Part(split, *bounds, shards.fingerprint) for bounds in shards.ranges]
-        holds, count, recognised_by, has_fields = column_type_of(split, column), len(parts), shards.fingerprint, True
-        tokens = token_type(holds, column, str(split))
+        ranges, recognised_by = shards_of(split, UNIT_BYTES)
+        parts = [Part(split, *bounds, recognised_by) for bounds in ranges]
+        count, has_fields = len(parts), True
+        tokens = token_type(column_type_of(split, column), column, str(split))
     else:
         stdlib = config.source == "stdlib"
         files = standard_library_files() if stdlib else list_files(config.input_path, config.extensions)
@@ -117,8 +116,8 @@ def find_input(config: PrepareConfig) -> Input:
     return Input(tuple(cut_units(parts)), size, tokens, settings)
 
 
-def read_part(part: Part, text_field: str) -> Iterator[Piece]:
-    """Reads the documents of a part; a DataError says where it cannot be read."""
+def read_part(part: Part, text_field: str) -> Iterator[Document]:
+    """Read the documents of a part; a DataError says where it cannot be read."""
     source = part.source
     if isinstance(source, HubSplit):
         assert part.end is not None
@@ -131,7 +130,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Piece]:
 
 
 def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
-    """Puts neighbouring parts together as long as they fit into a unit; a part of unknown size is a unit by itself."""
+    """Put neighbouring parts together while they fit into a unit; a part of unknown size is a unit by itself."""
     number, together, size = 0, list[Part](), 0
     for part in parts:
         is_unknown = part.size == 0 and isinstance(part.source, HubSplit)
@@ -146,7 +145,7 @@ def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
 
 
 def _parts_of(file: InputFile) -> list[Part]:
-    """A file as a whole, or in ranges where it is large and can be cut."""
+    """Cut a file into ranges if it is large and can be cut."""
     if file.size > UNIT_BYTES and file.kind == "lines" and file.compression is None:
         cuts = even_cuts(file.size, -(-file.size // UNIT_BYTES))
         return [Part(file, begin, end, end - begin) for begin, end in cuts]
@@ -156,13 +155,6 @@ def _parts_of(file: InputFile) -> list[Part]:
 
 
 def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:
-    """The type of the token ids in the files, from the first table; None where they hold text."""
-    tables = [file for file in files if file.kind in ("parquet", "arrow")]
-    tokens = token_type(column_type(tables[0], column), column, str(tables[0].path)) if tables else None
-    texts = [file for file in files if file.kind in ("text", "lines")]
-    if tokens is not None and texts:
-        raise DataError(
-            f"{texts[0].path} is text, but column {column!r} of {tables[0].path} holds token ids: prepare them as two "
-            "datasets"
-        )
-    return tokens
+    """Return the type of the token ids in the files, from the first table; None if they hold text."""
+    table = next((file for file in files if file.kind in ("parquet", "arrow")), None)
+    return None if table is None else token_type(column_type(table, column), column, table.path)

@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 
 from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
 from pretraining.data.tokenizer import Tokenizer, library_threads, train_tokenizer
-from pretraining.tools.prepare.encoders import text_encoder
+from pretraining.tools.prepare.encode import text_encoder
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import prepare
 from scripts.benchmark.common import Number, announce, flag_parser, in_turn, print_table
@@ -75,7 +75,7 @@ def compare_training(modules: list[str], vocabulary: int) -> Tokenizer:
         with library_threads(True):
             tokenizer = train_tokenizer(some, entries)
         seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - cpu_began
-        tokens = len(text_encoder(tokenizer, "fastokens")(modules, ["a module"] * len(modules), 0, 1)[0])
+        tokens = len(text_encoder(tokenizer, "fastokens")(modules)[0])
         tokenizers.append((tokenizer, tokens))
         more = f"{tokens / tokenizers[1][1] - 1:+.2%}" if entries == vocabulary else "-"
         characters = sum(map(len, some)) / 1e6
@@ -87,10 +87,9 @@ def compare_training(modules: list[str], vocabulary: int) -> Tokenizer:
 def run(root: Path, documents: list[str], tokenizer: Tokenizer, rounds: int) -> None:
     """Measures, and prints a table."""
     fast = text_encoder(tokenizer, "fastokens")
-    places = ["a document"] * len(documents)
     contenders: dict[str, Callable[[int, int], int]] = {
         "tokenizers library alone": lambda cores, turn: _library(tokenizer, documents, cores),
-        "fastokens alone, with its checks": lambda cores, turn: len(fast(documents, places, 0, 0)[0]),
+        "fastokens alone": lambda cores, turn: len(fast(documents)[0]),
     }
     for path in _write(root, documents):
         contenders[f"prepare, from {path.name}"] = _preparing(path, root)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pretraining.tools.prepare.inputs import InputFile, list_files
-from pretraining.tools.prepare.text import Piece
+from pretraining.tools.prepare.text import Document
 
 
 def one(path: Path, content: bytes | str) -> InputFile:
@@ -19,16 +19,15 @@ def one(path: Path, content: bytes | str) -> InputFile:
     return list_files([str(path)], ())[0]
 
 
-def documents_of(pieces: Iterable[Piece]) -> list[str]:
-    """The texts that pieces make."""
-    found = [""]
-    for piece in pieces:
-        assert isinstance(piece.content, str)
-        found[-1] += piece.content
-        if piece.ends_document:
-            found.append("")
-    assert found.pop() == "", "the last piece must end a document"
-    return found
+def texts_of(documents: Iterable[Document]) -> list[str]:
+    """Return the texts of documents."""
+    texts = [""]
+    for document in documents:
+        assert isinstance(document.content, str)
+        texts[-1] += document.content
+        texts += [""] * document.is_last_part
+    assert texts.pop() == "", "the last part ends a document"
+    return texts
 
 
 def json_lines(texts: Iterable[str], field: str = "text") -> bytes:

@@ -1,175 +1,277 @@
-"""Units over threads and processes."""
+"""fastokens and the tokenizers library: which of them encodes, that they agree, and where long texts are cut."""
 
 from __future__ import annotations
 
-import multiprocessing
+import logging
 import os
-import re
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from helpers import run_command
-from unit.tools.prepare.prepare_files import contents, json_lines
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
+from unit.tools.prepare.prepare_files import contents, json_lines, packed
 
 from pretraining.config.commands import PrepareConfig
-from pretraining.data.tokenizer import train_tokenizer
+from pretraining.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
-from pretraining.tools.prepare import encode, units
-from pretraining.tools.prepare import prepare as run
-from pretraining.tools.prepare.console import Report
-from pretraining.tools.prepare.encode import _killed
+from pretraining.tools.prepare import encode as module
+from pretraining.tools.prepare import text as text_module
+from pretraining.tools.prepare import units
+from pretraining.tools.prepare.encode import choose_encoder, text_encoder
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.records import Encoding
-from pretraining.tools.prepare.token_files import Counts
+from pretraining.tools.prepare.records import Encoder
+from pretraining.tools.prepare.text import Document
 
-TEXTS = [f"Document {n} for several processes. " * 9 for n in range(60)]
+fastokens = pytest.importorskip("fastokens")
+
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEXTS = [f"Document {n}: größe, 漢字 and naïve words; it's {n}.\n" * (n % 7 + 1) for n in range(60)]
+GPT2_LIKE = train_tokenizer(TEXTS, 400)
+
+
+@pytest.fixture(scope="module")
+def llama3_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Splits words as Llama 3 does, normalises, and has added tokens, special and not."""
+    library = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
+    library.normalizer = normalizers.NFC()
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[END_OF_TEXT, "<|begin|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(TEXTS, trainer)
+    library.add_tokens(["<tool>", AddedToken("word", single_word=True)])
+    library.enable_truncation(5)
+    library.enable_padding(length=9)
+    folder = tmp_path_factory.mktemp("llama3")
+    library.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
+def word_tokenizer(folder: Path) -> Tokenizer:
+    """A tokenizer that fastokens does not take."""
+    library = tokenizers.Tokenizer(models.WordLevel({"?": 0, "Document": 1, "stop": 2}, unk_token="?"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
+def encode(tokenizer: Tokenizer, encoder: Encoder, texts: list[str]) -> list[list[int]]:
+    """The ids of some texts."""
+    tokens, lengths = text_encoder(tokenizer, encoder)(texts)
+    assert len(tokens) == lengths.sum()
+    return [row.tolist() for row in np.split(tokens, np.cumsum(lengths)[:-1])]
+
+
+# The libraries' tables of how marks are put in order are of different versions of Unicode.
+CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Mn"])
+WORDS = [*"ab1 \n\r\t.'s_é漢", END_OF_TEXT, "<|begin|>", "<tool>", "word", "e\u0301", "  ", "'LL", "\ufeff", "\u200d"]
+ANY_TEXT = st.lists(st.one_of(st.sampled_from(WORDS), CHARACTERS), max_size=30).map("".join)
+
+
+@given(texts=st.lists(ANY_TEXT, min_size=1, max_size=8))
+def test_both_give_the_same_ids_for_any_text(llama3_like: Tokenizer, texts: list[str]) -> None:
+    for tokenizer in (GPT2_LIKE, llama3_like):
+        wanted = [tokenizer.encode(text) for text in texts]
+        assert encode(tokenizer, "fastokens", texts) == encode(tokenizer, "tokenizers", texts) == wanted
+
+
+def test_a_special_token_in_a_text_is_text_and_another_added_token_is_not(llama3_like: Tokenizer) -> None:
+    (special,), (added,) = (encode(llama3_like, "fastokens", [text]) for text in ("<|begin|>", "<tool>"))
+    assert len(special) > 1 and len(added) == 1
+
+
+def test_fastokens_encodes_unless_it_is_not_wanted(tmp_path: Path, llama3_like: Tokenizer) -> None:
+    for tokenizer in (GPT2_LIKE, llama3_like):
+        assert choose_encoder(tokenizer, "auto") == choose_encoder(tokenizer, "fastokens") == "fastokens"
+        assert choose_encoder(tokenizer, "tokenizers") == "tokenizers"
+    assert choose_encoder(word_tokenizer(tmp_path), "tokenizers") == "tokenizers"
+
+
+def test_a_tokenizer_that_fastokens_does_not_take_is_left_to_the_library_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    tokenizer = word_tokenizer(tmp_path)
+    (tmp_path / "in.jsonl").write_bytes(json_lines(["Document stop", "Document"]))
+    config = PrepareConfig(
+        input_path=(str(tmp_path / "in.jsonl"),), output_path=str(tmp_path / "out"), tokenizer_path=str(tmp_path)
+    )
+    with pytest.raises(DataError, match=r"--encoder=fastokens: it does not take this tokenizer \(.*Whitespace.*\)"):
+        prepare(replace(config, encoder="fastokens"))
+    assert prepare(config).tokens == 3
+    (line,) = [line for line in caplog.messages if "fastokens" in line]
+    assert line.startswith("fastokens does not take this tokenizer (") and "tokenizers library encodes" in line
+    assert encode(tokenizer, "tokenizers", ["Document stop"]) == [[1, 2]]
+
+
+def test_without_fastokens_the_library_encodes_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    module._load_fastokens.cache_clear()
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    assert choose_encoder(GPT2_LIKE, "tokenizers") == "tokenizers" and not caplog.messages
+    assert choose_encoder(GPT2_LIKE, "auto") == "tokenizers"
+    (line,) = caplog.messages
+    assert "fastokens is not installed" in line and "pretraining[fast]" in line
+    with pytest.raises(DataError, match=r"--encoder=fastokens: it is not installed .*pretraining\[fast\]"):
+        choose_encoder(GPT2_LIKE, "fastokens")
+
+
+def test_fastokens_starts_no_threads_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTOKENS_BPE_THREADS", raising=False)
+    for wanted, used in ((None, "1"), ("3", "3")):
+        if wanted is not None:
+            monkeypatch.setenv("FASTOKENS_BPE_THREADS", wanted)
+        module._load_fastokens.cache_clear()
+        encode(GPT2_LIKE, "fastokens", ["text"])
+        assert os.environ["FASTOKENS_BPE_THREADS"] == used
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
-    """An input of seven units, two threads, and a process a thread."""
-    (tmp_path / "in.jsonl").write_bytes(json_lines(TEXTS))
-    train_tokenizer(TEXTS, 300).save(tmp_path)
+    """Inputs of all kinds, in units of which some end in the middle of a file."""
     monkeypatch.setattr(units, "UNIT_BYTES", 3000)
-    monkeypatch.setattr(encode, "THREADS_A_PROCESS", 1)
-    monkeypatch.setattr(encode, "POLL_SECONDS", 0.001)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    texts = [*TEXTS, "", f"a{END_OF_TEXT}b", "x" * 2000, "größe \x00\u2028 " * 300]
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.txt", "e.txt.gz"):
+        content = json_lines(texts) if "jsonl" in name else "".join(texts).encode()
+        (folder / name).write_bytes(packed(name, content))
+    pq.write_table(pa.table({"text": texts}), folder / "f.parquet", row_group_size=7)
+    with (
+        pa.OSFile(str(folder / "g.arrow"), "wb") as file,
+        pa.ipc.new_file(file, pa.schema([("text", "str")])) as writer,
+    ):
+        writer.write_table(pa.table({"text": texts}), max_chunksize=5)
+    GPT2_LIKE.save(tmp_path)
     return PrepareConfig(
-        input_path=(str(tmp_path / "in.jsonl"),),
+        input_path=(str(folder),),
         output_path=str(tmp_path / "out"),
         tokenizer_path=str(tmp_path),
-        num_workers=2,
+        tokens_per_file=900,
+        num_workers=1,
     )
 
 
-def report_to(report: Report, patch: pytest.MonkeyPatch) -> None:
-    """Calls a function whenever `prepare` is told what was done."""
-    encode_units: Callable[..., None] = run.encode_units
-    patch.setattr(run, "encode_units", lambda *args: encode_units(*args[:-1], report))
+def reference(config: PrepareConfig) -> dict[str, bytes]:
+    """The files that the library makes."""
+    there = f"{config.output_path}_reference"
+    prepare(replace(config, output_path=there, encoder="tokenizers"))
+    return contents(Path(there))
 
 
-def test_processes_give_the_same_bytes_as_threads(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = prepare(config)
-    monkeypatch.setattr(encode, "_encode_in_processes", pytest.fail)
-    there = f"{config.output_path}_1"
-    prepare(replace(config, output_path=there, num_workers=1))
-    assert processes.files == 7
-    assert contents(Path(config.output_path)) == contents(Path(there))
+def test_the_files_are_the_same_bytes_with_both(config: PrepareConfig) -> None:
+    wanted = reference(config)
+    assert len(wanted) > 20
+    prepare(config)
+    assert contents(Path(config.output_path)) == wanted
 
 
-def test_an_error_in_a_process_is_the_error_of_the_call(config: PrepareConfig) -> None:
-    Path(config.input_path[0]).write_bytes(json_lines(TEXTS) + b"nonsense\n")
-    with pytest.raises(DataError, match=r"in\.jsonl, the line at byte [\d,]+: not valid JSON"):
-        prepare(config)
-    assert not multiprocessing.active_children()
+Change = Callable[[list[str], np.ndarray], np.ndarray]
 
 
-def test_an_output_that_one_process_cannot_write_is_an_error(
+def spoil_fastokens(patch: pytest.MonkeyPatch, change: Change) -> None:
+    """Changes the ids that fastokens gives for some texts, [T]."""
+
+    class Spoilt:
+        def encode_batch_flat(self, texts: list[str], **settings: Any) -> tuple[bytes, bytes]:
+            library = fastokens.Tokenizer.from_json_str(GPT2_LIKE.definition.decode())
+            ids, ends = library.encode_batch_flat(texts, **settings)
+            return change(texts, np.frombuffer(ids, np.uint32).copy()).tobytes(), ends
+
+    patch.setattr(module, "_load_fastokens", lambda definition: Spoilt())
+
+
+def test_a_difference_stops_with_the_document_and_the_library_goes_on_without_what_was_made(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_processes = encode._encode_in_processes
+    wanted = reference(config)
 
-    def without_folder(*args: Any) -> None:
-        args[2].files.rmdir()
-        in_processes(*args)
+    def wrong_behind_the_first(texts: list[str], ids: np.ndarray) -> np.ndarray:
+        if TEXTS[50] in texts and TEXTS[0] not in texts:
+            ids[sum(len(GPT2_LIKE.encode(text)) for text in texts[: texts.index(TEXTS[50])])] += 1
+        return ids
 
-    monkeypatch.setattr(encode, "_encode_in_processes", without_folder)
-    with pytest.raises(DataError, match=r"cannot be written: .*--output_path"):
+    with monkeypatch.context() as patch:
+        spoil_fastokens(patch, wrong_behind_the_first)
+        with pytest.raises(DataError) as error:
+            prepare(config)
+    assert "a.jsonl from byte " in str(error.value) and error.value.row is not None
+    assert "encoder" in error.value.settings
+    assert list(Path(config.output_path, ".in.preparing").glob("unit_*"))
+    prepare(replace(config, encoder="tokenizers"))
+    assert contents(Path(config.output_path)) == wanted
+
+
+def test_an_error_of_fastokens_names_the_documents(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(texts: list[str], ids: np.ndarray) -> np.ndarray:
+        raise ValueError("match limit exceeded")
+
+    spoil_fastokens(monkeypatch, fail)
+    with pytest.raises(DataError, match=r"a\.jsonl, row 1: .*match limit exceeded") as error:
         prepare(config)
-    assert not multiprocessing.active_children()
+    assert error.value.settings == ("encoder",)
 
 
-def test_a_bug_in_a_process_is_raised_with_its_traceback(
-    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode_units = run.encode_units
+def test_the_beginning_of_a_unit_and_one_text_in_a_thousand_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["x" * 100] * 100_000
+    sample = module._checked(texts, 3, 1)
+    assert 60 < len(sample) < 140
+    assert module._checked(texts, 4, 1) != sample
+    in_two = [*module._checked(texts[:7_000], 3, 1), *(7_000 + n for n in module._checked(texts[7_000:], 3, 7_001))]
+    assert in_two == sample
+    monkeypatch.setattr(module, "CHECKED_FIRST_CHARACTERS", 250)
+    monkeypatch.setattr(module, "CHECKED_ONE_IN", 2**63)
+    assert module._checked(texts, 3, 0) == [0, 1, 2]
+    assert module._checked(texts[:2], 3, 0) == [0, 1]
+    assert module._checked(texts, 3, 1) == []
 
-    def unknown_type(units: Any, encoding: Encoding, *args: Any) -> None:
-        encode_units(units, replace(encoding, dtype="nonsense"), *args)
 
-    monkeypatch.setattr(run, "encode_units", unknown_type)
-    with pytest.raises(TypeError, match="nonsense") as error:
-        prepare(config)
-    assert "in encode_unit" in str(error.value.__cause__)
-
-
-def test_a_process_that_is_killed_ends_the_call_and_is_named(
-    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed: list[int] = []
-
-    def kill_one(counts: Counts) -> None:
-        if not killed:
-            pid = multiprocessing.active_children()[0].pid
-            assert pid is not None
-            killed.append(pid)
-            os.kill(pid, signal.SIGKILL)
-
-    report_to(kill_one, monkeypatch)
-    with pytest.raises(DataError, match=r"\(number \d+\) was ended by signal 9; .*fewer --num_workers") as error:
-        prepare(config)
-    assert f"number {killed[0]}" in str(error.value)
-    assert not multiprocessing.active_children()
+# Long documents in pieces
 
 
 @pytest.mark.parametrize(
-    ("exitcodes", "message"),
+    "words_of",
     [
-        ((0, -15, -11), "number 2.* was ended by signal 11; where that is signal 9, memory"),
-        ((-15, 3, None), "number 1.* was ended by itself with status 3"),
-        ((-15, 0, -15), "a process that encodes was ended. The same command goes on"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Split(Regex(LLAMA3_WORDS), behavior="isolated"),
     ],
+    ids=["gpt2", "llama3"],
 )
-def test_a_process_that_ends_early_is_told_from_those_that_were_ended(
-    exitcodes: tuple[int | None, ...], message: str
-) -> None:
-    workers = [SimpleNamespace(pid=pid, exitcode=exitcode) for pid, exitcode in enumerate(exitcodes)]
-    assert re.search(message, str(_killed(workers)))
+@given(
+    text=st.text(alphabet=st.one_of(st.sampled_from("ab1 \n\r.'é漢_\t"), st.characters(codec="utf-8")), max_size=100)
+)
+def test_a_cut_goes_through_no_word_of_the_usual_tokenizers(words_of: pre_tokenizers.PreTokenizer, text: str) -> None:
+    for match in text_module._SAFE_CUT.finditer(text):
+        parts = text[: match.start()], text[match.start() :]
+        words = [word for part in parts for word, _ in words_of.pre_tokenize_str(part)]
+        assert words == [word for word, _ in words_of.pre_tokenize_str(text)]
 
 
-def test_an_interruption_ends_all_processes_at_once_and_the_next_call_goes_on(
-    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(counts: Counts) -> None:
-        if counts.documents:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        report_to(interrupt, patch)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config)
-    assert not multiprocessing.active_children()
-    prepare(config)
-    there = f"{config.output_path}_1"
-    prepare(replace(config, output_path=there, num_workers=1))
-    assert contents(Path(config.output_path)) == contents(Path(there))
-
-
-@pytest.mark.thorough
-def test_workers_do_not_outlive_a_killed_call(config: PrepareConfig) -> None:
-    program = f"""
-import os, signal
-from pretraining.cli import main
-from pretraining.tools.prepare import encode, prepare as run, units
-units.UNIT_BYTES, encode.THREADS_A_PROCESS, encode.POLL_SECONDS = 3000, 1, 0.001
-encode_units = run.encode_units
-def killed(*args):
-    encode_units(*args[:-1], lambda counts: counts.documents and os.kill(os.getpid(), signal.SIGKILL))
-run.encode_units = killed
-main(["prepare", "--input_path={config.input_path[0]}", "--output_path={config.output_path}",
-      "--tokenizer_path={config.tokenizer_path}", "--num_workers=2"])
-"""
-    # All of them hold the pipes of the output: it ends only when the last one has. Python's tracker of semaphores says
-    # on the error stream that it removed what the killed process left.
-    command = [sys.executable, "-c", program]
-    done = run_command(command, check=False)
-    assert done.returncode == -9 and "Traceback" not in done.stderr
-    prepare(config)
-    there = f"{config.output_path}_1"
-    prepare(replace(config, output_path=there))
-    assert contents(Path(config.output_path)) == contents(Path(there))
+@given(text=st.text(alphabet="ab \n", max_size=300), limit=st.integers(1, 40))
+def test_pieces_make_the_text_again_and_only_the_last_ends_it(text: str, limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE_CHARACTERS", limit)
+        found = list(module.cut(Document(text, 0, "a")))
+    assert "".join(str(piece.content) for piece in found) == text
+    assert [piece.ends_document for piece in found] == [False] * (len(found) - 1) + [True]
+    assert max(len(piece.content) for piece in found) <= limit

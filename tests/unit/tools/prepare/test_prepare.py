@@ -22,7 +22,6 @@ from pretraining.errors import ConfigError, DataError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.prepare import encode, text, units
 from pretraining.tools.prepare import prepare as run
-from pretraining.tools.prepare.console import training_flags
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import _cores_of_this_process, prepare
 
@@ -129,6 +128,7 @@ def test_documents_in_pieces_are_the_same_rows(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare(config)
+    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 64)
     monkeypatch.setattr(text, "PIECE_CHARACTERS", 64)
     cut = prepare(replace(config, output_path=str(tmp_path / "cut"), tokenizer_path=config.output_path))
     assert rows(cut.folder) == rows(whole.folder)
@@ -151,18 +151,6 @@ def test_inputs_of_many_kinds_are_one_dataset_in_their_order(tmp_path: Path) -> 
     assert summary.empty_documents == 1
 
 
-def test_json_lines_with_a_named_field_and_empty_documents(tmp_path: Path, capsys: CaptureFixture) -> None:
-    (tmp_path / "news.jsonl.gz").write_bytes(packed("x.gz", json_lines(["first text", "", "second text"], "body")))
-    config = PrepareConfig(
-        input_path=(str(tmp_path / "news.jsonl.gz"),), output_path=str(tmp_path / "out"), text_field="body"
-    )
-    summary = prepare(config)
-    assert (summary.folder.name, summary.documents, summary.empty_documents) == ("news", 2, 1)
-    assert "1 empty ones left out" in capsys.readouterr().out
-    with pytest.raises(DataError, match="text_field: it has body, asked for is other"):
-        prepare(replace(config, text_field="other"))
-
-
 def test_the_second_call_finds_everything_done(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: CaptureFixture
 ) -> None:
@@ -178,47 +166,13 @@ def test_the_second_call_finds_everything_done(
     assert contents(Path(config.output_path)) == before
 
 
-def change_text(config: PrepareConfig) -> PrepareConfig:
-    Path(config.input_path[0], "more.txt").write_text("more")
-    return config
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (change_text, r"input_files: it has 9, asked for is 10(.|\n)*delete"),
-        (lambda config: replace(config, tokens_per_file=7), "tokens_per_file: it has 100000000, asked for is 7"),
-        (
-            lambda config: replace(config, vocab_size=258),
-            r"--vocab_size=258, but .* has \d+ entries.*share one tokenizer",
-        ),
-    ],
-)
-def test_another_configuration_for_a_finished_dataset_is_refused(
-    config: PrepareConfig, change: Callable[[PrepareConfig], PrepareConfig], message: str
-) -> None:
-    prepare(config)
-    before = contents(Path(config.output_path))
-    with pytest.raises(DataError, match=message):
-        prepare(change(config))
-    assert contents(Path(config.output_path)) == before
-
-
-def test_datasets_of_a_root_share_its_tokenizer_and_are_shown_together(
-    config: PrepareConfig, tmp_path: Path, capsys: CaptureFixture
-) -> None:
+def test_datasets_of_a_root_share_its_tokenizer(config: PrepareConfig, tmp_path: Path) -> None:
     prepare(config)
     before = (tmp_path / "out/tokenizer.json").read_bytes()
     (tmp_path / "second.txt").write_text("entirely different words")
-    capsys.readouterr()
     second = prepare(replace(config, input_path=(str(tmp_path / "second.txt"),)))
     assert (tmp_path / "out/tokenizer.json").read_bytes() == before
     assert load_tokenizer(tmp_path / "out").decode(rows(second.folder)[0]) == "entirely different words"
-    _, table = capsys.readouterr().out.split("All datasets in")
-    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["dataset", "second", "texts"]
-    train_tokenizer(["other"], 300).save(tmp_path)
-    with pytest.raises(DataError, match="is another tokenizer than"):
-        prepare(replace(config, tokenizer_path=str(tmp_path / "tokenizer.json")))
 
 
 def test_a_given_tokenizer_is_used_and_kept_beside_the_data(config: PrepareConfig, tmp_path: Path) -> None:
@@ -243,16 +197,17 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(config: PrepareConfig, tmp_
 def test_a_tokenizer_that_comes_to_the_root_in_the_meantime_stops_the_dataset(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = run._wait_for_all
+    make_manifest = run.manifest
 
-    def late(*args: Any) -> None:
+    def late(*args: Any) -> str:
         train_tokenizer(["other"], 300).save(tmp_path / "out")
-        wait(*args)
+        return make_manifest(*args)
 
-    monkeypatch.setattr(run, "_wait_for_all", late)
-    with pytest.raises(DataError, match=r"another tokenizer has come to .*Start the same command again"):
-        prepare(config)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "manifest", late)
+        with pytest.raises(DataError, match="another tokenizer has come") as error:
+            prepare(config)
+    assert error.value.path == tmp_path / "out/tokenizer.json"
     assert prepare(config).vocab_size == load_tokenizer(tmp_path / "out").vocab_size
 
 
@@ -269,66 +224,32 @@ KEPT = [[5, 6, 7], [8] * 20, [300]]
     ids=str,
 )
 def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer(
-    tmp_path: Path, kind: pa.DataType, stored: pa.DataType, capsys: CaptureFixture
+    tmp_path: Path, kind: pa.DataType, stored: pa.DataType
 ) -> None:
     config = table_config(tmp_path, DOCUMENTS, pa.list_(kind))
     summary = prepare(config)
-    shown = capsys.readouterr().out
     assert rows(summary.folder) == KEPT
     assert (summary.documents, summary.empty_documents, summary.vocab_size) == (3, 2, 301)
-    assert "no tokenizer here to name an end-of-text token" in shown
-    assert training_flags(summary)[-1] == "--vocab_size=301" and "--tokenizer_path" not in shown
     assert not (tmp_path / "out/tokenizer.json").exists()
     table = pa.ipc.open_file(str(summary.folder / "part_000000_000000.arrow"))
     assert table.schema.field("tokens").type == pa.list_(stored)
     assert prepare(config) == summary
-    with pytest.raises(DataError, match="vocab_size: it has None, asked for is 400"):
-        prepare(replace(config, vocab_size=400))
 
 
-def test_token_ids_with_a_named_vocabulary_take_two_bytes_and_are_checked(tmp_path: Path) -> None:
+def test_token_ids_with_a_named_vocabulary_take_two_bytes(tmp_path: Path) -> None:
     config = table_config(tmp_path, DOCUMENTS, pa.list_(pa.int64()))
-    with pytest.raises(DataError, match=r"parquet, row 4: token 0 of the document is 300, but ids go from 0 to 299: g"):
-        prepare(replace(config, vocab_size=300))
     summary = prepare(replace(config, vocab_size=301))
     table = pa.ipc.open_file(str(summary.folder / "part_000000_000000.arrow"))
     assert table.schema.field("tokens").type == pa.list_(pa.uint16())
 
 
-@pytest.mark.parametrize(("kind", "value"), [(pa.int16(), -1), (pa.int64(), -5), (pa.int64(), 1 << 32)], ids=str)
-def test_numbers_that_are_no_token_ids_are_named(tmp_path: Path, kind: pa.DataType, value: int) -> None:
-    config = table_config(tmp_path, [[1], [1, 2, value]], pa.list_(kind))
-    with pytest.raises(DataError, match=rf"row 1: token 2 of the document is {value}, but .* --vocab_size"):
-        prepare(config)
-
-
-def test_token_ids_in_a_root_with_a_tokenizer_are_checked_against_it(tmp_path: Path) -> None:
+def test_token_ids_in_a_root_with_a_tokenizer_are_of_that(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     TRAINED.save(tmp_path / "out")
-    with pytest.raises(DataError, match=r"is 300, but ids go from 0 to 299: they were made by another tokenizer"):
+    with pytest.raises(DataError, match="is 300, but ids go from 0 to 299"):
         prepare(table_config(tmp_path, DOCUMENTS))
     summary = prepare(table_config(tmp_path, DOCUMENTS[:4]))
     assert (summary.vocab_size, summary.end_of_text, summary.tokenizer) == (300, 0, TRAINED.sha256)
-
-
-def test_a_tokenizer_is_not_trained_beside_token_ids_of_another_one(config: PrepareConfig, tmp_path: Path) -> None:
-    ids = prepare(table_config(tmp_path, DOCUMENTS))
-    with pytest.raises(DataError, match=r"table holds token ids of a tokenizer that is not in .*--tokenizer_path"):
-        prepare(config)
-    TRAINED.save(tmp_path)
-    prepare(replace(config, tokenizer_path=str(tmp_path)))
-    assert prepare(table_config(tmp_path, DOCUMENTS)) == ids, "what is finished stays so"
-
-
-def test_text_and_token_ids_are_not_mixed(tmp_path: Path) -> None:
-    table_config(tmp_path, [[1]])
-    pq.write_table(pa.table({"ids": ["text", "more"]}), tmp_path / "words.parquet")
-    inputs = [str(tmp_path / name) for name in ("table.parquet", "words.parquet")]
-    config = PrepareConfig(dataset="both", output_path=str(tmp_path / "out"), text_field="ids")
-    with pytest.raises(DataError, match=r"words\.parquet, row 0: 'ids' holds text here, but token ids in other"):
-        prepare(replace(config, input_path=tuple(inputs)))
-    with pytest.raises(DataError, match=r"table\.parquet, row 0: 'ids' holds token ids here, but text in other"):
-        prepare(replace(config, input_path=tuple(reversed(inputs))))
 
 
 def test_tables_without_any_value_go_with_token_ids(tmp_path: Path) -> None:
@@ -342,39 +263,108 @@ def test_tables_without_any_value_go_with_token_ids(tmp_path: Path) -> None:
 # What goes wrong
 
 
-def test_a_folder_made_by_others_is_left_alone(config: PrepareConfig, tmp_path: Path) -> None:
-    (tmp_path / "out/texts").mkdir(parents=True)
-    (tmp_path / "out/texts/shard.arrow").write_text("theirs")
-    with pytest.raises(DataError, match="was not made by `pretrain prepare`"):
-        prepare(config)
-    assert contents(tmp_path / "out") == {"texts/shard.arrow": b"theirs"}
+Change = Callable[[PrepareConfig, Path], PrepareConfig]
 
 
-def test_an_output_that_cannot_be_written_is_named(config: PrepareConfig, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"file.* cannot be written: Not a directory.*--output_path"):
-        prepare(replace(config, output_path=str(tmp_path / "file/out")))
+def more_text(config: PrepareConfig, folder: Path) -> PrepareConfig:
+    (folder / "texts/more.txt").write_text("more")
+    return config
 
 
-def test_an_output_without_permission_is_named(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(run, "find_tokenizer", lambda config, root: closed(root / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"out/tokenizer\.json: cannot be written: Permission denied.*--output_path"):
-        prepare(config)
+def other_tokenizer(config: PrepareConfig, folder: Path) -> PrepareConfig:
+    train_tokenizer(["other"], 300).save(folder)
+    return replace(config, tokenizer_path=str(folder / "tokenizer.json"))
 
 
-def test_text_without_any_text_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match=r"a\.txt: no document has any text"):
-        prepare(PrepareConfig(input_path=(str(tmp_path / "a.txt"),), output_path=str(tmp_path / "out")))
-    assert not list((tmp_path / "out").iterdir())
+# Settings for a finished dataset, the path below the output that the error names, the settings and what else it says
+REFUSED_LATER: list[tuple[Change, str, set[str], str]] = [
+    (more_text, "texts", {"dataset", "output_path"}, "input_files: it has 9, asked for is 10"),
+    (lambda config, _: replace(config, tokens_per_file=7), "texts", {"output_path"}, "tokens_per_file: it has"),
+    (lambda config, _: replace(config, vocab_size=258), "tokenizer.json", {"vocab_size"}, "entries"),
+    (other_tokenizer, "tokenizer.json", {"tokenizer_path"}, "another tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "named", "what"), REFUSED_LATER, ids=range(len(REFUSED_LATER)))
+def test_another_configuration_for_a_finished_dataset_is_refused(
+    config: PrepareConfig, tmp_path: Path, change: Change, path: str, named: set[str], what: str
+) -> None:
+    prepare(config)
+    before = contents(Path(config.output_path))
+    with pytest.raises(DataError) as error:
+        prepare(change(config, tmp_path))
+    assert error.value.path == tmp_path / "out" / path
+    assert named <= set(error.value.settings) and what in str(error.value)
+    assert contents(Path(config.output_path)) == before
+
+
+def ids_of(kind: pa.DataType, value: int, **settings: Any) -> Change:
+    """Return a change to a table with a wrong token in its second row."""
+    return lambda config, folder: replace(table_config(folder, [[1], [1, 2, value]], pa.list_(kind)), **settings)
+
+
+def mixed(*names: str) -> Change:
+    """Return a change to a table of ids and one of texts, in an order."""
+
+    def change(config: PrepareConfig, folder: Path) -> PrepareConfig:
+        pq.write_table(pa.table({"ids": ["text", "more"]}), folder / "words.parquet")
+        return replace(
+            table_config(folder, [[1]]), input_path=tuple(str(folder / name) for name in names), dataset="both"
+        )
+
+    return change
+
+
+def foreign_folder(config: PrepareConfig, folder: Path) -> PrepareConfig:
+    (folder / "out/texts").mkdir(parents=True)
+    (folder / "out/texts/shard.arrow").write_text("theirs")
+    return config
+
+
+def file_in_the_way(config: PrepareConfig, folder: Path) -> PrepareConfig:
+    (folder / "file").write_text("in the way")
+    return replace(config, output_path=str(folder / "file/out"))
+
+
+def no_text(config: PrepareConfig, folder: Path) -> PrepareConfig:
+    (folder / "empty.txt").write_text("")
+    return replace(config, input_path=(str(folder / "empty.txt"),))
+
+
+def beside_foreign_ids(config: PrepareConfig, folder: Path) -> PrepareConfig:
+    prepare(table_config(folder, DOCUMENTS))
+    return config
+
+
+# Settings, the path and the row that the error names, what it says
+REFUSED: list[tuple[Change, str | None, int | None, str]] = [
+    (ids_of(pa.int16(), -1), "table.parquet", 1, "token 2 of the document is -1, but"),
+    (ids_of(pa.int64(), -5), "table.parquet", 1, "--vocab_size"),
+    (ids_of(pa.int64(), 1 << 32), "table.parquet", 1, "--vocab_size"),
+    (ids_of(pa.int64(), 300, vocab_size=300), "table.parquet", 1, "ids go from 0 to 299"),
+    (mixed("table.parquet", "words.parquet"), "words.parquet", 0, "two datasets"),
+    (mixed("words.parquet", "table.parquet"), "table.parquet", 0, "two datasets"),
+    (foreign_folder, "out/texts", None, "was not made by `pretrain prepare`"),
+    (file_in_the_way, None, None, "cannot be written: Not a directory"),
+    (no_text, "empty.txt", None, "no document has any text"),
+    (beside_foreign_ids, "out/table", None, "--tokenizer_path"),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "row", "what"), REFUSED, ids=range(len(REFUSED)))
+def test_what_would_give_wrong_data_or_none_is_refused(
+    config: PrepareConfig, tmp_path: Path, change: Change, path: str | None, row: int | None, what: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        prepare(change(config, tmp_path))
+    assert (error.value.path, error.value.row) == (path and tmp_path / path, row)
+    assert what in str(error.value)
+    assert not (tmp_path / "out/texts/prepare.json").exists()
 
 
 def test_a_document_too_long_for_a_row_is_named(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "LARGEST_DOCUMENT_TOKENS", 10)
-    with pytest.raises(DataError, match=r"\.txt: a document has more than 10 tokens.*Split it"):
+    with pytest.raises(DataError, match=r"\.txt: a document here.* more than 10 tokens"):
         prepare(config)
 
 

@@ -50,12 +50,11 @@ def expected(config: PrepareConfig) -> dict[str, bytes]:
 
 
 def whole_files(config: PrepareConfig) -> dict[str, int]:
-    """Inodes of the token files that records name."""
+    """Inodes of the token files that done files name."""
     work = Path(config.output_path) / ".in.preparing"
-    records = [json.loads(path.read_text()) for path in (work / "units").glob("unit_*.json")]
+    records = [json.loads(path.read_text()) for path in work.glob("unit_*.json")]
     names = [file["name"] for record in records for file in record["files"]]
-    there = work / "files"
-    return {name: (there / name).stat().st_ino for name in names} if there.exists() else {}
+    return {name: (work / "files" / name).stat().st_ino for name in names if (work / "files").exists()}
 
 
 @pytest.mark.thorough
@@ -89,17 +88,14 @@ def test_killed_again_and_again_it_still_ends(config: PrepareConfig) -> None:
     assert contents(Path(config.output_path)) == wanted
 
 
-def test_the_call_says_what_it_goes_on_with_and_does_not_train_again(
+def test_the_call_says_that_it_goes_on_and_does_not_train_again(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert prepare_killed(config, "after", 14)
     caplog.set_level(logging.INFO, "pretraining")
     monkeypatch.setattr(vocabulary, "train_tokenizer", pytest.fail)
     prepare(config)
-    assert caplog.messages[0] == "Going on with the tokenizer that an interrupted call trained."
-    assert any(
-        "Going on with an interrupted call: " in line and "documents are there" in line for line in caplog.messages
-    )
+    assert "are done)" in caplog.text
 
 
 def test_a_failure_on_the_way_keeps_what_is_whole(config: PrepareConfig, tmp_path: Path) -> None:
@@ -108,7 +104,7 @@ def test_a_failure_on_the_way_keeps_what_is_whole(config: PrepareConfig, tmp_pat
     wanted = expected(config)
     good = (tmp_path / "in/b.jsonl.gz").read_bytes()
     (tmp_path / "in/b.jsonl.gz").write_bytes(good[:-1] + b"\xff")
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz is no complete gzip file"):
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz: it cannot be read"):
         prepare(config)
     kept = whole_files(config)
     assert len(kept) > 3 and not (tmp_path / "out/in").exists()
@@ -162,7 +158,7 @@ def test_with_changed_input_only_its_own_parts_are_made_again(config: PrepareCon
 
 
 @pytest.mark.parametrize(
-    "damage", ["files/part_000000_000000.arrow", "units/unit_000000.json", "plan.json", "tokenizer.json"]
+    "damage", ["files/part_000000_000000.arrow", "unit_000000.json", "plan.json", "tokenizer.json"]
 )
 def test_what_a_failing_disk_has_spoilt_is_made_again(config: PrepareConfig, damage: str) -> None:
     wanted = expected(config)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
@@ -15,8 +16,12 @@ from unit.tools.prepare.prepare_files import contents, json_lines
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import train_tokenizer
+from pretraining.errors import DataError
+from pretraining.launch.layout import ProcessLayout
+from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare import units
 from pretraining.tools.prepare.prepare import prepare
+from pretraining.tools.prepare.records import PrepareSummary
 
 TEXTS = [f"Document {n} for several machines. " * 9 for n in range(60)]
 UNIT_BYTES = 2500
@@ -52,12 +57,12 @@ def expected(config: PrepareConfig) -> dict[str, bytes]:
     there = f"{config.output_path}_expected"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "UNIT_BYTES", UNIT_BYTES)
-        assert prepare(replace(config, output_path=there)).files == 8
+        assert len(prepare(replace(config, output_path=there)).files) == 8
     return contents(Path(there))
 
 
 def start(
-    config: PrepareConfig, processes: int, kill_after: Sequence[int] = (), more: Sequence[list[str]] = ()
+    config: PrepareConfig, processes: int, kill_after: Sequence[int] = ()
 ) -> list[subprocess.CompletedProcess[str]]:
     """Runs the command in several processes, as torchrun starts them, the last one first."""
     arguments = [f"--input_path={config.input_path[0]}", f"--output_path={config.output_path}", "--vocab_size=280"]
@@ -68,7 +73,7 @@ def start(
         if kill_after:
             place["KILL_AFTER"] = str(kill_after[rank])
         environment = plain_environment({**place, **{name: str(value) for name, value in layout.items()}})
-        command = [sys.executable, "-c", PROGRAM, "prepare", *arguments, *(more[rank] if more else [])]
+        command = [sys.executable, "-c", PROGRAM, "prepare", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))  # type: ignore[call-overload]
     done = []
@@ -79,12 +84,11 @@ def start(
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_any_number_of_processes_makes_the_same_bytes_and_rank_0_speaks(config: PrepareConfig, processes: int) -> None:
+def test_any_number_of_processes_makes_the_same_bytes_and_one_says_so(config: PrepareConfig, processes: int) -> None:
     wanted = expected(config)
     done = start(config, processes)
     assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * processes
-    assert "Train on it with" in done[0].stdout
-    assert [one.stdout for one in done[1:]] == [""] * (processes - 1)
+    assert "".join(one.stdout for one in done).count("Train on it with") == 1
     assert contents(Path(config.output_path)) == wanted
 
 
@@ -93,40 +97,79 @@ def test_a_finished_dataset_ends_all_at_once(config: PrepareConfig) -> None:
     finished = replace(config, output_path=f"{config.output_path}_expected")
     done = start(finished, 2)
     assert [one.returncode for one in done] == [0, 0]
-    assert "prepared already" in done[0].stdout
+    assert "prepared already" in done[0].stdout and done[1].stdout == ""
     assert contents(Path(finished.output_path)) == wanted
 
 
 @pytest.mark.thorough
 def test_a_job_that_was_killed_goes_on_with_another_number_of_processes(config: PrepareConfig) -> None:
     wanted = expected(config)
-    done = start(config, 3, kill_after=(12, 4, 3))
+    done = start(config, 3, kill_after=(8, 4, 3))
     assert [one.returncode for one in done] == [-signal.SIGKILL] * 3
-    records = list((Path(config.output_path) / ".in.preparing/units").iterdir())
-    assert 2 < len(records) < 8
+    assert 2 < len(list(Path(config.output_path).glob(".in.preparing/unit_*"))) < 8
     done = start(config, 2)
     assert [one.returncode for one in done] == [0, 0]
-    assert "Going on with an interrupted call" in done[0].stdout
+    assert "are done)" in done[0].stdout
     assert contents(Path(config.output_path)) == wanted
 
 
 @pytest.mark.thorough
-def test_one_that_fails_ends_the_others_with_a_message(config: PrepareConfig) -> None:
-    lines = json_lines(TEXTS).splitlines(keepends=True)
-    lines[10] = b"nonsense\n"  # in the second unit, which rank 1 takes
+def test_one_that_fails_says_so_and_nothing_is_finished_until_the_same_command_goes_on(config: PrepareConfig) -> None:
+    good = Path(config.input_path[0]).read_bytes()
+    lines = good.splitlines(keepends=True)
+    lines[10] = lines[10].replace(b"{", b"!")  # in the second unit, which rank 1 takes
     Path(config.input_path[0]).write_bytes(b"".join(lines))
     Path(config.output_path).mkdir()
     train_tokenizer(TEXTS, 280).save(Path(config.output_path))  # rank 0 would find the line in training one
     done = start(config, 3)
-    assert [one.returncode for one in done] == [1, 1, 1]
-    said = [one.stderr for one in done]
-    assert said[0] == f"error: rank 1 has failed: {said[1].removeprefix('error: rank 1: ')}"
-    assert "in.jsonl, the line at byte" in said[1] and "not valid JSON" in said[1] and said[2] == ""
+    assert [one.returncode for one in done] == [0, 1, 0]
+    assert done[1].stderr.startswith("error: rank 1: ") and "not valid JSON" in done[1].stderr
     assert not Path(config.output_path, "in").exists()
+    Path(config.input_path[0]).write_bytes(good)
+    start(config, 1)
+    assert len(list(Path(config.output_path, "in").glob("*.arrow"))) == 8
 
 
-def test_a_process_with_other_settings_or_input_than_rank_0_is_refused(config: PrepareConfig) -> None:
-    done = start(config, 2, more=([], ["--tokens_per_file=7"]))
-    assert [one.returncode for one in done] == [1, 1]
-    assert "started with other settings than rank 0, or sees other input" in done[1].stderr
-    assert "tokens_per_file: it has 100000000, asked for is 7" in done[1].stderr
+def ranks(config: PrepareConfig, size: int, *order: int) -> list[PrepareSummary | None]:
+    """Runs processes of a job, one after the other."""
+    return [prepare(config, ProcessLayout(rank, size, rank, size, "torchrun", "", 0)) for rank in order]
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", UNIT_BYTES)
+    monkeypatch.setattr(run, "PLAN_SECONDS", 0)
+
+
+@pytest.mark.usefixtures("small_units")
+def test_the_process_that_finds_all_units_done_finishes(config: PrepareConfig) -> None:
+    wanted = expected(config)
+    first, *others, last = ranks(config, 9, 0, 8, *range(1, 8))  # rank 8 has no unit
+    assert first is None and set(others) == {None}
+    assert last is not None and contents(Path(config.output_path)) == wanted
+
+
+@pytest.mark.usefixtures("small_units")
+def test_without_the_plan_of_rank_0_a_process_does_not_wait_for_ever(config: PrepareConfig) -> None:
+    with pytest.raises(DataError) as error:
+        ranks(config, 2, 1)
+    assert error.value.rank == 1 and error.value.settings == ("output_path",)
+    assert ranks(config, 2, 0) == [None]
+    with pytest.raises(DataError):
+        ranks(replace(config, tokens_per_file=7), 2, 1)
+    assert ranks(config, 2, 1) != [None]
+
+
+@pytest.mark.usefixtures("small_units")
+def test_of_two_that_find_all_done_at_once_one_finishes(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = expected(config)
+    make_manifest, summaries = run.manifest, []
+
+    def overtaken(*args: Any) -> str:
+        monkeypatch.setattr(run, "manifest", make_manifest)
+        summaries.extend(ranks(config, 1, 0))
+        return make_manifest(*args)
+
+    monkeypatch.setattr(run, "manifest", overtaken)
+    assert ranks(config, 1, 0) == [None]
+    assert summaries != [None] and contents(Path(config.output_path)) == wanted

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import feather
-from unit.tools.prepare.prepare_files import documents_of
+from unit.tools.prepare.prepare_files import texts_of
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare import tables, text
+from pretraining.tools.prepare import tables
 from pretraining.tools.prepare.inputs import InputFile
 from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
 
@@ -58,9 +58,9 @@ def write(path: Path, columns: dict[str, Any], rows: int = 2) -> InputFile:
 
 def tokens_of(file: InputFile, column: str = "tokens", begin: int = 0, end: int | None = None) -> list[list[int]]:
     found = []
-    for piece in read_table(file, column, begin, end):
-        assert isinstance(piece.content, np.ndarray) and piece.ends_document
-        found.append(piece.content.tolist())
+    for document in read_table(file, column, begin, end):
+        assert isinstance(document.content, np.ndarray)
+        found.append(document.content.tolist())
     return found
 
 
@@ -72,8 +72,8 @@ def test_a_column_of_strings_is_a_document_a_row_and_a_missing_one_is_empty(
     text = pa.chunked_array([pa.array(TEXTS).cast(kind)])
     file = write(tmp_path / name, {"id": range(5), "text": text, "more": [["x"]] * 5})
     found = list(read_table(file, "text"))
-    assert documents_of(found) == ["first", "", "größer", "", "last"]
-    assert 0.9 * file.size <= sum(piece.bytes_read for piece in found) <= file.size or name == "stream.arrow"
+    assert texts_of(found) == ["first", "", "größer", "", "last"]
+    assert 0.9 * file.size <= sum(document.bytes_read for document in found) <= file.size or name == "stream.arrow"
     assert token_type(column_type(file, "text"), "text", name) is None
 
 
@@ -101,15 +101,8 @@ def test_a_record_batch_a_document_as_other_tools_write_them(tmp_path: Path) -> 
 
 def test_a_column_without_any_value_is_empty_documents(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", {"text": [None, None]})
-    assert documents_of(read_table(file, "text")) == ["", ""]
-    assert documents_of(read_table(write(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}), "text")) == []
-
-
-def test_a_long_row_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "PIECE_CHARACTERS", 20)
-    found = list(read_table(write(tmp_path / "a.parquet", {"text": ["short", "word " * 30]}), "text"))
-    assert documents_of(found) == ["short", "word " * 30]
-    assert len(found) > 7
+    assert texts_of(read_table(file, "text")) == ["", ""]
+    assert texts_of(read_table(write(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}), "text")) == []
 
 
 @given(
@@ -138,40 +131,44 @@ def test_a_large_table_is_cut_about_evenly(tmp_path: Path) -> None:
     assert len(ranges_of_table(write(tmp_path / "stream.arrow", columns, 100), 1000)) == 1
 
 
-@EVERY_FORMAT
-def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path, name: str) -> None:
-    file = write(tmp_path / name, {"body": ["a"], "input_ids": [[1]]})
-    message = rf"{name}: no column 'text'\. The columns are: 'body' \(string\), 'input_ids' \(list.*--text_field"
-    for ask in (lambda: column_type(file, "text"), lambda: list(read_table(file, "text"))):
-        with pytest.raises(DataError, match=message):
-            ask()
+ROWS = pa.array([[1], [2], None, [], [3, 4, None], [5]], pa.list_(pa.int32()))
+NOT_UTF8 = pa.Array.from_buffers(pa.string(), 2, pa.array([b"fine", b"so\xff"], pa.binary()).buffers())
+TWICE = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+
+# columns, the row that the error names, what it says
+BAD: list[tuple[Any, int | None, str]] = [
+    ({"body": ["a"], "input_ids": [[1]]}, None, "'body' (string), 'input_ids' (list"),
+    ({"text": [1.5]}, None, "holds double"),
+    ({"text": [{"a": 1}]}, None, "--text_field"),
+    ({"text": [b"bytes"]}, None, "--text_field"),
+    ({"text": [["a", "b"]]}, None, "--text_field"),
+    ({"text": ROWS}, 4, "null"),
+    ({"text": NOT_UTF8}, 1, "not UTF-8"),
+]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow"])
+@pytest.mark.parametrize(("columns", "row", "what"), BAD, ids=range(len(BAD)))
+def test_a_bad_column_is_refused_with_the_place(
+    tmp_path: Path, name: str, columns: Any, row: int | None, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "ROWS_AT_ONCE", 2)
+    file = write(tmp_path / name, columns, 3)
+    with pytest.raises(DataError) as error:
+        list(read_table(file, "text"))
+    assert (error.value.path, error.value.row) == (file.path, row)
+    assert what in str(error.value)
 
 
 def test_two_columns_of_a_name_are_refused(tmp_path: Path) -> None:
-    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     with pytest.raises(DataError, match="several columns 'text'"):
-        list(read_table(write(tmp_path / "file.arrow", table), "text"))
+        list(read_table(write(tmp_path / "file.arrow", TWICE), "text"))
 
 
-@pytest.mark.parametrize("values", [[1.5], [{"a": 1}], [b"bytes"], [["a", "b"]], [True]], ids=str)
-def test_a_column_of_something_else_is_refused(tmp_path: Path, values: list[Any]) -> None:
-    with pytest.raises(DataError, match=r"column 'text' holds .*, but text \(string\) or token ids .*--text_field"):
-        list(read_table(write(tmp_path / "a.parquet", {"text": values}), "text"))
-
-
-def test_a_missing_token_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "ROWS_AT_ONCE", 2)
-    documents = [[1], [2], None, [], [3, 4, None], [5]]
-    for name, row in (("a.parquet", r"a\.parquet, row 4"), ("file.arrow", r"record batch 1, row 1")):
-        file = write(tmp_path / name, {"tokens": pa.array(documents, pa.list_(pa.int32()))}, 3)
-        with pytest.raises(DataError, match=row + r": column 'tokens' has a missing token \(null\) at position 2"):
-            tokens_of(file)
-
-
-def test_text_that_is_not_utf8_is_named_with_its_row(tmp_path: Path) -> None:
-    bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"fine", b"so\xff"], pa.binary()).buffers())
-    with pytest.raises(DataError, match=r"record batch 0, row 1: column 'text' is not UTF-8 at byte 2 .*0xff"):
-        list(read_table(write(tmp_path / "file.arrow", {"text": bad}), "text"))
+def test_in_a_range_of_an_arrow_file_rows_are_counted_from_its_record_batch(tmp_path: Path) -> None:
+    for name, place in (("a.parquet", "a.parquet, row 4:"), ("file.arrow", "file.arrow from record batch 1, row 1:")):
+        with pytest.raises(DataError, match=place):
+            tokens_of(write(tmp_path / name, {"tokens": ROWS}, 3), begin=1)
 
 
 def cut_off(content: bytes) -> bytes:
@@ -195,15 +192,17 @@ def test_a_damaged_table_is_named(tmp_path: Path, name: str, damage: Callable[[b
     write(path, {"text": [f"text {n} " * 9 for n in range(50)]}, 10)
     path.write_bytes(damage(path.read_bytes()))
     file = InputFile(path, name, path.stat().st_size)
-    with pytest.raises(DataError, match=rf"{name} is damaged, or no (Parquet|Arrow) file"):
+    with pytest.raises(DataError) as error:
         column_type(file, "text")
         list(read_table(file, "text"))
+    assert error.value.path == path
     if name != "stream.arrow":
-        with pytest.raises(DataError, match=rf"{name} is damaged"):
+        with pytest.raises(DataError):
             ranges_of_table(file, 1)
 
 
 @EVERY_FORMAT
 def test_a_table_that_vanishes_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match=rf"{name} cannot be read: .*No such file"):
+    with pytest.raises(DataError, match="No such file") as error:
         list(read_table(InputFile(tmp_path / name, name, 1), "text"))
+    assert error.value.path == tmp_path / name

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.tools.prepare import token_files
-from pretraining.tools.prepare.token_files import Counts, TokenRows, TokenWriter, token_dtype
+from pretraining.tools.prepare.token_files import TokenWriter, token_dtype
 
 UINT16 = np.dtype(np.uint16)
 
@@ -21,9 +21,10 @@ def read(path: Path) -> pa.Table:
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
-def write(writer: TokenWriter, *documents: np.ndarray) -> list[bool]:
-    """Adds documents one at a time; returns which of them finished a file."""
-    return [writer.write(document, np.array([len(document)])) for document in documents]
+def write(writer: TokenWriter, *documents: np.ndarray) -> None:
+    """Adds documents one at a time."""
+    for document in documents:
+        writer.write(document, np.array([len(document)]))
 
 
 def test_a_row_a_document_in_record_batches_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,23 +60,6 @@ def test_a_file_that_is_not_finished_never_has_its_name(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["part_000000.arrow"]
 
 
-def test_files_that_follow_earlier_ones_are_as_if_written_at_once(tmp_path: Path) -> None:
-    documents = [np.full(length, length, dtype=UINT16) for length in (4, 3, 5, 1, 2)]
-    for folder in ("once", "twice"):
-        (tmp_path / folder).mkdir()
-    with TokenWriter(tmp_path / "once", UINT16, tokens_per_file=5, prefix="x_") as writer:
-        assert write(writer, *documents) == [False, True, True, False, False]
-    once = writer.files
-    with TokenWriter(tmp_path / "twice", UINT16, tokens_per_file=5, prefix="x_") as writer:
-        assert write(writer, *documents[:2]) == [False, True]
-    with TokenWriter(tmp_path / "twice", UINT16, tokens_per_file=5, prefix="x_", files=writer.files) as writer:
-        write(writer, *documents[2:])
-    assert writer.files == once
-    assert [file.name for file in once] == ["x_000000.arrow", "x_000001.arrow", "x_000002.arrow"]
-    for file in once:
-        assert (tmp_path / "once" / file.name).read_bytes() == (tmp_path / "twice" / file.name).read_bytes()
-
-
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=60),
     cuts=st.lists(st.integers(0, 60), max_size=4),
@@ -93,25 +77,10 @@ def test_documents_at_once_give_the_same_files_as_one_at_a_time(
             (root / name).mkdir()
             with TokenWriter(root / name, UINT16, tokens_per_file) as writer:
                 for begin, end in pairwise(bounds):
-                    some = documents[begin:end]
-                    while some:
-                        count = writer.documents_to_end(np.array([len(document) for document in some]))
-                        now, some = some[:count], some[count:]
-                        writer.write(np.concatenate(now), np.array([len(document) for document in now]))
+                    some = [np.zeros(0, UINT16), *documents[begin:end]]
+                    writer.write(np.concatenate(some), np.array([len(document) for document in some[1:]], np.int64))
             files.append([(file, (root / name / file.name).read_bytes()) for file in writer.files])
     assert files[0] == files[1]
-
-
-def test_rows_are_split_joined_and_counted() -> None:
-    rows = TokenRows(np.arange(6), np.array([2, 0, 3, 1]), np.arange(12).reshape(4, 3))
-    first, others = rows.split(3)
-    assert first.tokens.tolist() == [0, 1, 2, 3, 4] and others.lengths.tolist() == [1]
-    again = TokenRows.concatenate([first, others])
-    assert again.tokens.tolist() == rows.tokens.tolist() and again.read.tolist() == rows.read.tolist()
-    joined = rows.joined(np.array([1, 4]))
-    assert joined.lengths.tolist() == [2, 4]
-    assert joined.read.tolist() == [[0, 1, 2], [18, 21, 24]]
-    assert rows.counts() == Counts(3, 6, 1, 18, 22, 26)
 
 
 def test_no_documents_no_file(tmp_path: Path) -> None:
@@ -123,9 +92,3 @@ def test_no_documents_no_file(tmp_path: Path) -> None:
 def test_tokens_take_two_bytes_where_the_vocabulary_allows() -> None:
     assert token_dtype(65_536) == np.uint16
     assert token_dtype(65_537) == np.uint32
-
-
-def test_counts_add_up() -> None:
-    a, b = Counts(1, 2, 3, 4, 5, 6), Counts(documents=10, tokens=20)
-    assert a + b == Counts(11, 22, 3, 4, 5, 6)
-    assert a + b - b == a
