@@ -13,7 +13,7 @@ from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, checkpoint_path
 from pretraining.checkpoint.writer import plan_save, remove_checkpoint, save_checkpoint
-from scripts import soak, soak_compare, soak_job
+from scripts import soak, soak_compare
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -64,25 +64,3 @@ def test_after_a_kill_every_checkpoint_must_be_sound_best_lead_to_one_and_the_ne
     monkeypatch.setattr(soak, "faults_of", lambda path, threads: [f"{path.name} is damaged"])
     with pytest.raises(soak.Broken, match="step_1_ckp is damaged"):
         soak.check_checkpoints(run, before=1)
-
-
-@pytest.mark.parametrize(
-    ("committed", "unfinished", "steps", "place"),
-    [
-        ((3,), ("step_6_ckp.old.tmp",), (), "in start-up"),
-        ((3,), ("step_6_ckp.old.tmp",), (4,), "between saves"),
-        ((3,), ("step_6_ckp.old.tmp", "step_6_ckp.new.tmp"), (4, 5, 6), "during a save"),
-        ((3, 6), ("step_3_ckp.new.tmp",), (4, 5, 6), "while old checkpoints are removed"),
-        ((6, 9), (), (7, 8, 9), "after the last save"),
-    ],
-)
-def test_what_a_kill_hits_shows_in_the_runs_folder(
-    committed: tuple[int, ...], unfinished: tuple[str, ...], steps: tuple[int, ...], place: str, tmp_path: Path
-) -> None:
-    begun = soak_job.View(frozenset({"step_3_ckp"}), frozenset({"step_6_ckp.old.tmp"}), ())
-    for name in (*(f"step_{step}_ckp" for step in committed), *unfinished, BEST):
-        (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
-    log = tmp_path / "log"
-    log.write_text("start       at step 3\n" + "".join(f"step {step}/9  loss 1\n" for step in steps))
-    view = soak_job.View.of(tmp_path, log)
-    assert view.steps == steps and view.place(begun, last_step=9) == place

@@ -7,17 +7,8 @@ import time
 from typing import Any
 
 import pytest
-from helpers import ROOT, plain_environment
 
 from scripts.benchmark.measure.sweep import Combination, take_turn
-
-SWEEP = [sys.executable, "-m", "scripts.benchmark.measure.sweep"]
-
-
-def sweep(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SWEEP, *flags], cwd=ROOT, env=plain_environment(), capture_output=True, text=True, check=False
-    )
 
 
 def test_a_sweep_that_is_ended_ends_its_job_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,6 @@ from pretraining.config.training import OptimizerConfig
 CHOICE = "--use_dummy_dataset=true"
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path) -> StandIn:
-    made = StandIn(tmp_path)
-    run_command(["bash", made.root / "scripts" / "setup.sh"], made.variables())
-    return made
-
-
 def train(
     stand_in: StandIn,
     *flags: str,
