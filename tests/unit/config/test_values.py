@@ -9,7 +9,7 @@ import pytest
 from annotated_types import Ge, Le, Lt
 
 from pretraining.config.fields import PositiveInt, Units, setting, settings_of
-from pretraining.config.values import describe_type, format_value, limit_problem, parse_range, parse_value
+from pretraining.config.values import format_value, limit_problem, parse_range, parse_value
 from pretraining.progress import Duration
 
 
@@ -161,27 +161,6 @@ def test_a_formatted_value_reads_back(value: object) -> None:
     if isinstance(value, float) and value > 1:
         value = -value
     assert parse_value(SETTINGS[name], format_value(value)) == value
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("text", "text"),
-        ("path", "text, or none"),
-        ("count", "whole number, at least 1"),
-        ("rate", "number, at least 0, below 1"),
-        ("ratio", "number, at most 1"),
-        ("on", "true or false"),
-        ("length", "steps or tokens"),
-        ("every", "steps, tokens, epochs or seconds, or none"),
-        ("kind", "one of one, two_three"),
-        ("kinds", "any of one, two_three"),
-        ("names", "texts, comma list"),
-        ("shares", "numbers, comma list"),
-    ],
-)
-def test_a_type_is_described_in_words(name: str, text: str) -> None:
-    assert describe_type(SETTINGS[name]) == text
 
 
 @pytest.mark.parametrize(("text", "expected"), [("3-7", (3, 7)), ("5", (5, 5)), ("0-0", (0, 0)), ("5-", (5, 5))])

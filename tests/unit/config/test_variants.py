@@ -103,24 +103,6 @@ def test_a_model_that_cannot_be_is_refused_with_the_arithmetic(model: ModelConfi
     assert len(error.value.problems) == len(problems) and all(part in str(error.value) for part in problems)
 
 
-def test_every_dimension_can_be_changed() -> None:
-    shape = resolve_shape(
-        ModelConfig(
-            model_variant="llama3_8b",
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            vocab_size=100,
-            rope_theta=77.0,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=True,
-        )
-    )
-    assert shape == LlamaShape(64, 96, 3, 8, 4, 8, 100, 8192, 77.0, 1e-6, True, None)
-
-
 @pytest.mark.parametrize(
     ("model", "name"),
     [

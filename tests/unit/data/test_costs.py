@@ -88,7 +88,7 @@ def test_a_resume_at_step_a_billion_reads_and_allocates_what_one_at_step_ten_doe
     add_cost_of_resume(config, 5, Cost(), monkeypatch)  # what is made once a process
     near = costs_around(config, 10, monkeypatch)
     assert near.bytes_read > 21 * 4 * BATCH * 64 * 2  # all of it is counted
-    for step in (10**6, 10**9, 10**12):
+    for step in (10**9, 10**12):
         far = costs_around(config, step, monkeypatch)
         assert far.reads <= 1.1 * near.reads and far.bytes_read <= 1.1 * near.bytes_read
         assert far.lengths <= 1.1 * near.lengths and far.peak_bytes <= 1.1 * near.peak_bytes

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -24,26 +23,6 @@ def test_memory_is_pinned_in_a_process_that_uses_a_gpu_alone(
     assert loader(config, plan(11)).reader._kind["pin_memory"] is False
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert loader(config, plan(11)).reader._kind["pin_memory"] is True
-
-
-def test_a_resume_far_ahead_reads_what_a_resume_nearby_reads(
-    config: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    real = BatchReader.read
-
-    def recorded(self: BatchReader, step: int) -> StepBatch:
-        read.append(step)
-        return real(self, step)
-
-    monkeypatch.setattr(BatchReader, "read", recorded)
-    running = loader(config, plan(11))
-    state = running.state_dict()
-    for step in (10, 10**9):
-        running.load_state_dict({**state, "next_sample": 11 * step})
-        assert next(running).first_sample == 11 * step
-    assert read == [10, 10**9]
-    assert len(json.dumps(running.state_dict())) < 2000
 
 
 def test_the_slots_of_a_batch_are_sorted_by_shard(config: DataConfig) -> None:

@@ -73,7 +73,7 @@ ASKED = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 20), min_size=1)
 STAGES = st.lists(st.tuples(ASKED, st.integers(1, 9), st.integers(0, 12), st.integers(1, 5)), min_size=1, max_size=6)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(STAGES)
 def test_through_any_changes_on_any_numbers_of_ranks_every_dataset_is_read_on_without_gap_or_repeat(
     stages: list[tuple[dict[str, int], int, int, int]],

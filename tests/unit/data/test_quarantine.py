@@ -14,7 +14,7 @@ from unit.data.token_files import opened, plan, random_documents, write_document
 from pretraining.config.training import DataConfig
 from pretraining.data import batch_reader
 from pretraining.data.batch import StepBatch
-from pretraining.data.batch_reader import LINES_SHOWN, MOST_IN_A_ROW, Quarantine
+from pretraining.data.batch_reader import LINES_SHOWN, MOST_IN_A_ROW
 from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
 from pretraining.errors import DataError
@@ -81,14 +81,6 @@ def test_where_nothing_can_be_read_the_run_ends(config: DataConfig, caplog: pyte
         for _ in range(MOST_IN_A_ROW):
             next(running)
     assert len(caplog.messages) == LINES_SHOWN + 3  # then 32, 64 and 128
-
-
-def test_many_samples_are_counted_instead_of_named(caplog: pytest.LogCaptureFixture) -> None:
-    quarantine = Quarantine()
-    for number in range(300):
-        quarantine.add(f"sample {number}")
-        quarantine.end_row()
-    assert [line.split()[1] for line in caplog.messages[LINES_SHOWN:]] == ["32", "64", "128", "256"]
 
 
 def test_inspect_shows_which_slots_are_quarantined(config: DataConfig) -> None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import first_quick
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.commands import VerifyConfig
@@ -91,7 +92,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", first_quick(*WRITERS))
 def test_a_damaged_file_is_indexed_and_read_or_named_and_always_found_by_verify(tmp_path: Path, writer: str) -> None:
     path = tmp_path / "data/web/x.arrow"
     WRITERS[writer](path)
@@ -124,7 +125,7 @@ def test_a_damaged_file_is_indexed_and_read_or_named_and_always_found_by_verify(
     survive()
 
 
-@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+@pytest.mark.parametrize("packing", first_quick("best_fit", "stream"))
 def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_path: Path, packing: Packing) -> None:
     """Nor do damaged counts of bins change any."""
     root = make_root(tmp_path / "data", web=60, code=40)
@@ -154,7 +155,7 @@ def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_
     assert "read" in outcomes
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", first_quick(3, 1))
 def test_in_quarantine_damage_under_a_run_changes_only_tokens_that_are_read_from_damaged_bytes(
     tmp_path: Path, ranks: int
 ) -> None:

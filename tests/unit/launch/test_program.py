@@ -36,7 +36,7 @@ def outcome(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
         ("lambda: 3", (0, "", "")),
         ("lambda: sys.exit()", (0, "", "")),
         ("lambda: sys.exit('no such thing')", (1, "", "no such thing\n")),
-        *((f"lambda: sys.exit({code})", (code, "", "")) for code in (0, 1, 75, 139)),
+        ("lambda: sys.exit(75)", (75, "", "")),
     ],
 )
 def test_the_exit_code_of_a_command_is_the_programs(command: str, ended: tuple[int, str, str]) -> None:

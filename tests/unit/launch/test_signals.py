@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment
 
-from pretraining.launch.signals import PREEMPTION_SIGNALS, ReceivedSignals, end_with_launcher, leave_at_interrupt
+from pretraining.launch.signals import PREEMPTION_SIGNALS, ReceivedSignals, leave_at_interrupt
 
 
 @pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
@@ -133,8 +133,3 @@ print(before, inside, now())
 @pytest.mark.parametrize(("environment", "inside"), [({"TORCHELASTIC_RUN_ID": "1"}, 15), ({}, 0)])
 def test_a_process_that_goes_on_asks_for_it_for_a_while(environment: dict[str, str], inside: int) -> None:
     assert run_python(IN_A_BLOCK, environment).stdout == f"0 {inside} 0\n"
-
-
-def test_without_torchrun_a_process_outlives_whoever_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("asked the kernel"))
-    end_with_launcher({})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretraining.config.command_line import load_train_config
-from scripts.benchmark.measure.checkpoints import CONTENDERS, DEFAULTS, RAW, flip
+from scripts.benchmark.measure.checkpoints import CONTENDERS, DEFAULTS, RAW
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -24,13 +24,3 @@ def test_every_contender_loads_what_it_saved(name: str, tmp_path: Path) -> None:
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     CONTENDERS[name].load(tmp_path / "run", loaded, config)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
-
-
-def test_a_flipped_bit_is_flipped_back(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(b"content")
-    before = file.read_bytes()
-    flip(file, 3)
-    assert [a ^ b for a, b in zip(before, file.read_bytes(), strict=True)].count(1) == 1
-    flip(file, 3)
-    assert file.read_bytes() == before

@@ -20,6 +20,7 @@ def test_no_part_takes_more_than_nine_minutes() -> None:
     assert all(0 < sum(task.seconds for task in tasks) <= PART_SECONDS == 9 * 60 for tasks in PARTS.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", [task for task in TASKS if "benchmark" in task.arguments], ids=lambda t: t.arguments)
 def test_every_benchmark_takes_the_flags_that_it_is_given(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     module, *flags = shlex.split(task.arguments)

@@ -46,17 +46,16 @@ def variables_of_pod(manifest: dict[str, Any], index: int) -> dict[str, str]:
     return values
 
 
-def test_each_pod_starts_its_part_of_one_job(manifest: dict[str, Any], tmp_path: Path) -> None:
+def test_each_pod_starts_its_part_of_one_job(manifest: dict[str, Any], stand_in: StandIn) -> None:
     job, flags = job_of(manifest), container_of(manifest)["args"]
     assert job["parallelism"] == job["completions"] == 2 and job["completionMode"] == "Indexed"
     for index in range(2):
-        stand_in = StandIn(tmp_path / str(index))
         variables = {**variables_of_pod(manifest, index), "NPROC": "8"}
         run_command(["bash", stand_in.root / "scripts" / "train.sh", *flags], stand_in.variables(**variables))
         name, job_name = manifest["metadata"]["name"], manifest["spec"]["replicatedJobs"][0]["name"]
         meeting = f"--nnodes=2 --node-rank={index} --master-addr={name}-{job_name}-0-0.{name} --master-port=29500"
         program = f"{stand_in.root}/main_training.py {' '.join(flags)}"
-        assert stand_in.calls() == [f"torchrun {meeting} --nproc-per-node=8 --max-restarts=0 {program}"]
+        assert stand_in.calls()[index:] == [f"torchrun {meeting} --nproc-per-node=8 --max-restarts=0 {program}"]
 
 
 def test_its_flags_are_settings_of_training(manifest: dict[str, Any]) -> None:

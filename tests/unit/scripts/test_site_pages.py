@@ -13,11 +13,9 @@ HERE = "https://example.org/pretraining/"
     ("source", "link", "expected"),
     [
         ("README.md", "[data](docs/data.md)", "[data](data.md)"),
-        ("README.md", "[metrics](docs/python.md#metrics-of-your-own)", "[metrics](python.md#metrics-of-your-own)"),
         ("CONTRIBUTING.md", "[map](README.md)", "[map](index.md)"),
         ("docs/data.md", "[map](../README.md#reading-it)", "[map](index.md#reading-it)"),
         ("docs/data.md", "[a](training.md), [b](model.md)", "[a](training.md), [b](model.md)"),
-        ("docs/data.md", "![picture](pictures/data.svg)", "![picture](pictures/data.svg)"),
         ("docs/data.md", "[the log](../CHANGELOG.md)", "[the log](changes.md)"),
         ("docs/data.md", "[there](https://example.com), [here](#data)", "[there](https://example.com), [here](#data)"),
     ],

@@ -13,7 +13,7 @@ from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, checkpoint_path
 from pretraining.checkpoint.writer import plan_save, remove_checkpoint, save_checkpoint
-from scripts import soak, soak_compare, soak_job
+from scripts import soak, soak_compare
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import signal
 from types import ModuleType
@@ -151,16 +150,3 @@ def test_a_second_interrupt_goes_to_the_workers_and_a_third_one_kills_them(
 def test_a_run_is_saved_where_all_of_its_workers_say_so_or_had_only_begun(torchrun: ModuleType) -> None:
     assert all(torchrun.are_saved(codes) for codes in ([75, 75], [143, 143], [0, 75], [130, -15]))
     assert not any(torchrun.are_saved(codes) for codes in ([75, 1], [75, -9], [-15, -15]))
-
-
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ("failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: python", False),
-        ("Sending process 7 closing signal SIGTERM", False),
-        ("\n*****\nSetting OMP_NUM_THREADS environment variable for each process to be 1 in default", False),
-        ("Unable to shutdown process 7 via 15, forcefully exiting via 9", True),
-    ],
-)
-def test_messages_that_say_more_than_how_jobs_end_stay(torchrun: ModuleType, message: str, shown: bool) -> None:
-    assert torchrun.is_news(logging.makeLogRecord({"msg": message})) is shown

@@ -12,19 +12,13 @@ from types import MappingProxyType
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment, run_command
 from stand_in import WHOLE_BLOCK, StandIn
+from tiers import first_quick
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import values_of
 from pretraining.config.training import OptimizerConfig
 
 CHOICE = "--use_dummy_dataset=true"
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path) -> StandIn:
-    made = StandIn(tmp_path)
-    run_command(["bash", made.root / "scripts" / "setup.sh"], made.variables())
-    return made
 
 
 def train(
@@ -65,15 +59,16 @@ def test_without_flags_the_demo_is_prepared_and_trained_and_prepared_once(stand_
 
 @pytest.mark.parametrize(
     "flags",
-    [
+    first_quick(
         ["--config", "my.yaml"],
-        ["--data-path", "/data"],
         ["--data.data_path=/data"],
-        ["-data_path=/data"],
-        ["--use_dummy_dataset"],
         ["num_steps=5", "model.model_variant=tiny"],
         ["cfg.yaml", "num_steps=5"],
-    ],
+        ["--data-path", "/data"],
+        ["-data_path=/data"],
+        ["--use_dummy_dataset"],
+        quick=3,
+    ),
 )
 def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(stand_in: StandIn, flags: list[str]) -> None:
     train(stand_in, *flags)
@@ -139,7 +134,7 @@ ELASTIC = {**MACHINES, "NNODES": "1:4", "JOB_ID": "seven"}
 
 @pytest.mark.parametrize(
     ("variables", "start"),
-    [
+    first_quick(
         ({}, ""),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, ""),
         ({"CUDA_VISIBLE_DEVICES": "3"}, ""),
@@ -165,7 +160,8 @@ ELASTIC = {**MACHINES, "NNODES": "1:4", "JOB_ID": "seven"}
             "--nnodes=1:4 --rdzv-backend=c10d --rdzv-id=seven --rdzv-endpoint=node01:29500 --nproc-per-node=1 "
             "--max-restarts=0",
         ),
-    ],
+        quick=7,
+    ),
 )
 def test_variables_say_how_many_processes_start_and_where_machines_meet(
     stand_in: StandIn, variables: dict[str, str], start: str
@@ -206,7 +202,7 @@ def test_several_machines_that_are_not_told_where_to_meet_do_not_start(
     stand_in: StandIn, variables: dict[str, str], missing: str
 ) -> None:
     done = train(stand_in, CHOICE, check=False, variables=variables)
-    assert done.returncode == 1 and f"NNODES={variables['NNODES']} needs {missing}" in done.stderr
+    assert done.returncode == 1 and missing in done.stderr
     assert stand_in.calls() == []
 
 
@@ -221,7 +217,7 @@ STEP = {
 
 @pytest.mark.parametrize(
     ("variables", "start"),
-    [
+    first_quick(
         (
             {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
             "torchrun --nnodes=2 --node-rank=1 --master-addr=gpu03 --master-port=16498 --nproc-per-node=8",
@@ -244,7 +240,8 @@ STEP = {
             "torchrun --standalone --nproc-per-node=2",
         ),
         ({"SLURM_STEP_NUM_TASKS": "4"}, f"main {CHOICE}"),
-    ],
+        quick=3,
+    ),
     ids=["nodes", "told", "restarts", "one node", "shell", "a task per process"],
 )
 def test_a_task_per_node_is_a_machine_of_the_job(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
@@ -269,7 +266,7 @@ def test_exit_codes_are_returned(stand_in: StandIn) -> None:
     assert train(stand_in, CHOICE, check=False, NPROC="2").returncode == 9
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", first_quick(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 def test_a_signal_reaches_the_one_process(stand_in: StandIn, number: signal.Signals) -> None:
     command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE, "--wait"]
     environment = plain_environment(stand_in.variables())

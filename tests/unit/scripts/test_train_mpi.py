@@ -38,8 +38,8 @@ def train(stand_in: StandIn, version: str, variables: Mapping[str, str]) -> subp
     ],
 )
 def test_rank_0_is_on_the_first_host_unless_told_otherwise(
-    tmp_path: Path, version: str, hosts: str, variables: dict[str, str], options: str
+    stand_in: StandIn, version: str, hosts: str, variables: dict[str, str], options: str
 ) -> None:
-    (tmp_path / "hosts").write_text(hosts)
-    done = train(StandIn(tmp_path), version, {"NPROC": "2", "HOSTFILE": "hosts" if hosts else "", **variables})
-    assert done.stdout.endswith(f"{options} python {tmp_path}/main_training.py --flag=1\n")
+    (stand_in.root / "hosts").write_text(hosts)
+    done = train(stand_in, version, {"NPROC": "2", "HOSTFILE": "hosts" if hosts else "", **variables})
+    assert done.stdout.endswith(f"{options} python {stand_in.root}/main_training.py --flag=1\n")

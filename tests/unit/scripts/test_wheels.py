@@ -5,6 +5,8 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from scripts.benchmark.wheels import main
 
 
@@ -24,6 +26,7 @@ def make_wheel(folder: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_only_what_is_missing_is_installed(tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels", "a_package_that_nobody_has")
     make_wheel(tmp_path / "wheels", "pytest")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.data.sampling import stream_oracle
 
-from pretraining.data.sampling.keyed_hash import GOLDEN, Purpose, derive_key, hash64, keyed_order, mix64, text_key
+from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, keyed_order, mix64, text_key
 
 WORDS = st.integers(min_value=0, max_value=2**64 - 1)
 
@@ -45,29 +45,3 @@ def test_several_keys_hash_as_each_would() -> None:
     keys = np.array([3, 2**64 - 5], dtype=np.uint64)
     table = hash64(keys[:, None], np.arange(6)[None, :])
     assert (table[0] == hash64(3, np.arange(6))).all() and (table[1] == hash64(2**64 - 5, np.arange(6))).all()
-
-
-def unmix64(values: np.ndarray) -> np.ndarray:
-    """What `mix64` was given."""
-    values = values ^ (values >> np.uint64(31)) ^ (values >> np.uint64(62))
-    values = values * np.uint64(pow(0x94D049BB133111EB, -1, 2**64))
-    values = values ^ (values >> np.uint64(27)) ^ (values >> np.uint64(54))
-    values = values * np.uint64(pow(0xBF58476D1CE4E5B9, -1, 2**64))
-    mixed: np.ndarray = values ^ (values >> np.uint64(30)) ^ (values >> np.uint64(60))
-    return mixed
-
-
-def unhash64(key: int, hashes: np.ndarray) -> np.ndarray:
-    """The items that have these hashes."""
-    return unmix64(unmix64(hashes) ^ np.uint64(key)) - np.uint64(GOLDEN)
-
-
-@given(WORDS, st.lists(WORDS, max_size=20))
-def test_a_hash_can_be_undone_so_no_two_items_tie(key: int, items: list[int]) -> None:
-    numbers = np.array(items, dtype=np.uint64)
-    assert (unhash64(key, hash64(key, numbers)) == numbers).all()
-
-
-def test_every_part_of_a_key_and_its_place_matter() -> None:
-    assert len({derive_key(), derive_key(0), derive_key(0, 0), derive_key(0, 1), derive_key(1, 0)}) == 5
-    assert text_key("ab", "c") != text_key("a", "bc")

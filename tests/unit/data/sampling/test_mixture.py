@@ -18,28 +18,6 @@ WEIGHTS = st.lists(st.one_of(st.just(0), st.integers(1, 10), st.integers(1, 10**
 )
 
 
-def drift(weights: list[int], samples: int) -> float:
-    """The largest distance of a dataset from its share, over all prefixes, in samples."""
-    datasets, _ = WeightTree(weights).assign(0, samples)
-    counts = np.cumsum(datasets[:, None] == np.arange(len(weights)), axis=0)
-    shares = np.arange(1, samples + 1)[:, None] * (np.array(weights) / sum(weights))
-    return float(np.abs(counts - shares).max())
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 100, 1000])
-@pytest.mark.parametrize("shape", ["equal", "steep", "random"])
-def test_every_prefix_is_within_two_samples_of_the_weights_for_many_datasets(count: int, shape: str) -> None:
-    fibonacci = [1, 1]
-    while len(fibonacci) < 50:
-        fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    weights = {
-        "equal": [1] * count,
-        "steep": (fibonacci * 20)[: min(count, 50)],  # the deepest tree there is
-        "random": np.random.default_rng(count).integers(1, 10**6, count).tolist(),
-    }[shape]
-    assert drift(weights, 3000) < 2
-
-
 ASKED_WEIGHTS = st.one_of(st.sampled_from([1e-6, 1e-3, 0.1, 1.0]), st.floats(1e-6, 1.0))
 
 

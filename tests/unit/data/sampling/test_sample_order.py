@@ -50,15 +50,6 @@ def test_any_stretch_is_a_slice_of_the_whole(tokens: list[int], seq_length: int,
     assert [pair for part in parts for pair in part] == whole
 
 
-@settings(max_examples=60)
-@given(TOKENS, st.integers(1, 30))
-def test_no_sample_of_a_shard_is_left_out_or_repeated_over_passes(tokens: list[int], seq_length: int) -> None:
-    order = SampleOrder(np.array(tokens), seq_length, KEY)
-    taken = pairs(order, 0, order.samples_before_pass(5))
-    for shard, total in enumerate(tokens):
-        assert sorted(number for at, number in taken if at == shard) == list(range(5 * total // seq_length))
-
-
 def test_the_order_is_the_same_however_many_samples_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.array([300, 500, 40, 0, 900])
     whole = pairs(SampleOrder(tokens, 7, KEY), 0, 700)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -14,7 +12,7 @@ KEY = (11, 22)
 
 
 class KnownLengths:
-    """Documents of given lengths; counts how many were asked for."""
+    """Documents of given lengths."""
 
     def __init__(self, lengths: list[int], block_documents: int) -> None:
         self.document_count = len(lengths)
@@ -22,10 +20,8 @@ class KnownLengths:
         self._lengths = np.array(lengths, dtype=np.int64)
         starts = np.concatenate(([0], np.cumsum(self._lengths)))
         self.block_bounds = np.append(starts[:-1:block_documents], starts[-1])
-        self.asked = 0
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        self.asked += end - begin
         return self._lengths[begin:end].copy()
 
 
@@ -104,37 +100,6 @@ def test_many_samples_at_once_are_the_single_ones(lengths: list[int], block: int
     assert begins.tolist() == [
         1000 * row + int(place) for row, each in enumerate(single) for place in each.places(np.zeros(1, int))
     ]
-
-
-@settings(max_examples=60)
-@given(LENGTHS, st.sampled_from([1, 4]), st.integers(1, 6), st.integers(1, 15))
-def test_every_token_comes_exactly_once_in_every_pass(
-    lengths: list[int], block: int, shards: int, seq_length: int
-) -> None:
-    made, cut, _ = stream(lengths, block, shards, seq_length)
-    passes = 3
-    seen: Counter[tuple[int, Place]] = Counter()
-    for shard, tokens in enumerate(cut.tokens.tolist()):
-        position = 0
-        for sample in range(passes * tokens // seq_length + 1 if tokens else 0):
-            for place in places(spans_of(made, shard, sample))[:seq_length]:
-                if position < passes * tokens:
-                    seen[position // tokens, place] += 1
-                position += 1
-    assert seen == {(n, (d, at)): 1 for n in range(passes) for d, length in enumerate(lengths) for at in range(length)}
-
-
-def test_a_sample_costs_the_same_in_any_pass() -> None:
-    lengths = np.random.default_rng(0).integers(0, 30, 4000).tolist()
-    costs = []
-    for sample in (10, 10**9, 10**12 + 10):
-        known = KnownLengths(lengths, 64)
-        made = TokenStream(known, cut_shards(known, 4), 100, KEY, order_cache())
-        known.asked = 0
-        spans = spans_of(made, 2, sample)
-        assert spans.lengths.sum() == 101
-        costs.append(known.asked)
-    assert max(costs) <= 3 * 64  # a sample of 101 tokens lies in one block of about 1000, or across a border
 
 
 def test_the_memory_for_orders_is_bounded_and_changes_nothing() -> None:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -90,21 +88,6 @@ def test_they_are_counted_once(index: Index, monkeypatch: pytest.MonkeyPatch) ->
     assert not again.bounds["train"].flags.owndata  # mapped, and shared with other processes
 
 
-def test_the_counts_of_the_job_that_is_done_first_stay(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, first = bin_counts.count_bins, []
-
-    def slow(*arguments: Any) -> np.ndarray:
-        with monkeypatch.context() as other_job:
-            other_job.setattr(bin_counts, "count_bins", real)
-            build(index)
-            first.append(file_of(index).stat().st_ino)
-        return real(*arguments)
-
-    monkeypatch.setattr(bin_counts, "count_bins", slow)
-    build(index)
-    assert [file_of(index).stat().st_ino] == first
-
-
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no header", "of others"])
 def test_damaged_counts_are_made_anew(index: Index, damage: str) -> None:
     expected = bounds_of(build(index))  # before the file, which is mapped, is written over
@@ -147,19 +130,6 @@ def test_counts_of_read_only_data_lie_beside_the_other_index_place(index: Index,
     build(index, "greedy", index_path=str(tmp_path / "cache"))
     assert find(index, packing="greedy", index_path=str(tmp_path / "cache")) is not None
     assert list((tmp_path / "cache/web").glob("*.bins"))
-    with pytest.raises(DataError, match="--index_path"):
-        build(index, index_path=str(taken))
-
-
-def test_a_full_disk_leaves_nothing_behind(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    before = set(index.path.parent.iterdir())
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match="No space left on device"):
-        build(index)
-    assert set(index.path.parent.iterdir()) == before
 
 
 def test_a_process_that_ends_early_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,13 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A data_path with one small file."""
+    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+    return tmp_path
+
+
 def files(root: Path) -> DatasetFiles:
     return list_datasets(DataConfig(data_path=str(root), datasets=("web",)))[0]
 
@@ -120,12 +127,11 @@ def test_changed_files_are_indexed_anew_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40, -1])
-def test_a_damaged_index_is_made_anew(tmp_path: Path, keep: int) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
-    path = build_index(files(tmp_path), CONFIG).path
+def test_a_damaged_index_is_made_anew(root: Path, keep: int) -> None:
+    path = build_index(files(root), CONFIG).path
     path.write_bytes(path.read_bytes()[:keep])
-    assert find_index(files(tmp_path), CONFIG) is None
-    assert lengths_of(build_index(files(tmp_path), CONFIG)) == [2]
+    assert find_index(files(root), CONFIG) is None
+    assert lengths_of(build_index(files(root), CONFIG)) == [2]
 
 
 @pytest.mark.parametrize("documents", [30, BLOCK_DOCUMENTS + 700])
@@ -177,38 +183,34 @@ def read_only(path: Path, *arguments: object, **more: object) -> object:
     raise PermissionError(13, "Permission denied", str(path))
 
 
-def test_indices_of_read_only_data_lie_in_the_cache_folder(tmp_path: Path, cache_folder: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
-    (tmp_path / "web/.index").write_text("a file where the folder would be: it cannot be written to")
-    index = build_index(files(tmp_path), CONFIG)
+def test_indices_of_read_only_data_lie_in_the_cache_folder(root: Path, cache_folder: Path) -> None:
+    (root / "web/.index").write_text("a file where the folder would be: it cannot be written to")
+    index = build_index(files(root), CONFIG)
     assert cache_folder in index.path.parents
-    found = find_index(files(tmp_path), CONFIG)
+    found = find_index(files(root), CONFIG)
     assert found is not None and found.path == index.path
 
 
-def test_index_path_decides_the_place(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
-    index = build_index(files(tmp_path), dataclasses.replace(CONFIG, index_path=str(tmp_path / "indices")))
-    assert index.path.parent == tmp_path / "indices/web" and not (tmp_path / "web/.index").exists()
+def test_index_path_decides_the_place(root: Path) -> None:
+    index = build_index(files(root), dataclasses.replace(CONFIG, index_path=str(root / "indices")))
+    assert index.path.parent == root / "indices/web" and not (root / "web/.index").exists()
 
 
-def test_no_place_for_an_index_is_an_error_that_names_the_flag(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
-    (tmp_path / "taken").write_text("")
+def test_no_place_for_an_index_is_an_error_that_names_the_flag(root: Path) -> None:
+    (root / "taken").write_text("")
     with pytest.raises(DataError, match="--index_path"):
-        build_index(files(tmp_path), dataclasses.replace(CONFIG, index_path=str(tmp_path / "taken")))
+        build_index(files(root), dataclasses.replace(CONFIG, index_path=str(root / "taken")))
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
+def test_a_full_disk_leaves_nothing_behind(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match="No space left on device"):
-        build_index(files(tmp_path), CONFIG)
-    assert list((tmp_path / "web/.index").iterdir()) == []
+        build_index(files(root), CONFIG)
+    assert list((root / "web/.index").iterdir()) == []
 
 
 def test_several_may_build_at_once(tmp_path: Path) -> None:
@@ -225,29 +227,27 @@ def test_several_may_build_at_once(tmp_path: Path) -> None:
     assert names == [f"{index_digest(listed, CONFIG)}-{listed.digest[:16]}.index"]
 
 
-def test_the_index_of_the_job_that_is_done_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_of_the_job_that_is_done_first_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be mapped there: replaced from another machine, a file on a network file system is gone for its users."""
-    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
     real, places = index_build._write_index, []
 
     def slow(*arguments: Any) -> Any:
         with monkeypatch.context() as other_job:
             other_job.setattr(index_build, "_write_index", real)
-            places.append(build_index(files(tmp_path), CONFIG).path.stat().st_ino)
+            places.append(build_index(files(root), CONFIG).path.stat().st_ino)
         return real(*arguments)
 
     monkeypatch.setattr(index_build, "_write_index", slow)
-    index = build_index(files(tmp_path), CONFIG)
+    index = build_index(files(root), CONFIG)
     assert [index.path.stat().st_ino] == places and lengths_of(index) == [2]
-    assert len(list((tmp_path / "web/.index").iterdir())) == 1
+    assert len(list((root / "web/.index").iterdir())) == 1
 
 
-def test_a_running_job_keeps_its_index_when_another_finds_more_files(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 2]])
-    first = build_index(files(tmp_path), CONFIG)
+def test_a_running_job_keeps_its_index_when_another_finds_more_files(root: Path) -> None:
+    first = build_index(files(root), CONFIG)
     content = first.path.read_bytes()
-    write_documents(tmp_path / "web/y.arrow", [[3, 4, 5]])
-    second = build_index(files(tmp_path), CONFIG)
+    write_documents(root / "web/y.arrow", [[3, 4, 5]])
+    second = build_index(files(root), CONFIG)
     assert second.path != first.path and first.path.read_bytes() == content
     assert second.split("train").tokens == 5 and first.split("train").tokens == 2
 

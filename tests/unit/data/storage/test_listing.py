@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,31 +22,16 @@ from pretraining.errors import DataError
 def shuffled_folders(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[None]:
     """As on a file system that lists folders in an order of its own."""
     chance = random.Random(seed)
-    real_scandir, real_listdir = os.scandir, os.listdir
+    real = os.scandir
 
-    class Shuffled:
-        def __init__(self, path: Any) -> None:
-            with real_scandir(path) as entries:
-                self.entries = list(entries)
-            chance.shuffle(self.entries)
-
-        def __enter__(self) -> Iterator[os.DirEntry[str]]:
-            return iter(self.entries)
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def __iter__(self) -> Iterator[os.DirEntry[str]]:
-            return iter(self.entries)
-
-    def listdir(path: Any = ".") -> list[str]:
-        names = real_listdir(path)
-        chance.shuffle(names)
-        return names
+    def scandir(path: Any) -> AbstractContextManager[list[os.DirEntry[str]]]:
+        with real(path) as entries:
+            found = list(entries)
+        chance.shuffle(found)
+        return nullcontext(found)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "scandir", Shuffled)
-        patched.setattr(os, "listdir", listdir)
+        patched.setattr(os, "scandir", scandir)
         yield
 
 

@@ -77,8 +77,7 @@ def dataset_of(root: Path, suffix: str, write: Callable[[Path, Documents], None]
     return replace(CONFIG, data_path=str(root))
 
 
-@pytest.mark.parametrize("packing", ["stream", "best_fit"])
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(("writer", "packing"), list(zip(WRITERS, ["stream", "best_fit"] * 3, strict=True)))
 def test_the_same_documents_are_the_same_samples_in_every_format(tmp_path: Path, writer: str, packing: Packing) -> None:
     suffix, write, changes = WRITERS[writer]
     arrow = replace(dataset_of(tmp_path / "arrow", ".arrow", write_documents), packing=packing, strip_tokens=(5,))
