@@ -64,15 +64,3 @@ def test_after_a_kill_every_checkpoint_must_be_sound_best_lead_to_one_and_the_ne
     monkeypatch.setattr(soak, "faults_of", lambda path, threads: [f"{path.name} is damaged"])
     with pytest.raises(soak.Broken, match="step_1_ckp is damaged"):
         soak.check_checkpoints(run, before=1)
-
-
-def test_a_shot_waits_for_events_of_its_own_start(tmp_path: Path) -> None:
-    begun = soak_job.View(frozenset({"step_3_ckp"}), frozenset({"step_6_ckp.old.tmp"}), ())
-    for name in ("step_3_ckp", "step_6_ckp.old.tmp", "step_6_ckp.new.tmp", BEST):
-        (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
-    log = tmp_path / "log"
-    log.write_text("start       at step 3\nstep 4/9  loss 1\nstep 5/9  loss 1\n")
-    view = soak_job.View.of(tmp_path, log)
-    assert view.steps == (4, 5) and view.newest == 3
-    for event, count, happened in (("step", 2, True), ("step", 3, False), ("save", 1, True), ("commit", 1, False)):
-        assert view.has_happened(soak_job.Shot("all", 0, event, count, 0.0), begun, last_step=9) == happened
