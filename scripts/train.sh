@@ -131,7 +131,9 @@ if ! gives "recipe config model_variant data_path datasets use_dummy_dataset" ${
         exec 9>"$root/data/.demo.lock" # tasks and machines that start at the same time prepare it once
         ! command -v flock >/dev/null || flock 9
         [[ -f $root/data/demo/stdlib/prepare.json ]] ||
-            pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$root/data/demo" >&2 # like all set-up
+            # By this task alone: the others wait for the lock. What it prints is like all set-up.
+            env -u SLURM_STEP_NUM_TASKS pretrain prepare --source=stdlib --vocab_size=4096 \
+                --output_path="$root/data/demo" >&2
         exec 9>&-
     fi
 fi
