@@ -20,7 +20,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["pretraining", "pretraining.*"]),
-    package_data={"pretraining": ["py.typed", "config/recipes/*.yaml", "tools/report/page.*"]},
+    package_data={"pretraining": ["py.typed", "config/recipes/*.yaml"]},
     install_requires=[
         "annotated-types>=0.7",
         "torch>=2.11,<2.16",

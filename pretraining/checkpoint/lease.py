@@ -188,10 +188,12 @@ def look_at_lease(run: Path) -> None:
     Raises:
         CheckpointError: a process of this machine holds the lease.
     """
+    if not exists(run / LEASE):
+        return
     holder = _read(run / LEASE)
     if holder is not None and holder.is_here and not holder.is_gone:
         raise _refusal(run, holder)
-    if exists(run / LEASE) and (holder is None or not holder.is_here):
+    if holder is None or not holder.is_here:
         log.info("%s belongs to %s: a start waits up to %.0f s for a sign of life", run, *_waiting(holder))
 
 

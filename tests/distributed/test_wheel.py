@@ -43,7 +43,6 @@ def test_the_wheel_prepares_and_trains_the_demo(installed: Path, tmp_path: Path)
     where = "import pretraining, sys; sys.stdout.write(pretraining.__file__)"
     home = run_command([installed / "python", "-c", where], NOT_THE_CHECKOUT, cwd=tmp_path).stdout
     assert home.startswith(str(installed.parent)), home
-    assert {path.suffix for path in (Path(home).parent / "tools" / "report").glob("page.*")} > {".html", ".css", ".js"}
     text = ["--source=stdlib", "--vocab_size=4096", "--output_path=data/demo"]
     run_command([pretrain, "prepare", *text], NOT_THE_CHECKOUT, cwd=tmp_path)
     out = run_command(

@@ -85,7 +85,7 @@ def test_row_47_a_negative_token_ends_training_inspect_and_verify(
     flags = [f"data_path={data}", "vocab_size=66000"]  # -100 as an unsigned number of 16 bits is 65,436
     ended = run_job([[*FLAGS, WHOLE_PASS, *flags, f"ckpt_save_path={tmp_path / 'run'}"]], check=False)
     assert [process.status for process in ended] == [1, 1]
-    said = "token 2 of the document is -100"
+    said = "token 2 of the document"
     assert any(said in process.output and "sample " in process.output for process in ended), ended
     model = ["model_variant=tiny", "seq_length=32", "step=1", "tokens=true"]
     for command in (["inspect", "datasets=first", "sep_token=0", *flags, *model], ["verify", *flags]):

@@ -28,6 +28,7 @@ import pretraining.tools.list_checkpoints
 import pretraining.tools.prepare.prepare
 import pretraining.tools.verify
 import pretraining.train.run  # noqa: F401  loaded here: another user may not read where they are
+from pretraining.checkpoint import lease
 from pretraining.checkpoint.lease import LEASE
 from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST
 from pretraining.checkpoint.start_point import CONFIG_FILE
@@ -343,6 +344,7 @@ def test_row_36_what_a_run_notes_for_itself_keeps_it_from_nothing(
     path.parent.mkdir(parents=True)
     path.write_text(content + "\n")
     os.utime(path, (0, 0))  # long ago
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
     main(["train", *SMALL, "--use_dummy_dataset", f"--ckpt_save_path={good}/run"])
     assert json.loads((good / "run" / STATUS_FILE).read_text())["status"] == "finished"
 

@@ -184,7 +184,7 @@ def hold_the_lease(folder: Path, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "spoil", "said"),
     [
-        (["--eval_only=true", "--held_out_fraction=0.1"], leave_alone, "--dry_run=true shows what a training would do"),
+        (["--eval_only=true", "--held_out_fraction=0.1"], leave_alone, "--dry_run=true with --eval_only=true"),
         (["--optimizer=torch.optim:Adagrad", "--optimizer_options=rate=3"], leave_alone, "Adagrad fails"),
         (["--schedule=nowhere:Schedule"], leave_alone, "nowhere cannot be imported"),
         (["--tracker=nowhere:Tracker"], leave_alone, "nowhere cannot be imported"),

@@ -345,7 +345,7 @@ REFUSED: list[tuple[Change, str | None, int | None, str]] = [
     (mixed("table.parquet", "words.parquet"), "words.parquet", 0, "two datasets"),
     (mixed("words.parquet", "table.parquet"), "table.parquet", 0, "two datasets"),
     (foreign_folder, "out/texts", None, "was not made by `pretrain prepare`"),
-    (file_in_the_way, None, None, "cannot be written: Not a directory"),
+    (file_in_the_way, "file/out/.texts.preparing/plan.json", None, "cannot be written: Not a directory"),
     (no_text, "empty.txt", None, "no document has any text"),
     (beside_foreign_ids, "out/table", None, "--tokenizer_path"),
 ]
