@@ -132,8 +132,8 @@ if ! gives "recipe config model_variant data_path datasets use_dummy_dataset" ${
         ! command -v flock >/dev/null || flock 9
         [[ -f $root/data/demo/stdlib/prepare.json ]] ||
             # By this task alone: the others wait for the lock. What it prints is like all set-up.
-            env -u SLURM_STEP_NUM_TASKS pretrain prepare --source=stdlib --vocab_size=4096 \
-                --output_path="$root/data/demo" >&2
+            env -u SLURM_STEP_NUM_TASKS -u OMPI_COMM_WORLD_RANK -u MPI_LOCALRANKID -u RANK -u WORLD_SIZE \
+                pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$root/data/demo" >&2
         exec 9>&-
     fi
 fi

@@ -123,7 +123,10 @@ class Lease:
                 self._run.rmdir()  # succeeds only after a start that was refused before it wrote anything
 
     def _is_own(self) -> bool:
-        if _status(self._path) is None or self._path.stat().st_size == 0:  # another start is about to fill it
+        try:
+            if not self._path.read_bytes():  # another start is about to fill it
+                return False
+        except FileNotFoundError:
             return False
         return _read(self._path) in (self._own, None)
 

@@ -129,7 +129,7 @@ ROWS = (
     # length and schedule
     Row({"num_steps": OFF}, "give a length, in steps (1000), tokens (5Btok) or epochs (2ep)"),
     Row(
-        {"stable_steps": GIVEN, "decay_steps": GIVEN},
+        {"stable_steps": GIVEN, "decay_steps": GIVEN, "schedule": ["wsd", "trapezoid"], "training_stage": ["initial"]},
         "both say where the decay begins; keep the one that stays as it is when the run gets longer",
     ),
     Row(
@@ -162,7 +162,7 @@ ROWS = (
     Row({"init_from": ["scratch"], "resume_from_checkpoint": ON}, f"a run from scratch loads nothing; {ONE}"),
     Row({"resume_from_checkpoint": ON, "ckpt_load_path": ON}, f"both say what to start from; {ONE}"),
     Row(
-        {"resume_from_checkpoint": ["true", "True", "false", "False"]},
+        {"resume_from_checkpoint": ["true", "True", "TRUE", "false", "False", "FALSE"]},
         "name a run or a checkpoint; a run in --ckpt_save_path resumes without a flag",
     ),
     Row({"ckpt_format": ["full"], "async_save": [True]}, f"training waits for unsharded checkpoints; {ONE}"),

@@ -26,6 +26,7 @@ def memory_advice(
     compute_bytes: int,
     device_type: str,
     limit_bytes: float | None = None,
+    optimizer_state_bytes: float | None = None,
 ) -> list[str]:
     """Return flags that make a run smaller, each with the memory that one process would then take.
 
@@ -36,12 +37,15 @@ def memory_advice(
         compute_bytes: bytes of a value in the precision that blocks compute in.
         device_type: "cpu" or "cuda".
         limit_bytes: only what takes no more than this; None is anything that takes less than now.
+        optimizer_state_bytes: of a user-defined optimizer, per parameter.
     """
 
     def total_of(of: TrainConfig, its_shape: LlamaShape, devices: int) -> int:
-        return estimate_memory(
-            of, its_shape, shard_size=devices, compute_bytes=compute_bytes, device_type=device_type
-        ).total
+        found = estimate_memory(of, its_shape, shard_size=devices, compute_bytes=compute_bytes, device_type=device_type)
+        if optimizer_state_bytes is not None:
+            own = -(-parameter_count(its_shape) // devices)
+            found = replace(found, optimizer_state=round(optimizer_state_bytes * own))
+        return found.total
 
     limit = total_of(config, shape, shard_size) - 1 if limit_bytes is None else limit_bytes
     found = []

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.writer import plan_save
 from pretraining.config.commands import DoctorConfig
-from pretraining.config.training import CheckpointConfig
+from pretraining.config.training import CheckpointConfig, ModelConfig
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import (
@@ -136,7 +136,7 @@ def _examine(config: DoctorConfig, processes: Processes, clock: float) -> RankRe
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     readings = [_cores(processes.local_world_size), _memory(processes.local_world_size)]
     readings += _matmuls(device, name, compute_dtype(config.parallel, device) == torch.bfloat16)
-    readings += _copies(device)
+    readings += _copies(device, processes.local_world_size)
     if device.type == "cuda":
         readings += _gpu_health(str(torch.cuda.get_device_properties(device).uuid))
     if asked.disk_path is not None and processes.local_rank == 0:
@@ -184,9 +184,10 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 / seconds_of(lambda: torch.mm(one, other, out=out), device) / 1e12
 
 
-def _copies(device: torch.device) -> Iterator[Reading]:
-    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine_memory().total // 16
-    size = min(COPY_BYTES[device.type], max(MIB, room // 8))
+def _copies(device: torch.device, processes: int) -> Iterator[Reading]:
+    is_gpu = device.type == "cuda"
+    room = torch.cuda.mem_get_info(device)[0] // 8 if is_gpu else machine_memory().total // 16 // processes
+    size = min(COPY_BYTES[device.type], max(MIB, room))
     # Written first: untouched memory is one page of zeros to the system, and that page is in the cache.
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
@@ -212,7 +213,9 @@ def _gpu_health(uuid: str) -> Iterator[Reading]:
     yield Reading(
         "GPU room to heat", HOT_CELSIUS - heat, "°C", "above 0", "look at" if is_hot else "good", "cool the machine"
     )
-    yield Reading("GPU memory errors", -errors, "", "0", "bad" if errors else "good", "reset the GPU, or replace it")
+    yield Reading(
+        "GPU memory errors", 0.0 - errors, "", "0", "bad" if errors else "good", "reset the GPU, or replace it"
+    )
 
 
 def _disk(folder: Path, mib: int, name: str) -> Iterator[Reading]:
@@ -267,7 +270,7 @@ def _measure_links(config: DoctorConfig, processes: Processes) -> list[Reading]:
     small = torch.zeros(256, device=device)
     calls = 1 / seconds_of(lambda: dist.all_reduce(small), device, together=True)
     found.append(Reading("all-reduce of 1 KiB", calls, "per second"))
-    shifts = {"next rank": 1, "next machine": processes.local_world_size}
+    shifts = {"next rank": 1, "next machine": on_rank_zero(lambda: processes.local_world_size)}
     for name, shift in shifts.items():
         if shift % ranks and (name == "next rank" or 1 < shift < ranks):
             seconds = exchange_seconds(sent, received, processes.rank, ranks, shift)
@@ -300,11 +303,13 @@ def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Ro
         return []
     shape = resolve_shape(config.model)
     size = MASTER_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
+    is_named = config.model != ModelConfig()
     places = (Path(path).absolute(), *Path(path).absolute().parents)
     folder = on_rank_zero(lambda: next(place for place in places if is_folder(place)))
     free = on_rank_zero(lambda: shutil.disk_usage(folder).free)
     disk = next((each.value for rank in ranks for each in rank.readings if each.check.startswith("disk write")), 0.0)
-    written = min(size, free // 2, max(config.doctor.disk_mib * MIB, int(disk * GIB * SAVE_SECONDS)))
+    longest = max(config.doctor.disk_mib * MIB, int(disk * GIB * SAVE_SECONDS))
+    written = min(size, free // 2, longest) if is_named else min(free // 2, longest)
     pieces = max(1, written // SAVED_TENSOR_BYTES)
     buffer = torch.randint(256, (max(1, written // pieces),), dtype=torch.uint8)
     plan = plan_save({f"layers.{number}.weight": buffer for number in range(pieces)})
@@ -318,6 +323,8 @@ def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Ro
         raise ConfigError(f"--ckpt_save_path={path}: no checkpoint can be saved in {folder} ({error})") from None
     finally:
         on_rank_zero(lambda: shutil.rmtree(where, ignore_errors=True))
+    if not is_named:
+        return [Row("saves", "good", f"{rate:.3g} GiB/s, {free / GIB:,.1f} GiB free; a model says how large a save is")]
     verdict: Verdict = "bad" if free < size else "look at" if free < 3 * size else "good"
     room = f"{free / GIB:,.1f} GiB free, {size / GIB:,.2f} a checkpoint"
     saves = f"{rate:.3g} GiB/s: {size / GIB / rate:,.1f} s a checkpoint"
@@ -368,7 +375,8 @@ def _judge(ranks: Sequence[RankReport], factor: float) -> Iterator[Row]:
             where = f"rank {rank} on {ranks[rank].host}: {reading.value:.3g} {reading.unit}".strip()
             if reading.verdict != "good":
                 yield Row(check, reading.verdict, where, reading.normal, reading.advice)
-        for rank, times in find_slow(values, factor).items():
+        is_rate = "/s" in first.unit or first.unit == "per second"
+        for rank, times in (find_slow(values, factor) if is_rate else {}).items():
             verdict: Verdict = "bad" if times >= BAD_TIMES else "look at"
             where = f"rank {rank} on {ranks[rank].host}: {values[rank]:.3g} {first.unit}, {times:.1f} times slower"
             advice = "leave the machine out, or look for what else runs there"

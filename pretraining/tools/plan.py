@@ -408,18 +408,24 @@ def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> st
         fsdp_activation_checkpointing=True,
         selective_checkpointing=ALL_BLOCKS,
     )
+    least, limit = replace(config, batch=batch, parallel=parallel), ROOM * cluster.gpu.memory_gib * 2**30
+    size = config.batch.global_batch_size
+    where = f"nothing fits on {cluster.gpus} x {config.plan.gpu}{f' with --global_batch_size={size}' if size else ''}"
+    if make_plan(least, shape, cluster).memory.total <= limit:
+        return f"{where}. What would fit: --global_batch_size={cluster.gpus} or less"
     advice = memory_advice(
-        replace(config, batch=batch, parallel=parallel),
+        least,
         shape,
         shard_size=cluster.gpus,
         compute_bytes=_compute_bytes(config),
         device_type="cuda",
-        limit_bytes=ROOM * cluster.gpu.memory_gib * 2**30,
+        limit_bytes=limit,
+        optimizer_state_bytes=config.plan.optimizer_state_bytes,
     )
-    where = f"nothing fits on {cluster.gpus} x {config.plan.gpu}"
-    if config.batch.global_batch_size is not None:
-        where += f" with --global_batch_size={config.batch.global_batch_size}"
-    return f"{where}. What would fit: {'; '.join(advice) or 'a smaller model'}"
+    return (
+        f"{where}. What would fit: {'; '.join(advice) or 'a smaller model'}, with one sequence per GPU at a time and "
+        "--sharding_strategy=fsdp --fsdp_activation_checkpointing=true"
+    )
 
 
 def _checkpoint_bytes(config: PlanConfig, shape: LlamaShape) -> int:

@@ -314,14 +314,14 @@ def _events(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
 
 
 def _settings(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
-    columns = {run.name: run.settings for run in runs if run.settings}
-    if len(runs) == 1:
+    columns = [(run.name, run.settings) for run in runs if run.settings]
+    if len(runs) == 1 and columns:
         defaults = settings_of(TrainConfig).values()
-        columns["default"] = {f"{each.section}.{each.name}": format_value(each.default) for each in defaults}
-    yield ("setting", *columns)
-    for name in dict.fromkeys(name for settings in columns.values() for name in settings):
-        values = [settings.get(name, "") for settings in columns.values()]
-        if len(set(map(_canonical, values))) > 1 and (len(runs) > 1 or values[-1]):
+        columns.append(("default", {f"{each.section}.{each.name}": format_value(each.default) for each in defaults}))
+    yield ("setting", *(name for name, _ in columns))
+    for name in dict.fromkeys(name for _, settings in columns for name in settings):
+        values = [settings.get(name, "") for _, settings in columns]
+        if len(set(map(_canonical, values))) > 1 and (len(runs) > 1 or name in columns[-1][1]):
             yield name, *values
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,8 +138,11 @@ def read_runs(paths: Sequence[str]) -> list[RunRecord]:
     if problems:
         raise ConfigError(problems)
     names = [folder.absolute().name for folder in folders]
-    is_clear = len(set(names)) == len(names)
-    return [read_run(folder, name if is_clear else str(folder)) for folder, name in zip(folders, names, strict=True)]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    # A name need not be UTF-8, and what draws it takes nothing else.
+    names = [os.fsencode(name).decode("utf-8", "replace") for name in names]
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
 def read_run(folder: Path, name: str) -> RunRecord:

@@ -89,15 +89,16 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
     settings, combinations = read_sweep(overrides, flags)
     folder = Path(settings.sweep_path)
     for each in combinations:
-        before = _read(folder / each.name / ARGUMENTS_FILE).get("arguments", list(each.arguments))
-        if differ := sorted(set(map(str, before)) ^ set(each.arguments)):
+        before = _read(folder / each.name / ARGUMENTS_FILE).get("arguments")
+        if isinstance(before, list) and (differ := sorted(set(map(str, before)) ^ set(each.arguments))):
             raise ConfigError(
                 f"{folder / each.name} is a run of other settings ({', '.join(differ)}): give another --sweep_path, or "
                 "remove the folder"
             )
     outlive_readers()
     for number, each in enumerate(combinations):
-        if settings.only in (None, number) and not _read(folder / each.name / OUTCOME_FILE):
+        ended = _read(folder / each.name / OUTCOME_FILE).get("status") not in (None, "killed")
+        if settings.only in (None, number) and not ended:
             log.info("%d of %d  %s", number + 1, len(combinations), each.name)
             _train(each, folder / each.name, settings.processes)
             if settings.only is None:  # otherwise other jobs may write it at the same time
@@ -264,7 +265,7 @@ def _write_csv(combinations: Sequence[Combination], folder: Path) -> None:
     writer.writerows(rows)
     with output_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "sweep.csv", text.getvalue())
+        write_atomic(folder / "sweep.csv", text.getvalue().encode("utf-8", "surrogateescape"))
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -208,17 +208,19 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
         ):
             ends = np.cumsum(lengths)[[piece.ends_document for piece in batch.pieces]] + sum(map(len, begun))
             begun.append(tokens)
-            tokens = np.concatenate(begun) if len(begun) > 1 else tokens
+            held = sum(map(len, begun))
             lengths = np.diff(ends, prepend=0)
             end = int(ends[-1]) if len(ends) else 0
-            if max(lengths.max(initial=0), len(tokens) - end) > LARGEST_DOCUMENT_TOKENS:
+            if max(lengths.max(initial=0), held - end) > LARGEST_DOCUMENT_TOKENS:
                 raise batch.pieces[-1].document.error(
                     f"a document here, or shortly before, has more than {LARGEST_DOCUMENT_TOKENS:,} tokens, too many "
                     "for a row of a token file. Split it, for example into a .jsonl with a part per line"
                 )
+            if len(ends):  # a long document is put together once, at its end
+                tokens = np.concatenate(begun) if len(begun) > 1 else tokens
+                begun = [tokens[end:]] if end < held else []
             written = lengths[lengths > 0]
             writer.write(tokens[:end], written)
-            begun = [tokens[end:]] if end < len(tokens) else []
             counts += Counts(len(written), end, len(lengths) - len(written))
             record.add(counts, tokens[:end], written)
             report(counts)

@@ -154,11 +154,18 @@ class _Job:
                     path=work.plan,
                 )
             time.sleep(POLL_SECONDS)
+        if exists(work.dataset / MANIFEST_FILE):
+            return None
         if self.rank > 0 and encoder is not None:
             return self._encoding(encoder)
         if self.tokenizer is None and self.found.token_type is None:
             self.tokenizer = trained_tokenizer(config, self.found, work.root)
-        encoding = self._encoding(config.encoder)
+        try:
+            encoding = self._encoding(encoder or config.encoder)
+        except PretrainError:  # the encoder of an interrupted attempt is not installed any more
+            if encoder is None:
+                raise
+            encoding = self._encoding(config.encoder)
         work.files.mkdir(parents=True, exist_ok=True)
         if self.tokenizer is not None:
             self.tokenizer.save(work.path)
