@@ -124,6 +124,11 @@ def test_a_slow_rank_is_named_with_its_machine_and_how_slow_it_is() -> None:
     assert find_slow({0: 1.0}, 1.3) == find_slow({0: 10.0, 1: 9.0}, 1.3) == {}
 
 
+def test_only_rates_are_compared_between_ranks() -> None:
+    heats = [RankReport("a", {}, [Reading("GPU room to heat", value, "°C")], 0.0) for value in (10.0, 33.0, 35.0)]
+    assert [row.verdict for row in module._judge(heats, 1.3)] == ["good"]
+
+
 def test_versions_and_clocks_that_differ_are_told() -> None:
     ranks = [report("a", 1), report("b", 1, clock=2.0, version="2.12")]
     (versions,), (clocks,) = module._same_versions(ranks), module._clocks(ranks)

@@ -167,6 +167,14 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -
     assert "nothing fits on 8 x h100" in refused(capsys, "--model_variant=70b", "--gpus=8", "--search=true")
 
 
+def test_advice_counts_a_users_own_optimizer_and_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--model_variant=125m", "--gpus=1", "--gpu=4090", "--optimizer=my:Own", "--optimizer_state_bytes=400")
+    said = refused(capsys, *flags, "--search=true")
+    assert "4 GPUs with" in said and "--seq_length" not in said
+    flags = ("--model_variant=34b", "--global_batch_size=16", "--search=true")
+    assert "--global_batch_size=8 or less" in refused(capsys, *flags)
+
+
 def test_a_recipe_is_planned_as_it_would_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
     (plan,) = documents(capsys, "--recipe=demo", "--gpus=1", "--gpu=L40S")
     assert (plan["model"], plan["steps"], plan["seq_length"]) == ("demo", 600, 256)

@@ -48,6 +48,12 @@ def test_a_page_of_a_run_sums_it_up_and_draws_what_it_reported(tmp_path: Path) -
     assert settings["model.hidden_size"][0] == "16" and "optimizer.adam_eps" not in settings
 
 
+def test_settings_whose_default_is_empty_are_shown_and_a_run_may_be_called_default(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "default", "optimizer_options=a=1", "optimizer=my.module:Own")
+    settings = {row[0]: row[1:] for row in cells_of(page_of(run), "Settings that are not defaults")}
+    assert settings["optimizer.optimizer_options"] == ["a=1", ""]
+
+
 def test_a_page_of_several_runs_has_what_differs(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "a"), write_run(tmp_path / "b", "learning_rate=2e-3", shift=0.5))
     assert cells_of(page, "Settings that differ")[1:] == [["optimizer.learning_rate", "none", "0.002"]]
