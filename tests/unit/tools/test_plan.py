@@ -171,8 +171,8 @@ def test_advice_counts_a_users_own_optimizer_and_accumulation(capsys: pytest.Cap
     flags = ("--model_variant=125m", "--gpus=1", "--gpu=4090", "--optimizer=my:Own", "--optimizer_state_bytes=400")
     said = refused(capsys, *flags, "--search=true")
     assert "4 GPUs with" in said and "--seq_length" not in said
-    flags = ("--model_variant=34b", "--global_batch_size=16", "--search=true")
-    assert "--global_batch_size=8 or less" in refused(capsys, *flags)
+    accumulating = ("--model_variant=34b", "--global_batch_size=16", "--search=true")
+    assert "--global_batch_size=8 or less" in refused(capsys, *accumulating)
 
 
 def test_a_recipe_is_planned_as_it_would_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
