@@ -42,11 +42,11 @@ from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import format_table
 from pretraining.tools.run_records import number_of, read_lines
 from pretraining.tools.translate.hook import translate_when_needed
+from pretraining.train.run_status import STATUS_FILE
 
 log = logging.getLogger(__name__)
 
 ARGUMENTS_FILE, OUTCOME_FILE, OUTPUT_FILE = "arguments.json", "outcome.json", "output.log"
-STATUS_FILE = "run_status.json"
 LONGEST_NAME = 120
 RESULTS = ("status", "step", "tokens_seen", "loss", "evaluation_loss", "tokens_per_second_per_gpu_overall")
 OTHERS_SET = {

@@ -28,6 +28,7 @@ from pretraining.model.hf import MODEL_FILES
 from pretraining.model.init import parameter_name
 from pretraining.observability.custom_metrics import MetricsHook, custom_metrics
 from pretraining.observability.scores import format_perplexity
+from pretraining.text import format_table
 from pretraining.train.build import build_model, build_run_mesh, use_deterministic_kernels
 from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
 from pretraining.train.preemption import StopRequests, ending, reason_of
@@ -156,8 +157,7 @@ def table(found: Evaluation) -> list[str]:
                 *(f"{scores.token_accuracy:.4f}", "-" if bits is None else f"{bits:.4f}"),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return format_table(rows, right=range(1, len(rows[0])))
 
 
 def _finite(values: dict[str, float | None]) -> dict[str, float | None]:

@@ -38,8 +38,8 @@ from pretraining.data.threads import map_in_order
 from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenizer
 from pretraining.errors import DataError
 from pretraining.files import output_errors
+from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
 from pretraining.tools.prepare.records import Counts, Encoder, Encoding, UnitRecord, WorkFolder
-from pretraining.tools.prepare.text import PIECE_CHARACTERS, Document, end_of_piece
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
 from pretraining.tools.prepare.units import Unit, read_part
 

@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from pretraining.errors import DataError
 from pretraining.files import exists, is_folder
+from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.inputs import even_cuts, fingerprint
 from pretraining.tools.prepare.tables import ROWS_AT_ONCE, documents_of_rows, field_type
-from pretraining.tools.prepare.text import Document
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

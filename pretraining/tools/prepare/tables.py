@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pretraining.errors import DataError
+from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.inputs import InputFile
-from pretraining.tools.prepare.text import Document
 
 ROWS_AT_ONCE = 128
 """Small enough that rows of megabytes fit into memory, large enough that rows of tokens cost little."""

@@ -16,10 +16,10 @@ from typing import Any
 import pyarrow as pa
 
 from pretraining.config.commands import PrepareConfig
+from pretraining.tools.prepare.documents import Document, read_lines, read_text
 from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
 from pretraining.tools.prepare.inputs import InputFile, even_cuts, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
-from pretraining.tools.prepare.text import Document, read_lines, read_text
 
 UNIT_BYTES = 1 << 28
 """Input of a unit, in bytes on disk: a token file of some hundred megabytes, encoded by eight cores in ten seconds."""

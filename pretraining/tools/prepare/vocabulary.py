@@ -15,9 +15,9 @@ from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists
+from pretraining.tools.prepare.documents import PIECE_CHARACTERS
 from pretraining.tools.prepare.encode import cut
 from pretraining.tools.prepare.records import read_summaries
-from pretraining.tools.prepare.text import PIECE_CHARACTERS
 from pretraining.tools.prepare.units import Input, read_part
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES
 from pretraining.config.values import did_you_mean
 from pretraining.config.variants import VARIANTS
 from pretraining.files import is_file, is_folder
-from pretraining.tools.translate import rules
-from pretraining.tools.translate.rules import decimal, each, left, not_a_llama, off, only, renamed, row, when
+from pretraining.tools.translate import key_rules as rules
+from pretraining.tools.translate.key_rules import decimal, each, left, not_a_llama, off, only, renamed, row, when
 from pretraining.tools.translate.translation import ARGUMENT, Rule, System, Translation
 
 _SIGNS = (

@@ -5,8 +5,8 @@ It stands alone, or the file of a guide names or holds it; that file's settings 
 
 from __future__ import annotations
 
-from pretraining.tools.translate import rules
-from pretraining.tools.translate.rules import each, left, off, only, renamed, row, when
+from pretraining.tools.translate import key_rules as rules
+from pretraining.tools.translate.key_rules import each, left, off, only, renamed, row, when
 from pretraining.tools.translate.translation import Rule, System, Translation
 
 _SIGNS = (

@@ -13,9 +13,10 @@ from pretraining.config.commands import PrepareConfig
 from pretraining.config.plugins import OPTIMIZERS, TOKEN_SUFFIXES
 from pretraining.files import entries_of, exists, is_file, is_folder
 from pretraining.progress import parse_number
-from pretraining.tools.translate import deepspeed, rules
+from pretraining.tools.translate import deepspeed
+from pretraining.tools.translate import key_rules as rules
+from pretraining.tools.translate.key_rules import each, left, not_a_llama, only, renamed, row, when
 from pretraining.tools.translate.parse import parse
-from pretraining.tools.translate.rules import each, left, not_a_llama, only, renamed, row, when
 from pretraining.tools.translate.translation import DEFAULT, Given, Rule, System, Translation
 
 _SIGNS = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pretraining.tools.translate import rules
-from pretraining.tools.translate.rules import each, left, not_a_llama, renamed, row
+from pretraining.tools.translate import key_rules as rules
+from pretraining.tools.translate.key_rules import each, left, not_a_llama, renamed, row
 from pretraining.tools.translate.translation import Rule, System, Translation
 
 _SIGNS = (

@@ -22,7 +22,7 @@ from pretraining.config.values import Raw
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, exists, output_errors, write_atomic
 from pretraining.launch.terminal import print_text
-from pretraining.tools.translate import assignments, composed, deepspeed, guide, stub
+from pretraining.tools.translate import composed, deepspeed, guide, nanogpt, stub
 from pretraining.tools.translate.compose import Composition
 from pretraining.tools.translate.parse import flatten, read_tree
 from pretraining.tools.translate.translation import (
@@ -47,7 +47,7 @@ SYSTEMS = {
     "guide": guide.SYSTEM,
     "deepspeed": deepspeed.SYSTEM,
     "composed": composed.SYSTEM,
-    "nanogpt": assignments.SYSTEM,
+    "nanogpt": nanogpt.SYSTEM,
 }
 _NO_LONGER_READ = (
     *("per_device_train_batch_size", "lr_scheduler_type"),  # TrainingArguments of Hugging Face's Trainer

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.inputs import InputFile, list_files
-from pretraining.tools.prepare.text import Document
 
 
 def one(path: Path, content: bytes | str) -> InputFile:

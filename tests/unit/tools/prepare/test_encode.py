@@ -23,13 +23,13 @@ from unit.tools.prepare.prepare_files import contents, json_lines, packed
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
+from pretraining.tools.prepare import documents as text_module
 from pretraining.tools.prepare import encode as module
-from pretraining.tools.prepare import text as text_module
 from pretraining.tools.prepare import units
+from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.encode import choose_encoder, text_encoder
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.records import Encoder
-from pretraining.tools.prepare.text import Document
 
 fastokens = pytest.importorskip("fastokens")
 

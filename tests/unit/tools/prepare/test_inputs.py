@@ -11,8 +11,8 @@ import pytest
 from unit.tools.prepare.prepare_files import texts_of
 
 from pretraining.errors import DataError
+from pretraining.tools.prepare.documents import read_text
 from pretraining.tools.prepare.inputs import InputFile, fingerprint, list_files, standard_library_files
-from pretraining.tools.prepare.text import read_text
 
 ENDINGS = ("txt", "jsonl")
 

@@ -20,7 +20,7 @@ from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.launch.layout import ProcessLayout
-from pretraining.tools.prepare import encode, text, units
+from pretraining.tools.prepare import documents, encode, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.inputs import standard_library_files
 from pretraining.tools.prepare.prepare import _cores_of_this_process, prepare
@@ -129,7 +129,7 @@ def test_documents_in_pieces_are_the_same_rows(
 ) -> None:
     whole = prepare(config)
     monkeypatch.setattr(encode, "PIECE_CHARACTERS", 64)
-    monkeypatch.setattr(text, "PIECE_CHARACTERS", 64)
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 64)
     cut = prepare(replace(config, output_path=str(tmp_path / "cut"), tokenizer_path=config.output_path))
     assert rows(cut.folder) == rows(whole.folder)
 

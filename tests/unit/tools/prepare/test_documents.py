@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from unit.tools.prepare.prepare_files import json_lines, one, packed, texts_of
 
 from pretraining.errors import DataError
+from pretraining.tools.prepare.documents import Document, read_lines, read_text
 from pretraining.tools.prepare.inputs import InputFile
-from pretraining.tools.prepare.text import Document, read_lines, read_text
 
 
 def read(file: InputFile, field: str = "text") -> list[Document]:

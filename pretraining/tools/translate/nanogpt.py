@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pretraining.config.plugins import TOKEN_SUFFIXES
 from pretraining.files import entries_of, is_file, is_folder
-from pretraining.tools.translate import rules
-from pretraining.tools.translate.rules import decimal, each, left, only, renamed, row, tokens, when
+from pretraining.tools.translate import key_rules as rules
+from pretraining.tools.translate.key_rules import decimal, each, left, only, renamed, row, tokens, when
 from pretraining.tools.translate.translation import Rule, System, Translation
 
 _COUNTS_TOKENS = (
