@@ -37,7 +37,7 @@ from pretraining.config.commands import (
 )
 from pretraining.config.help import help_text
 from pretraining.config.recipes import parse_recipe
-from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
@@ -113,25 +113,23 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     if named is None:
         config = parse_config(InspectConfig, overrides, flags, translate=translate)
     from pretraining.checkpoint.manifest import run_of
-    from pretraining.checkpoint.start_point import adopt_model, adopt_separator, find_checkpoint, newest_run_path
+    from pretraining.checkpoint.start_point import adopt_settings, find_newest, find_start, newest_run_path
 
     path = config.checkpoint.ckpt_save_path if named is None else named
     path = None if path is None else newest_run_path(path)
-    where = config.checkpoint if named is None else CheckpointConfig(ckpt_load_path=path)
     # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
-    restorable = find_checkpoint(replace(where, ckpt_save_path=path))
+    if named is None:
+        start = find_start(replace(config.checkpoint, ckpt_save_path=path))
+    else:
+        start = find_newest(Path(path or ""))
+        settings = parse_recipe(start.manifest.config, f"config of {start.path}")
+        config = parse_config(InspectConfig, overrides, flags, settings, translate)
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
-        if named is None:
-            config = adopt_model(config)
-        else:
-            assert restorable is not None  # a load path without a checkpoint is an error
-            settings = parse_recipe(restorable.manifest.config, f"config of {restorable.path}")
-            config = parse_config(InspectConfig, overrides, flags, settings, translate)
-        config = adopt_separator(config, restorable)
+        config = adopt_settings(config, start)
     from pretraining.tools.inspect import inspect
 
     # Where the weights alone are taken, the data begins with them.
-    manifest = restorable.manifest if restorable and not restorable.weights_only else None
+    manifest = start.manifest if start and not start.weights_only else None
     state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
     inspect(config, state, size, None if path is None else run_of(Path(path)))
 

@@ -17,7 +17,7 @@ from torch.library import _scoped_library
 
 from pretraining.model import llama
 from pretraining.model.attention import bounds_of, document_attention
-from pretraining.train import build
+from pretraining.train import plan
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def emulated_varlen() -> Iterator[list[str]]:
     with _scoped_library("aten", "IMPL") as library, pytest.MonkeyPatch.context() as patch:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
-        patch.setattr(build, "has_kernel_for_documents", lambda *_: True)
+        patch.setattr(plan, "has_kernel_for_documents", lambda *_: True)
         patch.setattr(llama, "locate_documents", lambda lengths, *_: None if lengths is None else bounds_of(lengths))
         yield calls
 

@@ -117,7 +117,7 @@ def list_records(run: Path) -> list[Record]:
 
 
 def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
-    """Moves checkpoints of a run to where no start looks and nothing is removed, the newest first.
+    """Move checkpoints of a run to where no start looks and nothing is removed, in the order given.
 
     Returns:
         The folder that they are in now: checkpoints/set_aside_<time>, in UTC.
@@ -127,7 +127,7 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
     """
     folder = run / CHECKPOINTS / f"{SET_ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}"
     try:
-        for path in reversed(checkpoints):
+        for path in checkpoints:
             folder.mkdir(exist_ok=True)
             path.rename(folder / path.name)
         flush_folder(run / CHECKPOINTS)

@@ -12,14 +12,11 @@ import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from pretraining.checkpoint.manifest import read_document
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import DataConfig
 from pretraining.errors import CheckpointError
 from pretraining.files import checked_values, exists, read_json, run_not_writable, with_checksum, write_atomic
-
-AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +54,8 @@ def write_rollback(run: Path, rollback: Rollback) -> None:
         raise run_not_writable(run, error) from None
 
 
-def read_rollback(run: Path | None) -> Rollback | None:
+def read_rollback(run: Path) -> Rollback | None:
     """Return the rollback that a run's folder holds; None without one, or with a warning if it is damaged."""
-    if run is None:
-        return None
     path = run / ROLLBACK_FILE
     if not exists(path):
         return None
@@ -71,24 +66,15 @@ def read_rollback(run: Path | None) -> Rollback | None:
         log.warning(
             "%s is damaged (%s): the samples of the last rollback are not known and are trained on again, unless "
             "--skip_samples names them; the newest rollback in logs/events.jsonl does",
-            *(path, error),
+            path,
+            error,
         )
         return None
 
 
-def without_pending_samples(config: AnyTrainConfig, rollback: Rollback | None) -> AnyTrainConfig:
-    """Return settings that leave out the samples of a rollback which no checkpoint may hold yet, and log which."""
-    if rollback is None:
-        return config
-    ranges = ", ".join(f"{begin}-{end - 1}" for begin, end in rollback.samples)
-    log.info("the run has gone back to before step %d, and goes on without samples %s", rollback.first_step, ranges)
-    return without_samples(config, rollback.samples)
-
-
-def without_samples(config: AnyTrainConfig, ranges: Iterable[tuple[int, int]]) -> AnyTrainConfig:
+def without_samples(data: DataConfig, ranges: Iterable[tuple[int, int]]) -> DataConfig:
     """Return settings that leave out more samples, given as (first, end)."""
-    skipped = (*config.data.skip_samples, *(f"{begin}-{end - 1}" for begin, end in ranges))
-    return replace(config, data=replace(config.data, skip_samples=skipped))
+    return replace(data, skip_samples=(*data.skip_samples, *(f"{begin}-{end - 1}" for begin, end in ranges)))
 
 
 def forget_rollback(run: Path, newest: Path) -> None:

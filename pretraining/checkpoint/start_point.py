@@ -1,12 +1,14 @@
-"""Where a run starts: in which folder, from which checkpoint of it or of elsewhere, and how its tensors get into place.
+"""Where a run starts: in which folder, from which checkpoint of it or of elsewhere, with which settings.
 
-    ckpt_save_path with {timestamp}   -> `settle_run_path`: the folder of the run
-    that folder, ckpt_load_path       -> `find_checkpoint`: the newest that is good, or None
-    what was found                    -> `load`: its tensors, into place; if they are damaged, the next is looked for
+    ckpt_save_path with {timestamp}          -> `existing_run_path`, `with_run_path`: the folder of the run
+    that folder, ckpt_load_path              -> `find_start`: the newest good checkpoint, or None
+    settings, and what the run starts from   -> `resolve_run`: settings that leave nothing open
+    a checkpoint                             -> `load`: its tensors, into place; if they are damaged, the next is found
 
-The save path wins over the load path: a job that is submitted again resumes itself, whatever it was first started from.
-It is a checkpoint, sharded or full (`pt_files`), its four .pt files without a manifest, or the folder of a Hugging Face
-Llama (`hf_import`). Of the last, and with weights_only, a run takes the weights alone and begins at step 0.
+A run goes on from the newest good checkpoint of its folder, so that a job which is submitted again resumes itself. An
+empty folder begins from `ckpt_load_path`: a checkpoint, sharded or full (`pt_files`), its four .pt files without a
+manifest, or the folder of a Hugging Face Llama (`hf_import`). Of the last, and with weights_only, a run takes the
+weights alone and begins at step 0.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -32,18 +33,21 @@ from pretraining.checkpoint.manifest import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     Manifest,
+    check_same_model,
     committed_checkpoints,
     is_committed,
     read_document,
     read_manifest,
     run_of,
     shape_of,
+    step_of,
     tensor_state,
 )
-from pretraining.config.recipes import dump_config, load_config
+from pretraining.config.fields import settings_of, values_of
+from pretraining.config.recipes import dump_config, load_config, settings_in
 from pretraining.config.rules import check_config
-from pretraining.config.training import CheckpointConfig, ModelConfig, RunConfig, TrainConfig
-from pretraining.config.variants import DEFAULT_VARIANT, model_settings
+from pretraining.config.training import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
+from pretraining.config.variants import DEFAULT_VARIANT, model_settings, resolve_shape
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.files import exists, from_hub, is_file, is_folder, real_path, run_not_writable, write_atomic
 from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
@@ -66,39 +70,21 @@ SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
+_WHERE_AND_HOW_LONG = {
+    *("ckpt_save_path", "init_from", "resume_from_checkpoint", "run_steps", "dry_run"),
+    *("time_limit", "max_starts_without_progress"),  # the errors of a crash loop ask for these by the same command
+}
 
 
 # In which folder
 
 
-def settle_run_path(config: TrainConfig, now: datetime | None = None) -> str | None:
-    """Fills in the timestamp of the run's folder; call it on one rank, which tells the others.
-
-    `--ckpt_save_path=runs/try.{timestamp}` makes runs/try.20261121-143005, in UTC, at the first start. A start with the
-    same settings goes on in the newest such folder whose run is not finished, as a requeued job does. Other settings,
-    or a finished run, make a new folder. To go on with changed settings, name the folder itself. A run that keeps
-    nothing has no folder: None.
-
-    Raises:
-        CheckpointError: a new folder cannot be made.
-    """
-    pattern, there = config.checkpoint.ckpt_save_path, existing_run_path(config)
-    if there is not None or pattern is None:
-        return there
-    moment = now or datetime.now(UTC)
-    while True:
-        folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
-        try:
-            folder.mkdir(parents=True)
-            return str(folder)
-        except FileExistsError:
-            moment += timedelta(seconds=1)  # another run began in the same second
-        except OSError as error:
-            raise run_not_writable(folder, error) from None
-
-
 def existing_run_path(config: TrainConfig) -> str | None:
-    """The folder that a start goes on in; None without one, or if `settle_run_path` would make one with a timestamp."""
+    """Return the folder that a start goes on in; None where it keeps nothing, or a {timestamp} has made none yet.
+
+    A start with the same settings goes on in the newest such folder whose run is not finished, as a requeued job does.
+    To go on with changed settings, name the folder itself.
+    """
     pattern = config.checkpoint.ckpt_save_path
     if pattern is None or TIMESTAMP not in pattern:
         return pattern
@@ -106,6 +92,29 @@ def existing_run_path(config: TrainConfig) -> str | None:
         if _has_settings(folder, config) and not _is_finished(folder):
             return str(folder)
     return None
+
+
+def with_run_path(config: AnyTrainConfig, now: datetime | None = None) -> AnyTrainConfig:
+    """Return settings whose {timestamp} is filled in, and make that folder: runs/try.20261121-143005, in UTC.
+
+    Call it on one rank, which tells the others.
+
+    Raises:
+        CheckpointError: the folder cannot be made.
+    """
+    pattern = config.checkpoint.ckpt_save_path
+    if pattern is None or TIMESTAMP not in pattern:
+        return config
+    moment = now or datetime.now(UTC)
+    while True:
+        folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
+        try:
+            folder.mkdir(parents=True)
+            return replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(folder)))
+        except FileExistsError:
+            moment += timedelta(seconds=1)  # another run began in the same second
+        except OSError as error:
+            raise run_not_writable(folder, error) from None
 
 
 def newest_run_path(pattern: str) -> str:
@@ -131,33 +140,17 @@ def folders_of(pattern: str) -> list[Path]:
 
 
 def _has_settings(folder: Path, config: TrainConfig) -> bool:
-    """Return whether a folder's run was started with these settings, apart from its path and when to stop."""
+    """Return whether a folder's run has these settings, but for where it is and how long it goes."""
     try:
-        there = load_config(folder / CONFIG_FILE)
+        there = values_of(load_config(folder / CONFIG_FILE))
     except ConfigError:
         return False  # none were written, or by a version with other settings
-    if config.data.sep_token is None:  # the run adopted its own
-        there = replace(there, data=replace(there.data, sep_token=None))
-    return _comparable(there) == _comparable(config)
-
-
-def _comparable(config: TrainConfig) -> TrainConfig:
-    return replace(
-        config,
-        run=replace(
-            config.run,
-            run_steps=None,
-            dry_run=False,
-            time_limit=None,  # the errors of a crash loop ask for this and the next by the same command
-            max_starts_without_progress=RunConfig.max_starts_without_progress,
-        ),
-        checkpoint=replace(
-            config.checkpoint,
-            ckpt_save_path=CheckpointConfig.ckpt_save_path,
-            init_from=CheckpointConfig.init_from,
-            resume_from_checkpoint=CheckpointConfig.resume_from_checkpoint,
-        ),
-    )
+    given, settings = values_of(config), settings_of(TrainConfig)
+    # What is left open is found at the start, and written into the folder.
+    found = {name for name, value in given.items() if settings[name].section == "model" and value in (None, ())}
+    if config.data.sep_token is None:
+        found.add("sep_token")
+    return all(value == there[name] for name, value in given.items() if name not in _WHERE_AND_HOW_LONG | found)
 
 
 def _is_finished(folder: Path) -> bool:
@@ -207,54 +200,149 @@ class CheckpointRef:
     Attributes:
         manifest: of a Hugging Face folder, what that of a checkpoint of it would be.
         is_own: whether it is of this run, and not of another one that this one starts from.
-        passed_over: newer ones that are damaged, and how, a line each.
         weights_only: whether a run takes nothing but the weights from it, and begins at step 0.
-        going_back: whether the run goes back to it, although it may have newer ones.
+        damaged: newer ones that are damaged, and how, a line each.
+        newer: the run's own after it, if the run goes back to it: they are set aside.
+        remarks: what a flag asks for that is not done, a line each.
     """
 
     path: Path
     manifest: Manifest
     is_own: bool = True
-    passed_over: tuple[str, ...] = ()
     weights_only: bool = False
-    going_back: bool = False
+    damaged: tuple[str, ...] = ()
+    newer: tuple[Path, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
         """Updates done where a run begins that starts from here."""
         return 0 if self.weights_only else self.manifest.step
 
+    @property
+    def config(self) -> TrainConfig:
+        """The settings that it was made with; the defaults where it holds none that this version reads."""
+        try:
+            return settings_in(self.manifest.config, "config of the checkpoint")
+        except ConfigError:
+            return TrainConfig()
 
-def find_checkpoint(
-    config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({}), back_to: Path | None = None
-) -> CheckpointRef | None:
-    """Finds the checkpoint to start from; None for a new run. A collective call, or one of a process alone.
+
+def find_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> CheckpointRef | None:
+    """Find the checkpoint to start from; None for a new run. A collective call, or one of a process alone.
 
     Its files are there and have their sizes; what is in them is not read.
 
     Args:
         damaged: checkpoints that are known not to be good, and what is wrong with them.
-        back_to: the only one that will do, of the run's own; None = the newest good one.
 
     Raises:
-        CheckpointError: a load path was named and holds no checkpoint, or there are some and all are damaged.
+        CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` asks for another start.
     """
-    flag, paths = _on_rank_zero(lambda: _candidates(config)) if back_to is None else (RESUME, [back_to])
-    is_own = flag == SAVE_PATH or back_to is not None
+    return _on_rank_zero(lambda: _find_start(config, damaged))
+
+
+def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str]) -> CheckpointRef | None:
+    if config.ckpt_save_path is None:
+        return None
+    run, own = config.folder, committed_checkpoints(config.folder)
+    start = _own_start(config, own[::-1], damaged) if own else _start_elsewhere(config, damaged)
+    if config.init_from == "resume" and start is None:
+        raise CheckpointError(
+            f"--init_from=resume goes on with a run, and {run} holds no checkpoint: --init_from=auto begins one, "
+            "--ckpt_load_path names one of elsewhere"
+        )
+    if config.init_from == "scratch" and start is not None and start.config.checkpoint.init_from != "scratch":
+        raise CheckpointError(
+            f"--init_from=scratch begins from initial weights, and {run} holds a run at step {start.step}: give "
+            "another --ckpt_save_path, or --init_from=auto to go on with it"
+        )
+    return start
+
+
+def _own_start(config: CheckpointConfig, own: list[Path], damaged: Mapping[Path, str]) -> CheckpointRef:
+    """Find the newest good checkpoint of a run, or the older one that the run goes back to."""
+    run, request, load_path = config.folder, config.resume_from_checkpoint, config.ckpt_load_path
+    newest = _newest_good(own, damaged, SAVE_PATH, run)
+    if request is None:
+        named = None if load_path is None else _named_in(own, load_path)
+        if named is None or named == newest.path:
+            return newest
+        remark = f"not from --ckpt_load_path={load_path}: --resume_from_checkpoint={load_path} goes back to that one"
+        return replace(newest, remarks=(remark,))
+    named, before = _named_in(own, request), newest.config.checkpoint.resume_from_checkpoint
+    if before is not None and (before == request or (named is not None and _named_in(own, before) == named)):
+        remark = f"after --resume_from_checkpoint={request}: done before. A start without the flag makes it work again"
+        return replace(newest, remarks=(remark,))
+    if named is not None:
+        chosen = _newest_good([named], damaged, RESUME, named)
+        return replace(chosen, newer=tuple(path for path in reversed(own) if step_of(path) > step_of(named)))
+    if exists(Path(request)) and not is_within(Path(request), run):
+        return replace(newest, remarks=(f"not from --resume_from_checkpoint={request}, which is not of this run",))
+    raise CheckpointError(
+        f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
+        f"{', '.join(path.name for path in own[::-1])}"
+    )
+
+
+def _named_in(own: list[Path], request: str) -> Path | None:
+    """Return the checkpoint among a run's own that was named by its path, its name or its step."""
+    named = {path.name: path for path in own}
+    by_step = {str(step_of(path)): path for path in own}
+    by_path = {real_path(path): path for path in own}
+    return named.get(request) or by_step.get(request) or by_path.get(real_path(Path(request)))
+
+
+def _start_elsewhere(config: CheckpointConfig, damaged: Mapping[Path, str]) -> CheckpointRef | None:
+    """Find what a run without checkpoints begins from; None = initial weights."""
+    load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
+    if load_path is None:
+        source, flag = request, RESUME
+    elif is_within(Path(load_path), config.folder) and not _checkpoints_at(Path(load_path)):
+        return None  # a script may name one folder as both paths, for its first start and for all later ones
+    else:
+        source, flag = str(from_hub(load_path, MODEL_FILES, CheckpointError)), LOAD_PATH
+    if source is None:
+        return None
+    found = find_newest(Path(source), damaged, flag)
+    return replace(found, is_own=False, weights_only=found.weights_only or config.weights_only)
+
+
+def find_newest(
+    source: Path, damaged: Mapping[Path, str] = MappingProxyType({}), flag: str = LOAD_PATH
+) -> CheckpointRef:
+    """Find the checkpoint at a path, or the newest good one of the run there; in one process.
+
+    Raises:
+        CheckpointError: there is none, or all are damaged.
+    """
+    paths = _checkpoints_at(source)
+    if not paths:
+        raise CheckpointError(
+            f"{flag}={source} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a "
+            f"run with some in {CHECKPOINTS}/."
+        )
+    return _newest_good(paths, damaged, flag, source)
+
+
+def _checkpoints_at(source: Path) -> list[Path]:
+    """Return the checkpoint at a path, or those of the run there, newest first."""
+    if is_checkpoint(source) or is_hugging_face_folder(source):
+        return [source]
+    return committed_checkpoints(run_of(source))[::-1]
+
+
+def _newest_good(paths: list[Path], damaged: Mapping[Path, str], flag: str, source: Path) -> CheckpointRef:
     faults: list[str] = []
     for path in paths:
         try:
             if path in damaged:
                 raise CheckpointError(damaged[path])
-            manifest = _on_rank_zero(partial(manifest_at, path))
+            manifest = manifest_at(path)
         except CheckpointError as error:
             faults.append(str(error))
         else:
-            weights_only = not manifest.data or (config.weights_only and not is_own)
-            return CheckpointRef(path, manifest, is_own, tuple(faults), weights_only, back_to is not None)
-    if not faults:
-        return None
-    source = back_to or Path((config.ckpt_save_path if is_own else _load_path(config)[1]) or "")
+            return CheckpointRef(path, manifest, weights_only=not manifest.data, damaged=tuple(faults))
     if paths == [source]:  # the user named this one, so that no other will do
         raise CheckpointError(f"{faults[0]}. Name another checkpoint with {flag}.")
     lines = "\n".join(f"  {line}" for line in faults)
@@ -264,58 +352,10 @@ def find_checkpoint(
     )
 
 
-def _candidates(config: CheckpointConfig) -> tuple[str, list[Path]]:
-    """The flag that leads to checkpoints, and these, newest first."""
-    own = [] if config.ckpt_save_path is None else committed_checkpoints(Path(config.ckpt_save_path))
-    if own:
-        return SAVE_PATH, own[::-1]
-    flag, path = _load_path(config)
-    if path is None:
-        return flag, []
-    # A load path that is the save path, too, is a run's folder, and no name on the Hub.
-    may_be_name = flag == LOAD_PATH and path != config.ckpt_save_path
-    source = from_hub(path, MODEL_FILES, CheckpointError) if may_be_name else Path(path)
-    if is_checkpoint(source) or is_hugging_face_folder(source):
-        return flag, [source]
-    found = committed_checkpoints(run_of(source))
-    if not found:
-        raise CheckpointError(
-            f"{flag}={source} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a "
-            f"run with some in {CHECKPOINTS}/."
-        )
-    return flag, found[::-1]
-
-
-def without_own_load_path(config: AnyTrainConfig) -> AnyTrainConfig:
-    """Returns settings whose load path is left out where it leads into the run's own folder, and nothing is there yet.
-
-    A script may name one folder as both paths, for its first start and for all later ones. A collective call.
-    """
-    load_path, run = config.checkpoint.ckpt_load_path, config.checkpoint.ckpt_save_path
-    if load_path is None or run is None or not _on_rank_zero(lambda: _is_still_empty(Path(run), Path(load_path))):
-        return config
-    log.info("--ckpt_load_path=%s is in the run's own folder and holds no checkpoint yet: a new run begins", load_path)
-    return replace(config, checkpoint=replace(config.checkpoint, ckpt_load_path=None))
-
-
-def _is_still_empty(run: Path, source: Path) -> bool:
-    """Whether a path is a run's folder or below it, and neither holds a checkpoint."""
-    if is_checkpoint(source) or committed_checkpoints(run) or committed_checkpoints(run_of(source)):
-        return False
-    return is_within(source, run)
-
-
 def is_within(path: Path, folder: Path) -> bool:
     """Whether a path is a folder or below it, links followed."""
     real = real_path(path)
     return real_path(folder) in (real, *real.parents)
-
-
-def _load_path(config: CheckpointConfig) -> tuple[str, str | None]:
-    """What a run without checkpoints starts from, and the flag that says so."""
-    if config.ckpt_load_path is None and config.resume_from_checkpoint is not None:
-        return RESUME, config.resume_from_checkpoint
-    return LOAD_PATH, config.ckpt_load_path
 
 
 def manifest_at(path: Path) -> Manifest:
@@ -360,68 +400,75 @@ def _is_of_ours(path: Path) -> bool:
 
 
 def named_checkpoint(path: str) -> CheckpointRef:
-    """Finds the checkpoint at a path, or the newest of the run there, in one process; a CheckpointError without one."""
+    """Return `find_newest` of a path, where a Hugging Face folder is an error, too."""
     source = Path(path)
     if is_hugging_face_folder(source) and not is_file(source / MANIFEST):
         raise CheckpointError("a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it", path=source)
-    found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path))
-    assert found is not None  # a load path without a checkpoint is an error
-    return found
+    return find_newest(source)
 
 
-def adopt_model(config: AnyTrainConfig) -> AnyTrainConfig:
-    """Gives settings without a model_variant the dimensions of what the run starts from.
+# With which settings
 
-    A collective call, or one of a process alone. Dimensions that were given stay; the start refuses them if they
-    differ. A vocabulary that was not given is that of what the run starts from, or big enough for the tokenizer.
+
+def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef | None]:
+    """Return settings that leave nothing open, and what a run with them starts from; writes nothing.
+
+    A collective call, or one of a process alone. A {timestamp} that has made no folder yet stays.
 
     Raises:
-        CheckpointError: there is nothing to start from at a load path, or it does not say what it is.
-        ConfigError: the settings do not fit the model.
-        DataError: the tokenizer cannot be read.
+        CheckpointError: as `find_start`, or it is of a model with other dimensions.
+        ConfigError, DataError: as `adopt_settings`.
     """
+    path = _on_rank_zero(lambda: existing_run_path(config)) or config.checkpoint.ckpt_save_path
+    config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
+    start = find_start(config.checkpoint)
+    config = adopt_settings(config, start)
+    if start is not None:
+        check_same_model(start.manifest, resolve_shape(config.model), start.path)
+    return config, start
+
+
+def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:
+    """Fill in what settings leave open: the model, its vocabulary, and the separator of documents.
+
+    A model without a variant has the dimensions of what the run starts from; dimensions that were given stay, and the
+    start refuses them if they differ. A vocabulary is that of the start, or big enough for the tokenizer. A separator
+    is that of the run that is resumed or, in a new run, of the prepared data. A collective call, or one of a process
+    alone.
+
+    Raises:
+        ConfigError: the settings do not fit the model, or datasets name different separators.
+        DataError: the tokenizer or a prepare.json cannot be read.
+    """
+    adopted = replace(config, model=_adopt_model(config, start), data=_adopt_separator(config, start))
+    check_config(adopted)
+    return adopted
+
+
+def _adopt_model(config: TrainConfig, start: CheckpointRef | None) -> ModelConfig:
     needs_vocabulary = config.model.vocab_size is None and config.data.tokenizer_path is not None
     if config.model.model_variant is not None and not needs_vocabulary:
-        return config
-    found = find_checkpoint(config.checkpoint)
-    shape = None if found is None else shape_of(found.manifest)
+        return config.model
+    shape = None if start is None else shape_of(start.manifest)
     model = config.model
     if model.model_variant is None:
         model = ModelConfig(model_variant=DEFAULT_VARIANT) if shape is None else model_settings(shape)
     if needs_vocabulary:
         rows = _vocabulary_for(config.data.tokenizer_path or "") if shape is None else shape.vocab_size
         model = replace(model, vocab_size=rows)
-    given = {
-        field.name: getattr(config.model, field.name)
-        for field in fields(model)
-        if getattr(config.model, field.name) not in (None, ())
-    }
-    adopted = replace(config, model=replace(model, **given))
-    check_config(adopted)
-    return adopted
+    given = {name: value for name, value in vars(config.model).items() if value not in (None, ())}
+    return replace(model, **given)
 
 
-def adopt_separator(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:
-    """Give settings without a sep_token that of the run they resume or, in a new run, of the prepared data.
-
-    A collective call, or one of a process alone.
-
-    Raises:
-        ConfigError: datasets name different tokens.
-        DataError: a prepare.json cannot be read.
-    """
+def _adopt_separator(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
     from pretraining.data.storage.dataset_files import prepared_separator  # imports NumPy
 
     data = config.data
     if data.sep_token is not None or data.use_dummy_dataset:
-        return config
+        return data
     if start is not None and not start.weights_only:
-        token = start.manifest.data.get("sep_token")
-    else:
-        token = _on_rank_zero(lambda: prepared_separator(data, config.evaluation.eval_datasets))
-    adopted = replace(config, data=replace(data, sep_token=token))
-    check_config(adopted)
-    return adopted
+        return replace(data, sep_token=start.manifest.data.get("sep_token"))
+    return replace(data, sep_token=_on_rank_zero(lambda: prepared_separator(data, config.evaluation.eval_datasets)))
 
 
 def _vocabulary_for(tokenizer_path: str) -> int:
@@ -470,8 +517,7 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[Che
 
     damaged: dict[Path, str] = {}
     while True:
-        found = find_checkpoint(CheckpointConfig(ckpt_save_path=path, ckpt_load_path=path), damaged)
-        assert found is not None  # a load path without a checkpoint is an error
+        found = find_newest(Path(path), damaged)
         with torch.device("meta"):
             model = Llama(shape_of(found.manifest))
         model.to_empty(device="cpu")

@@ -155,7 +155,7 @@ ROWS = (
     Row({"ckpt_save_path": [""]}, "name the run's folder"),
     Row({"ckpt_save_path": [""]}, "name the run's folder", ImportConfig),
     Row(
-        {"weights_only": [True], "ckpt_load_path": OFF, "resume_from_checkpoint": OFF},
+        {"weights_only": [True], "ckpt_load_path": OFF},
         "name the run or checkpoint whose weights to begin with, --ckpt_load_path",
     ),
     Row({"init_from": ["scratch"], "ckpt_load_path": ON}, f"a run from scratch loads nothing; {ONE}"),

@@ -473,8 +473,7 @@ class CheckpointConfig:
     )
     load_optimizer: bool = setting(
         True,
-        "take the optimizer's state from ckpt_load_path or resume_from_checkpoint, too; false = it begins anew there, "
-        "and where the run's own newest checkpoint is of another optimizer",
+        "resume the optimizer's state, too; false = the optimizer begins anew, until a save was made with this setting",
     )
     checkpoint_interval: Duration = setting(
         Duration(1000, "steps"), "how often to save, 0 = only at the end; where an invocation ends is always saved"

@@ -1,8 +1,8 @@
 """`pretrain train --dry_run=true`: what a start would do, of which nothing is done.
 
     settings, and the assignments that they come from -> a table with sources
-    train/build.py's outline of the run               -> the lines of a start: model, data, memory, start point, length
-    the outline's loader                              -> Inspector -> what the next step trains on
+    train/plan.py's plan of the run                   -> the lines of a start: model, data, memory, start point, length
+    the plan's loader                                 -> Inspector -> what the next step trains on
 
 All processes of a job take part and check what a start checks, with the same messages. No tensor is made or read, and
 what is written (indices that the data does not have yet) goes to a temporary folder.
@@ -18,17 +18,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
-from pretraining.checkpoint.rollback_file import read_rollback, without_pending_samples
-from pretraining.checkpoint.start_point import (
-    CheckpointRef,
-    adopt_model,
-    adopt_separator,
-    existing_run_path,
-    find_checkpoint,
-    without_own_load_path,
-)
+from pretraining.checkpoint.lease import look_at_lease
+from pretraining.checkpoint.rollback_file import read_rollback
+from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder, resolve_run
 from pretraining.config.assignments import Assignment
 from pretraining.config.command_line import ResolvedConfig
 from pretraining.config.fields import sections_of, settings_of, values_of
@@ -39,9 +32,11 @@ from pretraining.distributed.processes import Processes, on_every_rank, on_rank_
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
+from pretraining.observability.trackers import check_trackers
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
-from pretraining.train.build import RunOutline, outline_run
 from pretraining.train.messages import describe_plan
+from pretraining.train.open_data import open_data
+from pretraining.train.plan import Job, Plan, lay_out, plan_run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run import read_prompt, working_together
 from pretraining.train.run_status import StatusKeeper
@@ -66,30 +61,39 @@ def dry_run(
         Preempted: a signal came.
         PretrainError: what `train` would refuse before it makes a tensor.
     """
-    given, requests = resolved.config, stop_requests or StopRequests()
+    requests = stop_requests or StopRequests()
     end_at_signal = replace(requests, deadline=None).end_before_training
-    status = StatusKeeper(given.run.max_starts_without_progress, layout.rank == 0)
     with (
-        working_together(given, layout, end_at_signal, is_guest=False) as processes,
+        working_together(resolved.config, layout, end_at_signal, is_guest=False) as processes,
         _temporary_folder(processes) as folder,
     ):
-        config = adopt_model(without_own_load_path(given))
-        run_path = on_rank_zero(lambda: existing_run_path(config)) or config.checkpoint.ckpt_save_path
-        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
-        found = find_checkpoint(config.checkpoint)
-        config = adopt_separator(config, found)
+        config, start = resolve_run(resolved.config)
         if processes.is_main:
-            _print(describe_settings(config, resolved, found))
+            _print(describe_settings(config, resolved, start))
         on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
-        config = without_pending_samples(
-            config, on_rank_zero(lambda: read_rollback(None if run_path is None else Path(run_path)))
-        )
-        outline = outline_run(config, processes, status, threads, folder)
-        for name, lines in describe_plan(outline).items():
+        skipped: tuple[tuple[int, int], ...] = ()
+        if config.checkpoint.ckpt_save_path is not None:
+            skipped = on_rank_zero(lambda: _check_folder(config, start))
+        data = open_data(config, processes, folder)
+        job = Job(config, processes, lay_out(config, processes), data, threads=threads)
+        plan = plan_run(job, start, skipped)
+        on_rank_zero(lambda: check_trackers(config))
+        for name, lines in describe_plan(plan).items():
             for index, line in enumerate(lines):
                 log.info("%-11s %s", "" if index else name, line)
         on_every_rank(end_at_signal)
-        on_every_rank(lambda: _print(_describe_next_step(outline)) if processes.is_main else None)
+        on_every_rank(lambda: _print(_describe_next_step(plan)) if processes.is_main else None)
+
+
+def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> tuple[tuple[int, int], ...]:
+    """Refuse a start whose folder does not let it, and return the samples of a rollback that it would finish."""
+    run, step = config.checkpoint.folder, start.step if start is not None else 0
+    look_at_lease(run)
+    check_run_folder(run)
+    status = StatusKeeper(config.run.max_starts_without_progress, is_writer=False)
+    status.refuse_crash_loop(run, step, goes_back=start is not None and bool(start.newer))
+    rollback = read_rollback(run)
+    return rollback.samples if rollback is not None else ()
 
 
 def describe_settings(
@@ -135,8 +139,6 @@ def _derived(name: str, config: TrainConfig, found: CheckpointRef | None) -> str
     """Says where a value comes from that nobody has given as it is."""
     if name == "ckpt_save_path":
         return "the newest folder of this pattern with these settings whose run is not finished"
-    if name == "ckpt_load_path":
-        return "left out: it is in the run's own folder, which holds no checkpoint yet"
     if name == "sep_token" and (found is None or found.weights_only):
         return f"the end_of_text of {MANIFEST_FILE} beside the data"
     if found is not None:
@@ -146,14 +148,14 @@ def _derived(name: str, config: TrainConfig, found: CheckpointRef | None) -> str
     return "the default where there is nothing to take it from"
 
 
-def _describe_next_step(outline: RunOutline) -> Iterator[str]:
+def _describe_next_step(plan: Plan) -> Iterator[str]:
     """Yields what the first step of this start trains on, and what comes of a start without `dry_run`."""
-    state, data = outline.state, outline.config.data
+    state, data = plan.state, plan.config.data
     if state.step >= state.total_steps:
         yield f"dry run     nothing was written; the run is at step {state.step} of {state.total_steps}: none is left"
         return
     step = state.step + 1
-    inspector = Inspector(outline.loader.reader, outline.data, data.seq_length, data.bad_documents == "quarantine")
+    inspector = Inspector(plan.loader.reader, plan.data, data.seq_length, data.bad_documents == "quarantine")
     slots = inspector.global_batch_size(step)
     yield heading(step, "all ranks", slots, data.seq_length)
     for slot in islice(inspector.slots(step), SLOTS_SHOWN):

@@ -71,7 +71,7 @@ def export(config: ExportConfig) -> None:
     """
     max_bytes = config.max_shard_bytes  # first: a size that is none should not wait for the checkpoint
     checkpoint = named_checkpoint(config.ckpt_load_path)
-    for damaged in checkpoint.passed_over:
+    for damaged in checkpoint.damaged:
         log.info("%s: passed over", damaged)
     tensors = open_tensors(checkpoint)
     faults = tensor_faults(checkpoint.path, tensors.chunks, checkpoint.manifest)

@@ -12,14 +12,14 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pretraining.checkpoint.rollback_file import read_rollback, without_pending_samples
+from pretraining.checkpoint.rollback_file import read_rollback, without_samples
 from pretraining.config.batch_plan import BatchPlan
 from pretraining.config.commands import InspectConfig
 from pretraining.config.rules import check_config
@@ -63,7 +63,9 @@ def inspect(
     check_config(config)
     asked = config.inspect
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
-        config = without_pending_samples(config, read_rollback(run))
+        rollback = None if run is None else read_rollback(run)
+        if rollback is not None:
+            config = replace(config, data=without_samples(config.data, rollback.samples))
         inspector = _open(config, state, restored_batch)
     if asked.steps is None:
         _print_slots(config, inspector)

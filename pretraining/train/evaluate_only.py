@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
-from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load, newest_run_path
+from pretraining.checkpoint.start_point import CheckpointRef, find_newest, load, newest_run_path
 from pretraining.config.batch_plan import plan_batch
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
@@ -29,25 +28,24 @@ from pretraining.model.init import parameter_name
 from pretraining.observability.custom_metrics import MetricsHook, custom_metrics
 from pretraining.observability.scores import format_perplexity
 from pretraining.text import format_table
-from pretraining.train.build import build_model, build_run_mesh, use_deterministic_kernels
+from pretraining.train.build import build_model, use_deterministic_kernels
 from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
+from pretraining.train.plan import build_run_mesh, check_kernels
 from pretraining.train.preemption import StopRequests, ending, reason_of
 
 
-def of_what_is_evaluated(config: TrainConfig) -> TrainConfig:
-    """Returns settings both of whose paths lead to what is evaluated: `ckpt_load_path`, else `ckpt_save_path`.
+def path_of_what_is_evaluated(config: CheckpointConfig) -> Path:
+    """Return `ckpt_load_path`, else `ckpt_save_path`; a collective call.
 
-    A collective call. Training would go on in `ckpt_save_path`; here, what is named comes first.
+    Training would go on in `ckpt_save_path`; here, what is named comes first.
     """
-    checkpoint = config.checkpoint
 
-    def find() -> str:
-        if checkpoint.ckpt_load_path is not None:
-            return str(from_hub(checkpoint.ckpt_load_path, MODEL_FILES, CheckpointError))
-        return newest_run_path(str(checkpoint.folder))
+    def find() -> Path:
+        if config.ckpt_load_path is not None:
+            return from_hub(config.ckpt_load_path, MODEL_FILES, CheckpointError)
+        return Path(newest_run_path(str(config.folder)))
 
-    path = on_rank_zero(find)
-    return replace(config, checkpoint=replace(checkpoint, ckpt_save_path=path, ckpt_load_path=path))
+    return on_rank_zero(find)
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,13 @@ class Evaluated:
 
 
 def evaluate_only(
-    config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None = None
+    config: TrainConfig, source: Path, processes: Processes, requests: StopRequests, hook: MetricsHook | None = None
 ) -> Evaluated:
-    """Evaluates on every set, in every process, with the same result.
+    """Evaluate on every set, in every process, with the same result.
 
     Args:
-        config: as `of_what_is_evaluated` returns it, with the dimensions of the model.
+        config: with nothing left open.
+        source: a checkpoint, a run, or a Hugging Face folder.
         hook: makes the user's own metrics; None = there are none.
 
     Raises:
@@ -80,18 +79,18 @@ def evaluate_only(
         ConfigError, DataError: the sets cannot be opened, or the model was trained on documents held out now.
         Preempted: a signal came.
     """
-    shape, device, manifest = resolve_shape(config.model), processes.device, _start(config, {}).manifest
-    check_same_model(manifest, shape, config.checkpoint.folder)
+    shape, device = resolve_shape(config.model), processes.device
+    manifest = on_rank_zero(lambda: find_newest(source)).manifest
+    check_same_model(manifest, shape, source)
     on_every_rank(lambda: _check_never_trained_on(config, manifest.data.get("held_out_fraction")))
     if config.run.deterministic:
         use_deterministic_kernels()
-    if (scaling := config.parallel.float8) is not None:
-        on_every_rank(lambda: check_float8(scaling, device))
+    check_kernels(config, shape, device)
     data = open_data(config, processes)
     batch = plan_batch(config.batch, processes.world_size, manifest.global_batch_size or None)
     sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
     model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
-    start = _load(config, {parameter_name(name): parameter for name, parameter in model.parameters.items()})
+    start = _load(source, {parameter_name(name): parameter for name, parameter in model.parameters.items()})
     table_V = byte_lengths(config, processes, shape.vocab_size)
     stop = 0
 
@@ -118,17 +117,11 @@ def print_evaluation(evaluated: Evaluated) -> None:
     print(json.dumps(evaluated.document()), flush=True)
 
 
-def _start(config: TrainConfig, damaged: dict[Path, str]) -> CheckpointRef:
-    found = find_checkpoint(config.checkpoint, damaged)
-    assert found is not None  # a load path without a checkpoint is an error
-    return found
-
-
-def _load(config: TrainConfig, parameters: dict[str, nn.Parameter]) -> CheckpointRef:
-    """Reads the weights into place, those of an older checkpoint of a run where the newest is damaged."""
+def _load(source: Path, parameters: dict[str, nn.Parameter]) -> CheckpointRef:
+    """Read the weights into place, those of an older checkpoint of a run where the newest is damaged."""
     damaged: dict[Path, str] = {}
     while True:
-        start = _start(config, damaged)
+        start = on_rank_zero(lambda: find_newest(source, damaged))
         try:
             load(start, tensor_state(parameters, None))
         except DamagedError as error:

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,10 +41,8 @@ from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TrainState
 from pretraining.text import count_of
 from pretraining.train.loop import Run
+from pretraining.train.plan import Plan
 from pretraining.train.preemption import ending, reason_of
-
-if TYPE_CHECKING:
-    from pretraining.train.build import RunOutline  # which imports this module
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ HEADER = (
 """What each line says that a run begins with; `--dry_run` has a line for each of them, and more."""
 
 
-def announce(plan: RunOutline) -> None:
+def announce(plan: Plan) -> None:
     """Log in a few lines what is about to be trained, on what data, for how long, and from where."""
     described = describe_plan(plan)
     for names in HEADER:
@@ -70,7 +67,7 @@ def announce(plan: RunOutline) -> None:
         log.info("%-11s %s", "damaged", line)
 
 
-def describe_plan(plan: RunOutline) -> dict[str, list[str]]:
+def describe_plan(plan: Plan) -> dict[str, list[str]]:
     """Return what a run is about to do, as the lines of each name."""
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
@@ -91,14 +88,14 @@ def describe_plan(plan: RunOutline) -> dict[str, list[str]]:
         "FLOPs": _describe_flops(plan),
         "start": list(_describe_start(plan)),
         "damaged": [
-            *(f"{line}: passed over" for line in (plan.start.passed_over if plan.start is not None else ())),
-            *(f"{path} is incomplete: ignored" for path in plan.abandoned),
+            *(f"{line}: passed over" for line in (plan.start.damaged if plan.start is not None else ())),
+            *(f"{path} is incomplete: ignored" for path in plan.unfinished),
         ],
         "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is kept"],
     }
 
 
-def _describe_data(plan: RunOutline) -> str:
+def _describe_data(plan: Plan) -> str:
     data, packing = plan.data, plan.config.data.packing
     if data is None:
         return "made up"
@@ -109,7 +106,7 @@ def _describe_data(plan: RunOutline) -> str:
     )
 
 
-def _describe_evaluation(plan: RunOutline) -> Iterator[str]:
+def _describe_evaluation(plan: Plan) -> Iterator[str]:
     names = [name for source in plan.sources for name in source.sets]
     if len(names) > 1:
         best_by = plan.config.evaluation.best_by
@@ -128,7 +125,7 @@ def _describe_optimizer(optimizer: OptimizerConfig) -> str:
     return f"{chosen.optimizer}: {text}"
 
 
-def _describe_start(plan: RunOutline) -> Iterator[str]:
+def _describe_start(plan: Plan) -> Iterator[str]:
     start, state = plan.start, plan.state
     if start is None:
         yield f"from initial weights, seed {plan.config.run.seed}"
@@ -137,6 +134,9 @@ def _describe_start(plan: RunOutline) -> Iterator[str]:
         yield f"at step 0 with the weights of {start.path}"
     else:
         yield f"from {start.path}, step {start.manifest.step}"
+        if not plan.takes_optimizer:
+            yield "the optimizer begins anew (--load_optimizer=false)"
+        yield from start.remarks
         changed = (*plan.loader.changes_at_resume, *changed_settings(start.manifest, plan.config))
         yield from (*changed, *filter(None, [plan.threads]))
         yield from _describe_new_schedule(plan, start.manifest)
@@ -144,7 +144,7 @@ def _describe_start(plan: RunOutline) -> Iterator[str]:
             yield f"this invocation ends at step {state.stop_step}"
 
 
-def _describe_new_schedule(plan: RunOutline, manifest: Manifest) -> Iterator[str]:
+def _describe_new_schedule(plan: Plan, manifest: Manifest) -> Iterator[str]:
     """Says what other settings of the schedule, or another length of the run, do to the learning rate from here on."""
     try:
         before = settings_in(manifest.config, "config of the checkpoint")
@@ -160,7 +160,7 @@ def _describe_new_schedule(plan: RunOutline, manifest: Manifest) -> Iterator[str
         )
 
 
-def _describe_flops(plan: RunOutline) -> list[str]:
+def _describe_flops(plan: Plan) -> list[str]:
     shape, seq_length = plan.shape, plan.config.data.seq_length
     operations = flops_per_token(shape, seq_length)
     less = ", less in shorter documents" if plan.config.data.document_mask else ""

@@ -2,7 +2,7 @@
 
 This is how PaLM got past its loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting
 certain weights, and with other batches from there on they did not come back. The run is built again as for any start,
-with the samples of the skipped updates added to `skip_samples`; the data state keeps them from there on, so that later
+without the samples of the skipped updates; the data state keeps them from there on, so that later
 starts and `pretrain inspect` know of them. Until a checkpoint holds that state, rollback.json does: a start that finds
 it does the rest of the rollback.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,31 +30,37 @@ from pretraining.checkpoint.rollback_file import (
     ROLLBACK_FILE,
     Rollback,
     read_rollback,
-    without_pending_samples,
-    without_samples,
     write_rollback,
 )
-from pretraining.config.training import TrainConfig
+from pretraining.checkpoint.start_point import CheckpointRef, find_start
+from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
 from pretraining.files import exists
-from pretraining.observability.environment import record_environment
-from pretraining.train.build import Job, build_run
+from pretraining.train.build import build_run
 from pretraining.train.loop import Run, train_loop
+from pretraining.train.plan import Job
 
 log = logging.getLogger(__name__)
 
 
-def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
-    """Trains, going back at most `max_rollbacks` times without progress in between; a collective call.
+def train_to_the_end(
+    job: Job, start: CheckpointRef | None, skipped_samples: Sequence[tuple[int, int]]
+) -> tuple[Run, bool]:
+    """Train, going back at most `max_rollbacks` times without progress in between; a collective call.
 
-    Returns the run that came to its end, and whether there was anything to do. A run that must not go back again raises
-    its DivergenceError.
+    Args:
+        start: as `begin_start` returns it.
+        skipped_samples: of a rollback that `finish_rollback` found.
+
+    Returns:
+        The run that came to its end, and whether there was anything to do.
+
+    Raises:
+        DivergenceError: the run must not go back again.
     """
-    given, config = config, _after_pending_rollback(config)
-    run = build_run(config, job, given=given)  # without the samples: the same command finds its folder by these
-    if config.checkpoint.ckpt_save_path is not None:
-        record_environment(config.checkpoint.folder, run.state.step, job.launcher, job.processes)
+    config, skipped = job.config, list(skipped_samples)
+    run = build_run(job, start, skipped)
     had_work = not run.state.stopping or run.evaluator.pending
     furthest, rollbacks = 0, 0
     while (divergence := _train(run)) is not None:
@@ -63,20 +70,25 @@ def train_to_the_end(config: TrainConfig, job: Job) -> tuple[Run, bool]:
             raise _without_hope(divergence, rollbacks)
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
-        # Another mesh would make other groups of processes, which take memory; and going back does not move the end.
-        mesh, stop_step = run.mesh, run.state.stop_step
+        stop_step = run.state.stop_step  # going back does not move it
         del run  # the next one needs its memory
         gc.collect()
         if job.processes.device.type == "cuda":
             torch.cuda.empty_cache()
-        config = without_samples(config, [divergence.samples])
-        rollback = Rollback(divergence.first_step, tuple(config.data.skipped_ranges))
+        skipped.append(divergence.samples)
+        rollback = Rollback(divergence.first_step, (*config.data.skipped_ranges, *skipped))
         dropped = on_rank_zero(partial(_roll_back, config.checkpoint.folder, rollback))
         _log_rollback(divergence, rollbacks, config.guard.max_rollbacks, dropped)
         begin, end = divergence.samples
-        away = {"samples": [begin, end - 1], "checkpoints_dropped": [str(path) for path in dropped]}
-        job.events.add("rollback", divergence.last_step, number=rollbacks, first_step=divergence.first_step, **away)
-        run = build_run(config, job, mesh=mesh, stop_step=stop_step)
+        job.events.add(
+            "rollback",
+            divergence.last_step,
+            number=rollbacks,
+            first_step=divergence.first_step,
+            samples=[begin, end - 1],
+            checkpoints_dropped=[str(path) for path in dropped],
+        )
+        run = build_run(job, find_start(config.checkpoint), skipped, stop_step)
     return run, had_work
 
 
@@ -98,22 +110,29 @@ def _without_hope(divergence: DivergenceError, rollbacks: int) -> DivergenceErro
     return DivergenceError(text, divergence.first_step, divergence.last_step, divergence.samples)
 
 
-def _after_pending_rollback(config: TrainConfig) -> TrainConfig:
-    """Do the rest of a rollback that a kill has interrupted; a collective call that raises as `_drop_checkpoints`."""
-    if config.checkpoint.ckpt_save_path is None:
-        return config
-    run = config.checkpoint.folder
+def finish_rollback(config: CheckpointConfig) -> tuple[tuple[int, int], ...]:
+    """Do the rest of a rollback that a kill has interrupted, and return its samples; a collective call.
 
-    def finish() -> Rollback | None:
+    Raises:
+        CheckpointError: as `_drop_checkpoints`.
+    """
+    if config.ckpt_save_path is None:
+        return ()
+    run = config.folder
+
+    def finish() -> tuple[tuple[int, int], ...]:
         rollback = read_rollback(run)
-        if rollback is not None:
-            for path in _drop_checkpoints(run, rollback):
-                log.info("%s was saved after an update that the run has gone back for: given up", path)
-        elif exists(run / ROLLBACK_FILE):
-            (run / ROLLBACK_FILE).replace(run / f"{ROLLBACK_FILE}.damaged")  # said once is enough
-        return rollback
+        if rollback is None:
+            if exists(run / ROLLBACK_FILE):
+                (run / ROLLBACK_FILE).replace(run / f"{ROLLBACK_FILE}.damaged")  # said once is enough
+            return ()
+        for path in _drop_checkpoints(run, rollback):
+            log.info("%s was saved after an update that the run has gone back for: given up", path)
+        ranges = ", ".join(f"{begin}-{end - 1}" for begin, end in rollback.samples)
+        log.info("the run has gone back to before step %d, and goes on without samples %s", rollback.first_step, ranges)
+        return rollback.samples
 
-    return without_pending_samples(config, on_rank_zero(finish))
+    return on_rank_zero(finish)
 
 
 def _roll_back(run: Path, rollback: Rollback) -> list[Path]:
@@ -154,7 +173,12 @@ def _log_rollback(divergence: DivergenceError, rollbacks: int, most: int, droppe
     begin, end = divergence.samples
     log.info(
         "step %d  the updates since step %d were left out: rollback %d of %d, from here on without samples %d-%d",
-        *(divergence.last_step, divergence.first_step, rollbacks, most, begin, end - 1),
+        divergence.last_step,
+        divergence.first_step,
+        rollbacks,
+        most,
+        begin,
+        end - 1,
     )
     for path in dropped:
         log.info("            %s was saved after the first of them: given up", path)

@@ -19,13 +19,7 @@ from typing import Any, Literal
 import torch
 
 from pretraining.checkpoint.lease import hold_lease
-from pretraining.checkpoint.start_point import (
-    adopt_model,
-    adopt_separator,
-    find_checkpoint,
-    settle_run_path,
-    without_own_load_path,
-)
+from pretraining.checkpoint.start_point import adopt_settings, find_newest, resolve_run, with_run_path
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
 from pretraining.config.training import TrainConfig
@@ -49,16 +43,19 @@ from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.custom_metrics import MetricsHook
+from pretraining.observability.environment import record_environment
 from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import explain_out_of_memory
 from pretraining.observability.trackers import LOGS, METRICS_FILE
-from pretraining.train.build import Job
-from pretraining.train.evaluate_only import Evaluated, evaluate_only, of_what_is_evaluated, print_evaluation
+from pretraining.train.build import begin_start
+from pretraining.train.evaluate_only import Evaluated, evaluate_only, path_of_what_is_evaluated, print_evaluation
 from pretraining.train.loop import Run
 from pretraining.train.memory_check import describe_peak
 from pretraining.train.messages import conclude, conclude_preempted, describe_speed
+from pretraining.train.open_data import open_data
+from pretraining.train.plan import Job, lay_out
 from pretraining.train.preemption import StopRequests
-from pretraining.train.rollback import train_to_the_end
+from pretraining.train.rollback import finish_rollback, train_to_the_end
 from pretraining.train.run_status import StatusKeeper
 
 log = logging.getLogger(__name__)
@@ -136,30 +133,47 @@ def train(
         StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0, events) as status,
         working_together(config, layout, end_at_signal, is_guest) as processes,
     ):
-        config = adopt_model(without_own_load_path(config))
+        config, _ = resolve_run(config)
         sampler = open_sampler(config, processes)  # before training: a bad path should not cost a run
+        mesh = lay_out(config, processes)
         on_every_rank(end_at_signal)
-        run_path = on_rank_zero(lambda: settle_run_path(config))
-        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=run_path))
+        config = on_rank_zero(lambda: with_run_path(config))
+        path = config.checkpoint.ckpt_save_path
         with (
-            nullcontext() if run_path is None else hold_lease(Path(run_path), processes) as lease,
+            nullcontext() if path is None else hold_lease(Path(path), processes) as lease,
             explain_out_of_memory(config, processes) as memory,
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-            config = adopt_separator(config, find_checkpoint(config.checkpoint))
-            keeper = None if run_path is None else status
-            job = Job(processes, requests, keeper, lease, memory, threads, events, layout.launcher, hook, sampler)
-            run, trained = train_to_the_end(config, job)
+            skipped = finish_rollback(config.checkpoint)
+            start = begin_start(config.checkpoint, status)
+            on_every_rank(requests.end_before_training)
+            job = Job(
+                config=config,
+                processes=processes,
+                mesh=mesh,
+                data=open_data(config, processes),
+                stop_requests=requests,
+                status=status,
+                lease=lease,
+                memory=memory,
+                threads=threads,
+                events=events,
+                hook=hook,
+                sampler=sampler,
+            )
+            if path is not None:
+                record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
+            run, trained = train_to_the_end(job, start, skipped)
         if trained:
             _log_peak(config, run, processes)
             if run.observer.step_times is not None:
                 log.info(describe_speed(run.observer, run.observer.step_times.seconds, processes))
         if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
-            preempted = conclude_preempted(run.state, is_saved=run_path is not None)
-            preempted.result = _result(run_path, run, "preempted")
+            preempted = conclude_preempted(run.state, is_saved=path is not None)
+            preempted.result = _result(run, path, "preempted")
             raise preempted
-        _finish(config, job, run, trained)
-        return _result(run_path, run, "finished")
+        _finish(job, run, trained)
+        return _result(run, path, "finished")
 
 
 def evaluate(
@@ -181,9 +195,9 @@ def evaluate(
         working_together(config, layout, end_at_signal, is_guest) as processes,
         naming_the_flag(processes.rank if processes.world_size > 1 else None),
     ):
-        config = adopt_model(of_what_is_evaluated(config))
-        config = adopt_separator(config, find_checkpoint(config.checkpoint))
-        return evaluate_only(config, processes, requests, hook)
+        source = path_of_what_is_evaluated(config.checkpoint)
+        config = adopt_settings(config, on_rank_zero(lambda: find_newest(source)))
+        return evaluate_only(config, source, processes, requests, hook)
 
 
 @contextmanager
@@ -208,7 +222,10 @@ def working_together(
     waiting = config.guard.first_step_timeout.amount or collective_timeout(config.guard).total_seconds()
     with (
         join_processes(
-            *(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size),
+            layout.rank,
+            layout.world_size,
+            layout.local_rank,
+            layout.local_world_size,
             layout.as_environment(),
             timeout=collective_timeout(config.guard),
             patience=Patience(timedelta(seconds=waiting), end_at_signal),
@@ -261,7 +278,7 @@ def _log_peak(config: TrainConfig, run: Run, processes: Processes) -> None:
         log.info(describe_peak(config, shape, shard_size, processes.device, measured))
 
 
-def _result(run_path: str | None, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
+def _result(run: Run, run_path: str | None, status: Literal["finished", "preempted"]) -> TrainResult:
     state, checkpoints = run.state, run.checkpoints
     return TrainResult(
         status=status,
@@ -288,8 +305,14 @@ def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | Non
     if tokens is None:
         return None
     evaluation, context = config.evaluation, config.data.seq_length
-    sizes = (evaluation.sample_tokens, context, config.run.seed)
-    return TextSampler(evaluation.sample_prompt, tokens, *sizes, tokenizer=read[0] if read else None)
+    return TextSampler(
+        evaluation.sample_prompt,
+        tokens,
+        evaluation.sample_tokens,
+        context,
+        config.run.seed,
+        tokenizer=read[0] if read else None,
+    )
 
 
 def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
@@ -306,11 +329,11 @@ def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
     return tokenizer, tokens or [tokenizer.end_of_text or 0]
 
 
-def _finish(config: TrainConfig, job: Job, run: Run, trained: bool) -> None:
+def _finish(job: Job, run: Run, trained: bool) -> None:
     sample = None
     if job.sampler is not None:
         sample = job.sampler.sample(run.context.model.module, job.processes.device)
-    log.info(conclude(config, run, trained))
+    log.info(conclude(job.config, run, trained))
     if sample is not None:
         if trained:
             job.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
-from pretraining.files import checked_values, exists, read_json, with_checksum, write_atomic
+from pretraining.files import checked_values, read_json, with_checksum, write_atomic
 from pretraining.observability.events import Events
 from pretraining.progress import TrainState
 from pretraining.train.preemption import is_out_of_time, reason_of
@@ -39,8 +39,6 @@ class RunStatus:
             ran out of their time before their first step.
         started_at_step: of the checkpoint that this start began with.
         updated: when this was written (ISO 8601, UTC).
-        went_back_to: what `--resume_from_checkpoint` asked for when a start last did so.
-        went_back_checksum: of the manifest of that checkpoint, as `file_checksum` writes it.
     """
 
     status: str = ""
@@ -50,11 +48,6 @@ class RunStatus:
     starts_without_progress: int = 0
     started_at_step: int = 0
     updated: str = ""
-    went_back_to: str = ""
-    went_back_checksum: str = ""
-
-
-_OPTIONAL = ("went_back_to", "went_back_checksum")
 
 
 class StatusKeeper:
@@ -78,75 +71,60 @@ class StatusKeeper:
     def __enter__(self) -> StatusKeeper:
         return self
 
-    @property
-    def is_training(self) -> bool:
-        """Whether training has begun; what comes to a start after that is the run going back by itself."""
-        return self._state is not None
-
-    def before(self, run: Path) -> RunStatus | None:
-        """Returns what the start before this one has left in a run's folder; None where that is damaged."""
-        if self._begun is not None:
-            return self._begun
-        path = run / STATUS_FILE
-        return read_status(path) if exists(path) else RunStatus()
-
-    def went_back(self, run: Path, request: str, checksum: str) -> None:
-        """Notes that the run has gone back to a checkpoint.
-
-        Raises:
-            CheckpointError: the file cannot be written.
-        """
-        if self._is_writer and self._begun is not None:
-            self._begun = replace(self._begun, went_back_to=request, went_back_checksum=checksum)
-            self._write_or_raise(self._begun)
-
-    def begin(self, run: Path, restored_step: int, *, goes_back: bool = False, is_to_go_back: bool = False) -> None:
-        """Counts a start; call it again if the checkpoint is damaged and the start goes on from an older one.
+    def begin(self, run: Path, restored_step: int, *, goes_back: bool = False) -> None:
+        """Count a start; call it again if the checkpoint is damaged and the start goes on from an older one.
 
         Args:
             run: the folder, which this job may write into.
             restored_step: of the checkpoint that the start goes on from.
-            goes_back: whether that is an older one: what the run crashed on before counts no more.
-            is_to_go_back: whether that was asked for, be it by an earlier start; else such a note is forgotten.
+            goes_back: whether that is an older one by request: what the run crashed on before counts no more.
 
         Raises:
             CheckpointError: too many starts in a row have crashed at this step, or the file cannot be written.
         """
-        if not self._is_writer or self._state is not None:  # a run that goes back begins no new start
+        if not self._is_writer or self._state is not None:  # a run that goes back by itself begins no new start
             return
         self._path = run / STATUS_FILE
-        if self._begun is None:
-            self._previous = read_status(self._path) or RunStatus()
-        previous = self._previous
-        crashes = _crashes_before(previous, restored_step, goes_back)
-        if 0 < self._limit <= crashes:
-            if self._begun is not None:  # from a checkpoint that is damaged: this start was none
-                self._begun = None
-                self._write(previous)
-            raise _crash_loop(self._path, previous, crashes)
         is_first_choice = self._begun is None
-        self._begun = replace(
-            previous,
+        if is_first_choice:
+            self._previous = read_status(self._path) or RunStatus()
+        try:
+            crashes = self._crashes_before(self._previous, restored_step, goes_back)
+        except CheckpointError:
+            if not is_first_choice:  # from a checkpoint that is damaged: this start was none
+                self._begun = None
+                self._write(self._previous)
+            raise
+        self._begun = RunStatus(
             status="running",
             step=restored_step,
-            reason="",
-            starts=previous.starts + 1,
+            starts=self._previous.starts + 1,
             starts_without_progress=crashes + 1,
             started_at_step=restored_step,
-            went_back_to=previous.went_back_to if is_to_go_back else "",
-            went_back_checksum=previous.went_back_checksum if is_to_go_back else "",
         )
-        self._write_or_raise(self._begun)
+        try:
+            self._write(self._begun)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot be written: {error}. Check space and permissions there, or give another --ckpt_save_path.",
+                path=self._path,
+            ) from None
         if is_first_choice and self._events is not None:
             self._events.open(run)
-            _add_start(self._events, self._begun, previous)
+            _add_start(self._events, self._begun, self._previous)
 
     def refuse_crash_loop(self, run: Path, restored_step: int, *, goes_back: bool = False) -> None:
-        """Raises the CheckpointError with which `begin` refuses a start, and counts none."""
-        previous = self.before(run) or RunStatus()
-        crashes = _crashes_before(previous, restored_step, goes_back)
+        """Raise the CheckpointError with which `begin` refuses a start, and count none."""
+        self._path = run / STATUS_FILE
+        self._crashes_before(read_status(self._path) or RunStatus(), restored_step, goes_back)
+
+    def _crashes_before(self, previous: RunStatus, restored_step: int, goes_back: bool) -> int:
+        """Return how many starts in a row made no progress before one from a step; a CheckpointError if too many."""
+        gets_nowhere = restored_step <= previous.started_at_step and not goes_back
+        crashes = previous.starts_without_progress if gets_nowhere else 0
         if 0 < self._limit <= crashes:
-            raise _crash_loop(run / STATUS_FILE, previous, crashes)
+            raise _crash_loop(self._path, previous, crashes)
+        return crashes
 
     def training(self, state: TrainState) -> None:
         """Counts any error from now on as a crash; `state` tells how far the run is."""
@@ -203,19 +181,9 @@ class StatusKeeper:
             return str(error)
         return ": ".join(filter(None, (type(error).__name__, str(error))))
 
-    def _write_or_raise(self, status: RunStatus) -> None:
-        try:
-            self._write(status)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot be written: {error}. Check space and permissions there, or give another --ckpt_save_path.",
-                path=self._path,
-            ) from None
-
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        values = asdict(replace(status, updated=now))
-        document = with_checksum({name: value for name, value in values.items() if value or name not in _OPTIONAL})
+        document = with_checksum(asdict(replace(status, updated=now)))
         write_atomic(self._path, json.dumps(document, indent=1) + "\n")
 
 
@@ -234,29 +202,16 @@ def read_status(path: Path) -> RunStatus | None:
     Counting must not keep a run from starting.
     """
     try:
-        values = checked_values(read_json(path))
-        known = asdict(RunStatus())
-        status = RunStatus(**{name: values.get(name, "") if name in _OPTIONAL else values[name] for name in known})
+        values, forms = checked_values(read_json(path)), asdict(RunStatus())
+        status = RunStatus(**{name: values[name] for name in forms})
+        if any(type(value) is not type(forms[name]) for name, value in asdict(status).items()):
+            raise ValueError("a value has another form")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:
-        log.warning("%s is damaged (%s): starts are counted from here on", path, _shortly(error))
-        return None
-    forms = asdict(RunStatus())
-    if any(type(value) is not type(forms[name]) for name, value in asdict(status).items()):
-        log.warning("%s is damaged (a value has another form): starts are counted from here on", path)
+        log.warning("%s is damaged (%r): starts are counted from here on", path, error)
         return None
     return status
-
-
-def _shortly(error: Exception) -> str:
-    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-
-
-def _crashes_before(previous: RunStatus, restored_step: int, goes_back: bool) -> int:
-    """Counts the starts without progress before one that goes on from a step."""
-    gets_nowhere = restored_step <= previous.started_at_step and not goes_back
-    return previous.starts_without_progress if gets_nowhere else 0
 
 
 def _crash_loop(path: Path, previous: RunStatus, crashes: int) -> CheckpointError:

@@ -18,6 +18,7 @@ from typing import NamedTuple, TextIO, TypeVar
 
 import torch
 
+from pretraining.checkpoint.start_point import find_start
 from pretraining.config.assignments import ALIASES
 from pretraining.config.batch_plan import plan_batch
 from pretraining.config.command_line import load_train_config
@@ -30,8 +31,10 @@ from pretraining.distributed.processes import Processes, join_processes
 from pretraining.errors import ConfigError
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.train.build import Job, build_run
-from pretraining.train.loop import train_loop
+from pretraining.train.build import build_run
+from pretraining.train.loop import Run, train_loop
+from pretraining.train.open_data import open_data
+from pretraining.train.plan import Job, lay_out
 from scripts.benchmark.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -206,6 +209,12 @@ def join() -> Iterator[Processes]:
         yield joined
 
 
+def start_run(config: TrainConfig, processes: Processes) -> Run:
+    """Put a run together that goes on from the newest checkpoint of its folder, if it has one."""
+    job = Job(config, processes, lay_out(config, processes), open_data(config, processes))
+    return build_run(job, find_start(config.checkpoint))
+
+
 def train_project(config: TrainConfig, before_step: Callable[[float | None], None]) -> None:
     """Trains with the project's own loop and everything that belongs to it.
 
@@ -214,7 +223,7 @@ def train_project(config: TrainConfig, before_step: Callable[[float | None], Non
         before_step: called before each step with the loss that was last reported; may end the run with `Over`.
     """
     with join() as processes:
-        run = build_run(config, Job(processes))
+        run = start_run(config, processes)
 
         def paced() -> Generator[StepBatch, None, None]:
             with closing(run.batches) as batches:

@@ -10,10 +10,10 @@ import pytest
 
 from pretraining.distributed import parallelize
 from pretraining.distributed.float8 import multiply_in_float8
-from pretraining.train import build
+from pretraining.train import plan
 
 if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
-    patch.setattr(build, "check_float8", lambda scaling, device: None)
+    patch.setattr(plan, "check_float8", lambda scaling, device: None)
     patch.setattr(parallelize, "multiply_in_float8", partial(multiply_in_float8, emulate=True))
     runpy.run_path(str(Path(__file__).with_name("training_worker.py")), run_name="__main__")

@@ -18,7 +18,8 @@ from pretraining.launch.program import run_as_program
 from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import update
 from pretraining.optim.registry import build_optimizer
-from pretraining.train.build import build_model, build_run_mesh
+from pretraining.train.build import build_model
+from pretraining.train.plan import build_run_mesh
 
 # Rows that two or three devices do not share evenly.
 FLAGS = (

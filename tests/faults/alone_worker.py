@@ -16,7 +16,7 @@ from pretraining.launch.program import run_as_program
 from pretraining.train import run
 
 
-def fail_alone(config: Any, job: Any) -> Any:
+def fail_alone(job: Any, *arguments: Any) -> Any:
     if job.processes.rank == 1:
         atexit.register(threading.Event().wait)  # as what waits for the others at the end of a program
         dist.all_reduce(torch.ones(1), async_op=True)
@@ -27,5 +27,5 @@ def fail_alone(config: Any, job: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run.train_to_the_end = fail_alone
+    run.train_to_the_end = fail_alone  # type: ignore[assignment]
     run_as_program(lambda: cli.main(["train", *sys.argv[1:]]))

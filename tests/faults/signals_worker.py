@@ -29,7 +29,7 @@ from pretraining.data.loader import Loader
 from pretraining.errors import PretrainError
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.signals import ReceivedSignals
-from pretraining.train import build, loop
+from pretraining.train import loop, run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run import train
 
@@ -111,13 +111,13 @@ def in_save(act: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def in_setup(act: Callable[[], None]) -> Iterator[None]:
     """Does something while the run is put together."""
-    open_data = build.open_data
+    open_data = run.open_data
 
     def wrapped(*arguments: Any, **more: Any) -> Any:
         act()
         return open_data(*arguments, **more)
 
-    with patch.object(build, "open_data", wrapped):
+    with patch.object(run, "open_data", wrapped):
         yield
 
 

@@ -22,13 +22,13 @@ from tiers import first_quick
 from trainers import SETTINGS, WithHits, metrics_of, trainer
 from training_runs import losses_of
 
-from pretraining import TrainConfig, Trainer
+from pretraining import Trainer
 from pretraining.data.batch import ModelInputs
 from pretraining.errors import ConfigError, DivergenceError, LaunchError, PathError, Preempted
 from pretraining.model.llama import Llama
 from pretraining.observability.custom_metrics import Outputs
 from pretraining.train import run as run_module
-from pretraining.train.build import Job
+from pretraining.train.plan import Job
 
 
 class Calling(WithHits):
@@ -165,7 +165,7 @@ def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: P
 def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(config: TrainConfig, job: Job) -> None:
+    def build(job: Job, *arguments: object) -> None:
         signal.raise_signal(signal.SIGTERM)
         job.stop_requests.end_before_training()
 

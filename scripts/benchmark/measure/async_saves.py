@@ -18,9 +18,8 @@ from typing import Any
 
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes, join_processes
-from pretraining.train.build import Job, build_run
 from pretraining.train.loop import train_loop
-from scripts.benchmark.common import Table, in_turn, spread, synchronize
+from scripts.benchmark.common import Table, in_turn, spread, start_run, synchronize
 
 FIRST_SAVE, SECOND_SAVE, LAST_STEP = 5, 15, 21
 FOLLOWING = 5
@@ -77,7 +76,7 @@ def _train_and_save(folder: Path, config: TrainConfig, processes: Processes, asy
     length = replace(config.run, num_steps=type(config.run.num_steps)(LAST_STEP, "steps"))
     waited, ended = [], []
     with (folder / "log").open("w") as log, redirect_stdout(log):
-        run = build_run(replace(config, checkpoint=checkpoint, run=length), Job(processes))
+        run = start_run(replace(config, checkpoint=checkpoint, run=length), processes)
         manager = run.checkpoints
         maybe_save = manager.maybe_save
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 
 from pretraining.checkpoint.manifest import Manifest, checkpoint_path, tensor_state
 from pretraining.checkpoint.reader import load_tensors
-from pretraining.checkpoint.start_point import find_checkpoint
+from pretraining.checkpoint.start_point import find_start
 from pretraining.checkpoint.writer import local_tensor, plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
@@ -86,7 +86,7 @@ def save_project(folder: Path, tensors: Tensors, config: TrainConfig) -> None:
 
 
 def load_project(folder: Path, tensors: Tensors, config: TrainConfig) -> None:
-    found = find_checkpoint(replace(config.checkpoint, ckpt_save_path=str(folder)))
+    found = find_start(replace(config.checkpoint, ckpt_save_path=str(folder)))
     assert found is not None
     load_tensors(found.path, found.manifest.files, tensors)
 

@@ -27,12 +27,11 @@ STARTED = "BENCHMARK_STARTED"
 
 # Functions of `pretraining.train`, the phase that each begins, and the one that it ends with.
 MARKED = (
-    ("rollback.build_run", "rest", None),
-    ("build.choose_start_point", "find", "rest"),
-    ("build.open_data", "data", "rest"),
+    ("run.begin_start", "find", "rest"),
+    ("run.open_data", "data", "rest"),
     ("build.build_model", "model", "rest"),
     ("build.initialize_parameters", "model", "rest"),
-    ("restore.load", "load", "rest"),
+    ("build.load", "load", "rest"),
     ("rollback.train_loop", "step", None),
 )
 PHASES = {
@@ -67,7 +66,7 @@ def measured_run(settings: list[str]) -> None:
     import torch
 
     mark("imports")
-    from pretraining.train import build, loop, restore, rollback
+    from pretraining.train import build, loop, rollback, run
 
     def during(module: Any, name: str, phase: str, then: str | None) -> None:
         """Lets a function begin a phase, and ends it if `then` names the next one."""
@@ -95,7 +94,7 @@ def measured_run(settings: list[str]) -> None:
         print(json.dumps(seconds), flush=True)
         raise SystemExit  # an error ends the loop without a checkpoint
 
-    modules = {"build": build, "restore": restore, "rollback": rollback}
+    modules = {"build": build, "rollback": rollback, "run": run}
     for name, phase, then in MARKED:
         module, _, function_name = name.partition(".")
         during(modules[module], function_name, phase, then)

@@ -14,7 +14,7 @@ from unit.checkpoint.checkpoint_files import SHAPES
 
 from pretraining.checkpoint.hf_import import manifest_of_folder, open_folder
 from pretraining.checkpoint.manifest import shape_of
-from pretraining.checkpoint.start_point import find_checkpoint, named_checkpoint
+from pretraining.checkpoint.start_point import find_start, named_checkpoint
 from pretraining.config.commands import ImportConfig
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import LlamaShape
@@ -202,12 +202,12 @@ def test_weights_of_the_hub_are_fetched_by_name_and_a_name_without_any_names_the
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    found = find_checkpoint(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/llama"))
+    found = find_start(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/llama"))
     assert found is not None and found.weights_only and found.path == tmp_path / "cache"
     import_weights(ImportConfig(input_path="someone/llama", ckpt_save_path=str(tmp_path / "run")))
     assert named_checkpoint(str(tmp_path / "run")).step == 0
     with pytest.raises(CheckpointError, match="someone/else"):
-        find_checkpoint(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/else"))
+        find_start(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/else"))
     (tmp_path / "someone").mkdir()  # now it is a path
     with pytest.raises(CheckpointError):
-        find_checkpoint(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/llama"))
+        find_start(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/llama"))

@@ -8,7 +8,7 @@ import pytest
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import EVALUATION_STATE, MANIFEST, checkpoint_path
-from pretraining.checkpoint.start_point import folders_of, newest_run_path, settle_run_path
+from pretraining.checkpoint.start_point import existing_run_path, folders_of, newest_run_path, with_run_path
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
@@ -24,13 +24,14 @@ def config_of(path: Path, *flags: str) -> TrainConfig:
 
 
 def start(path: Path, *flags: str, now: datetime = NOW) -> Path:
-    """What a start does: settle its folder and keep its settings there."""
+    """What a start does: find or make its folder, and keep its settings there."""
     config = config_of(path, *flags)
-    run = Path(settle_run_path(config, now) or "")
-    run.mkdir(parents=True, exist_ok=True)
-    written = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(run)))
-    (run / "config.yaml").write_text(dump_config(written))
-    return run
+    found = existing_run_path(config)
+    if found is not None:
+        return Path(found)
+    written = with_run_path(config, now)
+    (written.checkpoint.folder / "config.yaml").write_text(dump_config(written))
+    return written.checkpoint.folder
 
 
 def later(minutes: int) -> datetime:
@@ -38,7 +39,8 @@ def later(minutes: int) -> datetime:
 
 
 def test_without_a_timestamp_the_path_is_what_was_given(tmp_path: Path) -> None:
-    assert settle_run_path(config_of(tmp_path / "run")) == str(tmp_path / "run")
+    config = config_of(tmp_path / "run")
+    assert existing_run_path(config) == str(tmp_path / "run") and with_run_path(config) == config
     assert not (tmp_path / "run").exists()
     assert newest_run_path("runs/a") == "runs/a"
 
@@ -110,5 +112,5 @@ def test_a_relative_path_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError) as refused:
-        settle_run_path(config_of(tmp_path / "file" / "{timestamp}"), NOW)
+        with_run_path(config_of(tmp_path / "file" / "{timestamp}"), NOW)
     assert refused.value.path == tmp_path / "file" / "20261121-143005"

@@ -14,7 +14,7 @@ from unit.checkpoint.examples import save, tensors
 from pretraining.checkpoint.headers import read_header
 from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST, _checksum
 from pretraining.checkpoint.reader import load_tensors
-from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load_model
+from pretraining.checkpoint.start_point import CheckpointRef, find_start, load_model
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, DamagedError
 
@@ -28,7 +28,7 @@ def own(run: Path) -> CheckpointConfig:
 def load_newest(config: CheckpointConfig) -> CheckpointRef | None:
     """The checkpoint that a start goes on from: the newest that can be loaded."""
     damaged: dict[Path, str] = {}
-    while (found := find_checkpoint(config, damaged)) is not None:
+    while (found := find_start(config, damaged)) is not None:
         try:
             load_tensors(found.path, found.manifest.files, tensors(0.0))
         except DamagedError as error:
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     DAMAGES[damage](bad)
     found = load_newest(own(tmp_path))
     assert found is not None and found.path == good and found.is_own
-    (line,) = found.passed_over
+    (line,) = found.damaged
     assert str(bad) in line
     exact = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(bad))
     with pytest.raises(CheckpointError) as named:
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
 
 def test_looking_at_the_manifest_alone_reads_no_tensors(tmp_path: Path) -> None:
     flip_byte(shard_of(save(tmp_path, 6)))
-    found = find_checkpoint(own(tmp_path))
+    found = find_start(own(tmp_path))
     assert found is not None and found.manifest.step == 6
 
 
@@ -118,10 +118,10 @@ def test_a_pickle_in_a_checkpoint_is_never_executed(tmp_path: Path, name: str) -
 def test_the_save_path_wins_over_the_load_path(tmp_path: Path) -> None:
     other = save(tmp_path / "other", 50)
     config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "other"))
-    found = find_checkpoint(config)
+    found = find_start(config)
     assert found is not None and found.path == other and not found.is_own
     mine = save(tmp_path / "own", 3)
-    found = find_checkpoint(config)
+    found = find_start(config)
     assert found is not None and found.path == mine and found.is_own
 
 
@@ -131,7 +131,7 @@ def test_a_load_path_may_be_a_run_its_folder_of_checkpoints_or_one_checkpoint(tm
     best = run / CHECKPOINTS / "best"
     best.symlink_to(first.name)
     for source, expected in [(run, second), (run / CHECKPOINTS, second), (first, first), (best, best)]:
-        found = find_checkpoint(CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(source)))
+        found = find_start(CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(source)))
         assert found is not None and found.path == expected
 
 
@@ -140,14 +140,14 @@ def test_a_run_named_as_load_path_falls_back_too(tmp_path: Path) -> None:
     flip_byte(shard_of(bad))
     config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "other"))
     found = load_newest(config)
-    assert found is not None and found.path == good and len(found.passed_over) == 1
+    assert found is not None and found.path == good and len(found.damaged) == 1
 
 
 def test_without_a_checkpoint_a_run_starts_anew_unless_one_was_named(tmp_path: Path) -> None:
-    assert find_checkpoint(own(tmp_path)) is None
-    config = CheckpointConfig(ckpt_save_path=str(tmp_path), ckpt_load_path=str(tmp_path / "nowhere"))
+    assert find_start(own(tmp_path)) is None
+    config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError) as refused:
-        find_checkpoint(config)
+        find_start(config)
     assert refused.value.settings == ("ckpt_load_path",)
 
 

@@ -35,7 +35,7 @@ from pretraining.checkpoint.manifest import (
     read_document,
 )
 from pretraining.checkpoint.reader import file_entry
-from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load
+from pretraining.checkpoint.start_point import CheckpointRef, find_start, load
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.recipes import dump_config
@@ -268,7 +268,7 @@ def test_an_iteration_state_with_other_types_is_one_fault(tmp_path: Path, change
     assert next(iter(changes)).replace("_", " ") in fault.replace("_", " ") and str(folder / ITERATION_FILE) in fault
     config = CheckpointConfig(ckpt_save_path=str(tmp_path / "new"), ckpt_load_path=str(folder))
     with pytest.raises(CheckpointError, match=re.escape(str(folder))):
-        find_checkpoint(config)
+        find_start(config)
 
 
 def test_a_run_is_checked_wholly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data.batch import StepBatch
 from pretraining.errors import OutOfMemoryError
 from pretraining.observability.out_of_memory import MemoryUse, advise, format_bytes, is_out_of_memory, memory_table
-from pretraining.train import loop, restore
+from pretraining.train import build, loop
 from pretraining.train.step import StepContext, train_step
 
 GIB = 2**30
@@ -66,10 +66,10 @@ def test_a_run_without_memory_says_where_it_went_and_what_would_help(
 
 
 def test_while_the_run_is_put_together_it_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "build_optimizer", lambda *arguments: too_large())
+    monkeypatch.setattr(build, "build_optimizer", lambda *arguments: too_large())
     error = refusal(tmp_path)
     dist.destroy_process_group()
-    assert isinstance(error, OutOfMemoryError) and "at pretraining/train/restore.py:" in str(error)
+    assert isinstance(error, OutOfMemoryError) and "at pretraining/train/build.py:" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ from unit.checkpoint.examples import save
 from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints
 from pretraining.checkpoint.retention import tidy_up
 from pretraining.checkpoint.rollback_file import ROLLBACK_FILE, Rollback, read_rollback, write_rollback
-from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError
-from pretraining.train.rollback import _after_pending_rollback, _drop_checkpoints, _roll_back
+from pretraining.train.rollback import _drop_checkpoints, _roll_back, finish_rollback
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -67,10 +66,9 @@ def test_what_leaves_the_samples_out_already_stays_and_rollback_json_goes(tmp_pa
 def test_a_damaged_rollback_json_is_said_once_and_refuses_no_start(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = replace(TrainConfig(), checkpoint=CheckpointConfig(ckpt_save_path=str(tmp_path)))
     (tmp_path / ROLLBACK_FILE).write_text(content)
     for _ in range(2):
-        assert _after_pending_rollback(config) == config
+        assert finish_rollback(CheckpointConfig(ckpt_save_path=str(tmp_path))) == ()
     (said,) = [record.getMessage() for record in caplog.records]
     assert "--skip_samples" in said and "events.jsonl" in said
 

@@ -1,0 +1,297 @@
+"""What a run is about to do, found out before anything of it is done.
+
+    settings, start point, open data -> `plan_run` -> Plan -> `build.build_run` makes a Run of it
+                                                           -> `--dry_run` prints it
+
+Nothing is written here and no tensor is made. What can fail fails on all ranks alike, so that a mistake is one message
+and no hang. After damage or a rollback a run is planned again, with what is now excluded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from pretraining.checkpoint.lease import Lease
+from pretraining.checkpoint.manifest import check_same_model, unfinished_saves
+from pretraining.checkpoint.rollback_file import without_samples
+from pretraining.checkpoint.start_point import CheckpointRef
+from pretraining.config.batch_plan import BatchPlan, plan_batch
+from pretraining.config.plugins import OPTIMIZERS
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import LlamaShape, resolve_shape
+from pretraining.data.dataset import build_loader
+from pretraining.data.loader import Loader
+from pretraining.data.samples import OpenedDatasets
+from pretraining.distributed.float8 import check_float8
+from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.parallelize import compute_dtype
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.distributed.watchdog import collective_timeout
+from pretraining.errors import ConfigError
+from pretraining.evaluation.generation import TextSampler
+from pretraining.evaluation.held_out import EvaluationSource
+from pretraining.launch.cpu_threads import CpuThreads
+from pretraining.model.attention import has_kernel_for_documents
+from pretraining.observability.custom_metrics import MetricsHook
+from pretraining.observability.events import Events
+from pretraining.observability.out_of_memory import MemoryWatch
+from pretraining.optim.registry import try_optimizer
+from pretraining.optim.schedules import LearningRate, build_learning_rate
+from pretraining.progress import Progress, TokenSchedule, TrainState
+from pretraining.train.memory_check import check_memory
+from pretraining.train.open_data import OpenedData, evaluation_sources
+from pretraining.train.preemption import StopRequests
+from pretraining.train.run_status import StatusKeeper
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run shares with those that take its place after a rollback.
+
+    Attributes:
+        config: with nothing left open; it stays as it is.
+        mesh: that the model is laid out on.
+        data: open.
+        stop_requests: what asks this rank to end early.
+        status: run_status.json.
+        lease: on the run's folder, checked before each commit; None = the run keeps nothing.
+        memory: told whose memory to measure where it runs out.
+        threads: that were chosen for this process; None = it keeps those that it has.
+        events: what happens to the run.
+        hook: makes the user's own metrics; None = there are none.
+        sampler: has the model write text; None = it writes none.
+    """
+
+    config: TrainConfig
+    processes: Processes
+    mesh: DeviceMesh
+    data: OpenedData
+    stop_requests: StopRequests = field(default_factory=StopRequests)
+    status: StatusKeeper = field(default_factory=lambda: StatusKeeper(0, is_writer=False))
+    lease: Lease | None = None
+    memory: MemoryWatch | None = None
+    threads: CpuThreads | None = None
+    events: Events = field(default_factory=Events)
+    hook: MetricsHook | None = None
+    sampler: TextSampler | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is about to do.
+
+    Attributes:
+        start: what the run starts from; None = initial weights.
+        takes_optimizer: whether the optimizer's state is taken from there, too.
+        unfinished: what interrupted saves have left in the run's folder.
+        data: the datasets; None for made-up data.
+        training_tokens: of one pass over the datasets; None for made-up data, which has no end.
+        token_schedule: tokens of each step, also of those before the start point.
+        sources: what is evaluated on.
+        threads: how many compute on a CPU, beside those of before, in words; None = nothing to say.
+    """
+
+    config: TrainConfig
+    processes: Processes
+    mesh: DeviceMesh
+    shape: LlamaShape
+    start: CheckpointRef | None
+    takes_optimizer: bool
+    unfinished: list[Path]
+    data: OpenedDatasets | None
+    training_tokens: int | None
+    batch: BatchPlan
+    token_schedule: TokenSchedule
+    learning_rate: LearningRate
+    loader: Loader
+    sources: list[EvaluationSource]
+    state: TrainState
+    threads: str | None
+
+    @property
+    def restored(self) -> CheckpointRef | None:
+        """What the run starts from, if it continues that; None if it begins at step 0."""
+        return None if self.start is None or self.start.weights_only else self.start
+
+
+def plan_run(
+    job: Job,
+    start: CheckpointRef | None,
+    skipped_samples: Sequence[tuple[int, int]] = (),
+    stop_step: int | None = None,
+) -> Plan:
+    """Find out what a run will do that begins from a start point; a collective call.
+
+    Args:
+        skipped_samples: (first, end) of what is left out besides what the settings say.
+        stop_step: where this invocation ends; None = as the settings say.
+
+    Raises:
+        PretrainError: the start point does not fit the settings, or the data do not.
+    """
+    config, processes, data = job.config, job.processes, job.data.training
+    shape = resolve_shape(config.model)
+    takes_optimizer = False
+    if start is not None:
+        check_same_model(start.manifest, shape, start.path)
+        takes_optimizer = _takes_optimizer(start, config)
+    restored = None if start is None or start.weights_only else start
+    threads = None
+    if restored is not None and job.threads is not None and processes.device.type == "cpu":
+        threads = _take_threads(restored, config.parallel.sharding_strategy, processes.world_size, job.threads)
+    is_kept = config.checkpoint.ckpt_save_path is not None
+    unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if is_kept else [])
+
+    batch = plan_batch(config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None)
+    settings = without_samples(config.data, skipped_samples)
+    loader = on_every_rank(
+        lambda: build_loader(data, settings, batch, processes.rank, config.run.seed, shape.vocab_size)
+    )
+    if restored is not None:
+        on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
+    sources = evaluation_sources(config, job.data, batch, processes, shape.vocab_size)
+    token_schedule = _token_schedule(loader, config.data.seq_length)
+    training_tokens = data.training_tokens if data is not None else None
+    learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
+    return Plan(
+        config=config,
+        processes=processes,
+        mesh=job.mesh,
+        shape=shape,
+        start=start,
+        takes_optimizer=takes_optimizer,
+        unfinished=unfinished,
+        data=data,
+        training_tokens=training_tokens,
+        batch=batch,
+        token_schedule=token_schedule,
+        learning_rate=learning_rate,
+        loader=loader,
+        sources=sources,
+        state=_initial_state(config, token_schedule, training_tokens, restored, stop_step),
+        threads=threads,
+    )
+
+
+def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
+    """Return whether a run goes on with the state of the optimizer that a checkpoint holds.
+
+    `load_optimizer=false` holds until a save was made with it: a restarted job repeats its command line, and goes on
+    with what it has made of the new optimizer.
+
+    Raises:
+        ConfigError: it is that of another optimizer.
+    """
+    if start.weights_only:
+        return False
+    before, now = start.config.optimizer, config.optimizer
+    changes = before.optimizer != now.optimizer or (
+        now.optimizer in OPTIMIZERS and before.moments(in_matrix=True) != now.moments(in_matrix=True)
+    )
+    if not config.checkpoint.load_optimizer:
+        return start.is_own and not start.config.checkpoint.load_optimizer and not start.newer and not changes
+    if changes:
+        was, is_now = before.optimizer, now.optimizer
+        if was == is_now:  # with momentum, or without
+            was, is_now = f"{was} with momentum={before.resolved().momentum:g}", f"momentum={now.resolved().momentum:g}"
+        raise ConfigError(
+            f"{start.path} has the state of --optimizer={was}, which {is_now} cannot go on from. Give the optimizer of "
+            "before, or --load_optimizer=false: parameters and position in the data stay, the optimizer begins anew"
+        )
+    return True
+
+
+def _take_threads(restored: CheckpointRef, sharding_strategy: str, processes: int, threads: CpuThreads) -> str | None:
+    """Take as many threads as a checkpoint was made with, if its run goes on in the same layout and they fit.
+
+    Their number decides on the last bits of sums.
+
+    Returns:
+        A line for the user where the number is not what it would be without the checkpoint, or not that of before.
+    """
+    world, now = restored.manifest.world, torch.get_num_threads()
+    saved, layout = world.get("cpu_threads"), (world.get("processes"), world.get("sharding_strategy"))
+    if type(saved) is not int or saved == now or layout != (processes, sharding_strategy):
+        return None
+    if threads.is_chosen and 1 <= saved <= threads.fitting:
+        torch.set_num_threads(saved)
+        return f"cpu_threads is {saved} as before, of {threads.fitting} that fit: sums stay the same to the last bit"
+    return f"cpu_threads was {saved} and is {now} from here on: sums differ in their last bits"
+
+
+def _initial_state(
+    config: TrainConfig,
+    token_schedule: TokenSchedule,
+    training_tokens: int | None,
+    restored: CheckpointRef | None,
+    stop_step: int | None,
+) -> TrainState:
+    progress = Progress(0, 0)
+    if restored is not None:
+        progress = Progress(restored.manifest.step, restored.manifest.tokens_seen, restored.manifest.seconds)
+    total_steps = config.run.num_steps.to_steps(token_schedule, training_tokens)
+    if stop_step is None:
+        run_steps = config.run.run_steps
+        stop_step = total_steps if run_steps is None else min(total_steps, progress.steps + run_steps)
+    return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)
+
+
+def _token_schedule(loader: Loader, seq_length: int) -> TokenSchedule:
+    """Return the tokens of a run's steps, from the first."""
+    phases = loader.reader.mixture.phases
+    segments, tokens = [], 0
+    for phase, after in zip(phases, (*phases[1:], None), strict=True):
+        tokens_per_step = phase.global_batch_size * seq_length
+        segments.append((phase.first_step, tokens, tokens_per_step))
+        if after is not None:
+            tokens += (after.first_step - phase.first_step) * tokens_per_step
+    return TokenSchedule(tuple(segments))
+
+
+def lay_out(config: TrainConfig, processes: Processes) -> DeviceMesh:
+    """Make the mesh that a run is laid out on, and refuse what cannot train on it; a collective call.
+
+    Raises:
+        ConfigError: float8 or compiled blocks are asked for where they do not work, the optimizer cannot be made, or
+            the model does not fit.
+    """
+    shape = resolve_shape(config.model)
+    check_kernels(config, shape, processes.device)
+    on_every_rank(lambda: try_optimizer(config.optimizer))
+    mesh = build_run_mesh(config, processes)
+    on_every_rank(lambda: check_memory(config, shape, mesh["shard"].size(), processes))
+    return mesh
+
+
+def build_run_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
+    """Make the mesh of a run; a collective call."""
+    return build_mesh(
+        config.parallel,
+        processes.world_size,
+        processes.local_world_size,
+        processes.device.type,
+        timeout=collective_timeout(config.guard),
+    )
+
+
+def check_kernels(config: TrainConfig, shape: LlamaShape, device: torch.device) -> None:
+    """Refuse float8 where it does not work, and compiled blocks where their shapes change with the documents.
+
+    A collective call.
+    """
+    if (scaling := config.parallel.float8) is not None:
+        on_every_rank(lambda: check_float8(scaling, device))
+    dtype = compute_dtype(config.parallel, device)
+    is_fixed = not config.data.document_mask or has_kernel_for_documents(device, dtype, shape.head_dim)
+    if config.parallel.use_torch_compile and not is_fixed:
+        raise ConfigError(
+            "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has those of "
+            f"the documents here, others in each step ({device.type}, {str(dtype).removeprefix('torch.')}, head size "
+            f"{shape.head_dim}; a GPU of compute capability 8.0 takes all at once, in bfloat16 or float16, at head "
+            "sizes of 8, 16, ... 256). Leave one of them out"
+        )
