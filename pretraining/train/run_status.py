@@ -217,18 +217,13 @@ def read_status(path: Path) -> RunStatus | None:
 def _crash_loop(path: Path, previous: RunStatus, crashes: int) -> CheckpointError:
     last = previous.reason
     if previous.status == "running":
-        last = "it ended without a word, as a process does that is killed or finds no memory left"
+        last = "it was killed, by a signal or for want of memory"
     starts = "its last start" if crashes == 1 else f"its last {crashes} starts"
+    remedy = "mend the cause (--skip_samples leaves out what cannot be trained on)"
     if previous.status == "preempted":
-        return CheckpointError(
-            f"this run gets nowhere: {starts} went on from step {previous.started_at_step} and ran out of time, or "
-            f"crashed, before a new checkpoint. The last time: {last}\nA start takes longer than the time it is given: "
-            "raise --time_limit, or the time of the job (sbatch --time), then go on by the same command with "
-            f"--max_starts_without_progress=0. {path} counts the starts."
-        )
+        remedy = "raise --time_limit, or the time of the job (sbatch --time)"
     return CheckpointError(
-        f"this run is in a crash loop: {starts} went on from step {previous.started_at_step} and crashed before a new "
-        f"checkpoint. The last time: {last}\nOne more would end alike. Mend the cause (--skip_samples leaves out what "
-        "cannot be trained on), then go on by the same command with --max_starts_without_progress=0. "
-        f"{path} counts the starts."
+        f"this run is in a crash loop: {starts} went on from step {previous.started_at_step} and ended before a new "
+        f"checkpoint. The last time: {last}\n{path} counts the starts: {remedy}, then repeat the command with "
+        "--max_starts_without_progress=0"
     )

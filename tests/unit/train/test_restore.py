@@ -141,6 +141,16 @@ def test_another_optimizer_is_refused_unless_its_state_is_left_behind(run: Path,
     assert equal(checkpoint(run, 6), checkpoint(whole, 6))
 
 
+def test_load_optimizer_false_holds_until_a_save_was_made_with_it(run: Path, begun: Path, tmp_path: Path) -> None:
+    anew = ["load_optimizer=false", EACH]
+    start(run, *anew, "run_steps=1")
+    start(run, *anew)  # as a restarted job has it
+    whole, kept = (shutil.copytree(begun, tmp_path / name) for name in ("whole", "kept"))
+    start(whole, *anew)
+    start(kept, EACH)
+    assert equal(checkpoint(run, 6), checkpoint(whole, 6)) and not equal(checkpoint(run, 6), checkpoint(kept, 6))
+
+
 def test_state_without_momentum_is_no_start_with_it(tmp_path: Path) -> None:
     start(tmp_path, "optimizer=rmsprop", "run_steps=2")
     assert "load_optimizer" in refusal(tmp_path, "optimizer=rmsprop", "momentum=0.9").settings
