@@ -261,9 +261,9 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.fms_fsdp is not None:  # for the processes of the contenders
         sys.path.insert(0, str(flags.fms_fsdp.absolute()))
+    announce(flags)
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     use_one_core()
-    announce(flags)
     contenders = [name for name, (_, packages) in CONTENDERS.items() if all(map(importlib.util.find_spec, packages))]
     if missing := CONTENDERS.keys() - set(contenders):
         print(f"left out, since their packages are not installed: {', '.join(sorted(missing))}")
