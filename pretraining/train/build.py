@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease, look_at_lease
-from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
+from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, unfinished_saves
+from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder, write_config
 from pretraining.config.batch_plan import BatchPlan, plan_batch
 from pretraining.config.training import TrainConfig
@@ -407,15 +408,15 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         states["spikes"] = context.spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
-    contents = CheckpointContents(config, plan.parameters, plan.optimizer, plan.loader, observer, states)
+    saver = None
+    if config.checkpoint.ckpt_save_path is not None:
+        timeout = collective_timeout(config.guard)
+        saver = Saver(config.checkpoint, plan.parameters, plan.optimizer, job.lease, timeout)
     checkpoints = CheckpointManager(
-        *(config.checkpoint, contents, stopwatch),
-        training_tokens=tokens,
-        restored=plan.restored,
-        lease=job.lease,
-        events=job.events,
-        decided_by=_decided_by(plan) if plan.sources else None,
+        config.checkpoint, saver, manifest_of_run(config), plan.loader, states, observer, tokens
     )
+    if plan.restored is not None:
+        checkpoints.restore(plan.restored, _decided_by(plan) if plan.sources else None)
     evaluator.early_stopping.end_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # without one, there is nothing to profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
