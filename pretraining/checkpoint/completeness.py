@@ -28,13 +28,14 @@ from pretraining.optim.optimizer import is_hidden_matrix
 Stored = Mapping[str, Sequence[StoredChunk]]
 """The chunks of each tensor, by name."""
 
+FAULTS_SHOWN = 3
 _MOMENTS = frozenset(name for entry in OPTIMIZERS.values() for name in entry.moments)
 _NUMBERS = ("step", "mu_product")
 """What optimizers that ship keep for a parameter: tensors of its shape, and numbers; others may keep other shapes."""
 
 
 def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Says what is wrong with the tensors that the files of a checkpoint hold together, a line a fault.
+    """Return what is wrong with the tensors that the files of a checkpoint hold together, a line per fault.
 
     Args:
         manifest: whose model it should be, and whether it has an optimizer's state.
@@ -46,15 +47,22 @@ def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 
     parameters = {name: tuple(size) for name, size in parameter_shapes(shape_of(manifest)).items()}
     faults = list(_missing(folder, stored, parameters, _optimizer_of(manifest))) if rank == 0 else []
     for name in sorted(stored)[rank::world_size]:
-        fault = _fault_of(name, stored[name], parameters)
+        is_exact = bool(manifest.files) and not any(chunk.file in FULL_FILES for chunk in stored[name])
+        fault = _fault_of(name, stored[name], parameters, is_exact)
         if fault is not None:
             places = ", ".join(sorted({chunk.file for chunk in stored[name]}))
             faults.append(f"{folder}: {fault} (in {places})")
     return faults
 
 
+def first_faults(faults: Sequence[str]) -> str:
+    """Return the first faults as one text, and how many more there are."""
+    more = f"; and {len(faults) - FAULTS_SHOWN} more" if len(faults) > FAULTS_SHOWN else ""
+    return "; ".join(faults[:FAULTS_SHOWN]) + more
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers of a tensor are finite; takes no memory, where `torch.isfinite` takes that of the tensor."""
+    """Return whether all numbers of a tensor are finite, without a copy as `torch.isfinite` makes."""
     return tensor.numel() == 0 or bool(torch.linalg.vector_norm(tensor, math.inf).isfinite())
 
 
@@ -70,7 +78,7 @@ def check_finite(checkpoint: Path, name: str, tensor: torch.Tensor) -> torch.Ten
 
 
 def _optimizer_of(manifest: Manifest) -> OptimizerConfig | None:
-    """The optimizer whose state a checkpoint holds; None where that is not known, as of a user's own."""
+    """Return the optimizer whose state a checkpoint holds; None if it is a user's own, or not known."""
     try:
         optimizer = settings_in(manifest.config, "config").optimizer if manifest.data else None
     except ConfigError:
@@ -81,72 +89,56 @@ def _optimizer_of(manifest: Manifest) -> OptimizerConfig | None:
 def _missing(
     folder: Path, stored: Stored, parameters: Mapping[str, tuple[int, ...]], optimizer: OptimizerConfig | None
 ) -> Iterator[str]:
-    for name in parameters:
+    for name, shape in parameters.items():
+        moments = optimizer.moments(in_matrix=is_hidden_matrix(name, len(shape))) if optimizer is not None else ()
         if name not in stored:
             yield f"{folder} lacks {name}"
-    if optimizer is None:
-        return
-    for name, shape in parameters.items():
-        moments = optimizer.moments(in_matrix=is_hidden_matrix(name, len(shape)))
         if any(f"{OPTIMIZER_PREFIX}{moment}.{name}" not in stored for moment in moments):
             yield f"{folder} lacks the optimizer's state of {name}"
 
 
-def _split(name: str) -> tuple[str | None, str]:
-    """What the optimizer calls a tensor (None: it is a parameter), and which parameter it belongs to."""
-    if not name.startswith(OPTIMIZER_PREFIX):
-        return None, name
-    key, _, owner = name.removeprefix(OPTIMIZER_PREFIX).partition(".")
-    return key, owner
-
-
-def _fault_of(name: str, chunks: Sequence[StoredChunk], parameters: Mapping[str, tuple[int, ...]]) -> str | None:
-    key, owner = _split(name)
+def _fault_of(
+    name: str, chunks: Sequence[StoredChunk], parameters: Mapping[str, tuple[int, ...]], is_exact: bool
+) -> str | None:
+    """Return what is wrong with a tensor, if anything; `is_exact` weights are float32, others any floats."""
+    is_weight, owner = not name.startswith(OPTIMIZER_PREFIX), name
+    if not is_weight:  # optimizer.exp_avg.<parameter>
+        key, _, owner = name.removeprefix(OPTIMIZER_PREFIX).partition(".")
     if owner not in parameters:
         return f"{name} is no tensor of the model"
-    dtypes = {chunk.dtype for chunk in chunks}
+    dtypes, dims = {chunk.dtype for chunk in chunks}, {len(chunk.chunk.sizes) for chunk in chunks}
     if len(dtypes) > 1:
-        return f"the pieces of {name} are of different types, {', '.join(sorted(map(str, dtypes)))}"
-    is_full = any(chunk.file in FULL_FILES for chunk in chunks)  # other programs write these, too
+        return f"the pieces of {name} are of different types"
     (dtype,) = dtypes
-    if key is None and not (dtype == torch.float32 or (is_full and dtype.is_floating_point)):
+    is_known = is_weight or key in _MOMENTS or key in _NUMBERS
+    if (is_known and not dtype.is_floating_point) or (is_weight and is_exact and dtype != torch.float32):
         return f"{name} is of type {dtype}, not torch.float32"
-    if key in (*_MOMENTS, *_NUMBERS) and not dtype.is_floating_point:
-        return f"{name} is of type {dtype}, not of floating-point numbers"
-    shape = parameters[owner]
-    if key in _NUMBERS:
-        shape = ()
-    dims = {len(chunk.chunk.sizes) for chunk in chunks}
-    if key not in (None, *_MOMENTS, *_NUMBERS) and len(dims) == 1:
-        shape = extent(chunk.chunk for chunk in chunks)  # of a user's own optimizer
+    shape: tuple[int, ...] = parameters[owner]
+    if not is_weight and key not in _MOMENTS:
+        shape = () if key in _NUMBERS else extent(chunk.chunk for chunk in chunks)  # of a user's own optimizer
     if dims != {len(shape)}:
-        held = extent(chunk.chunk for chunk in chunks if len(chunk.chunk.sizes) != len(shape))
-        return f"{name} has the shape {list(held)}, not {list(shape)}"
+        return f"{name} has not the {len(shape)} dims of its shape {list(shape)}"
     fault = coverage_fault([chunk.chunk for chunk in chunks], shape)
     return None if fault is None else f"of {name}, of shape {list(shape)}, {fault}"
 
 
 def coverage_fault(chunks: Sequence[Chunk], shape: Sequence[int], dim: int = 0) -> str | None:
-    """Where chunks do not hold each element of a tensor exactly once, from a dim on, or None.
+    """Return where chunks do not hold each element of a tensor exactly once, from a dim on, or None.
 
     They are cut as meshes cut: along one dim after the other, so that in each dim two chunks begin and end together, or
     do not overlap.
     """
     if dim == len(shape):
-        return None if len(chunks) == 1 else f"they are there {len(chunks)} times"
+        return None if len(chunks) == 1 else f"{len(chunks)} pieces hold the same elements"
     slabs: dict[tuple[int, int], list[Chunk]] = {}
     for chunk in chunks:
         slabs.setdefault((chunk.offsets[dim], chunk.ends[dim]), []).append(chunk)
     at = 0
     for (begin, end), inside in sorted(slabs.items()):
-        if begin > at:
-            return f"{at} to {begin - 1} of dim {dim} are missing"
-        if begin < at:
-            return f"{begin} to {min(at, end) - 1} of dim {dim} are there more than once"
-        deeper = coverage_fault(inside, shape, dim + 1)
-        if deeper is not None:
-            return deeper if len(slabs) == 1 else f"of {begin} to {end - 1} of dim {dim}, {deeper}"
+        if begin != at:
+            return f"{min(begin, at)} to {max(begin, at) - 1} of dim {dim} are missing or there twice"
+        fault = coverage_fault(inside, shape, dim + 1)
+        if fault is not None:
+            return fault
         at = end
-    if at > shape[dim]:
-        return f"{shape[dim]} to {at - 1} of dim {dim} are beyond its shape"
-    return f"{at} to {shape[dim] - 1} of dim {dim} are missing" if at < shape[dim] else None
+    return None if at == shape[dim] else f"dim {dim} ends at {at}, not at {shape[dim]}"

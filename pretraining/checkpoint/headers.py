@@ -8,17 +8,15 @@ The values are read from there by `reader`, whatever the form. Reading never exe
 from __future__ import annotations
 
 import os
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from pretraining.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_PREFIX
 from pretraining.checkpoint.writer import DTYPES, Chunk
@@ -28,9 +26,6 @@ from pretraining.files import check_regular, parse_json, with_retries
 T = TypeVar("T")
 
 LARGEST_HEADER_BYTES = 10**8
-CALLS_SHOWN = 3
-ARCHIVE = b"PK\x03\x04"
-"""By this torch.load, too, knows an archive."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class Header:
 
 
 def chunks_by_name(headers: Iterable[Header]) -> dict[str, list[StoredChunk]]:
-    """What files hold together: the chunks of each tensor."""
+    """Return what files hold together: the chunks of each tensor."""
     chunks: dict[str, list[StoredChunk]] = {}
     for header in headers:
         for stored in header.chunks:
@@ -74,12 +69,12 @@ def chunks_by_name(headers: Iterable[Header]) -> dict[str, list[StoredChunk]]:
 
 
 def extent(chunks: Iterable[Chunk]) -> tuple[int, ...]:
-    """The smallest shape that all chunks are inside of."""
-    return tuple(map(max, zip(*(chunk.ends for chunk in chunks), strict=True)))
+    """Return the smallest shape that all chunks are inside of."""
+    return tuple(map(max, zip(*(chunk.ends for chunk in chunks), strict=False)))
 
 
 def read_header(path: Path) -> Header:
-    """Reads what a file holds.
+    """Read what a file holds.
 
     Raises:
         DamagedError: it cannot be read, is damaged or of another form, or its tensors do not fill it exactly.
@@ -88,7 +83,7 @@ def read_header(path: Path) -> Header:
 
 
 def reading(path: Path, action: Callable[[Path], T]) -> T:
-    """Reads from a file, with retries; a DamagedError if it cannot be read."""
+    """Read from a file, with retries; a DamagedError if it cannot be read."""
 
     def read() -> T:
         check_regular(path)
@@ -119,7 +114,7 @@ def _safetensors_header(path: Path) -> Header:
 
 
 def _stored_chunks(file: str, header: dict[str, Any], data_begin: int, file_end: int) -> list[StoredChunk]:
-    """The chunks of a header, in the order in which they lie in the file; any error where it makes no sense."""
+    """Return the chunks of a header, in the order in which they lie in the file; any error where it makes no sense."""
     sharding = parse_json(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
     chunks = []
     for name, entry in header.items():
@@ -162,60 +157,40 @@ def _pt_header(path: Path) -> Header:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Reads a file of torch.save without executing anything.
+    """Return the content of a file of torch.save without executing anything.
 
     Raises:
         DamagedError: it cannot be read, is damaged, or holds anything but tensors and plain values.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of pickles in the forms of other programs
-            content = reading(path, _load_stored)
+        content = reading(path, _load_stored)
     except CheckpointError:
         raise
-    except BadZipFile as error:
-        raise DamagedError(f"damaged: {error}", path=path) from None
     except Exception:  # torch.load raises many kinds, with long texts about how to load it unsafely
-        raise DamagedError(_refusal(path), path=path) from None
+        raise DamagedError(
+            "damaged, or holds more than tensors and plain values; nothing in it was executed. Take another "
+            "checkpoint, or save it again with torch.save, tensors and plain values only",
+            path=path,
+        ) from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise DamagedError("holds no dictionary with names", path=path)
     return content
 
 
 def _load_stored(path: Path) -> Any:
-    """Loads an archive whose entries are stored, as torch.save writes them, or a file of before there were archives.
-
-    A compressed entry of a few megabytes could fill the memory.
-    """
-    with path.open("rb") as file:
-        if file.read(len(ARCHIVE)) == ARCHIVE:
-            with ZipFile(file) as archive:
-                if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
-                    raise DamagedError(
-                        "has compressed entries, which torch.save never writes: save it again", path=path
-                    )
+    """Load an archive whose entries are stored, as torch.save writes them: a compressed one could fill the memory."""
+    with ZipFile(path) as archive:
+        if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
+            raise DamagedError("has compressed entries, which torch.save never writes: save it again", path=path)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _refusal(path: Path) -> str:
-    """Says why a file was not taken, and what to do; nothing in it is executed to find out."""
-    advice = (
-        "Nothing in it was executed. Take another checkpoint, or where you trust the file's origin write it again with "
-        "torch.save, tensors and plain values only"
-    )
-    try:
-        calls = get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # no archive of torch.save, or a damaged one
-        calls = []
-    shown = ", ".join(sorted(calls)[:CALLS_SHOWN]) + (", …" if len(calls) > CALLS_SHOWN else "")
-    found = f": reading it would call {shown}" if calls else ""
-    return f"damaged, or holds more than tensors and plain values{found}. {advice}"
-
-
 def _flat_optimizer_state(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    state = content.get("state")
-    if not isinstance(state, dict) or not all(isinstance(kept, dict) for kept in state.values()):
-        raise DamagedError("has no state of an optimizer by parameter names", path=path)
-    return {f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state.items() for key, value in kept.items()}
+    try:
+        state = content["state"].items()
+        return {f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state for key, value in kept.items()}
+    except (KeyError, AttributeError):
+        raise DamagedError("has no state of an optimizer by parameter names", path=path) from None
 
 
 def _stored_chunk(path: Path, name: str, value: Any) -> StoredChunk:

@@ -9,9 +9,7 @@ would have to be unpickled are refused.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +17,19 @@ from typing import Any
 import torch
 import yaml
 
+from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.reader import TensorFiles
-from pretraining.checkpoint.writer import Chunk
 from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, read_file, read_json
-from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, parameter_shapes, shape_of_document
+from pretraining.files import exists, read_file, read_json, real_path
+from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, shape_of_document
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NAMES_SHOWN = 5
 _IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
 """Where Hugging Face's cache keeps a model of the Hub."""
 _WORD = re.compile(r"[\w.-]+")
-_ROWS_COMPARED = 4096
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class HuggingFaceFolder:
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:
-    """Finds a folder's weights; of their files only the headers are read.
+    """Find a folder's weights; of their files only the headers are read.
 
     Raises:
         CheckpointError: this is no Llama that can be trained here; a file leaves the folder, is missing or damaged; a
@@ -93,98 +88,62 @@ def _license_of(card: Path) -> str | None:
 
 
 def manifest_of_folder(path: Path) -> Manifest:
-    """Describes a folder as a checkpoint of step 0 with weights alone; raises as `open_folder`."""
+    """Describe a folder as a checkpoint of step 0 with weights alone; raises as `open_folder`."""
     return Manifest(model=asdict(open_folder(path).shape))
 
 
 def weight_files(path: Path) -> list[str]:
-    """Names of the files that hold a folder's weights; a CheckpointError for pickles and files that lie elsewhere."""
+    """Return the names of the files that hold a folder's weights; a CheckpointError unless all are files in it."""
     if exists(path / WEIGHTS_FILE):
         names = [WEIGHTS_FILE]
     elif exists(path / INDEX_FILE):
-        index = _read_json(path, INDEX_FILE)
-        places = index.get("weight_map") if isinstance(index, Mapping) else None
-        if not isinstance(places, Mapping) or not places or not all(isinstance(name, str) for name in places.values()):
+        try:
+            names = sorted(set(_read_json(path, INDEX_FILE)["weight_map"].values()))
+        except (KeyError, TypeError, AttributeError):
+            names = []
+        if not names or not all(isinstance(name, str) for name in names):
             raise CheckpointError("has no weight_map from tensors to files", path=path / INDEX_FILE)
-        names = sorted(set(places.values()))
     else:
-        raise CheckpointError(_no_weights(path), path=path)
+        raise CheckpointError(
+            f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}, and weights in other files (.bin, .pt, .pth) are refused: "
+            "reading a pickle may run any program. Fetch the model's safetensors files",
+            path=path,
+        )
     for name in names:
         _check_inside(path, name)
     return names
 
 
 def _check_inside(path: Path, name: str) -> None:
-    if not name or Path(name).name != name or "\\" in name or "\0" in name:
-        raise CheckpointError(f"names {name!r}, which is no file of this folder: it is refused", path=path / INDEX_FILE)
-    if not name.endswith(".safetensors"):
-        raise CheckpointError(f"names {name!r}: only safetensors files are read", path=path / INDEX_FILE)
-    file = path / name
-    folder, real = (Path(os.path.realpath(each)) for each in (path, file))  # `resolve` fails at a link to itself
+    if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
+        raise CheckpointError(f"names {name!r}: only safetensors files of this folder are read", path=path / INDEX_FILE)
+    folder, real = real_path(path), real_path(path / name)
     # Hugging Face's own cache keeps files of all revisions in one place, and links to them.
     homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(real.is_relative_to(home) for home in homes):
-        raise CheckpointError(
-            f"leads out of its folder, to {real}: it is refused. Put the file itself there", path=file
-        )
+        raise CheckpointError(f"leads out of its folder, to {real}. Put the file itself there", path=path / name)
     if not exists(real):
-        raise CheckpointError("missing. Fetch the model again", path=file)
-
-
-def _no_weights(path: Path) -> str:
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
-    if not pickles:
-        return f"has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there"
-    return (
-        f"has its weights in {pickles[0]}, a pickle, which may run any program when it is read: it is refused. "
-        "Fetch the model's safetensors files, or convert it where you trust it: "
-        f"AutoModelForCausalLM.from_pretrained('{path}').save_pretrained('…')"
-    )
+        raise CheckpointError("missing. Fetch the model again", path=path / name)
 
 
 def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
-    expected, found = parameter_shapes(shape), weights.shapes()
     # Older conversions keep the rotary frequencies, which are computed here.
-    surplus = sorted(name for name in found.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq"))
-    if surplus == [_HEAD] and shape.tie_word_embeddings:
+    stored = {name: held for name, held in weights.chunks.items() if not name.endswith("rotary_emb.inv_freq")}
+    if shape.tie_word_embeddings and _HEAD in stored:
         _check_tied(path, weights)
-        surplus = []
-    wrong = [
-        f"{name} has the shape {list(found[name])}, not {list(size)}"
-        for name, size in expected.items()
-        if name in found and found[name] != tuple(size)
-    ]
-    dtypes = {name: chunks[0].dtype for name, chunks in weights.chunks.items()}
-    strange = sorted(name for name in expected.keys() & found.keys() if dtypes[name] not in _FLOATS)
-    problems = {
-        "missing": [name for name in expected if name not in found],
-        "not of a Llama": surplus,
-        "of another shape": wrong,
-        "in two files": sorted(name for name, chunks in weights.chunks.items() if len(chunks) > 1),
-        "no floating-point numbers": [f"{name} ({dtypes[name]})" for name in strange],
-    }
-    said = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
-    if said:
-        raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}; {'; '.join(said)}", path=path)
+        del stored[_HEAD]
+    if faults := tensor_faults(path, stored, Manifest(model=asdict(shape))):
+        raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}: {first_faults(faults)}", path=path)
 
 
 def _check_tied(path: Path, weights: TensorFiles) -> None:
-    """A head that is kept although it is tied must be the embedding."""
+    """Raise a CheckpointError unless a head that is kept although it is tied is the embedding."""
     size = weights.shapes()[_HEAD]
-    same = size == weights.shapes().get(_EMBEDDING)
-    for first in range(0, size[0] if same else 0, _ROWS_COMPARED):
-        rows = Chunk((first, *(0 for _ in size[1:])), (min(_ROWS_COMPARED, size[0] - first), *size[1:]))
-        same = same and torch.equal(weights.read(_HEAD, rows), weights.read(_EMBEDDING, rows))
-    if not same:
+    if size != weights.shapes().get(_EMBEDDING) or not torch.equal(weights.read(_HEAD), weights.read(_EMBEDDING)):
         raise CheckpointError(
             f"its {_HEAD} is not the embedding, but {CONFIG_FILE} says tie_word_embeddings: set that to false there",
             path=path,
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 def _read_json(path: Path, name: str) -> Any:

@@ -17,12 +17,12 @@ import os
 import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic, sleep
 
 from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import CheckpointError
@@ -40,7 +40,7 @@ class Holder:
     """A process that writes into a run's folder.
 
     Attributes:
-        machine: the boot and the namespace of process ids; empty if the system does not tell.
+        machine: the boot and the namespace of process ids.
         process_start: tells the process from a later one with the same id.
         started: when it took the lease, for people.
     """
@@ -59,35 +59,22 @@ class Holder:
         return Holder(socket.gethostname(), _machine(), os.getpid(), _start_of(os.getpid()), now, secrets.token_hex(8))
 
     @property
-    def is_here(self) -> bool:
-        """Whether this machine can tell if the process lives."""
-        return self.machine != "" and self.machine == _machine()
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process, of this machine, has ended."""
-        return _start_of(self.pid) != self.process_start
+    def lives(self) -> bool | None:
+        """Whether the process lives; None if it is not of this machine, which cannot tell."""
+        return _start_of(self.pid) == self.process_start if self.machine == _machine() else None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.started}"
 
 
 class Lease:
-    """The right to write into a run's folder.
+    """The right to write into a run's folder."""
 
-    Args:
-        pause: sleeps for some seconds.
-        clock: this process's own, in seconds.
-    """
-
-    def __init__(
-        self, run: Path, pause: Callable[[float], object] = time.sleep, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, run: Path) -> None:
         self._run, self._path = run, run / LEASE
-        self._pause, self._clock = pause, clock
         self._own = Holder.this_process()
         self._ending = threading.Event()
-        self._heartbeat = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._heartbeat = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def acquire(self) -> None:
         """Take the lease, and keep it alive until `release`.
@@ -98,7 +85,7 @@ class Lease:
         try:
             self._run.mkdir(parents=True, exist_ok=True)
             while not self._create():
-                self._await_end_of_holder()
+                self._remove_free()
         except OSError as error:
             raise run_not_writable(self._run, error) from None
         self._heartbeat.start()
@@ -106,10 +93,10 @@ class Lease:
     def check(self) -> None:
         """Raise a CheckpointError if the lease is no longer this process's."""
         if not self._is_own():
-            holder = _read(self._path)
-            how = f"now {holder} writes there" if holder else f"{LEASE} or the folder was removed"
             raise CheckpointError(
-                f"does not belong to this run any more: {how}. Nothing was changed; end this run.", path=self._run
+                f"belongs to this run no more: {LEASE} is gone, or of {_name(_holder_of(self._path))}. Nothing was "
+                "changed; end this run",
+                path=self._run,
             )
 
     def release(self) -> None:
@@ -124,46 +111,29 @@ class Lease:
 
     def _is_own(self) -> bool:
         try:
-            if not self._path.read_bytes():  # another start is about to fill it
-                return False
+            is_filled = self._path.stat().st_size > 0  # otherwise another start is about to fill it
         except FileNotFoundError:
             return False
-        return _read(self._path) in (self._own, None)
+        return is_filled and _holder_of(self._path) in (self._own, None)
 
     def _create(self) -> bool:
-        try:
-            with self._path.open("x", encoding="utf-8") as file:  # of two starts at once, one makes it
-                file.write(json.dumps(with_checksum(asdict(self._own))))
-        except FileExistsError:
-            return False
-        return True
+        with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:  # of two at once, one makes it
+            file.write(json.dumps(with_checksum(asdict(self._own))))
+            return True
+        return False
 
-    def _await_end_of_holder(self) -> None:
-        """Wait until the lease is free.
+    def _remove_free(self) -> None:
+        """Wait until the lease is free, and remove it; a CheckpointError if its holder lives."""
+        holder, before, began = _holder_of(self._path), _last_change(self._path), monotonic()
+        has_to_wait = look_at_lease(self._run)
+        while has_to_wait and (now := _last_change(self._path)) is not None and monotonic() - began < STALE_SECONDS:
+            if now != before:
+                raise _held_by(self._run, holder)
+            sleep(1.0)
+        if _holder_of(self._path) == holder:  # otherwise another start was faster
+            self._path.unlink(missing_ok=True)
 
-        Raises:
-            CheckpointError: its holder lives.
-        """
-        holder, before, began = _read(self._path), _status(self._path), self._clock()
-        if holder is not None and holder.is_here and not holder.is_gone:
-            raise _refusal(self._run, holder)
-        if holder is None or not holder.is_here:
-            log.warning("%s belongs to %s: waiting up to %.0f s for a sign of life", self._run, *_waiting(holder))
-            while self._clock() - began < STALE_SECONDS:
-                self._pause(1.0)
-                if (now := _status(self._path)) is None:
-                    return
-                if now != before:
-                    raise _refusal(self._run, holder)
-        removed = self._path.with_name(f"{LEASE}.{self._own.token}.stale")
-        with suppress(FileNotFoundError):
-            self._path.rename(removed)
-            if _read(removed) == holder or exists(self._path):
-                removed.unlink()
-            else:  # another start was faster, and this lease is its own
-                removed.rename(self._path)
-
-    def _beat(self) -> None:
+    def _renew(self) -> None:
         while not self._ending.wait(HEARTBEAT_SECONDS):
             try:
                 if not self._is_own():
@@ -185,34 +155,38 @@ def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
             lease.release()
 
 
-def look_at_lease(run: Path) -> None:
-    """Refuse what `hold_lease` refuses at once, without taking the lease; log whether a start would wait.
+def look_at_lease(run: Path) -> bool:
+    """Return whether a start has to wait for the end of a run's lease, and log so.
 
     Raises:
-        CheckpointError: a process of this machine holds the lease.
+        CheckpointError: a process of this machine holds the lease, so `hold_lease` refuses at once.
     """
     if not exists(run / LEASE):
-        return
-    holder = _read(run / LEASE)
-    if holder is not None and holder.is_here and not holder.is_gone:
-        raise _refusal(run, holder)
-    if holder is None or not holder.is_here:
-        log.info("%s belongs to %s: a start waits up to %.0f s for a sign of life", run, *_waiting(holder))
+        return False
+    holder = _holder_of(run / LEASE)
+    lives = None if holder is None else holder.lives
+    if lives:
+        raise _held_by(run, holder)
+    if lives is None:
+        log.warning(
+            "%s belongs to %s: a start waits up to %.0f s for a sign of life", run, _name(holder), STALE_SECONDS
+        )
+    return lives is None
 
 
-def _waiting(holder: Holder | None) -> tuple[Holder | str, float]:
-    return holder or f"an unknown process ({LEASE} is damaged)", STALE_SECONDS
-
-
-def _refusal(run: Path, holder: Holder | None) -> CheckpointError:
+def _held_by(run: Path, holder: Holder | None) -> CheckpointError:
     return CheckpointError(
-        f"another run is writing into it: {_waiting(holder)[0]}. Stop it, or give another --ckpt_save_path. (If you "
-        f"are sure that it is gone, remove {run / LEASE}.)",
+        f"another run is writing into it: {_name(holder)}. Stop it, or give another --ckpt_save_path. (If you are sure "
+        f"that it is gone, remove {run / LEASE}.)",
         path=run,
     )
 
 
-def _read(path: Path) -> Holder | None:
+def _name(holder: Holder | None) -> str:
+    return str(holder or f"an unknown process ({LEASE} is damaged)")
+
+
+def _holder_of(path: Path) -> Holder | None:
     """Return who holds a lease; None if there is none, or it is damaged."""
     try:
         return Holder(**checked_values(read_json(path)))
@@ -220,23 +194,21 @@ def _read(path: Path) -> Holder | None:
         return None
 
 
-def _status(path: Path) -> tuple[int, int] | None:
+def _last_change(path: Path) -> tuple[int, int] | None:
     """Return what changes with each renewal; None if there is no lease."""
-    try:
-        with path.open("rb") as file:  # opened: a network file system asks its server then
-            status = os.fstat(file.fileno())
-    except FileNotFoundError:
-        return None
-    return status.st_mtime_ns, status.st_ino
+    with suppress(FileNotFoundError), path.open("rb") as file:  # opened: a network file system asks its server then
+        status = os.fstat(file.fileno())
+        return status.st_mtime_ns, status.st_ino
+    return None
 
 
 def _machine() -> str:
-    """Return this boot of this machine with the namespace of process ids; empty if there is no /proc."""
+    """Return this boot of this machine with its namespace of process ids; without a /proc what equals no other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return ""
+        return secrets.token_hex(8)
 
 
 def _start_of(pid: int) -> str:

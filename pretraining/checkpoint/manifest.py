@@ -19,14 +19,14 @@ removed.
 from __future__ import annotations
 
 import json
-import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
@@ -60,8 +60,6 @@ _PENDING_KEY = "owed"
 GUARDS_STATE = "guards"
 """Of what ends a run that goes wrong, among a manifest's states."""
 
-KINDS = ("interval", "final", "preempt", "best")
-
 _SAVE_NAME = (
     r"(step_(?P<step>\d+)_ckp|tokens\(\d\.\d\de\d+\)(_tloss\(-?\d+\.\d{3}\))?(_vloss\(-?\d+\.\d{3}\))?_ckpt)"
     r"(\.preempt)?(\.step_(?P<also>\d+))?"
@@ -77,10 +75,10 @@ class Stateful(Protocol):
     """A part of the run whose memory influences the next step, and so goes into checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep, values that JSON has; empty where there is nothing."""
+        """Return what to keep, values that JSON has; empty where there is nothing."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what was kept."""
+        """Go on from what was kept."""
 
 
 @dataclass(frozen=True)
@@ -132,52 +130,63 @@ class Manifest:
 
         They are kept where they are not the held-out documents of all datasets.
         """
-        kept = self.state.get(EVALUATION_STATE)
-        if isinstance(kept, dict) and isinstance(kept.get("decided_by"), list):
-            return tuple(map(str, kept["decided_by"]))
+        kept = self._kept(EVALUATION_STATE).get("decided_by")
+        if isinstance(kept, list):
+            return tuple(map(str, kept))
         return tuple(sorted(self.data["phases"][-1]["weights"])) if self.data else ()
 
     @property
     def skipped_in_a_row(self) -> int:
         """Updates just before it that were left out: a run that diverges goes back to before the first of them."""
-        kept = self.state.get(GUARDS_STATE)
-        count = kept.get("skipped_in_a_row") if isinstance(kept, dict) else None
+        count = self._kept(GUARDS_STATE).get("skipped_in_a_row")
         return count if type(count) is int else 0
 
     @property
     def is_of_finished_run(self) -> bool:
         """Whether nothing is left to do: the last step is done, and so is its evaluation."""
-        kept = self.state.get(EVALUATION_STATE)
-        return self.kind == "final" and not (isinstance(kept, dict) and kept.get(_PENDING_KEY))
+        return self.kind == "final" and not self._kept(EVALUATION_STATE).get(_PENDING_KEY)
+
+    def _kept(self, name: str) -> dict[str, Any]:
+        kept = self.state.get(name)
+        return kept if isinstance(kept, dict) else {}
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:
-        """Reads the manifest in a JSON document; a CheckpointError if it is none, of another version or damaged."""
-        if not isinstance(document, dict) or "format_version" not in document:
-            raise CheckpointError("not the manifest of a checkpoint: it has no format_version", path=path)
-        _check_version(document["format_version"], path)
-        names = Manifest.__dataclass_fields__.keys()
-        missing = sorted((names | {"checksum"}) - document.keys())
-        if missing:
-            raise CheckpointError(f"damaged: it lacks {', '.join(missing)}", path=path)
-        values = {name: document[name] for name in names}
-        if document["checksum"] != _checksum(values):
+        """Return the manifest in a JSON document; a CheckpointError if it is none, of another version or damaged."""
+        manifest = Manifest.of_values(document, path)
+        if document.get("checksum") != manifest.document()["checksum"]:
             raise CheckpointError("damaged: its content does not have the checksum that stands in it", path=path)
-        return Manifest.of_values(values, path)
+        return manifest
 
     @staticmethod
-    def of_values(values: Mapping[str, Any], path: str) -> Manifest:
-        """Makes a manifest of the value of every field; a CheckpointError that names each that no run writes."""
-        _check_version(values["format_version"], path)
-        if foreign := sorted(_problems(values)):
-            raise CheckpointError(f"damaged: {'; '.join(foreign)}", path=path)
-        files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
-        return Manifest(**{**values, "files": files})
+    def of_values(values: Any, path: str) -> Manifest:
+        """Return a manifest of the value of every field; a CheckpointError if a value is missing or of another type."""
+        version = values.get("format_version") if isinstance(values, dict) else None
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"format version {shown(version)}; this version of pretraining reads {FORMAT_VERSION}. Use the version "
+                "that wrote it",
+                path=path,
+            )
+        try:
+            plain = json.loads(json.dumps({name: values[name] for name in FIELDS}, allow_nan=False))
+            files = {name: FileEntry(**entry) for name, entry in plain["files"].items()}
+            manifest = Manifest(**{**plain, "files": files})
+            _check_types(manifest)
+            for entry in files.values():
+                _check_types(entry)
+            _check_data_state(manifest.data)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+            raise CheckpointError(f"damaged: {type(error).__name__}: {error}", path=path) from None
+        return manifest
 
     def document(self) -> dict[str, Any]:
-        """What goes into the file: JSON's own types, and last a checksum of all the rest."""
+        """Return what goes into the file: JSON's own types, and last a checksum of all the rest."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
         return {**values, "checksum": _checksum(values)}
+
+
+FIELDS = tuple(each.name for each in fields(Manifest))
 
 
 def _torch_version() -> str:
@@ -186,79 +195,37 @@ def _torch_version() -> str:
     return str(torch.__version__)
 
 
-def _check_version(version: Any, path: str) -> None:
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"format version {shown(version)}; this version of pretraining reads {FORMAT_VERSION}. Use the version "
-            "that wrote it",
-            path=path,
-        )
-
-
 LARGEST_COUNT = 2**62
 """Of steps, tokens and bytes: more than any run has."""
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST_COUNT
-
-
-def _is_number(value: Any) -> bool:
-    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) <= LARGEST_COUNT)
-
-
-def _is_object(value: Any) -> bool:
-    """Return whether a value is a JSON object of finite numbers, texts, lists and objects."""
-    try:
-        return type(value) is dict and json.loads(json.dumps(value, allow_nan=False)) == value
-    except (ValueError, TypeError, RecursionError):
-        return False
-
-
-# By the annotation of a field: what its value may be, as a test and in words.
-_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_count, f"a whole number from 0 to {LARGEST_COUNT}"),
-    "float": (lambda value: _is_number(value) and value >= 0, "a finite number from 0"),
-    "float | None": (lambda value: value is None or _is_number(value), "a finite number or null"),
-    "str": (lambda value: type(value) is str, "a text"),
-    "dict[str, Any]": (_is_object, "an object of plain, finite values"),
-    "Mapping[str, FileEntry]": (_is_object, "a list of files"),
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "int": int,
+    "float": (int, float),
+    "float | None": (int, float, NoneType),
+    "str": str,
+    "dict[str, Any]": dict,
+    "Mapping[str, FileEntry]": dict,
 }
+"""What a field may be, by its annotation."""
 
 
-def _problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what no run writes; never the whole of a long value."""
-    for name, declared in Manifest.__dataclass_fields__.items():
-        fits, wanted = _FORMS[str(declared.type)]
-        if not fits(values[name]):
-            yield f"{name} has another form, {shown(values[name])}, not {wanted}"
-            return
-    if values["kind"] not in KINDS:
-        yield f"kind is {shown(values['kind'])}, not one of {', '.join(KINDS)}"
-    for name, entry in values["files"].items():
-        is_entry = isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"}
-        if not (is_entry and _is_count(entry["bytes"]) and type(entry["crc32"]) is str):
-            yield f"files has {shown(entry)} for {name}, not a size and a checksum"
-    if values["data"] and not _is_data_state(values["data"]):
-        yield f"data is {shown(values['data'])}, not a position in the data"
-    elif values["data"]:
-        batch = values["global_batch_size"]
-        of_data = values["data"]["phases"][-1].get("global_batch_size", batch)
-        if batch != of_data or batch < 1:
-            yield f"global_batch_size is {batch}, and that of the data {shown(of_data)}"
+def _check_types(read: Manifest | FileEntry) -> None:
+    """Raise a TypeError if a field has another type than it declares, or a count is none of a run."""
+    for each in fields(read):
+        value = getattr(read, each.name)
+        is_fitting = isinstance(value, _TYPES[str(each.type)])
+        if not is_fitting or type(value) is bool or (type(value) is int and not 0 <= value <= LARGEST_COUNT):
+            raise TypeError(f"{each.name} is {shown(value)}")
 
 
-def _is_data_state(data: dict[str, Any]) -> bool:
-    """Return whether the parts of the data's state are there that are read here; `data.resume` looks at the rest."""
-    try:
-        phases, datasets, counts = data["phases"], data["datasets"], data["counts"]
-        weights = [phase["weights"] for phase in phases]
-        numbers = [data["next_sample"], *counts.values(), *(phase["first_step"] for phase in phases)]
-        numbers += [each for of_phase in weights for each in of_phase.values()]
-        numbers += [each.get("tokens", 0) for each in datasets.values()]
-        return all(map(_is_count, numbers)) and bool(datasets.keys() >= weights[-1].keys() <= counts.keys())
-    except (KeyError, TypeError, AttributeError, IndexError):
-        return False
+def _check_data_state(data: dict[str, Any]) -> None:
+    """Raise an error unless the parts of the data's state that are read here are there; `data.resume` checks the rest.
+
+    It is empty in a checkpoint of weights alone.
+    """
+    if data:
+        weights = data["phases"][-1]["weights"]
+        if not data["datasets"].keys() >= weights.keys() <= data["counts"].keys():
+            raise ValueError("data has weights of unknown datasets")
 
 
 def _checksum(values: dict[str, Any]) -> str:
@@ -266,12 +233,12 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def crc32_text(value: int) -> str:
-    """A CRC-32 as manifests write it: eight hexadecimal digits."""
+    """Return a CRC-32 as manifests write it: eight hexadecimal digits."""
     return f"{value:08x}"
 
 
 def read_document(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint, without a look at its files; raises as `Manifest.parse`."""
+    """Read the manifest of a checkpoint, without a look at its files; raises as `Manifest.parse`."""
     path = folder / MANIFEST
     try:
         return Manifest.parse(read_json(path), str(path))
@@ -282,7 +249,7 @@ def read_document(folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint and compares names and sizes of its files; their content is not read.
+    """Read the manifest of a checkpoint and compare names and sizes of its files; their content is not read.
 
     Raises:
         CheckpointError: the manifest is unreadable, or a file is missing, surplus or has another size.
@@ -296,7 +263,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def size_fault(path: Path, written: FileEntry) -> str | None:
-    """Says that a file is missing or has another size, if so."""
+    """Return what is wrong with the presence or the size of a file, if anything."""
     if not is_file(path):
         return f"{path} is no file" if exists(path) else f"{path} is missing"
     size = path.stat().st_size
@@ -304,7 +271,7 @@ def size_fault(path: Path, written: FileEntry) -> str | None:
 
 
 def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Says which files the manifest does not name, and which it names that may lie anywhere."""
+    """Yield the files that the manifest does not name, and those it names that may lie anywhere."""
     here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")}
     for name in sorted(here - manifest.files.keys()):
         yield f"{folder / name} is no part of the checkpoint: its manifest does not name it"
@@ -317,7 +284,7 @@ def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def committed_checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, the highest step last; what a save has not committed does not count.
+    """Return the checkpoints of a run, the highest step last; what a save has not committed does not count.
 
     One that lost its manifest is among them: its name says that it was committed.
     """
@@ -329,22 +296,22 @@ def committed_checkpoints(run: Path) -> list[Path]:
 
 
 def is_committed(path: Path) -> bool:
-    """Whether a folder is a checkpoint that was committed, be it damaged: it has a manifest, or the name of one."""
+    """Return whether a folder is a committed checkpoint, be it damaged: it has a manifest, or the name of one."""
     return path.suffix != UNFINISHED_SUFFIX and (is_file(path / MANIFEST) or has_save_name(path))
 
 
 def has_save_name(path: Path) -> bool:
-    """Whether a folder has a name that only saves give."""
+    """Return whether a folder has a name that only saves give."""
     return _COMMITTED.fullmatch(path.name) is not None
 
 
 def unfinished_saves(run: Path) -> list[Path]:
-    """Folders of saves that are under way, or never ended, in order; the next save removes them."""
+    """Return the folders of saves that are under way, or never ended, in order; the next save removes them."""
     return sorted(path for path in _folders(run) if _UNFINISHED.fullmatch(path.name) and not path.is_symlink())
 
 
 def run_of(path: Path) -> Path:
-    """A run's folder, where it or its checkpoints/ was named."""
+    """Return a run's folder, where it or its checkpoints/ was named."""
     return path.parent if path.name == CHECKPOINTS else path
 
 
@@ -354,12 +321,12 @@ def _folders(run: Path) -> list[Path]:
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step is committed, as long as checkpoints are named by their steps."""
+    """Return where the checkpoint of a step is committed, as long as checkpoints are named by their steps."""
     return run / CHECKPOINTS / f"step_{step}_ckp"
 
 
 def checkpoint_name(style: str, manifest: Manifest) -> str:
-    """The name of a checkpoint's folder: style "step", or "tokens" for a name that tells the story."""
+    """Return the name of a checkpoint's folder: style "step", or "tokens" for a name that tells the story."""
     suffix = PREEMPT_SUFFIX if manifest.kind == "preempt" else ""
     if style == "step":
         return f"step_{manifest.step}_ckp{suffix}"
@@ -370,30 +337,63 @@ def checkpoint_name(style: str, manifest: Manifest) -> str:
 
 
 def distinct_name(name: str, step: int) -> str:
-    """The name for a step where another step's checkpoint has taken the usual one: by rounding they may be the same."""
+    """Return the name for a step whose usual name another step's checkpoint has, as rounding may make them the same."""
     return f"{name}.step_{step}"
 
 
 def is_as_saved(path: Path, manifest: Manifest) -> bool:
-    """Whether a checkpoint has the name that its save gave it; otherwise a user has copied or renamed it."""
-    names = {checkpoint_name(style, manifest) for style in ("step", "tokens")}
-    return path.name in names | {distinct_name(name, manifest.step) for name in names}
+    """Return whether a checkpoint has the name that its save gave it; otherwise a user has copied or renamed it."""
+    names = [checkpoint_name(style, manifest) for style in ("step", "tokens")]
+    return path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint: that of its manifest; where none can be read, of its name; -1 where neither says."""
+    """Return the step of a checkpoint, of its manifest or, if none can be read, of its name; -1 if neither says."""
     try:
-        status = (path / MANIFEST).stat()
-        return _step_in(path, status.st_mtime_ns, status.st_size, status.st_ino)
+        return record_of(path).step
     except (OSError, CheckpointError):
         match = _COMMITTED.fullmatch(path.name)
         return int((match["step"] or match["also"] or -1) if match else -1)
 
 
+@dataclass(frozen=True)
+class Record:
+    """What listings and retention need to know of a checkpoint.
+
+    Attributes:
+        as_saved: whether it has the name that its save gave it.
+        decided_by: the evaluation sets whose loss it is; losses of other sets do not compare.
+        skipped_in_a_row: updates just before it that were left out.
+    """
+
+    path: Path
+    step: int
+    kind: str
+    evaluation_loss: float | None
+    as_saved: bool = True
+    decided_by: tuple[str, ...] = ()
+    skipped_in_a_row: int = 0
+
+
+def record_of(path: Path) -> Record:
+    """Return the record of a checkpoint; an OSError or a CheckpointError if its manifest cannot be read."""
+    status = (path / MANIFEST).stat()
+    return _record(path, status.st_mtime_ns, status.st_size, status.st_ino)
+
+
 @lru_cache(maxsize=4096)
-def _step_in(path: Path, modified_ns: int, size: int, inode: int) -> int:
+def _record(path: Path, modified_ns: int, size: int, inode: int) -> Record:
     # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
-    return read_document(path).step
+    manifest = read_document(path)
+    return Record(
+        path,
+        manifest.step,
+        manifest.kind,
+        manifest.evaluation_loss,
+        is_as_saved(path, manifest),
+        manifest.decided_by,
+        manifest.skipped_in_a_row,
+    )
 
 
 # Tensors and dimensions
@@ -402,7 +402,7 @@ def _step_in(path: Path, modified_ns: int, size: int, inode: int) -> int:
 def tensor_state(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, not copied: loading into them restores the run.
+    """Return the tensors of a checkpoint, not copied: loading into them restores the run.
 
     Args:
         optimizer: over the same parameters, its state already made; None for the parameters alone.
@@ -419,21 +419,21 @@ def tensor_state(
 
 
 def shape_of(manifest: Manifest) -> LlamaShape:
-    """The dimensions of a checkpoint's model; a CheckpointError if this version knows others."""
+    """Return the dimensions of a checkpoint's model; a CheckpointError if this version knows others."""
     try:
         scaling = manifest.model["rope_scaling"]
         shape = LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-        problem = next(size_problems(shape), None)
-        if problem is None and resolve_shape(model_settings(shape)) == shape:
-            return shape
-        error: Exception = ValueError(problem or "its dimensions do not fit each other")
-    except (KeyError, TypeError, ConfigError) as raised:
-        error = raised
-    raise CheckpointError(f"the manifest of step {manifest.step} does not describe a model: {error}")
+        if problem := next(size_problems(shape), None):
+            raise ValueError(problem)
+        if resolve_shape(model_settings(shape)) != shape:
+            raise ValueError("its dimensions do not fit each other")
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"the manifest of step {manifest.step} does not describe a model: {error}") from None
+    return shape
 
 
 def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
-    """Raises a CheckpointError that names each difference if a checkpoint is of a model with other dimensions."""
+    """Raise a CheckpointError that names each difference if a checkpoint is of a model with other dimensions."""
     ours = {name: value for name, value in asdict(shape).items() if name not in _NOT_COMPUTED_WITH}
     differences = [
         f"{name}: {manifest.model.get(name)} in the checkpoint, {value} in this run"

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.completeness import tensor_faults
+from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.headers import Header, StoredChunk, chunks_by_name, extent, read_header, reading
 from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, Manifest, crc32_text, size_fault
 from pretraining.checkpoint.writer import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
@@ -39,7 +39,6 @@ from pretraining.files import file_checksum
 READING_THREADS = 4
 BUFFER_BYTES = 2**26
 """Of each thread, for what is converted, cut or sent to a device on its way."""
-FAULTS_SHOWN = 3
 
 Files = Mapping[str, FileEntry | None]
 """Names of a folder's files, and where they are known, size and checksum."""
@@ -49,50 +48,39 @@ Files = Mapping[str, FileEntry | None]
 
 
 class TensorFiles:
-    """Tensors in the files of a folder, whole or in chunks.
+    """Tensors in the files of a folder.
 
     Args:
         files: a file whose size and checksum are known is compared with them before the first chunk is taken from it.
 
     Attributes:
-        chunks: of each tensor, all of one type and number of dims.
+        chunks: of each tensor; ask `tensor_faults` whether they are all of it.
 
     Raises:
-        CheckpointError: a file cannot be read, or chunks of one name are not of one tensor.
+        CheckpointError: a file cannot be read.
     """
 
     def __init__(self, folder: Path, files: Files) -> None:
         self._folder = folder
         self._unchecked = {name: entry for name, entry in files.items() if entry is not None}
         self.chunks = chunks_by_name(map(self._header_of, files))
-        for name, chunks in self.chunks.items():
-            if len({(stored.dtype, len(stored.chunk.sizes)) for stored in chunks}) > 1:
-                raise CheckpointError(f"pieces of {name} are of different types", path=folder)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor: as far as its chunks reach."""
+        """Return the shape of every tensor: as far as its chunks reach."""
         return {name: extent(stored.chunk for stored in chunks) for name, chunks in self.chunks.items()}
 
-    def read(self, name: str, chunk: Chunk | None = None) -> torch.Tensor:
-        """Reads a part of a tensor, by default all of it, into new memory on the CPU.
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor in new memory on the CPU.
 
         Raises:
-            CheckpointError: a file cannot be read or is not what was written, or an element is in none of them, or in
-                two.
+            CheckpointError: a file cannot be read or is not what was written, or its chunks are not the whole tensor.
         """
         stored = self.chunks[name]
-        chunk = Chunk.whole(extent(each.chunk for each in stored)) if chunk is None else chunk
-        values = torch.empty(chunk.sizes, dtype=stored[0].dtype)
-        reads = list(_reads_of(stored, chunk, values))
-        for read in reads:
+        values = torch.empty(extent(each.chunk for each in stored), dtype=stored[0].dtype)
+        _check_fits(self._folder, name, stored, values, converts=False)
+        for read in _reads_of(stored, Chunk.whole(values.shape), values):
             self._check(read.stored.file)
             _read_file(self._folder / read.stored.file, [read])
-        found = sum(read.part.count for read in reads)
-        if found != chunk.count:
-            raise CheckpointError(
-                f"holds {found:,} elements of {name} where it has {chunk.count:,}: a piece is missing, or there twice",
-                path=self._folder,
-            )
         return values
 
     def _header_of(self, name: str) -> Header:
@@ -103,7 +91,7 @@ class TensorFiles:
             raise
 
     def _check(self, name: str) -> None:
-        """Compares a file with what was written, the first time."""
+        """Compare a file with what was written, the first time."""
         entry = self._unchecked.pop(name, None)
         fault = file_fault(self._folder / name, entry) if entry is not None else None
         if fault is not None:
@@ -116,7 +104,7 @@ class TensorFiles:
 def load_tensors(
     folder: Path, files: Files, tensors: Mapping[str, torch.Tensor], manifest: Manifest | None = None
 ) -> None:
-    """Reads files into `tensors`, in place, whatever the layout that wrote them; a collective call.
+    """Read files into `tensors`, in place, whatever the layout that wrote them; a collective call.
 
     Files that other programs write, too (.pt, and all without a manifest), may hold other floating-point types: these
     are converted.
@@ -145,17 +133,16 @@ def load_tensors(
 
 
 def _check_complete(folder: Path, headers: Mapping[str, Header], manifest: Manifest) -> None:
-    """Refuses files that do not hold each tensor of a model once, with a DamagedError; a collective call."""
+    """Refuse files that do not hold each tensor of a model once, with a DamagedError; a collective call."""
     stored = chunks_by_name(headers[name] for name in sorted(headers))
     shares = gather_from_every_rank(lambda: tensor_faults(folder, stored, manifest, *_place()))
     faults = [fault for share in shares for fault in share]
     if faults:
-        more = f"; and {len(faults) - FAULTS_SHOWN} more: `pretrain verify {folder}`" * (len(faults) > FAULTS_SHOWN)
-        raise DamagedError("; ".join(faults[:FAULTS_SHOWN]) + more)
+        raise DamagedError(first_faults(faults))
 
 
 def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:
-    """Reads every file of known content, each rank a share, and compares with the manifest; a collective call.
+    """Read every file of known content, each rank a share, and compare with the manifest; a collective call.
 
     Args:
         faults: what is known to be wrong with other files, the same on every rank.
@@ -166,7 +153,8 @@ def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:
     known = {name: entry for name, entry in files.items() if entry is not None}
     found = []
     if known:
-        own = share_of_files(known, *_place())
+        rank, world_size = _place()
+        own = {name: known[name] for name in sorted(known)[rank::world_size]}
         found = gather_from_every_rank(lambda: file_faults(folder, own, READING_THREADS))
     faults = [*faults, *(fault for of_rank in found for fault in of_rank)]
     if faults:
@@ -174,14 +162,14 @@ def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:
 
 
 def file_faults(folder: Path, files: Mapping[str, FileEntry], threads: int) -> list[str]:
-    """Reads files wholly, and says in what they are not what was written."""
+    """Read files wholly, and return what differs from what was written."""
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         faults = pool.map(lambda name: file_fault(folder / name, files[name]), files)
         return [fault for fault in faults if fault]
 
 
 def file_fault(path: Path, written: FileEntry) -> str | None:
-    """Reads a file wholly, and says in what it is not what was written, if it is not."""
+    """Read a file wholly, and return what differs from what was written, if anything does."""
     try:
         return size_fault(path, written) or _checksum_fault(path, reading(path, file_entry).crc32, written)
     except CheckpointError as error:
@@ -189,7 +177,7 @@ def file_fault(path: Path, written: FileEntry) -> str | None:
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Size and checksum of a file as it is on disk."""
+    """Return size and checksum of a file as it is on disk."""
     checksum, size = file_checksum(path)
     return FileEntry(size, checksum)
 
@@ -200,34 +188,22 @@ def _checksum_fault(path: Path, crc32: str, written: FileEntry) -> str | None:
     return f"{path} is damaged: its checksum is {crc32} in place of {written.crc32}"
 
 
-def share_of_files(files: Mapping[str, FileEntry], rank: int, world_size: int) -> dict[str, FileEntry]:
-    """The files that a rank checks: about as many bytes for each, neighbours together."""
-    total = max(1, sum(entry.bytes for entry in files.values()))
-    own, before = {}, 0
-    for name in sorted(files):
-        size = files[name].bytes
-        if min((2 * before + size) * world_size // (2 * total), world_size - 1) == rank:  # where its middle lies
-            own[name] = files[name]
-        before += size
-    return own
-
-
 def _read_headers(folder: Path, names: list[str]) -> dict[str, Header]:
-    """What lies where in which file; each rank opens its share of the files and tells the others."""
+    """Return what lies where in which file; each rank opens its share of the files and tells the others."""
     rank, world_size = _place()
     shares = gather_from_every_rank(lambda: {name: read_header(folder / name) for name in names[rank::world_size]})
     return {name: header for share in shares for name, header in share.items()}
 
 
 def _place() -> tuple[int, int]:
-    """Rank and number of processes; one alone has joined no others."""
+    """Return rank and number of processes; one alone has joined no others."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _fill(
     folder: Path, files: Files, headers: Mapping[str, Header], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, str | None]:
-    """Reads this rank's part of every tensor; returns what is wrong, if anything, with each file that was compared."""
+    """Read this rank's part of every tensor; return what is wrong, if anything, with each file that was compared."""
     stored = chunks_by_name(headers.values())
     converts = MODEL_FILE in files or None in files.values()
     reads: dict[str, list[ReadItem]] = {}
@@ -237,47 +213,39 @@ def _fill(
         for read in _reads_of(chunks, local_chunk(tensor), local_tensor(tensor)):
             reads.setdefault(read.stored.file, []).append(read)
 
-    def fault_of(name: str) -> tuple[bool, str | None]:
-        """Reads what is needed of a file; whether that was all of it, and what is wrong then."""
+    faults: dict[str, str | None] = {}
+
+    def read_from(name: str) -> None:
         path, entry = folder / name, files[name]
         in_order = sorted(reads[name], key=lambda read: read.stored.begin)
-        if entry is None or not _is_whole(in_order, headers[name], entry):
-            _read_file(path, in_order)
-            return False, None
-        crc32 = _read_file(path, in_order, headers[name].crc32)
-        assert crc32 is not None
-        return True, _checksum_fault(path, crc32_text(crc32), entry)
+        is_compared = entry is not None and _is_whole(in_order, headers[name], entry)
+        crc32 = _read_file(path, in_order, headers[name].crc32 if is_compared else None)
+        if entry is not None and crc32 is not None:
+            faults[name] = _checksum_fault(path, crc32_text(crc32), entry)
 
     with ThreadPoolExecutor(READING_THREADS, thread_name_prefix="restore") as pool:
-        results = dict(zip(reads, pool.map(fault_of, reads), strict=True))
+        list(pool.map(read_from, reads))
     free_pinned_memory()
-    return {name: fault for name, (compared, fault) in results.items() if compared}
+    return faults
 
 
 def _check_fits(folder: Path, name: str, chunks: Sequence[StoredChunk], tensor: torch.Tensor, converts: bool) -> None:
-    held: dict[tuple[torch.dtype, int], int] = {}
-    for stored in chunks:
-        is_converted = converts and stored.dtype.is_floating_point and tensor.dtype.is_floating_point
-        kind = tensor.dtype if is_converted else stored.dtype, len(stored.chunk.sizes)
-        held[kind] = held.get(kind, 0) + stored.chunk.count
-    needed = {(tensor.dtype, tensor.dim()): tensor.numel()}
-    if held != needed:
-        raise CheckpointError(
-            f"cannot be loaded: of {name} it holds {_words(held)}, and {_words(needed)} are needed", path=folder
-        )
+    """Raise a CheckpointError unless chunks have the type and shape of a tensor, and as many elements."""
     shape = extent(stored.chunk for stored in chunks)
-    if shape != tuple(tensor.shape):
+    dtypes = {stored.dtype for stored in chunks}
+    if converts and tensor.is_floating_point() and all(dtype.is_floating_point for dtype in dtypes):
+        dtypes = {tensor.dtype}
+    count = sum(stored.chunk.count for stored in chunks)
+    if dtypes != {tensor.dtype} or shape != tuple(tensor.shape) or count != tensor.numel():
         raise CheckpointError(
-            f"{name} cannot be loaded: it has the shape {shape}, not {tuple(tensor.shape)}", path=folder
+            f"{name} cannot be loaded: {count:,} elements of shape {list(shape)} are there, and "
+            f"{list(tensor.shape)} in {tensor.dtype} is needed",
+            path=folder,
         )
-
-
-def _words(counts: Mapping[tuple[torch.dtype, int], int]) -> str:
-    return ", ".join(f"{count} x {dtype} in {dims} dims" for (dtype, dims), count in counts.items()) or "nothing"
 
 
 def _is_whole(reads: Iterable[ReadItem], header: Header, entry: FileEntry) -> bool:
-    """Whether header and reads, one after the other, are all of a file."""
+    """Return whether header and reads, one after the other, are all of a file."""
     if header.crc32 is None:
         return False
     end = header.bytes
@@ -301,7 +269,7 @@ class ReadItem:
 
 
 def _reads_of(chunks: Iterable[StoredChunk], wanted: Chunk, values: torch.Tensor) -> Iterator[ReadItem]:
-    """What to read for the values of a part of a tensor."""
+    """Return what to read for the values of a part of a tensor."""
     for stored in chunks:
         part = wanted.overlap(stored.chunk)
         if part is not None:
@@ -312,7 +280,7 @@ def _reads_of(chunks: Iterable[StoredChunk], wanted: Chunk, values: torch.Tensor
 
 
 def _read_file(path: Path, reads: Iterable[ReadItem], begun: int | None = None) -> int | None:
-    """Reads parts of a file, in order; goes on with the checksum of what stands before them, if there is one."""
+    """Read parts of a file, in order; continue the checksum of what stands before them, if there is one."""
 
     def read(path: Path) -> int | None:
         crc32 = begun
@@ -325,7 +293,7 @@ def _read_file(path: Path, reads: Iterable[ReadItem], begun: int | None = None) 
 
 
 def read_chunk(descriptor: int, read: ReadItem, crc32: int | None = None) -> int | None:
-    """Reads a part of a stored chunk into its place and converts it; a CheckpointError if the file ends early.
+    """Read a part of a stored chunk into its place and convert it; a CheckpointError if the file ends early.
 
     Args:
         crc32: of the file up to the part, which is then the whole chunk; None = do not compute one.

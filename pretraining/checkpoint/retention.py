@@ -13,18 +13,16 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 
 from pretraining.checkpoint.manifest import (
     BEST,
     CHECKPOINTS,
-    MANIFEST,
+    Record,
     committed_checkpoints,
-    is_as_saved,
-    read_document,
+    record_of,
 )
 from pretraining.checkpoint.rollback_file import forget_rollback
 from pretraining.checkpoint.writer import remove_checkpoint
@@ -37,27 +35,8 @@ SET_ASIDE = "set_aside_"
 """How folders begin that hold checkpoints which a run has gone back from."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """What retention needs to know of a checkpoint.
-
-    Attributes:
-        as_saved: whether it has the name that its save gave it.
-        decided_by: the evaluation sets whose loss it is; losses of other sets do not compare.
-        skipped_in_a_row: updates just before it that were left out.
-    """
-
-    path: Path
-    step: int
-    kind: str
-    evaluation_loss: float | None
-    as_saved: bool = True
-    decided_by: tuple[str, ...] = ()
-    skipped_in_a_row: int = 0
-
-
 def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
-    """Points `best` to the best checkpoint and removes what is superseded; where that fails, it warns.
+    """Point `best` to the best checkpoint and remove what is superseded; where that fails, warn.
 
     Call it after a commit, and at a start: a kill may have come in between.
 
@@ -66,7 +45,7 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
         keep_last: how many to keep; None = all.
     """
     try:
-        own = _record_at(newest)
+        own = record_of(newest)
         forget_rollback(run, newest)
         records = [record for record in list_records(run) if record.step <= own.step]
     except (OSError, PretrainError) as error:  # a network file system may lose sight of it for a moment
@@ -82,7 +61,7 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
 
 
 def superseded(records: Sequence[Record], newest: Record, best: Record | None, keep_last: int | None) -> list[Record]:
-    """What has to go of all checkpoints up to the newest, in the order of their steps."""
+    """Return what has to go of all checkpoints up to the newest, in the order of their steps."""
     # A run that diverges gives up those that were saved while updates were left out, and goes back to this one.
     sound = [record for record in (*records, newest) if not record.skipped_in_a_row]
     removable = [record for record in records if record not in (newest, best, *sound[-1:])]
@@ -93,7 +72,7 @@ def superseded(records: Sequence[Record], newest: Record, best: Record | None, k
 
 
 def best_of(records: Sequence[Record]) -> Record | None:
-    """The one with the lowest evaluation loss, by the sets that decide now.
+    """Return the one with the lowest evaluation loss, by the sets that decide now.
 
     Of equals the first, which was saved when that loss was found.
     """
@@ -104,16 +83,12 @@ def best_of(records: Sequence[Record]) -> Record | None:
 
 
 def list_records(run: Path) -> list[Record]:
-    """Every checkpoint that saves have left in a run and whose manifest can be read, in the order of their steps."""
+    """Return the checkpoints that saves have left in a run, by their steps, if their manifests can be read."""
     records = []
     for path in committed_checkpoints(run):
-        try:
-            record = _record_at(path)
-        except (OSError, CheckpointError):
-            continue  # a start names what is damaged; it is nobody's to remove
-        if record.as_saved:
-            records.append(record)
-    return sorted(records, key=lambda record: record.step)
+        with suppress(OSError, CheckpointError):  # a start names what is damaged; it is nobody's to remove
+            records.append(record_of(path))
+    return [record for record in records if record.as_saved]
 
 
 def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
@@ -137,20 +112,8 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
     return folder
 
 
-def _record_at(path: Path) -> Record:
-    return _record(path, (path / MANIFEST).stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=4096)
-def _record(path: Path, modified_ns: int) -> Record:
-    # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
-    manifest = read_document(path)
-    told = manifest.step, manifest.kind, manifest.evaluation_loss
-    return Record(path, *told, is_as_saved(path, manifest), manifest.decided_by, manifest.skipped_in_a_row)
-
-
 def point_to_best(run: Path, best: Record | None) -> None:
-    """Makes the relative link `best` of a run lead to the best checkpoint, or removes it where there is none.
+    """Make the relative link `best` of a run lead to the best checkpoint, or remove it where there is none.
 
     Where that fails, or something else has the name, which is then the user's, it warns.
     """

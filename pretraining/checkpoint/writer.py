@@ -60,8 +60,6 @@ FILE_BYTES = 2**30
 WRITING_THREADS = 4
 CHUNK_BYTES = 2**20  # fits a core's cache: what was just read or checked is copied from there, not from memory
 
-NO_SPACE = {errno.ENOSPC: "the file system is full", errno.EDQUOT: "the quota is used up"}
-
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -85,21 +83,21 @@ Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 # The commit protocol
 
 
-class Plan(Protocol):
-    """What a process writes of a checkpoint."""
+class Save(Protocol):
+    """What a process writes of a checkpoint: `SavePlan`, or `pt_files.FullSave`."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors of the checkpoint, over all processes."""
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Writes this process's files; returns what they have to be, by name."""
+        """Write this process's files; return what they have to be, by name."""
 
 
 def save_checkpoint(
-    folder: Path, plan: Plan, manifest: Manifest, *, group: dist.ProcessGroup | None = None, lease: Lease | None = None
+    folder: Path, plan: Save, manifest: Manifest, *, group: dist.ProcessGroup | None = None, lease: Lease | None = None
 ) -> None:
-    """Writes a checkpoint so that it is either complete or not there; a collective call, also in a thread.
+    """Write a checkpoint so that it is either complete or not there; a collective call, also in a thread.
 
     Args:
         folder: the committed name; its parent holds the run's checkpoints.
@@ -122,19 +120,19 @@ def save_checkpoint(
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint so that one half removed never looks like one."""
+    """Remove a checkpoint so that one half removed never looks like one."""
     _remove(_hide(folder))
 
 
 def _hide(folder: Path) -> Path:
-    """Gives a checkpoint a name under which nobody reads it, and the next save removes it; returns that."""
+    """Give a checkpoint a name under which nobody reads it, and the next save removes it; return that."""
     unfinished = _temporary_name(folder)
     folder.rename(unfinished)
     return unfinished
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder, or a link to one and not what it leads to."""
+    """Remove a folder, or a link to one and not what it leads to."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -142,7 +140,7 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_or_warn(folder: Path) -> None:
-    """Removes what nobody reads. A network file system may refuse that while a file is open somewhere: no run ends."""
+    """Remove what nobody reads. A network file system may refuse that while a file is open somewhere: no run ends."""
     try:
         _remove(folder)
     except OSError as error:
@@ -150,12 +148,12 @@ def _remove_or_warn(folder: Path) -> None:
 
 
 def _temporary_name(folder: Path) -> Path:
-    """A new name each time: a process that wakes up in the middle of an old save must not write into a new one."""
+    """Return another name each time: a process that wakes up in the middle of an old save must not write into a new."""
     return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
 
 
-def _start_fresh(folder: Path, plan: Plan) -> Path:
-    """Makes an empty folder for a save, and removes what interrupted saves have left."""
+def _start_fresh(folder: Path, plan: Save) -> Path:
+    """Make an empty folder for a save, and remove what interrupted saves have left."""
     temporary = _temporary_name(folder)
     with _writing(folder, plan.total_bytes):
         for abandoned in unfinished_saves(folder.parent.parent):
@@ -164,12 +162,12 @@ def _start_fresh(folder: Path, plan: Plan) -> Path:
     return temporary
 
 
-def _write(temporary: Path, plan: Plan) -> dict[str, FileEntry]:
+def _write(temporary: Path, plan: Save) -> dict[str, FileEntry]:
     with _writing(temporary, plan.total_bytes):
         return plan.write(temporary)
 
 
-def _commit(temporary: Path, folder: Path, plan: Plan, manifest: Manifest, lease: Lease | None) -> None:
+def _commit(temporary: Path, folder: Path, plan: Save, manifest: Manifest, lease: Lease | None) -> None:
     content = json.dumps(manifest.document(), indent=1, allow_nan=False).encode()
     with _writing(temporary / MANIFEST, plan.total_bytes):
         with_retries(lambda: write_flushed(temporary / MANIFEST, content), f"writing {temporary / MANIFEST}")
@@ -197,17 +195,13 @@ def _writing(path: Path, total_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = f"{error}. Check the permissions there"
-        if error.errno == errno.EFBIG:  # however much is free
-            reason = reason_of(error)
-        elif error.errno in NO_SPACE:
+        reason = reason_of(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = next(shutil.disk_usage(each).free for each in path.parents if exists(each))
-            reason = (
-                f"{NO_SPACE[error.errno]}. The checkpoint takes {total_bytes:,} bytes, and {free:,} are free there. "
-                "Make room"
-            )
+            reason += f"; the checkpoint takes {total_bytes:,} bytes, and {free:,} are free there"
         raise CheckpointError(
-            f"cannot be written: {reason}, or give another --ckpt_save_path. Older checkpoints are untouched.",
+            f"cannot be written: {reason}. Make room, give write permission or give another --ckpt_save_path. Older "
+            "checkpoints are untouched",
             path=path,
         ) from None
 
@@ -234,11 +228,11 @@ class Chunk:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Chunk:
-        """All of a tensor."""
+        """Return all of a tensor."""
         return Chunk((0,) * len(shape), tuple(shape))
 
     def overlap(self, other: Chunk) -> Chunk | None:
-        """The part that this chunk and another of the same tensor both have, or None."""
+        """Return the part that this chunk and another of the same tensor both have, or None."""
         begins = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(map(sub, map(min, self.ends, other.ends), begins))
         return Chunk(begins, sizes) if all(size > 0 for size in sizes) else None
@@ -268,7 +262,7 @@ class SavePlan:
     total_bytes: int
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Writes this process's files, several at a time; returns what they have to be, by name."""
+        """Write this process's files, several at a time; return what they have to be, by name."""
         names = {
             number: f"shard-{dist.get_rank() + 1:05d}-model-{number:05d}-of-{self.number_of_files:05d}{SHARD_SUFFIX}"
             for number in self.files
@@ -276,15 +270,14 @@ class SavePlan:
 
         def write(number: int) -> FileEntry:
             path = folder / names[number]
-            with _writing(path, self.total_bytes):
-                return with_retries(lambda: write_chunks(path, self.files[number]), f"writing {path}")
+            return with_retries(lambda: write_chunks(path, self.files[number]), f"writing {path}")
 
         with ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="checkpoint") as pool:
             return dict(zip(names.values(), pool.map(write, names), strict=True))
 
 
 def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
-    """What this process writes of a checkpoint of `tensors`; nothing is copied."""
+    """Return what this process writes of a checkpoint of `tensors`; nothing is copied."""
     numbers = file_of_tensor(tensors, dist.get_world_size())
     files: dict[int, list[WriteItem]] = {}
     for name in _written_here(tensors):
@@ -294,36 +287,20 @@ def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process holds; the same memory."""
+    """Return the part of a tensor that this process holds; the same memory."""
     return local_part(tensor).detach()
 
 
 def local_chunk(tensor: torch.Tensor) -> Chunk:
-    """Where the part that this process holds lies in the whole tensor."""
-    # `DTensor.__create_chunk_list__` says this, too, but takes ten times as long, and a training step waits for it.
-    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    if is_sharded(tensor):
-        from torch.distributed.tensor import Shard  # here: what is sharded has imported it
-
-        coordinates = tensor.device_mesh.get_coordinate()
-        assert coordinates is not None, "this process is not part of the tensor's mesh"
-        for axis, placement in enumerate(tensor.placements):
-            if placement.is_replicate():
-                continue
-            assert type(placement) is Shard, f"{placement} is no layout of a parameter"
-            # As torch.chunk cuts: equal pieces, rounded up, until nothing is left.
-            dim, whole = placement.dim, sizes[placement.dim]
-            piece = -(-whole // tensor.device_mesh.size(axis))
-            begin = min(coordinates[axis] * piece, whole)
-            offsets[dim] += begin
-            sizes[dim] = min(piece, whole - begin)
-    chunk = Chunk(tuple(offsets), tuple(sizes))
-    assert chunk.sizes == tuple(local_tensor(tensor).shape), "the tensor is sharded in another way"
-    return chunk
+    """Return where in the whole tensor the part lies that this process holds."""
+    if not is_sharded(tensor):
+        return Chunk.whole(tensor.shape)
+    (held,) = tensor.__create_chunk_list__()  # DTensor's own protocol for checkpoints
+    return Chunk(tuple(held.offsets), tuple(held.sizes))
 
 
 def _written_here(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors whose local part this process writes; processes with the same parts share the work."""
+    """Return the tensors whose local part this process writes; processes with the same parts share the work."""
     written: dict[int, list[int]] = {}  # by number of replicas: bytes that each of them writes
     mine = []
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
@@ -338,7 +315,7 @@ def _written_here(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Which of how many holders of the same part this process is."""
+    """Return which of how many holders of the same part this process is."""
     if not is_sharded(tensor):
         return dist.get_rank(), dist.get_world_size()
     coordinates = tensor.device_mesh.get_coordinate()
@@ -352,7 +329,7 @@ def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
-    """Number of the file, from 1, that each tensor goes into; each process has files of its own with these numbers.
+    """Return the number of the file, from 1, that each tensor goes into; each process has its own files.
 
     Tensors of a block stand together, blocks in order. Files hold from `SMALL_FILE_BYTES` to `FILE_BYTES` of a process.
     """
@@ -375,7 +352,7 @@ def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict
 
 
 def write_chunks(path: Path, items: Sequence[WriteItem]) -> FileEntry:
-    """Writes chunks of tensors into a safetensors file, as `write_tensors`."""
+    """Write chunks of tensors into a safetensors file, as `write_tensors`."""
     # Wide elements first, so that each tensor begins at a multiple of its element's size.
     ordered = sorted(items, key=lambda item: (-item.values.element_size(), item.name))
     offsets = {item.name: {"saved_offsets": item.chunk.offsets} for item in ordered}
@@ -387,7 +364,7 @@ def write_chunks(path: Path, items: Sequence[WriteItem]) -> FileEntry:
 def write_tensors(
     path: Path, kinds: Kinds, values: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Writes tensors into a safetensors file, flushed to disk; what was there before is replaced.
+    """Write tensors into a safetensors file, flushed to disk; what was there before is replaced.
 
     Args:
         values: the tensors in the order of `kinds`; one is held at a time.
@@ -406,7 +383,7 @@ def write_tensors(
 
 
 def _contents(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of a file, in order; small ones are joined, since threads wait for each other at each write."""
+    """Return the bytes of a file, in order; small ones are joined, since threads wait for each other at each write."""
     small = [memoryview(header)]
     for (dtype, shape), value in zip(kinds.values(), values, strict=True):
         assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
@@ -435,12 +412,12 @@ def _header(kinds: Kinds, metadata: Mapping[str, str]) -> bytes:
 
 
 def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return prod(shape) * dtype.itemsize
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host."""
+    """Return the bytes of a contiguous tensor on the host."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

@@ -3,10 +3,10 @@
     checkpoint, sharded or full -> a tensor at a time, put together -> hf    config.json, safetensors, tokenizer, README
                                                                     -> full  four .pt files and a manifest
 
-It takes one process, no GPU, and the memory of one tensor. The folder appears complete or not at all. Weights in
-Hugging Face's form fill files of a bounded size, in the model's order, and an index says what is where. README.md is
-what the Hugging Face hub shows: nothing that only holds on the machine that trained the model, such as a path, is in
-it. The license is that of an imported model; the license of any other model is the user's to choose.
+It takes one process, no GPU, and the memory of one tensor (--format=full: of all). The folder appears complete or not
+at all. Weights in Hugging Face's form fill files of a bounded size, in the model's order, and an index says what is
+where. README.md is what the Hugging Face hub shows: nothing that only holds on the machine that trained the model, such
+as a path, is in it. The license is that of an imported model; the license of any other model is the user's to choose.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from pretraining.checkpoint.completeness import check_finite, tensor_faults
+from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
-from pretraining.checkpoint.pt_files import in_order, write_full
+from pretraining.checkpoint.pt_files import check_host_memory, write_full
 from pretraining.checkpoint.reader import TensorFiles
 from pretraining.checkpoint.start_point import CheckpointRef, named_checkpoint, open_tensors
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
@@ -54,7 +54,6 @@ log = logging.getLogger(__name__)
 
 ORIGIN_FILE = "imported.json"
 """In the folder of a run that `pretrain import` has made: what exports keep of the imported model."""
-_FAULTS_SHOWN = 3
 _MORE_TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "vocab.json", "merges.txt"),
@@ -76,7 +75,7 @@ def export(config: ExportConfig) -> None:
     tensors = open_tensors(checkpoint)
     faults = tensor_faults(checkpoint.path, tensors.chunks, checkpoint.manifest)
     if faults:
-        raise CheckpointError("; ".join(faults[:_FAULTS_SHOWN]) + f". See `pretrain verify {checkpoint.path}`")
+        raise CheckpointError(first_faults(faults) + f". See `pretrain verify {checkpoint.path}`")
     if config.format == "full":
         _export_full(config, checkpoint, tensors)
     else:
@@ -141,22 +140,14 @@ def _read_origin(checkpoint: CheckpointRef) -> dict[str, Any]:
 
 def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
     parameters, shapes = parameter_shapes(shape_of(checkpoint.manifest)), tensors.shapes()
-    place = {name: number for number, name in enumerate(parameters)}
-
-    def position(name: str) -> tuple[int, str]:
-        """Return the place of a tensor: that of its parameter, also for optimizer.exp_avg.<parameter>."""
-        return place.get(name, place.get(name.split(".", 2)[-1], len(place))), name
-
-    kinds = {name: (tensors.chunks[name][0].dtype, shapes[name]) for name in sorted(shapes, key=position)}
-
-    def read(name: str) -> torch.Tensor:
-        tensor = tensors.read(name)
-        return check_finite(checkpoint.path, name, tensor) if name in parameters else tensor
-
+    total = sum(size_of(tensors.chunks[name][0].dtype, shape) for name, shape in shapes.items())
+    check_host_memory(total, "Export on a machine with more")
     output = Path(config.output_path)
-    total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
-        files = write_full(folder, kinds, map(read, in_order(kinds)), checkpoint.manifest)
+        held = {name: tensors.read(name) for name in shapes}
+        for name in parameters:
+            check_finite(checkpoint.path, name, held[name])
+        files = write_full(folder, held, checkpoint.manifest)
         write_json(folder / MANIFEST, replace(checkpoint.manifest, files=files).document())
     print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {format_bytes(total)}")
     print_text("  files      " + ", ".join(FULL_FILES))

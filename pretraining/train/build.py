@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
+from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, tensor_state
 from pretraining.checkpoint.retention import set_aside
+from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef, find_start, load, make_run_folder, write_config
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import LlamaShape
@@ -30,6 +31,7 @@ from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel, compute_dtype, parallelize
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.replicas import Replicas
+from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import DamagedError
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.held_out import Evaluator
@@ -225,17 +227,15 @@ def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
         states["spikes"] = context.spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
-    contents = CheckpointContents(config, trained.parameters, trained.optimizer, plan.loader, observer, states)
+    saver = None
+    if config.checkpoint.ckpt_save_path is not None:
+        timeout = collective_timeout(config.guard)
+        saver = Saver(config.checkpoint, trained.parameters, trained.optimizer, job.lease, timeout)
     checkpoints = CheckpointManager(
-        config.checkpoint,
-        contents,
-        stopwatch,
-        training_tokens=tokens,
-        restored=plan.restored,
-        lease=job.lease,
-        events=job.events,
-        decided_by=_decided_by(plan) if plan.sources else None,
+        config.checkpoint, saver, manifest_of_run(config), plan.loader, states, observer, tokens
     )
+    if plan.restored is not None:
+        checkpoints.restore(plan.restored, _decided_by(plan) if plan.sources else None)
     evaluator.early_stopping.end_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # without one, there is nothing to profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from pretraining.checkpoint.pt_files import check_host_memory
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError
 from pretraining.estimate.advice import memory_advice
-from pretraining.estimate.memory import MemoryEstimate, estimate_memory
+from pretraining.estimate.memory import STATE_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.launch.machine import machine_memory
 from pretraining.observability.out_of_memory import format_bytes
 
@@ -42,12 +43,18 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
 
     Raises:
         ConfigError: it is more than there is, and `ignore_memory` is off; says what would fit.
+        CheckpointError: so is what full checkpoints gather.
     """
     device = processes.device
     needed, limit = _estimate(config, shape, shard_size, device), _limit_of(processes)
     if processes.is_main:
         log.info("memory      about %s of %s %s: %s", format_bytes(needed.total), *_words(limit), _parts(needed))
-    if needed.total * (1 - TOLERANCE) <= limit.bytes or config.run.ignore_memory:
+    if config.run.ignore_memory:
+        return
+    if processes.is_main and config.checkpoint.ckpt_format == "full" and (device.type == "cuda" or shard_size > 1):
+        gathered = STATE_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
+        check_host_memory(gathered, "Give --ckpt_format=sharded, or --ignore_memory=true to start all the same")
+    if needed.total * (1 - TOLERANCE) <= limit.bytes:
         return
     itemsize = compute_dtype(config.parallel, device).itemsize
     fitting = memory_advice(

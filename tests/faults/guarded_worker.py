@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ def learning_rate_explodes(job: Run, rank: int) -> None:
                 group["lr"] = 100.0
 
     job.context.optimizer.register_step_pre_hook(set_learning_rate)
-    folder = Path(job.checkpoints._run)
+    folder = job.checkpoints._config.folder
 
     def keep(module: nn.Module, inputs: Any) -> None:
         with (folder / f"trained_{rank}.jsonl").open("a") as file:

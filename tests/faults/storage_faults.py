@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pretraining import files
-from pretraining.checkpoint import manager, writer
+from pretraining.checkpoint import saver, writer
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.cli import main
 from pretraining.train import loop
@@ -64,7 +64,7 @@ def kill_in_save(rank: int, place: str, number: int) -> None:
             more["lease"] = SimpleNamespace(check=_die)
         else:
             assert place == "retention"
-            manager.tidy_up = _die
+            saver.tidy_up = _die
 
     _before_save(number, prepare)
 
@@ -142,7 +142,7 @@ def keep_rows(path: str) -> None:
 
 def _before_save(number: int, prepare: Callable[[dict[str, Any]], None]) -> None:
     """Calls `prepare` ahead of the save with this number, with its keyword arguments."""
-    saves, save_checkpoint = 0, manager.save_checkpoint
+    saves, save_checkpoint = 0, saver.save_checkpoint
 
     def counted(*args: Any, **more: Any) -> None:
         nonlocal saves
@@ -151,7 +151,7 @@ def _before_save(number: int, prepare: Callable[[dict[str, Any]], None]) -> None
             prepare(more)
         save_checkpoint(*args, **more)
 
-    manager.save_checkpoint = counted
+    saver.save_checkpoint = counted
 
 
 def _at_step(step: int, action: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ import torch
 from tiny_shape import TINY_SHAPE
 
 from pretraining.checkpoint.manifest import FORMAT_VERSION, MANIFEST, FileEntry, Manifest
-from pretraining.checkpoint.pt_files import in_order, write_full
+from pretraining.checkpoint.pt_files import write_full
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
@@ -27,7 +27,10 @@ SHAPES = {
     "scaled": replace(TINY_SHAPE, rope_theta=5e5, rope_scaling=SCALED, max_position_embeddings=128),
 }
 DATA = {
-    "phases": [{"first_step": 0, "weights": {"a": 1}}, {"first_step": 2, "weights": {"a": 1, "b": 2}}],
+    "phases": [
+        {"first_step": 0, "first_sample": 0, "global_batch_size": 4, "weights": {"a": 1}},
+        {"first_step": 2, "first_sample": 8, "global_batch_size": 4, "weights": {"a": 1, "b": 2}},
+    ],
     "datasets": {"a": {"tokens": 100}, "b": {"tokens": 1000}},
     "counts": {"a": 1, "b": 2},
     "next_sample": 12,
@@ -107,8 +110,7 @@ def write_sharded(
 
 def write_full_form(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
     folder.mkdir(parents=True)
-    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    files = write_full(folder, kinds, (tensors[name] for name in in_order(kinds)), manifest)
+    files = write_full(folder, tensors, manifest)
     write_manifest(folder, manifest, files)
     return dict(tensors)
 

@@ -26,7 +26,7 @@ def manifest_of(
 ) -> Manifest:
     data = {
         "next_sample": 12,
-        "phases": [{"first_step": 0, "weights": {"a": 1}}],
+        "phases": [{"first_step": 0, "first_sample": 0, "global_batch_size": 4, "weights": {"a": 1}}],
         "datasets": {"a": {}},
         "counts": {"a": 12},
         "skipped": [list(each) for each in skipped],

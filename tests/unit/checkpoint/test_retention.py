@@ -9,11 +9,20 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.checkpoint.examples import save
+from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint import retention
-from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints
-from pretraining.checkpoint.retention import Record, best_of, superseded, tidy_up
+from pretraining.checkpoint.manifest import (
+    BEST,
+    CHECKPOINTS,
+    GUARDS_STATE,
+    MANIFEST,
+    Record,
+    checkpoint_path,
+    committed_checkpoints,
+)
+from pretraining.checkpoint.retention import best_of, superseded, tidy_up
+from pretraining.checkpoint.writer import plan_save, save_checkpoint
 
 
 def record(step: int, kind: str = "interval", loss: float | None = None) -> Record:
@@ -66,6 +75,17 @@ def test_the_way_back_of_a_run_that_diverges_stays_until_an_update_is_made_again
     sound, skipping = record(1, kind), [replace(record(step), skipped_in_a_row=step) for step in (2, 3)]
     assert superseded([sound, *skipping], skipping[-1], None, 1) == skipping[:1]
     assert superseded([sound, skipping[-1], record(4)], record(4), None, 1) == [sound, skipping[-1]]
+
+
+def test_updates_left_out_are_counted_by_the_manifest(tmp_path: Path) -> None:
+    save(tmp_path, 1, "preempt")
+    skipping = replace(manifest_of(2), state={GUARDS_STATE: {"skipped_in_a_row": 1}})
+    newest = checkpoint_path(tmp_path, 2)
+    save_checkpoint(newest, plan_save(tensors(2.0)), skipping)
+    tidy_up(tmp_path, newest, 1)
+    assert names_in(tmp_path) == ["step_1_ckp.preempt", "step_2_ckp"]
+    tidy_up(tmp_path, save(tmp_path, 3), 1)
+    assert names_in(tmp_path) == ["step_3_ckp"]
 
 
 def names_in(run: Path) -> list[str]:

@@ -26,6 +26,7 @@ from unit.checkpoint.checkpoint_files import (
     write_sharded,
 )
 
+from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, read_manifest
 from pretraining.checkpoint.reader import TensorFiles, file_entry
 from pretraining.config.commands import ExportConfig
@@ -33,6 +34,7 @@ from pretraining.config.recipes import dump_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
+from pretraining.launch.machine import MachineMemory
 from pretraining.model.hf import parameter_shapes
 from pretraining.model.llama import Llama
 from pretraining.tools.export import export
@@ -267,6 +269,16 @@ def test_the_full_form_is_a_checkpoint_with_the_same_tensors(
     assert replace(manifest, files={}) == replace(original, files={})
     assert list(torch.load(tmp_path / "out" / FULL_FILES[0], weights_only=True)) == list(parameter_shapes(PLAIN))
     assert "--ckpt_load_path=" in capsys.readouterr().out
+
+
+def test_a_full_form_that_does_not_fit_into_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.setattr(pt_files, "machine_memory", lambda: MachineMemory(10_000, 10**6, "this machine"))
+    with pytest.raises(CheckpointError):
+        run_export(tmp_path, format="full")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_an_older_one_is_exported_by_its_path(

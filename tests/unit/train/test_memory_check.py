@@ -11,10 +11,11 @@ import torch
 from training_runs import reports_of
 from unit.train.whole_runs import start
 
+from pretraining.checkpoint import pt_files
 from pretraining.config.command_line import load_train_config
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import Processes
-from pretraining.errors import ConfigError
+from pretraining.errors import CheckpointError, ConfigError
 from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import MachineMemory
 from pretraining.observability.out_of_memory import format_bytes
@@ -30,7 +31,8 @@ def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> N
     here = Processes(0, processes, 0, processes, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         found = MachineMemory(int(gib * GIB), int(2 * gib * GIB), "this machine")
-        patch.setattr(memory_check, "machine_memory", lambda: found)
+        for module in (memory_check, pt_files):
+            patch.setattr(module, "machine_memory", lambda: found)
         check_memory(config, resolve_shape(config.model), shard_size, here)
 
 
@@ -47,6 +49,18 @@ def test_what_cannot_fit_is_refused_with_what_would(gib: float, flags: str, woul
     with pytest.raises(ConfigError, match=re.escape(would_fit)) as refused:
         check(gib, *flags.split())
     assert {"batch_size", "seq_length", "ignore_memory"} <= set(refused.value.settings)
+
+
+def test_a_run_whose_full_checkpoints_cannot_be_gathered_is_refused() -> None:
+    model = ("model_variant=125m", "batch_size=1", "seq_length=256")
+    flags = (*model, "ckpt_format=full", "ckpt_save_path=run")  # 12 bytes per parameter
+    check(1.4, *flags, "ignore_memory=true", processes=2, shard_size=2)
+    check(12, *flags, shard_size=8)
+    with pytest.raises(CheckpointError) as refused:
+        check(1.4, *flags, shard_size=8)
+    assert set(refused.value.settings) == {"ckpt_format", "ignore_memory"}
+    with pytest.raises(ConfigError):  # alone on a CPU it needs no other copy, and is too large itself
+        check(1.4, *flags)
 
 
 def test_processes_of_a_machine_share_its_memory() -> None:

@@ -123,7 +123,7 @@ def test_either_form_goes_on_bit_for_bit_from_the_other(tmp_path: Path, kind: st
     assert equal(full, whole) and equal(moved, whole)
     assert losses_of(full) == losses_of(whole) and losses_of(moved) == losses_of(full)[3:]
     iteration: dict[str, Any] = torch.load(checkpoint(full, 4) / "iter_state_dict.pt", weights_only=True)
-    assert (iteration["segment"], iteration["segment_start"], iteration["segment_end"]) == (0, 0, 4)
+    assert (iteration["segment"], iteration["segment_start"], iteration["segment_end"]) == (0, 0, 8)  # samples
 
 
 def test_a_full_checkpoint_that_was_changed_is_passed_over(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from unit.checkpoint.examples import manifest_of
 
-from pretraining.checkpoint import async_save as staging_module
-from pretraining.checkpoint.async_save import Staging
+from pretraining.checkpoint import saver as saver_module
+from pretraining.checkpoint.saver import Saver, Staging
 from pretraining.checkpoint.writer import Chunk, SavePlan, WriteItem
+from pretraining.config.training import CheckpointConfig
 
 
 def share_of(*tensors: torch.Tensor) -> SavePlan:
@@ -19,7 +22,7 @@ def share_of(*tensors: torch.Tensor) -> SavePlan:
 
 
 def test_a_copy_stays_what_it_was_and_the_next_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "SLAB_BYTES", 256)
+    monkeypatch.setattr(saver_module, "SLAB_BYTES", 256)
     tensors = [
         torch.randn(3, 5),
         torch.randn(1000),  # larger than a slab
@@ -44,7 +47,7 @@ def test_a_copy_stays_what_it_was_and_the_next_takes_its_place(monkeypatch: pyte
 
 
 def test_the_copies_take_little_more_memory_than_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "SLAB_BYTES", 2**16)
+    monkeypatch.setattr(saver_module, "SLAB_BYTES", 2**16)
     tensors = [torch.empty(size) for size in (1, 12_000, 10_000, 37, *[1000] * 40)]
     buffers = Staging(torch.device("cpu")).copy(share_of(*tensors)).files
     slabs = {
@@ -72,12 +75,30 @@ def test_a_save_that_is_waited_for_uses_pinned_memory_that_is_there(monkeypatch:
     staging = Staging(torch.device("cpu"))
     for name, stand_in in (("current_stream", lambda device: None), ("stream", lambda stream: nullcontext())):
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(
-        staging_module, "_allocate", lambda tensors, pinned: [torch.empty_like(each) for each in tensors]
-    )
+    monkeypatch.setattr(saver_module, "_allocate", lambda tensors, pinned: [torch.empty_like(each) for each in tensors])
     monkeypatch.setattr(staging, "_stream", CopyStream())
     assert staging.copy_if_pinned(plan) is plan  # the first save of a run takes no memory for it
     background = staging.copy(plan)
     waited = staging.copy_if_pinned(plan)
     assert waited.files[1][0].values is background.files[1][0].values is not plan.files[1][0].values
     assert torch.equal(waited.files[1][0].values, plan.files[1][0].values)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_files_are_written_once_all_is_copied_and_no_update_comes_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(Staging, "wait", lambda staging: calls.append("copied"))
+    monkeypatch.setattr(Staging, "hold_update", lambda staging: calls.append("update"))
+    monkeypatch.setattr(saver_module, "save_checkpoint", lambda *args, **more: calls.append("written"))
+    monkeypatch.setattr(Saver, "tidy_up", lambda *args: None)
+    parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
+    optimizer = torch.optim.SGD(parameters.values())
+    saver = Saver(CheckpointConfig(ckpt_save_path=str(tmp_path), async_save=True), parameters, optimizer)
+    assert saver.save(manifest_of(3), wait=False) is None
+    saved = saver.wait()
+    assert saved is not None and saved.manifest == manifest_of(3) and calls[-2:] == ["copied", "written"]
+    optimizer.step()
+    assert calls[-1] == "update"
+    saver.close()
