@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.config.training import ShardingStrategy
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -33,7 +31,7 @@ class ShardedModel:
         module: nn.Module,
         blocks: Iterable[nn.Module],
         mesh: DeviceMesh,
-        strategy: ShardingStrategy,
+        shards_parameters: bool,
         dtype: torch.dtype,
         device: torch.device,
         tie_weights: Callable[[], None],
@@ -43,9 +41,8 @@ class ShardedModel:
         policy = precision_policy(dtype)
         # A replicate axis of one would add an all-reduce with nobody.
         axes = mesh if mesh.size(0) > 1 else mesh["shard"]
-        is_freed = strategy in ("fsdp", "hsdp")
         for block in blocks:
-            fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=is_freed)
+            fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=shards_parameters)
         # The root's parameters are needed at both ends of forward and backward: never freed between them.
         root = fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=False)
         groups = [each for each in module.modules() if _is_group(each)]
@@ -58,7 +55,7 @@ class ShardedModel:
         self.module = module
         self.parameters = dict(module.named_parameters())
         self._root = root
-        self._kept_gathered = [root] if is_freed else groups
+        self._kept_gathered = [root] if shards_parameters else groups
 
     def next_backward(self, is_last: bool) -> None:
         """Prepares the next forward and backward, perhaps the last of the step.

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import ParallelConfig
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
 from pretraining.distributed.compile import compile_blocks
@@ -53,7 +54,8 @@ def parallelize(
     dtype = compute_dtype(parallel, device)
     if mesh["shard"].size() == 1:
         return ReplicatedModel(module, dtype, device, mesh["replicate"].get_group())
-    return ShardedModel(module, blocks, mesh, parallel.sharding_strategy, dtype, device, tie_weights)
+    shards_parameters = STRATEGIES[parallel.sharding_strategy].shards_parameters
+    return ShardedModel(module, blocks, mesh, shards_parameters, dtype, device, tie_weights)
 
 
 def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
+from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.estimate.devices import Gpu
@@ -87,7 +88,7 @@ class StepTime:
 
 
 def estimate_step_time(
-    config: TrainConfig, shape: LlamaShape, batch: BatchPlan, cluster: Cluster, shard_size: int
+    config: TrainConfig, shape: LlamaShape, batch: BatchSizes, cluster: Cluster, shard_size: int
 ) -> StepTime:
     """Estimates the time of a step in bfloat16.
 
@@ -124,8 +125,7 @@ def _communication(
     groups = cluster.gpus // shard_size
     within = 0.0
     if shard_size > 1:
-        frees_blocks = config.parallel.sharding_strategy in ("fsdp", "hsdp")
-        gathers = 2 * steps if frees_blocks else 1
+        gathers = 2 * steps if STRATEGIES[config.parallel.sharding_strategy].shards_parameters else 1
         within = gathers * cluster.seconds_to_gather(COMPUTE_BYTES * parameters, shard_size)
         within += steps * cluster.seconds_to_gather(REDUCED_BYTES * parameters, shard_size)
     if groups == 1:

@@ -21,7 +21,7 @@ from pretraining.checkpoint.lease import Lease, look_at_lease
 from pretraining.checkpoint.manager import CheckpointContents, CheckpointManager
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder, write_config
-from pretraining.config.batch_plan import BatchPlan, plan_batch
+from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.dataset import build_loader
@@ -126,7 +126,7 @@ class RunOutline:
     abandoned: list[Path]
     data: OpenedDatasets | None
     training_tokens: int | None
-    batch: BatchPlan
+    batch: BatchSizes
     token_schedule: TokenSchedule
     learning_rate: LearningRate
     loader: Loader
@@ -279,7 +279,9 @@ def _outline(
     if restored is not None and threads is not None and processes.device.type == "cpu":
         told = take_threads(restored.manifest.world, config.parallel, processes.world_size, threads)
 
-    batch = plan_batch(config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None)
+    batch = resolve_batch_sizes(
+        config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None
+    )
     loader = on_every_rank(
         lambda: build_loader(data, config.data, batch, processes.rank, config.run.seed, shape.vocab_size)
     )

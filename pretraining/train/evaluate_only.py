@@ -14,7 +14,7 @@ from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
 from pretraining.checkpoint.start_point import CheckpointRef, find_checkpoint, load, newest_run_path
-from pretraining.config.batch_plan import plan_batch
+from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.float8 import check_float8
@@ -88,7 +88,7 @@ def evaluate_only(
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, device))
     data = open_data(config, processes)
-    batch = plan_batch(config.batch, processes.world_size, manifest.global_batch_size or None)
+    batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
     sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
     model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
     start = _load(config, {parameter_name(name): parameter for name, parameter in model.parameters.items()})

@@ -1,7 +1,7 @@
 """How a global batch is cut into the micro-batches of each data-parallel rank.
 
 `global_batch_size` is what learning sees, `batch_size` is what one GPU can hold. From these and the number of ranks
-`plan_batch` derives the rest, so the same sequences make a step on any number of ranks:
+`resolve_batch_sizes` derives the rest, so the same sequences make a step on any number of ranks:
 
     slots of the global batch   0 ............................................ G
     shares of the ranks         | rank 0: m | rank 1: m | rank 2: m - 1 |        near-equal, contiguous
@@ -23,7 +23,7 @@ LARGEST_GLOBAL_BATCH = 10**8
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchSizes:
     """The batch of one optimizer step on every rank.
 
     Attributes:
@@ -70,9 +70,9 @@ class BatchPlan:
         return text
 
 
-def plan_batch(
+def resolve_batch_sizes(
     batch: BatchConfig, data_parallel_ranks: int, restored_global_batch_size: int | None = None
-) -> BatchPlan:
+) -> BatchSizes:
     """Cuts the global batch for a number of ranks; without one, it is batch_size x grad_accum_steps x ranks.
 
     The largest share m = ceil(G / W) is taken in as few micro-batches as `batch_size` allows, n = ceil(m / batch_size),
@@ -93,14 +93,14 @@ def plan_batch(
         size, steps = restored_global_batch_size, None
     if size is None:
         steps = 1 if steps is None else steps
-        return BatchPlan(batch.batch_size * steps * data_parallel_ranks, batch.batch_size, steps, data_parallel_ranks)
+        return BatchSizes(batch.batch_size * steps * data_parallel_ranks, batch.batch_size, steps, data_parallel_ranks)
 
     largest_share = -(-size // data_parallel_ranks)
     if steps is None:
         steps = -(-largest_share // batch.batch_size)
     else:
         _check_accumulation(size, batch.batch_size, steps, data_parallel_ranks, largest_share)
-    return BatchPlan(size, -(-largest_share // steps), steps, data_parallel_ranks)
+    return BatchSizes(size, -(-largest_share // steps), steps, data_parallel_ranks)
 
 
 def _check_accumulation(size: int, batch_size: int, steps: int, ranks: int, largest_share: int) -> None:
