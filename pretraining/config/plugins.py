@@ -33,7 +33,9 @@ class OptimizerEntry:
         options: the settings of the section `optimizer` that it reads besides learning_rate and weight_decay.
         defaults: what these settings stand for where they are none.
         moments: what it keeps of a parameter's shape for each parameter; "momentum_buffer" with momentum only.
-        matrix_moments: the same for the matrices of blocks, where that is something else.
+        matrix_moments: the same for the matrices of blocks, if that is something else.
+        update_bytes: of temporary tensors in an update, per parameter of the larger group of parameters.
+        matrix_update_bytes: per parameter of the blocks' matrices instead, (whole, sharded).
     """
 
     path: str
@@ -41,6 +43,8 @@ class OptimizerEntry:
     defaults: Mapping[str, Any]
     moments: tuple[str, ...]
     matrix_moments: tuple[str, ...] | None = None
+    update_bytes: int = 0
+    matrix_update_bytes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,15 +95,21 @@ OPTIMIZERS = {
         ("momentum",),
         {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9},
         _MOMENTUM,
+        update_bytes=4,
     ),
     "nadam": OptimizerEntry(
-        "pretraining.optim.adaptive:nadam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
+        "pretraining.optim.adaptive:nadam",
+        _OF_ADAM,
+        {"learning_rate": 3e-4, "weight_decay": 0.1},
+        _ADAM_MOMENTS,
+        update_bytes=8,
     ),
     "rmsprop": OptimizerEntry(
         "pretraining.optim.adaptive:rmsprop",
         ("rms_alpha", "momentum", "adam_epsilon"),
         {"learning_rate": 3e-4, "weight_decay": 0.0, "rms_alpha": 0.99, "momentum": 0.0},
         ("square_avg", *_MOMENTUM),
+        update_bytes=4,
     ),
     "muon": OptimizerEntry(
         "pretraining.optim.muon:muon",
@@ -107,6 +117,7 @@ OPTIMIZERS = {
         {"learning_rate": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "muon_ns_steps": 5},
         _ADAM_MOMENTS,
         matrix_moments=_MOMENTUM,
+        matrix_update_bytes=(5, 10),  # as simulated; sharded ones go to their owners and back
     ),
 }
 _OF_STABLE_PHASE = ("warmup_steps", "min_lr_ratio", "stable_steps", "decay_steps")

@@ -11,8 +11,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from pretraining.config.plugins import OPTIMIZERS
+from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import PER_OPERATION, OptimizerConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape, block_parameters, parameter_count
+from pretraining.estimate.flops import block_costs
 
 MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer sees it, and of its gradient: float32."""
@@ -20,10 +22,6 @@ STATE_BYTES = 4
 """Bytes of what an optimizer keeps for a parameter, each time: float32."""
 RUNTIME_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Programs, and on a GPU the context, kernels and the buffers of communication; about what an idle process holds."""
-UPDATE_BYTES = {"nadam": 8, "rmsprop": 4, "normalized_sgdm": 4}
-"""Of temporary tensors in an update, a parameter of the larger group of parameters, of optimizers that need any."""
-MUON_BYTES = {"whole": 5, "sharded": 10}
-"""The same for muon, a parameter of the blocks' matrices, as simulated; sharded ones go to their owners and back."""
 LOGITS_AT_ONCE = 2**28
 """Logits of a chunk of the loss on a GPU, at most, where it is taken in chunks."""
 
@@ -110,43 +108,35 @@ def optimizer_state_bytes(optimizer: OptimizerConfig, shape: LlamaShape, shard_s
 
 
 def _own_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int]:
-    """Returns the parameters on one rank: of the blocks' matrices, and all others.
+    """Return the parameters on one rank: of the blocks' matrices, and all others.
 
     FSDP2 cuts each parameter by its rows, and every rank has memory for as many as the one with most.
     """
-    width, feed_forward = shape.hidden_size, shape.intermediate_size
-    query, key_value = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
-    of_block = (
-        *((query, width), (key_value, width), (key_value, width), (width, query)),
-        *((feed_forward, width), (feed_forward, width), (width, feed_forward)),
-    )
-    matrices_of_vocabulary = 1 if shape.tie_word_embeddings else 2
-    norms = 2 * shape.num_hidden_layers + 1
 
     def own(rows: int, columns: int) -> int:
         return -(-rows // shard_size) * columns
 
-    matrices = shape.num_hidden_layers * sum(own(*size) for size in of_block)
-    return matrices, matrices_of_vocabulary * own(shape.vocab_size, width) + norms * own(width, 1)
+    matrices = shape.num_hidden_layers * sum(own(rows, columns) for rows, columns in block_costs(shape).matrices)
+    of_vocabulary = (1 if shape.tie_word_embeddings else 2) * own(shape.vocab_size, shape.hidden_size)
+    return matrices, of_vocabulary + (2 * shape.num_hidden_layers + 1) * own(shape.hidden_size, 1)
 
 
 def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str) -> int:
     """Bytes that a block's forward pass keeps for each token, for its backward pass.
 
-    in e bytes   the inputs of q, k, v and of gate, up: 2·D; queries and what attention gives: 2·H·E; keys and
-                 values: 2·K·E; gate, its SiLU, up, and their product: 4·F
+    in e bytes   the inputs of q, k, v and of gate, up: 2·D, as many as the results of o and down, which are not kept;
+                 the other results of matrix products and attention; gate's SiLU and its product with up: 2·F
     norms        two inputs: 2·D in e bytes on a GPU, whose kernel computes the rest again; on a CPU inputs and
                  normed values in float32: 4·D
     float32      the norms' scales, 2, and attention's log-sum-exp, H
     """
-    width, feed_forward = shape.hidden_size, shape.intermediate_size
-    heads = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-    norms = 16 * width if device_type == "cpu" else 2 * width * compute_bytes
-    return compute_bytes * (2 * width + 2 * heads + 4 * feed_forward) + norms + 4 * (2 + shape.num_attention_heads)
+    norms = shape.hidden_size * (16 if device_type == "cpu" else 2 * compute_bytes)
+    kept = block_costs(shape).results + 2 * shape.intermediate_size
+    return compute_bytes * kept + norms + 4 * (2 + shape.num_attention_heads)
 
 
 def loss_chunk_tokens(device_type: str, vocab_size: int) -> int:
-    """Returns the tokens of a chunk of the loss where the setting leaves them to the device; see `model/loss.py`."""
+    """Return the tokens of a chunk of the loss where the setting leaves them to the device; see `model/loss.py`."""
     if device_type == "cpu":
         return 256
     return max(256, LOGITS_AT_ONCE >> (vocab_size - 1).bit_length())
@@ -195,6 +185,11 @@ class _Step:
         return self.shard_size > 1
 
     @property
+    def frees_blocks(self) -> bool:
+        """Whether the strategy keeps whole parameters of no block longer than it computes."""
+        return STRATEGIES[self.config.parallel.sharding_strategy].shards_parameters
+
+    @property
     def has_copies(self) -> bool:
         """Whether a model that is not sharded computes with other parameters than its masters."""
         return not self.is_sharded and self.itemsize < MASTER_BYTES
@@ -241,9 +236,7 @@ class _Step:
         reduced, full = hidden, self.kept
         if parallel.selective_checkpointing == PER_OPERATION:
             # Results of matrix products and attention as well; the last one is not needed, but kept.
-            heads = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-            values = 2 * heads + 2 * shape.hidden_size + 2 * shape.intermediate_size
-            reduced += self.tokens * (self.itemsize * values + 4 * shape.num_attention_heads)
+            reduced += self.tokens * (self.itemsize * block_costs(shape).results + 4 * shape.num_attention_heads)
             full += hidden
         found = [(self.kept, self.kept)] * shape.num_hidden_layers
         for index in again:
@@ -278,7 +271,7 @@ def _at_loss(step: _Step) -> _Moment:
     itemsize, layers, hidden = step.itemsize, step.shape.num_hidden_layers, step.tokens * step.shape.hidden_size
     if step.is_sharded:
         # The buffer that the last block was gathered into, which was copied out, is there until the next one comes.
-        whole = step.root + step.block * (1 if _frees_blocks(step) else layers + 1)
+        whole = step.root + step.block * (1 if step.frees_blocks else layers + 1)
         gathered = itemsize * whole + (MASTER_BYTES * step.root if step.accumulates else 0)
     else:
         gathered = itemsize * (step.root + layers * step.block) if step.has_copies else 0
@@ -298,7 +291,7 @@ def _in_block(step: _Step, index: int, kept: int) -> _Moment:
     if step.is_sharded:
         temporary += itemsize * width * feed_forward
         # The next block is gathered, and the gradients of the one before are being reduced.
-        blocks = min(2, index + 1) if _frees_blocks(step) else index + 1
+        blocks = min(2, index + 1) if step.frees_blocks else index + 1
         gathered = itemsize * (step.root + blocks * step.block)
         gathered += MASTER_BYTES * (step.block if done else step.root if step.accumulates else 0)
     else:
@@ -329,17 +322,15 @@ def _after_blocks(step: _Step) -> Iterator[_Moment]:
 
 def _update_bytes(step: _Step) -> int:
     """What an update takes on its way, which is done group by group: matrices, then embedding and norms."""
-    optimizer = step.config.optimizer.optimizer
+    entry = OPTIMIZERS.get(step.config.optimizer.optimizer)
+    if entry is None:
+        return 0
     matrices, rest = _own_parameters(step.shape, step.shard_size)
-    if optimizer == "muon":
-        return matrices * MUON_BYTES["sharded" if step.is_sharded else "whole"]
+    if entry.matrix_update_bytes is not None:
+        return matrices * entry.matrix_update_bytes[step.is_sharded]
     rows = 0 if step.shape.tie_word_embeddings else -(-step.shape.vocab_size // step.shard_size)
     head = rows * step.shape.hidden_size
-    return UPDATE_BYTES.get(optimizer, 0) * max(matrices + head, rest - head)
-
-
-def _frees_blocks(step: _Step) -> bool:
-    return step.config.parallel.sharding_strategy in ("fsdp", "hsdp")
+    return entry.update_bytes * max(matrices + head, rest - head)
 
 
 def _loss_bytes(step: _Step) -> int:
