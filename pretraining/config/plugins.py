@@ -29,7 +29,8 @@ class OptimizerEntry:
     """An optimizer that ships with the project.
 
     Attributes:
-        path: of the function that makes it, as `package.module:name`.
+        path: as `package.module:Name`, of its class, which is made over parameter groups with settings by the names
+            that torch's optimizers use; or of a function that is given the parameters, and settings by our names.
         options: the settings of the section `optimizer` that it reads besides learning_rate and weight_decay.
         defaults: what these settings stand for where they are none.
         moments: what it keeps of a parameter's shape for each parameter; "momentum_buffer" with momentum only.
@@ -78,34 +79,34 @@ _ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOMENTUM = ("momentum_buffer",)
 OPTIMIZERS = {
     "adamw": OptimizerEntry(
-        "pretraining.optim.adaptive:adamw", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
+        "pretraining.optim.adaptive:FusedAdamW", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
     ),
     "adam": OptimizerEntry(
-        "pretraining.optim.adaptive:adam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.0}, _ADAM_MOMENTS
+        "pretraining.optim.adaptive:FusedAdam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.0}, _ADAM_MOMENTS
     ),
-    "sgd": OptimizerEntry("pretraining.optim.momentum:sgd", (), {"learning_rate": 0.1, "weight_decay": 0.0}, ()),
+    "sgd": OptimizerEntry("pretraining.optim.momentum:SGD", (), {"learning_rate": 0.1, "weight_decay": 0.0}, ()),
     "sgdm": OptimizerEntry(
-        "pretraining.optim.momentum:sgdm",
+        "pretraining.optim.momentum:SGD",
         ("momentum", "nesterov"),
         {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False},
         _MOMENTUM,
     ),
     "normalized_sgdm": OptimizerEntry(
-        "pretraining.optim.momentum:normalized_sgdm",
+        "pretraining.optim.momentum:NormalizedSGDM",
         ("momentum",),
         {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9},
         _MOMENTUM,
         update_bytes=4,
     ),
     "nadam": OptimizerEntry(
-        "pretraining.optim.adaptive:nadam",
+        "pretraining.optim.adaptive:NAdamW",
         _OF_ADAM,
         {"learning_rate": 3e-4, "weight_decay": 0.1},
         _ADAM_MOMENTS,
         update_bytes=8,
     ),
     "rmsprop": OptimizerEntry(
-        "pretraining.optim.adaptive:rmsprop",
+        "pretraining.optim.adaptive:RMSprop",
         ("rms_alpha", "momentum", "adam_epsilon"),
         {"learning_rate": 3e-4, "weight_decay": 0.0, "rms_alpha": 0.99, "momentum": 0.0},
         ("square_avg", *_MOMENTUM),

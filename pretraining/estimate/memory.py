@@ -7,7 +7,7 @@ N tokens of a micro-batch, n tokens of a chunk of the loss, e bytes of a value i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from pretraining.config.plugins import OPTIMIZERS
@@ -66,7 +66,7 @@ class MemoryEstimate:
 def estimate_memory(
     config: TrainConfig, shape: LlamaShape, *, shard_size: int, compute_bytes: int, device_type: str
 ) -> MemoryEstimate:
-    """Estimates the memory of one rank at the peak of a training step.
+    """Estimate the memory of one rank at the peak of a training step.
 
     The state is exact. The rest is that of the moment of a step which takes most (`_moments`), by the shapes of the
     tensors that are there; on a CPU each part is that of its own largest moment. It leaves out reserves of allocators
@@ -96,33 +96,34 @@ def estimate_memory(
 
 
 def optimizer_state_bytes(optimizer: OptimizerConfig, shape: LlamaShape, shard_size: int = 1) -> int:
-    """Bytes that an optimizer keeps on one of `shard_size` ranks, without its counters, 4 bytes a parameter tensor.
+    """Return the bytes that an optimizer keeps on one of `shard_size` ranks, without 4 per parameter tensor to count.
 
     One of the user's own is taken to keep as much as AdamW.
     """
     if optimizer.optimizer not in OPTIMIZERS:
         optimizer = OptimizerConfig()
-    matrices, rest = _own_parameters(shape, shard_size)
+    matrices, norms, root = _own_parameters(shape, shard_size)
     of_matrices, of_rest = (len(optimizer.moments(in_matrix=in_matrix)) for in_matrix in (True, False))
-    return STATE_BYTES * (matrices * of_matrices + rest * of_rest)
+    of_block = matrices * of_matrices + norms * of_rest
+    return STATE_BYTES * (shape.num_hidden_layers * of_block + root * of_rest)
 
 
-def _own_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int]:
-    """Return the parameters on one rank: of the blocks' matrices, and all others.
+def _own_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int, int]:
+    """Return the parameters on one rank: of a block's matrices, of its norms, and of embedding, last norm and head.
 
     FSDP2 cuts each parameter by its rows, and every rank has memory for as many as the one with most.
     """
 
-    def own(rows: int, columns: int) -> int:
+    def own(rows: int, columns: int = 1) -> int:
         return -(-rows // shard_size) * columns
 
-    matrices = shape.num_hidden_layers * sum(own(rows, columns) for rows, columns in block_costs(shape).matrices)
+    norm = own(shape.hidden_size)
     of_vocabulary = (1 if shape.tie_word_embeddings else 2) * own(shape.vocab_size, shape.hidden_size)
-    return matrices, of_vocabulary + (2 * shape.num_hidden_layers + 1) * own(shape.hidden_size, 1)
+    return sum(own(*each) for each in block_costs(shape).matrices), 2 * norm, of_vocabulary + norm
 
 
 def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str) -> int:
-    """Bytes that a block's forward pass keeps for each token, for its backward pass.
+    """Return the bytes that a block's forward pass keeps for each token, for its backward pass.
 
     in e bytes   the inputs of q, k, v and of gate, up: 2·D, as many as the results of o and down, which are not kept;
                  the other results of matrix products and attention; gate's SiLU and its product with up: 2·F
@@ -167,17 +168,20 @@ class _Step:
     device_type: str
 
     @cached_property
-    def own(self) -> int:
-        """Of all gradients, and of all parameters, in float32: this rank's part."""
-        return MASTER_BYTES * sum(_own_parameters(self.shape, self.shard_size))
+    def own_block(self) -> int:
+        """Of a block's gradients, and parameters, in float32: this rank's part."""
+        matrices, norms, _ = _own_parameters(self.shape, self.shard_size)
+        return MASTER_BYTES * (matrices + norms)
 
     @cached_property
-    def own_block(self) -> int:
-        """Of a block's gradients: this rank's part."""
-        one, two = (
-            sum(_own_parameters(replace(self.shape, num_hidden_layers=layers), self.shard_size)) for layers in (1, 2)
-        )
-        return MASTER_BYTES * (two - one)
+    def own_root(self) -> int:
+        """The same of embedding, last norm and head."""
+        return MASTER_BYTES * _own_parameters(self.shape, self.shard_size)[2]
+
+    @property
+    def own(self) -> int:
+        """The same of the model."""
+        return self.shape.num_hidden_layers * self.own_block + self.own_root
 
     @property
     def is_sharded(self) -> bool:
@@ -250,7 +254,7 @@ class _Step:
 
 
 def _moments(step: _Step) -> Iterator[_Moment]:
-    """Yields the moments of a step that may take most: the loss, the backward of each block, the end, the update."""
+    """Yield the moments of a step that may take most: the loss, the backward of each block, the end, the update."""
     yield _at_loss(step)
     before = sum(stored for stored, _ in step.blocks)
     for index in reversed(range(len(step.blocks))):
@@ -314,8 +318,7 @@ def _after_blocks(step: _Step) -> Iterator[_Moment]:
         return
     # A tied one has the gradients of both, and their sum. Those of the first block are on their way, too.
     gradients = itemsize * step.vocabulary * (3 if step.shape.tie_word_embeddings else 2)
-    own_root = step.own - step.shape.num_hidden_layers * step.own_block
-    there = step.own if step.accumulates else step.own - own_root
+    there = step.own if step.accumulates else step.own - step.own_root
     yield _Moment(there, itemsize * step.root + MASTER_BYTES * step.block + gradients)
     yield _Moment(step.own, (2 * itemsize + MASTER_BYTES) * step.root)
 
@@ -325,7 +328,8 @@ def _update_bytes(step: _Step) -> int:
     entry = OPTIMIZERS.get(step.config.optimizer.optimizer)
     if entry is None:
         return 0
-    matrices, rest = _own_parameters(step.shape, step.shard_size)
+    of_block, norms, root = _own_parameters(step.shape, step.shard_size)
+    matrices, rest = step.shape.num_hidden_layers * of_block, step.shape.num_hidden_layers * norms + root
     if entry.matrix_update_bytes is not None:
         return matrices * entry.matrix_update_bytes[step.is_sharded]
     rows = 0 if step.shape.tie_word_embeddings else -(-step.shape.vocab_size // step.shard_size)
