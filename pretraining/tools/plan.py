@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.commands import PlanConfig
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.strategies import mesh_shape
+from pretraining.config.strategies import STRATEGIES, mesh_shape
 from pretraining.config.training import ALL_BLOCKS, ParallelConfig, ShardingStrategy
 from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
@@ -373,7 +373,7 @@ def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
 
 def _layout(chosen: Plan) -> str:
     strategy, recomputed = chosen.parallel.sharding_strategy, _checkpointing(chosen.parallel)
-    group = f", groups of {chosen.shard_size}" if strategy.startswith("hsdp") else ""
+    group = f", groups of {chosen.shard_size}" if STRATEGIES[strategy].in_groups else ""
     return f"{strategy}{group}, checkpointing {recomputed}"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 import time
 from dataclasses import replace
@@ -118,31 +119,22 @@ def test_where_nobody_can_be_asked_it_is_a_hang_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "others", "silent", "lines"),
+    ("ranks", "others", "silent", "named"),
     [
-        (
-            7,
-            {1: beat(), 2: beat(doing="data"), 3: beat(step=4), 4: beat(), 5: beat()},
-            [3],
-            ["rank 3 on node is not heard", "rank 6 was never heard", "rank 2 is waiting for data"],
-        ),
-        (2, {1: beat(doing="checkpoint")}, [], ["rank 0 is training", "rank 1 is saving a checkpoint"]),
-        (2, {1: beat()}, [], ["all processes are alive"]),
-        (2, None, [], ["The other processes"]),
+        # Silent, never heard from, doing something else.
+        (7, {1: beat(), 2: beat(doing="data"), 3: beat(step=4), 4: beat(), 5: beat()}, [3], [3, 6, 2]),
+        (2, {1: beat(doing="checkpoint")}, [], [0, 1]),
+        (2, {1: beat()}, [], []),
+        (2, None, [], [0]),  # the rank that answers for all
+        (300, {rank: beat(step=4 if rank < 100 else 5) for rank in range(1, 300)}, [], [*range(1, MOST_NAMED + 1)]),
     ],
 )
 def test_those_that_stand_out_are_named(
-    ranks: int, others: dict[int, Heartbeat] | None, silent: list[int], lines: list[str]
+    ranks: int, others: dict[int, Heartbeat] | None, silent: list[int], named: list[int]
 ) -> None:
     first, *found, last = describe(Hang(61.0, others, silent), processes(ranks)).splitlines()
-    assert first.startswith("error: rank 0: ") and "61 s" in first and "--hang_timeout" in last
-    assert [line.strip()[: len(start)] for line, start in zip(found, lines, strict=True)] == lines
-
-
-def test_a_large_job_names_some() -> None:
-    others = {rank: beat(step=4 if rank < 100 else 5) for rank in range(1, 300)}
-    lines = describe(Hang(61.0, others, []), processes(300)).splitlines()
-    assert len(lines) == MOST_NAMED + 3 and f"{99 - MOST_NAMED} more" in lines[-2]
+    assert "rank 0: " in first and "61 s" in first and "--hang_timeout" in last
+    assert [int(rank) for rank in re.findall(r"rank (\d+)", "\n".join(found))] == named
 
 
 # The watchdog itself
@@ -197,6 +189,7 @@ def test_one_that_finds_a_hang_tells_the_others_which_end_with_it(
 
 def test_it_is_heard_of_by_others_and_its_threads_end_before_what_comes_after_it(single_process: None) -> None:
     before, other = set(threading.enumerate()), Heartbeats(1, 2)
+    assert other.of_others() == {}
     until = time.monotonic() + PATIENCE_SECONDS
     with Watchdog(GuardConfig(), processes(2)):
         assert {thread.name for thread in set(threading.enumerate()) - before} == {"watchdog", "heartbeat"}
@@ -257,16 +250,6 @@ def test_collectives_give_up_after_the_watchdog() -> None:
 
 
 # Signs of life
-
-
-def test_processes_hear_of_each_other(single_process: None) -> None:
-    one, other = Heartbeats(0, 3), Heartbeats(1, 3)
-    assert one.of_others() == {}
-    other.publish(7, 12, "data")
-    other.publish(8, 13, "training")
-    heard = one.of_others()
-    assert heard is not None and list(heard) == [1]
-    assert (heard[1].count, heard[1].progress, heard[1].step, heard[1].doing) == (2, 8, 13, "training")
 
 
 def test_a_store_that_blocks_is_given_up(single_process: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,23 +29,16 @@ def names_in(model: nn.Module, group: dict[str, Any]) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in members}
 
 
-def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
-    model = tiny_llama(tied=False)
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_decay_and_norms_and_embeddings_do_not(tied: bool) -> None:
+    """A tied head counts as the embedding."""
+    model = tiny_llama(tied)
     decaying, fixed = parameter_groups(dict(model.named_parameters()), 0.1)
     assert decaying["weight_decay"] == 0.1 and fixed["weight_decay"] == 0.0
-    kept = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")} | {
-        "model.embed_tokens.weight"
-    }
+    kept = {name for name, _ in model.named_parameters() if name.endswith(("norm.weight", "embed_tokens.weight"))}
     assert names_in(model, fixed) == kept
-    assert "lm_head.weight" in names_in(model, decaying)
-    assert len(names_in(model, decaying)) == 2 * 7 + 1
-
-
-def test_a_tied_head_counts_as_the_embedding() -> None:
-    model = tiny_llama(tied=True)
-    decaying, fixed = parameter_groups(dict(model.named_parameters()), 0.1)
-    assert "model.embed_tokens.weight" in names_in(model, fixed)
-    assert not any("embed" in name or "lm_head" in name for name in names_in(model, decaying))
+    assert ("lm_head.weight" in names_in(model, decaying)) != tied
+    assert len(names_in(model, decaying)) == 2 * 7 + (not tied)
 
 
 def test_materialised_state_is_that_of_an_optimizer_that_has_not_stepped() -> None:
