@@ -126,12 +126,11 @@ def join_processes(
             torch.cuda.set_device(device)  # each thread has its own
         dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
 
-    rendezvous = Rendezvous(layout, deadline or Deadline(timeout))
-    if layout.world_size == 1:
-        rendezvous.connect_all(dist.HashStore(), connect)  # inside the process: no port that another job could hold
+    if layout.world_size == 1:  # a store inside the process: no port that another job could hold
+        Rendezvous(layout, Deadline(timeout)).connect_all(dist.HashStore(), connect)
     else:
         os.environ.update(layout.as_environment())
-        rendezvous.run(connect)
+        Rendezvous(layout, deadline or Deadline(timeout)).run(connect)
     try:
         yield Processes(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size, device)
     except PretrainError as error:
