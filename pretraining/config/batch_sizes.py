@@ -39,7 +39,7 @@ class BatchSizes:
     data_parallel_ranks: int
 
     def __post_init__(self) -> None:
-        """Refuses a batch that no memory holds even the numbers of, which would end in a traceback."""
+        """Refuse a batch that no memory holds even the numbers of, which would end in a traceback."""
         if self.global_batch_size > LARGEST_GLOBAL_BATCH:
             raise ConfigError(
                 f"a step of {self.global_batch_size:,} sequences is more than any run has ({LARGEST_GLOBAL_BATCH:,} at "
@@ -47,7 +47,7 @@ class BatchSizes:
             )
 
     def share(self, rank: int) -> tuple[int, int]:
-        """Returns the slots [begin, end) of the global batch that a rank computes; in order of rank they tile it."""
+        """Return the slots [begin, end) of the global batch that a rank computes; in order of rank they tile it."""
         size, ranks = self.global_batch_size, self.data_parallel_ranks
         return rank * size // ranks, (rank + 1) * size // ranks
 
@@ -57,7 +57,7 @@ class BatchSizes:
         return self.data_parallel_ranks * self.micro_batch_size * self.grad_accum_steps - self.global_batch_size
 
     def describe(self) -> str:
-        """Says in a line how the batch is cut, and what is wasted where it does not divide evenly."""
+        """Say in a line how the batch is cut, and what is wasted where it does not divide evenly."""
         computed = self.global_batch_size + self.padding_sequences
         text = (
             f"{count_of(self.global_batch_size, 'sequence')} a step: "
@@ -73,7 +73,7 @@ class BatchSizes:
 def resolve_batch_sizes(
     batch: BatchConfig, data_parallel_ranks: int, restored_global_batch_size: int | None = None
 ) -> BatchSizes:
-    """Cuts the global batch for a number of ranks; without one, it is batch_size x grad_accum_steps x ranks.
+    """Cut the global batch for a number of ranks; without one, it is batch_size x grad_accum_steps x ranks.
 
     The largest share m = ceil(G / W) is taken in as few micro-batches as `batch_size` allows, n = ceil(m / batch_size),
     and the micro-batches are made as even as possible, ceil(m / n): this computes the least padding for that n.
@@ -104,7 +104,7 @@ def resolve_batch_sizes(
 
 
 def _check_accumulation(size: int, batch_size: int, steps: int, ranks: int, largest_share: int) -> None:
-    """Refuses micro-batches that cannot hold a rank's share, or of which some would always be empty."""
+    """Refuse micro-batches that cannot hold a rank's share, or of which some would always be empty."""
     share = f"global_batch_size={size} over {ranks} data-parallel ranks is at most {largest_share} sequences a rank"
     if largest_share > batch_size * steps:
         raise ConfigError(

@@ -23,7 +23,7 @@ _SHOWN_LINES = 6
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Has each block compiled, in place, when it is first used."""
+    """Have each block compiled, in place, when it is first used."""
     # What an earlier model of this process has left, as before a rollback, counts against the limit on variants.
     torch.compiler.reset()
     for block in blocks:
@@ -32,14 +32,14 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Runs compiled blocks uncompiled, for inputs that have another shape each time."""
+    """Run compiled blocks uncompiled, for inputs that have another shape each time."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextmanager
 def naming_the_flag(rank: int | None) -> Iterator[None]:
-    """Raises a ConfigError in place of the compiler's error, which may come in any step.
+    """Raise a ConfigError in place of the compiler's error, which may come in any step.
 
     `rank` is that of this process, None where it is the only one.
     """

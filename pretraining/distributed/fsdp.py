@@ -58,7 +58,7 @@ class ShardedModel:
         self._kept_gathered = [root] if shards_parameters else groups
 
     def next_backward(self, is_last: bool) -> None:
-        """Prepares the next forward and backward, perhaps the last of the step.
+        """Prepare the next forward and backward, perhaps the last of the step.
 
         Only in the last one do replicas exchange gradients, and parameters that were kept gathered are freed: until the
         update they stay the same. Shards are reduced in each micro-batch, which saves the memory of whole gradients.
@@ -69,11 +69,11 @@ class ShardedModel:
             group.set_reshard_after_backward(is_last, recurse=False)
 
     def finish_gradients(self) -> None:
-        """Does nothing: FSDP has the gradients reduced when backward returns."""
+        """Do nothing: FSDP has the gradients reduced when backward returns."""
 
 
 def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Returns FSDP's policy: parameters compute in `dtype`, gradients are reduced in float32."""
+    """Return FSDP's policy: parameters compute in `dtype`, gradients are reduced in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
@@ -83,7 +83,7 @@ def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Frees gathered parameters after a forward without a backward (evaluation, generation).
+    """Free gathered parameters after a forward without a backward (evaluation, generation).
 
     Some strategies keep parameters gathered until a backward frees them. Without this, the module would show whole
     bfloat16 parameters in place of its shards, and the next training step would start from copies.
@@ -94,5 +94,5 @@ def reshard_model(model: nn.Module) -> None:
 
 
 def _is_group(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP gathers and frees the parameters of a module; it then has methods of FSDP's."""
+    """Return whether FSDP gathers and frees the parameters of a module; it then has methods of FSDP's."""
     return hasattr(module, "reshard")

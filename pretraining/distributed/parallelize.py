@@ -37,7 +37,7 @@ def parallelize(
     device: torch.device,
     tie_weights: Callable[[], None],
 ) -> ParallelModel:
-    """Lays out a module in place, on the device; what is trained of it has no values yet if it was on meta.
+    """Lay out a module in place, on the device; what is trained of it has no values yet if it was on meta.
 
     Args:
         module: on the meta device with `low_cpu_fsdp`, else on `device`.
@@ -59,7 +59,7 @@ def parallelize(
 
 
 def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype:
-    """Returns the dtype that a model computes in: bfloat16, float16 or float32.
+    """Return the dtype that a model computes in: bfloat16, float16 or float32.
 
     Without a setting, the device decides: a CPU without units for bfloat16 emulates it, some twenty times slower than
     float32. Always in float32 are master weights, optimizer state, gradient reduction, the statistics of norms, rotary
@@ -73,7 +73,7 @@ def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype
 
 
 def has_units(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device multiplies matrices of this dtype in hardware."""
+    """Return whether a device multiplies matrices of this dtype in hardware."""
     if dtype == torch.float16:
         return device.type == "cuda"
     if device.type == "cuda":

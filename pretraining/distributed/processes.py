@@ -55,23 +55,23 @@ class Activity:
     events: int = 0
 
     def restart(self, step: int) -> None:
-        """Begins at a step, at a start or after a rollback."""
+        """Begin at a step, at a start or after a rollback."""
         self.doing, self.step, self.warm = "starting", step, False
         self.events += 1
 
     def turn_to(self, doing: str) -> None:
-        """Begins with something else."""
+        """Begin with something else."""
         self.doing = doing
         self.events += 1
 
     def watch(self, items: Iterable[T]) -> Iterator[T]:
-        """Passes items on; each counts as an event."""
+        """Pass items on; each counts as an event."""
         for item in items:
             self.events += 1
             yield item
 
     def end_step(self, step: int) -> None:
-        """Notes that a step is done."""
+        """Note that a step is done."""
         self.step, self.warm = step, True
         self.events += 1
 
@@ -149,7 +149,7 @@ def join_processes(
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc's allocator keep what a step on a CPU frees for the next step; returns whether glibc has taken it.
+    """Have glibc's allocator keep what a step on a CPU frees for the next step; returns whether glibc has taken it.
 
     It returns large blocks to the system at once, and the free end of its heap. Each step takes the same hundreds of
     megabytes again, and mapping and clearing their pages was a tenth of the time of a small model's step in bfloat16
@@ -163,7 +163,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Undoes `keep_freed_memory`, in a process that goes on with something else, and returns what is free now."""
+    """Undo `keep_freed_memory`, in a process that goes on with something else, and returns what is free now."""
     glibc = _adjustable_glibc()
     if glibc is not None:
         glibc.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
@@ -180,7 +180,7 @@ def _adjustable_glibc() -> ctypes.CDLL | None:
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Runs `function` on rank 0 and gives its result, which must be picklable, or its error to every rank.
+    """Run `function` on rank 0 and give its result, which must be picklable, or its error to every rank.
 
     All ranks call it; a process that has joined no others is rank 0. `group` holds all processes, to talk over apart
     from the training thread.
@@ -194,7 +194,7 @@ def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = No
 
 
 def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Runs `function` on every rank; where it fails on one, all raise the error of the lowest such rank.
+    """Run `function` on every rank; where it fails on one, all raise the error of the lowest such rank.
 
     `function` must not contain collectives that a failing rank would leave others waiting in.
     """
@@ -216,7 +216,7 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
 
 
 def gather_from_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Runs `function` as `on_every_rank` does, and returns the results of all ranks; they must be picklable."""
+    """Run `function` as `on_every_rank` does, and return the results of all ranks; they must be picklable."""
     result = on_every_rank(function, group)
     return _all_gather(result, group) if dist.is_initialized() else [result]
 
@@ -228,7 +228,7 @@ def _all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def _portable(error: BaseException) -> PretrainError:
-    """Returns an error for users as it is, and in place of any other one that can travel between processes."""
+    """Return an error for users as it is, and in place of any other one that can travel between processes."""
     if isinstance(error, PretrainError):
         return error
     return PretrainError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")

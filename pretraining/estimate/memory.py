@@ -266,7 +266,7 @@ def _moments(step: _Step) -> Iterator[_Moment]:
 
 
 def _largest_parts(moments: Sequence[_Moment]) -> _Moment:
-    """Each part at its largest: a CPU's heap keeps what is freed, in pieces into which few later tensors fit."""
+    """Return each part at its largest: a CPU's heap keeps what is freed, in pieces into which few later tensors fit."""
     return _Moment(*(max(getattr(moment, part.name) for moment in moments) for part in fields(_Moment)))
 
 

@@ -130,7 +130,7 @@ class MatrixOwners:
         return [results[index] for index in range(len(parts))]
 
     def _size_at(self, index: int, shard: int) -> tuple[int, int]:
-        """The part of a matrix that a process of the shard axis holds: equal blocks of rows, the last ones shorter."""
+        """Return the size of a shard's part of a matrix: equal blocks of rows, the last ones shorter."""
         rows, columns = self._sizes[index]
         block = -(-rows // self._shards)
         return min(block, max(0, rows - shard * block)), columns
@@ -162,7 +162,7 @@ def spread(work: Sequence[int], places: int) -> list[int]:
 
 
 def _groups_of(parameter: nn.Parameter) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The groups over which a parameter's rows are sharded and replicated; None for one process."""
+    """Return the groups over which a parameter's rows are sharded and replicated; None for one process."""
     if is_sharded(parameter):
         mesh = parameter.device_mesh
         shard, replicate = (
