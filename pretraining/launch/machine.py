@@ -34,7 +34,7 @@ class MachineMemory:
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use: its affinity, and the CPU quota of its control groups, rounded down."""
+    """Return the cores that this process may use, by its affinity and the CPU quota of its control groups."""
     return max(1, int(min(len(allowed_cpus()), cpu_quota())))
 
 
@@ -44,7 +44,7 @@ def allowed_cpus() -> set[int]:
 
 
 def physical_cores(cpus: Iterable[int]) -> int:
-    """Return the number of cores of some CPUs: the two threads of a core (hyper-threading) share its arithmetic units."""
+    """Return the number of cores of some CPUs: two threads of a core (hyper-threading) share its arithmetic."""
     siblings = [read_text(CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in cpus]
     return len(set(siblings))
 
