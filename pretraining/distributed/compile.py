@@ -49,7 +49,7 @@ def naming_the_flag(rank: int | None) -> Iterator[None]:
         cause = str(error).strip().partition("\n")[0]
         explained = ConfigError(
             f"--use_torch_compile=true: the model's blocks cannot be compiled here: {type(error).__name__}: {cause}\n"
-            "Train with --use_torch_compile=false; TORCH_LOGS=+inductor says more. It needs a C++ compiler, on GPUs Triton."
+            "Train with --use_torch_compile=false; TORCH_LOGS=+inductor says more. It needs a C++ compiler or Triton."
         )
         explained.rank = rank
         raise explained from error

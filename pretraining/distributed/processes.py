@@ -209,9 +209,9 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
     failures = _all_gather(None if failure is None else _portable(failure), group)
     if failure is not None and not isinstance(failure, PretrainError):
         raise failure  # a bug, not a user's mistake: keep its traceback
-    for error in failures:
-        if error is not None:
-            raise error
+    for each in failures:
+        if each is not None:
+            raise each
     return result
 
 
