@@ -124,19 +124,18 @@ class Rendezvous:
             LaunchError: something else answers; or the port is taken.
         """
         layout, deadline = self._layout, self._deadline
-        address = (layout.master_addr, layout.master_port)
         where = f"rank 0 at {layout.master_addr}:{layout.master_port}"
         is_server = layout.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True, "timeout": COLLECTIVE_TIMEOUT}
         while not is_server:  # a store looks for its server once a second only, and does not say why it waits
             try:
-                socket.create_connection(address, SECONDS_OF_A_PROBE).close()
+                socket.create_connection((layout.master_addr, layout.master_port), SECONDS_OF_A_PROBE).close()
                 break
             except OSError as error:
                 deadline.poll(f"{where} ({error.strerror or error})")
         try:
             return run_in_thread(
-                lambda: dist.TCPStore(*address, layout.world_size, is_server, **options),
+                lambda: dist.TCPStore(layout.master_addr, layout.master_port, layout.world_size, is_server, **options),
                 lambda: deadline.poll(f"{where}, where something answers that may be no store"),
             )
         except (dist.DistError, ValueError) as error:

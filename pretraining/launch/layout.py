@@ -135,7 +135,7 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
         if by_hand[0] is None and by_hand[1] in (None, "1"):
             return ProcessLayout(0, 1, 0, 1, "single", LOCALHOST, free_port())  # alone, so any port does
         launcher = BY_HAND
-    rank, world_size, local_rank, local_world_size = place = _read_place(launcher, environ)
+    rank, world_size, local_rank, local_world_size = _read_place(launcher, environ)
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         names = [*launcher.variables, "SLURM_NODEID"] if launcher.name == "slurm" else launcher.variables
         raise LaunchError(
@@ -157,7 +157,7 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
             f"is the same in all {world_size} processes ({local_world_size} of them on this node) and in no other job "
             f"to derive it from. Say it: {launcher.how_to_set}."
         )
-    return ProcessLayout(*place, launcher.name, address, port)
+    return ProcessLayout(rank, world_size, local_rank, local_world_size, launcher.name, address, port)
 
 
 def _read_place(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
