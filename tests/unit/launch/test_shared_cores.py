@@ -84,12 +84,16 @@ def test_with_the_idle_team_there_are_more_threads_than_cpus_and_those_that_comp
 
 
 events: queue.Queue[str] = queue.Queue()
+teams: list[str] = []
 waited = {"7": 0.0}
 
 
 def hold_team(openmp: object, ended: threading.Event) -> None:
-    """In place of an idle team: says that it is there."""
+    """In place of an idle team: says that it is there, and that it ends soon."""
+    teams.append("comes")
     events.put("team")
+    ended.wait(0.02)
+    teams.append("goes")
 
 
 def wait_for_a_core(seconds: float) -> dict[str, float]:
@@ -122,6 +126,7 @@ def test_a_run_leaves_the_cores_to_others_looks_again_and_says_so_once(caplog: p
     with leaving_cores_to_others(2, {}):
         next_events("team", "look", "team")
     assert threading.active_count() == before  # none is left behind
+    assert teams == ["comes", "goes"] * (len(teams) // 2)  # one at a time
     assert len(caplog.messages) == 1
 
 
