@@ -35,7 +35,7 @@ from pretraining.errors import CheckpointError, ConfigError, Interrupted, Launch
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import CpuThreads, set_threads
 from pretraining.launch.layout import ProcessLayout, resolve_layout
-from pretraining.launch.signals import ReceivedSignals, ending_with_launcher
+from pretraining.launch.signals import ReceivedSignals, end_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
 from pretraining.progress import Duration
 from pretraining.tools.translate.hook import translate_when_needed
@@ -403,10 +403,10 @@ def _as_a_guest(config: TrainConfig) -> Iterator[_Guest]:
 def _prepared(config: TrainConfig) -> Iterator[_Guest]:
     layout = resolve_layout(os.environ)
     variables = dict(os.environ)
+    end_with_launcher()
     try:
         with (
             logging_to_terminal(layout.rank),
-            ending_with_launcher(),
             ReceivedSignals().listening() as signals,
             _computing_with_threads(config.run.cpu_threads, layout) as threads,
         ):

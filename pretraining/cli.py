@@ -51,11 +51,9 @@ from pretraining.launch.signals import (
     tell_launcher_that_time_is_over,
 )
 from pretraining.launch.terminal import (
-    TRAINING_GOES_ON,
     log_to_terminal,
     outlive_readers,
     output_failure,
-    output_was_lost,
     print_text,
     showing_through,
 )
@@ -66,8 +64,8 @@ log = logging.getLogger(__name__)
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Trains a model."""
-    is_rehearsal = bool(value_on_command_line("dry_run", overrides, flags, translate_when_needed))
-    outlive_readers("" if is_rehearsal else TRAINING_GOES_ON)
+    if not value_on_command_line("dry_run", overrides, flags, translate_when_needed):
+        outlive_readers()
     signals = ReceivedSignals().listen()
     end_with_launcher()
     resolved = resolve_config(TrainConfig, overrides, flags, (), translate_when_needed)
@@ -90,8 +88,6 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         train(config, layout, requests, threads)
         return
     dry_run(resolved, layout, requests, threads)
-    if output_was_lost():
-        sys.exit(FAILED)
 
 
 def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:

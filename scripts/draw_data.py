@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
 from pretraining.data.sampling.mixture import Mixture, Phase
 from pretraining.data.sampling.sample_order import SampleOrder
 from pretraining.data.sampling.token_stream import Spans, TokenStream, cut_shards, order_cache
@@ -204,7 +204,7 @@ def _draw_mixture(canvas: Canvas, order: SampleOrder) -> None:
     left = LEFT + GLOBAL_BATCH * width
     for place, (color, text, _) in enumerate(slots):
         canvas.box(left + place * width, width, color, text)
-    plan = BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // RANKS, 1, RANKS)
+    plan = BatchSizes(GLOBAL_BATCH, GLOBAL_BATCH // RANKS, 1, RANKS)
     for rank in range(RANKS):
         begin, end = plan.share(rank)
         canvas.parts.append(

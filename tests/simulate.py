@@ -19,7 +19,7 @@ import torch
 from fake_devices import PARTS, Bytes, fake_processes, track_step, without_memory
 from torch import Tensor, nn
 
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import PER_OPERATION, TrainConfig, share_of_blocks
 from pretraining.config.variants import LlamaShape
 from pretraining.data.batch import MicroBatch, StepBatch
@@ -63,7 +63,7 @@ class SimulatedMemory:
 
 
 def simulate(
-    config: TrainConfig, shape: LlamaShape, batch: BatchPlan, mesh_shape: tuple[int, int], *, device_type: str = "cuda"
+    config: TrainConfig, shape: LlamaShape, batch: BatchSizes, mesh_shape: tuple[int, int], *, device_type: str = "cuda"
 ) -> SimulatedMemory:
     """Simulates a training step in bfloat16 and returns what it takes of a device's memory.
 
@@ -128,7 +128,7 @@ def _extended(steps: Sequence[dict[str, Bytes]], depths: Sequence[int], layers: 
 
 
 def _moments(
-    config: TrainConfig, shape: LlamaShape, batch: BatchPlan, mesh_shape: tuple[int, int], device_type: str
+    config: TrainConfig, shape: LlamaShape, batch: BatchSizes, mesh_shape: tuple[int, int], device_type: str
 ) -> dict[str, Bytes]:
     tokens = TokenSchedule.steady(batch.global_batch_size * config.data.seq_length)
     with fake_processes(mesh_shape) as mesh, without_memory():
@@ -151,7 +151,7 @@ def _moments(
         return track_step(model, optimizer, model.module.blocks, step)
 
 
-def _step(context: StepContext, config: TrainConfig, batch: BatchPlan) -> None:
+def _step(context: StepContext, config: TrainConfig, batch: BatchSizes) -> None:
     size = (batch.micro_batch_size, config.data.seq_length + 1)
     micro_batches = [
         MicroBatch(torch.zeros(size, dtype=torch.int32)) for _ in range(min(MICRO_BATCHES, batch.grad_accum_steps))

@@ -29,11 +29,14 @@ class OptimizerEntry:
     """An optimizer that ships with the project.
 
     Attributes:
-        path: of the function that makes it, as `package.module:name`.
+        path: as `package.module:Name`, of its class, which is made over parameter groups with settings by the names
+            that torch's optimizers use; or of a function that is given the parameters, and settings by our names.
         options: the settings of the section `optimizer` that it reads besides learning_rate and weight_decay.
         defaults: what these settings stand for where they are none.
         moments: what it keeps of a parameter's shape for each parameter; "momentum_buffer" with momentum only.
-        matrix_moments: the same for the matrices of blocks, where that is something else.
+        matrix_moments: the same for the matrices of blocks, if that is something else.
+        update_bytes: of temporary tensors in an update, per parameter of the larger group of parameters.
+        matrix_update_bytes: per parameter of the blocks' matrices instead, (whole, sharded).
     """
 
     path: str
@@ -41,6 +44,8 @@ class OptimizerEntry:
     defaults: Mapping[str, Any]
     moments: tuple[str, ...]
     matrix_moments: tuple[str, ...] | None = None
+    update_bytes: int = 0
+    matrix_update_bytes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,32 +79,38 @@ _ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOMENTUM = ("momentum_buffer",)
 OPTIMIZERS = {
     "adamw": OptimizerEntry(
-        "pretraining.optim.adaptive:adamw", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
+        "pretraining.optim.adaptive:FusedAdamW", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
     ),
     "adam": OptimizerEntry(
-        "pretraining.optim.adaptive:adam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.0}, _ADAM_MOMENTS
+        "pretraining.optim.adaptive:FusedAdam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.0}, _ADAM_MOMENTS
     ),
-    "sgd": OptimizerEntry("pretraining.optim.momentum:sgd", (), {"learning_rate": 0.1, "weight_decay": 0.0}, ()),
+    "sgd": OptimizerEntry("pretraining.optim.momentum:SGD", (), {"learning_rate": 0.1, "weight_decay": 0.0}, ()),
     "sgdm": OptimizerEntry(
-        "pretraining.optim.momentum:sgdm",
+        "pretraining.optim.momentum:SGD",
         ("momentum", "nesterov"),
         {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False},
         _MOMENTUM,
     ),
     "normalized_sgdm": OptimizerEntry(
-        "pretraining.optim.momentum:normalized_sgdm",
+        "pretraining.optim.momentum:NormalizedSGDM",
         ("momentum",),
         {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9},
         _MOMENTUM,
+        update_bytes=4,
     ),
     "nadam": OptimizerEntry(
-        "pretraining.optim.adaptive:nadam", _OF_ADAM, {"learning_rate": 3e-4, "weight_decay": 0.1}, _ADAM_MOMENTS
+        "pretraining.optim.adaptive:NAdamW",
+        _OF_ADAM,
+        {"learning_rate": 3e-4, "weight_decay": 0.1},
+        _ADAM_MOMENTS,
+        update_bytes=8,
     ),
     "rmsprop": OptimizerEntry(
-        "pretraining.optim.adaptive:rmsprop",
+        "pretraining.optim.adaptive:RMSprop",
         ("rms_alpha", "momentum", "adam_epsilon"),
         {"learning_rate": 3e-4, "weight_decay": 0.0, "rms_alpha": 0.99, "momentum": 0.0},
         ("square_avg", *_MOMENTUM),
+        update_bytes=4,
     ),
     "muon": OptimizerEntry(
         "pretraining.optim.muon:muon",
@@ -107,6 +118,7 @@ OPTIMIZERS = {
         {"learning_rate": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "muon_ns_steps": 5},
         _ADAM_MOMENTS,
         matrix_moments=_MOMENTUM,
+        matrix_update_bytes=(5, 10),  # as simulated; sharded ones go to their owners and back
     ),
 }
 _OF_STABLE_PHASE = ("warmup_steps", "min_lr_ratio", "stable_steps", "decay_steps")

@@ -4,7 +4,7 @@ Most rules are rows: settings that cannot be as they are at the same time, and w
 whose parameters are named after the settings, or sections, that they read; each yields a sentence per problem, naming
 the flag to change, or lets through the ConfigError of what it tries. A rule is left out if one of its settings could
 not be read: it would only make a second, misleading problem. Rules use what is known before a run starts; what needs
-the number of GPUs or the data is checked where that is known (`batch_plan.py`, `Duration.to_steps`).
+the number of GPUs or the data is checked where that is known (`batch_sizes.py`, `Duration.to_steps`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pretraining.config.commands import (
 )
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES, TOKEN_FORMATS, TRACKERS, parse_options
+from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import (
     ALL_BLOCKS,
     PER_OPERATION,
@@ -144,11 +145,14 @@ ROWS = (
     Row({"float8": ON, "mp_dtype": ["float16", "float32"]}, f"all but the matrices is in bfloat16 then; {ONE}"),
     Row({"mp_dtype": ["float16", "float32"], "mixed_precision": [False]}, f"mixed precision is off; {ONE}"),
     Row(
-        {"hsdp_group_size": ON, "sharding_strategy": ["ddp", "zero2", "fsdp"]},
+        {"hsdp_group_size": ON, "sharding_strategy": [name for name, each in STRATEGIES.items() if not each.in_groups]},
         "only hsdp and hsdp_zero2 shard inside groups; change one or leave --hsdp_group_size out",
     ),
     Row(
-        {"replica_check_interval": ON, "sharding_strategy": ["fsdp", "zero2"]},
+        {
+            "replica_check_interval": ON,
+            "sharding_strategy": [n for n, each in STRATEGIES.items() if each.shards_gradients and not each.in_groups],
+        },
         "there is one copy of the weights, in pieces; give --replica_check_interval=0, or a strategy with replicas",
     ),
     # checkpoints

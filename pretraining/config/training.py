@@ -36,6 +36,9 @@ ShardingStrategy = Literal["ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"]
 Float8Scaling = Literal["tensorwise", "rowwise"]
 DecayFactor = Annotated[float, Ge(0), Lt(1)]
 
+IGNORED_LABEL = -100
+"""Label of a token that is not learned from, such as padding; the convention of PyTorch and Hugging Face."""
+
 # Of `selective_checkpointing`: the forms that are no number of blocks, or all of them.
 ALL_BLOCKS = "1"
 PER_OPERATION = "op"

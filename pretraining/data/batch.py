@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-IGNORED_LABEL = -100
-"""Label of a position that adds nothing to the loss."""
+from pretraining.config.training import IGNORED_LABEL
 
 
 class ModelInputs(NamedTuple):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
 from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture
@@ -59,7 +59,7 @@ class BatchReader:
         self,
         sources: Sequence[Samples],
         mixture: Mixture,
-        plan: BatchPlan,
+        plan: BatchSizes,
         rank: int,
         config: DataConfig,
         vocab_size: int,

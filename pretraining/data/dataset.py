@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
@@ -77,7 +77,7 @@ def _open_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset:
 def build_loader(
     opened: OpenedDatasets | None,
     config: DataConfig,
-    plan: BatchPlan,
+    plan: BatchSizes,
     rank: int,
     seed: int,
     vocab_size: int,

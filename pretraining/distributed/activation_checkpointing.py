@@ -26,7 +26,7 @@ from pretraining.distributed.torch_private import recompute_in_backward
 
 
 def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> None:
-    """Exchanges blocks, in place, for ones that compute their activations again; which ones is a setting.
+    """Exchange blocks, in place, for ones that compute their activations again; which ones is a setting.
 
     Comes before compilation, which then compiles the recomputation too. Blocks must draw no random numbers.
     """
@@ -39,7 +39,7 @@ def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> N
 
 
 def _kept_operations() -> list[Any]:
-    """Returns the operations with most of the arithmetic: matrix products (also in float8), attention by any kernel."""
+    """Return the operations with most of the arithmetic: matrix products (also in float8), attention by any kernel."""
     from torch.nn.attention import varlen  # noqa: F401  it makes the last of these; here, since it takes a second
 
     return [

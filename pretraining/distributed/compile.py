@@ -19,11 +19,9 @@ from torch import nn
 
 from pretraining.errors import ConfigError
 
-_SHOWN_LINES = 6
-
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Has each block compiled, in place, when it is first used."""
+    """Have each block compiled, in place, when it is first used."""
     # What an earlier model of this process has left, as before a rollback, counts against the limit on variants.
     torch.compiler.reset()
     for block in blocks:
@@ -32,14 +30,14 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Runs compiled blocks uncompiled, for inputs that have another shape each time."""
+    """Run compiled blocks uncompiled, for inputs that have another shape each time."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextmanager
 def naming_the_flag(rank: int | None) -> Iterator[None]:
-    """Raises a ConfigError in place of the compiler's error, which may come in any step.
+    """Raise a ConfigError in place of the compiler's error, which may come in any step.
 
     `rank` is that of this process, None where it is the only one.
     """
@@ -48,12 +46,10 @@ def naming_the_flag(rank: int | None) -> Iterator[None]:
     except Exception as error:
         if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
             raise
-        lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
-        said = "\n".join(f"    {line}" for line in lines[:_SHOWN_LINES])
+        cause = str(error).strip().partition("\n")[0]
         explained = ConfigError(
-            f"--use_torch_compile=true: the model's blocks cannot be compiled here ({type(error).__name__}):\n{said}\n"
-            "  Train with --use_torch_compile=false, or mend what the compiler complains of; with TORCH_LOGS=+inductor "
-            "it says more. It needs a C++ compiler, and on GPUs Triton."
+            f"--use_torch_compile=true: the model's blocks cannot be compiled here: {type(error).__name__}: {cause}\n"
+            "Train with --use_torch_compile=false; TORCH_LOGS=+inductor says more. It needs a C++ compiler or Triton."
         )
         explained.rank = rank
         raise explained from error

@@ -27,35 +27,31 @@ _CAPABILITY = (8, 9)
 
 
 def check_float8(scaling: Float8Scaling, device: torch.device) -> None:
-    """Refuses float8 where it cannot be had; looks at this process's device and packages only.
+    """Refuse float8 where it cannot be had; looks at this process's device and packages only.
 
     Raises:
         ConfigError: the device has no units for float8, or torchao is missing or does not fit this torch.
     """
-    without = "or leave --float8 out"
-    if device.type != "cuda":
-        raise ConfigError(
-            f"--float8={scaling} needs a GPU with units for float8, of compute capability "
-            f"{_version(_CAPABILITY)} or more, and this runs on a {device.type}: train on such a GPU, {without}"
-        )
-    capability = torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if capability < _CAPABILITY:
+        name = (
+            f"{torch.cuda.get_device_name(device)} has {_version(capability)}" if any(capability) else "a CPU has none"
+        )
         raise ConfigError(
-            f"--float8={scaling} needs a GPU of compute capability {_version(_CAPABILITY)} or more, and "
-            f"{torch.cuda.get_device_name(device)} has {_version(capability)}, without units for float8: train on "
-            f"another, {without}"
+            f"--float8={scaling} needs a GPU with units for float8, of compute capability {_version(_CAPABILITY)} or "
+            f"more, and {name}: train on another, or leave --float8 out"
         )
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"--float8={scaling} needs torchao, which cannot be imported ({error}): "
-            f"pip install 'pretraining[float8]', {without}"
+            "pip install 'pretraining[float8]', or leave --float8 out"
         ) from error
 
 
 def multiply_in_float8(blocks: nn.ModuleList, scaling: Float8Scaling | None, *, emulate: bool = False) -> None:
-    """Exchanges the blocks' linear layers, in place, for ones that multiply in float8; parameters stay the same.
+    """Exchange the blocks' linear layers, in place, for ones that multiply in float8; parameters stay the same.
 
     Blocks may be on any device, also meta; the sides of their matrices are multiples of 16. A scaling of None leaves
     them alone. `emulate` rounds to float8 but multiplies in float32, on any device: slow, for tests.

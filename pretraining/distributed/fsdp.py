@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.config.training import ShardingStrategy
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -33,7 +31,7 @@ class ShardedModel:
         module: nn.Module,
         blocks: Iterable[nn.Module],
         mesh: DeviceMesh,
-        strategy: ShardingStrategy,
+        shards_parameters: bool,
         dtype: torch.dtype,
         device: torch.device,
         tie_weights: Callable[[], None],
@@ -43,9 +41,8 @@ class ShardedModel:
         policy = precision_policy(dtype)
         # A replicate axis of one would add an all-reduce with nobody.
         axes = mesh if mesh.size(0) > 1 else mesh["shard"]
-        is_freed = strategy in ("fsdp", "hsdp")
         for block in blocks:
-            fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=is_freed)
+            fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=shards_parameters)
         # The root's parameters are needed at both ends of forward and backward: never freed between them.
         root = fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=False)
         groups = [each for each in module.modules() if _is_group(each)]
@@ -58,10 +55,10 @@ class ShardedModel:
         self.module = module
         self.parameters = dict(module.named_parameters())
         self._root = root
-        self._kept_gathered = [root] if is_freed else groups
+        self._kept_gathered = [root] if shards_parameters else groups
 
     def next_backward(self, is_last: bool) -> None:
-        """Prepares the next forward and backward, perhaps the last of the step.
+        """Prepare the next forward and backward, perhaps the last of the step.
 
         Only in the last one do replicas exchange gradients, and parameters that were kept gathered are freed: until the
         update they stay the same. Shards are reduced in each micro-batch, which saves the memory of whole gradients.
@@ -72,11 +69,11 @@ class ShardedModel:
             group.set_reshard_after_backward(is_last, recurse=False)
 
     def finish_gradients(self) -> None:
-        """Does nothing: FSDP has the gradients reduced when backward returns."""
+        """Do nothing: FSDP has the gradients reduced when backward returns."""
 
 
 def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Returns FSDP's policy: parameters compute in `dtype`, gradients are reduced in float32."""
+    """Return FSDP's policy: parameters compute in `dtype`, gradients are reduced in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
@@ -86,7 +83,7 @@ def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Frees gathered parameters after a forward without a backward (evaluation, generation).
+    """Free gathered parameters after a forward without a backward (evaluation, generation).
 
     Some strategies keep parameters gathered until a backward frees them. Without this, the module would show whole
     bfloat16 parameters in place of its shards, and the next training step would start from copies.
@@ -97,5 +94,5 @@ def reshard_model(model: nn.Module) -> None:
 
 
 def _is_group(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP gathers and frees the parameters of a module; it then has methods of FSDP's."""
+    """Return whether FSDP gathers and frees the parameters of a module; it then has methods of FSDP's."""
     return hasattr(module, "reshard")

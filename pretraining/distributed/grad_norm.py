@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Returns this rank's shards of the gradients that exist."""
+    """Return this rank's shards of the gradients that exist."""
     return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor lies on several devices; DTensor's own class takes a second to import, and one has none."""
+    """Return whether a tensor lies on several devices, without DTensor's class, which takes a second to import."""
     return hasattr(tensor, "placements")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor, which is all of it unless it is sharded."""
+    """Return this rank's part of a tensor, which is all of it unless it is sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
 def gradient_norm(gradients: list[torch.Tensor], shard_group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the Euclidean norm of the whole gradient, a scalar on the device, the same on every rank.
+    """Return the Euclidean norm of the whole gradient, a scalar on the device, the same on every rank.
 
     It takes one all-reduce of one number over the shard axis; replicas hold the same gradient. A NaN or an infinity
     anywhere shows in the norm.
@@ -45,7 +45,7 @@ def gradient_norm(gradients: list[torch.Tensor], shard_group: dist.ProcessGroup)
 def clip_gradients(
     gradients: list[torch.Tensor], norm: torch.Tensor, threshold: float, loss_scale: torch.Tensor | float = 1.0
 ) -> None:
-    """Scales gradients of the loss times `loss_scale` to those of the loss, with a norm of at most `threshold`.
+    """Scale gradients of the loss times `loss_scale` to those of the loss, with a norm of at most `threshold`.
 
     `norm` is that of the loss's own gradient; a threshold of 0 allows any.
     """

@@ -33,7 +33,7 @@ class GradientBuckets:
         self._works: list[dist.Work] = []
 
     def place_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns the memory of a parameter's gradient, in its shape and without values."""
+        """Return the memory of a parameter's gradient, in its shape and without values."""
         bucket = self._bucket_of[parameter]
         if bucket.memory is None:
             bucket.memory = parameter.new_empty(bucket.nbytes // parameter.itemsize)
@@ -41,20 +41,20 @@ class GradientBuckets:
         return bucket.memory[begin : begin + parameter.numel()].view_as(parameter)
 
     def hold(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter's gradient is in its place, so that backward adds to it there."""
+        """Return whether a parameter's gradient is in its place, so that backward adds to it there."""
         memory = self._bucket_of[parameter].memory
         assert parameter.grad is not None
         return memory is not None and parameter.grad.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Says that a gradient is complete; sends the buckets that are, from the first that was not sent."""
+        """Say that a gradient is complete; sends the buckets that are, from the first that was not sent."""
         self._bucket_of[parameter].arrived += 1
         while len(self._works) < len(self._buckets) and self._buckets[len(self._works)].is_complete:
             memory = self._buckets[len(self._works)].memory
             self._works.append(dist.all_reduce(memory, group=self._replicas, async_op=True))
 
     def wait(self) -> None:
-        """Waits until all buckets are summed, and forgets them: the gradients keep the memory."""
+        """Wait until all buckets are summed, and forget them: the gradients keep the memory."""
         assert len(self._works) == len(self._buckets), "backward has left a parameter without a gradient"
         for work, bucket in zip(self._works, self._buckets, strict=True):
             wait_for(work)

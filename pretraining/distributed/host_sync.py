@@ -42,7 +42,7 @@ class HostSync:
         self._pending = None
 
     def exchange(self, seconds: float, stop: int) -> HostValues:
-        """Offers this rank's clock and request to stop; returns what all ranks offered at the call before.
+        """Offer this rank's clock and request to stop; returns what all ranks offered at the call before.
 
         Every rank calls it equally often: after each step, and inside what takes longer than one. The first call
         returns zeros. One process communicates nothing but has the same delay, so it decides at the same steps as many.
@@ -65,12 +65,12 @@ class HostSync:
 
 
 def wait_for(work: Any) -> None:
-    """Waits for a collective."""
+    """Wait for a collective."""
     work.wait()
 
 
 def wait_for_device(event: torch.cuda.Event) -> None:
-    """Waits until the device has reached an event."""
+    """Wait until the device has reached an event."""
     event.synchronize()
 
 
@@ -79,5 +79,5 @@ _OWN = {function.__code__ for function in (wait_for, wait_for_device)}
 
 
 def is_waiting(frame: FrameType) -> bool:
-    """Whether a thread with this innermost frame waits for other processes or for the device."""
+    """Return whether a thread with this innermost frame waits for other processes or for the device."""
     return frame.f_code in _OWN or frame.f_code.co_filename == _COLLECTIVES

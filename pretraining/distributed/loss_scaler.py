@@ -29,7 +29,7 @@ class LossScaler:
         self._steps = torch.zeros((), dtype=torch.int64, device=device)  # since the scale has changed
 
     def update(self, overflowed: torch.Tensor) -> torch.Tensor:
-        """Learns from a step; returns whether the scale went down, a bool scalar on the device.
+        """Learn from a step; returns whether the scale went down, a bool scalar on the device.
 
         The scale stays above 1: a gradient that is not finite there is so by itself. `overflowed` says whether a scaled
         gradient was not finite, the same on all ranks.
@@ -43,10 +43,10 @@ class LossScaler:
         return backs_off
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps; waits for the device."""
+        """Return what a checkpoint keeps; waits for the device."""
         return {"scale": self.scale.item(), "steps": int(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what a checkpoint has kept."""
+        """Restore what a checkpoint has kept."""
         self.scale = torch.full_like(self.scale, state["scale"])
         self._steps = torch.full_like(self._steps, state["steps"])

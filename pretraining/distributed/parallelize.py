@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import ParallelConfig
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
 from pretraining.distributed.compile import compile_blocks
@@ -36,7 +37,7 @@ def parallelize(
     device: torch.device,
     tie_weights: Callable[[], None],
 ) -> ParallelModel:
-    """Lays out a module in place, on the device; what is trained of it has no values yet if it was on meta.
+    """Lay out a module in place, on the device; what is trained of it has no values yet if it was on meta.
 
     Args:
         module: on the meta device with `low_cpu_fsdp`, else on `device`.
@@ -53,11 +54,12 @@ def parallelize(
     dtype = compute_dtype(parallel, device)
     if mesh["shard"].size() == 1:
         return ReplicatedModel(module, dtype, device, mesh["replicate"].get_group())
-    return ShardedModel(module, blocks, mesh, parallel.sharding_strategy, dtype, device, tie_weights)
+    shards_parameters = STRATEGIES[parallel.sharding_strategy].shards_parameters
+    return ShardedModel(module, blocks, mesh, shards_parameters, dtype, device, tie_weights)
 
 
 def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype:
-    """Returns the dtype that a model computes in: bfloat16, float16 or float32.
+    """Return the dtype that a model computes in: bfloat16, float16 or float32.
 
     Without a setting, the device decides: a CPU without units for bfloat16 emulates it, some twenty times slower than
     float32. Always in float32 are master weights, optimizer state, gradient reduction, the statistics of norms, rotary
@@ -71,7 +73,7 @@ def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype
 
 
 def has_units(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device multiplies matrices of this dtype in hardware."""
+    """Return whether a device multiplies matrices of this dtype in hardware."""
     if dtype == torch.float16:
         return device.type == "cuda"
     if device.type == "cuda":

@@ -1,6 +1,6 @@
 """The processes of a job: how they meet, part, fail together, and what each is doing.
 
-    join_processes -> rendezvous (rendezvous.py) -> process group (NCCL for GPU tensors, gloo for CPU tensors)
+    join_processes -> rendezvous.py -> process group (NCCL for GPU tensors, gloo for CPU tensors)
 
 A mistake that one rank finds (a missing folder, a damaged checkpoint) must end every rank with the same message and
 without a hang. So what may fail before training runs inside `on_rank_zero` or `on_every_rank`.
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from pretraining.config.training import ParallelConfig
-from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, Patience, Place, meet
+from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, Deadline, Rendezvous
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
-from pretraining.launch.network import GLOO_INTERFACE, interfaces_here
+from pretraining.launch.layout import ProcessLayout
 
 T = TypeVar("T")
 
@@ -55,23 +55,23 @@ class Activity:
     events: int = 0
 
     def restart(self, step: int) -> None:
-        """Begins at a step, at a start or after a rollback."""
+        """Begin at a step, at a start or after a rollback."""
         self.doing, self.step, self.warm = "starting", step, False
         self.events += 1
 
     def turn_to(self, doing: str) -> None:
-        """Begins with something else."""
+        """Begin with something else."""
         self.doing = doing
         self.events += 1
 
     def watch(self, items: Iterable[T]) -> Iterator[T]:
-        """Passes items on; each counts as an event."""
+        """Pass items on; each counts as an event."""
         for item in items:
             self.events += 1
             yield item
 
     def end_step(self, step: int) -> None:
-        """Notes that a step is done."""
+        """Note that a step is done."""
         self.step, self.warm = step, True
         self.events += 1
 
@@ -95,55 +95,44 @@ class Processes:
 
 @contextmanager
 def join_processes(
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
-    environment: dict[str, str],
+    layout: ProcessLayout,
     timeout: timedelta = COLLECTIVE_TIMEOUT,
-    patience: Patience | None = None,
+    deadline: Deadline | None = None,
     parallel: ParallelConfig = _ANYWHERE,
 ) -> Iterator[Processes]:
-    """Joins the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
+    """Join the job's process group for the time of a `with` block: NCCL for GPU tensors, gloo for CPU tensors.
 
     Args:
-        rank, world_size: of this process among all.
-        local_rank, local_world_size: of this process among those of its node.
-        environment: MASTER_ADDR, MASTER_PORT and the like, for PyTorch's own rendezvous.
+        layout: this process among all.
         timeout: after which a process that waits in a collective gives up.
-        patience: with processes that have not come yet; None = as long as in a collective.
+        deadline: for processes that have not come yet; None = as long as in a collective.
         parallel: says on which kind of device; by default on GPUs where there are any.
 
     Raises:
-        LaunchError: the processes do not find each other; more processes than GPUs on a node, or two on one GPU; the
-            device, backend or network interface that is asked for is not there.
+        LaunchError: the processes do not find each other; more processes than GPUs on a node; the device or backend
+            that is asked for is not there.
     """
-    device = _device_of(local_rank, local_world_size, parallel)
-    _refuse_missing_interface()
+    device = _device_of(layout.local_rank, layout.local_world_size, parallel)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         # NCCL's own monitor would abort a process that waits, after 8 minutes and without the watchdog's account.
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
+        torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if world_size == 1:
-        # A store inside the process: no port that another job could hold.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+    def connect(store: dist.Store) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own
+        dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
+
+    if layout.world_size == 1:  # a store inside the process: no port that another job could hold
+        Rendezvous(layout, Deadline(timeout)).connect_all(dist.HashStore(), connect)
     else:
-        os.environ.update(environment)
-
-        def connect(store: dist.Store) -> None:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has its own
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-        meeting_point = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        place = Place(rank, world_size, local_rank, local_world_size, *meeting_point)
-        meet(place, connect, Patience(timeout) if patience is None else patience)
+        os.environ.update(layout.as_environment())
+        Rendezvous(layout, deadline or Deadline(timeout)).run(connect)
     try:
-        _refuse_shared_devices(device)
-        yield Processes(rank, world_size, local_rank, local_world_size, device)
+        yield Processes(layout.rank, layout.world_size, layout.local_rank, layout.local_world_size, device)
     except PretrainError as error:
         if error.rank is None:
             error.is_everywhere = True
@@ -153,14 +142,14 @@ def join_processes(
         if not any(sign in str(error) for sign in SIGNS_OF_A_LOST_PEER):
             raise
         lost = LostPeerError("another process of the job has ended; what it printed last says why.")
-        lost.rank = rank
+        lost.rank = layout.rank
         raise lost from error
     # After any other error this process may be alone with it, and leaving the group would wait for the others.
     dist.destroy_process_group()
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc's allocator keep what a step on a CPU frees for the next step; returns whether glibc has taken it.
+    """Have glibc's allocator keep what a step on a CPU frees for the next step; returns whether glibc has taken it.
 
     It returns large blocks to the system at once, and the free end of its heap. Each step takes the same hundreds of
     megabytes again, and mapping and clearing their pages was a tenth of the time of a small model's step in bfloat16
@@ -174,7 +163,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Undoes `keep_freed_memory`, in a process that goes on with something else, and returns what is free now."""
+    """Undo `keep_freed_memory`, in a process that goes on with something else, and returns what is free now."""
     glibc = _adjustable_glibc()
     if glibc is not None:
         glibc.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
@@ -191,7 +180,7 @@ def _adjustable_glibc() -> ctypes.CDLL | None:
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Runs `function` on rank 0 and gives its result, which must be picklable, or its error to every rank.
+    """Run `function` on rank 0 and give its result, which must be picklable, or its error to every rank.
 
     All ranks call it; a process that has joined no others is rank 0. `group` holds all processes, to talk over apart
     from the training thread.
@@ -205,41 +194,41 @@ def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = No
 
 
 def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Runs `function` on every rank; where it fails on one, all raise the error of the lowest such rank.
+    """Run `function` on every rank; where it fails on one, all raise the error of the lowest such rank.
 
     `function` must not contain collectives that a failing rank would leave others waiting in.
     """
     if not dist.is_initialized():
         return function()
-    result: Any = None
+    result: T
     failure: BaseException | None = None
     try:
         result = function()
     except BaseException as error:
         failure = error
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, None if failure is None else _portable(failure), group=group)
+    failures = _all_gather(None if failure is None else _portable(failure), group)
     if failure is not None and not isinstance(failure, PretrainError):
         raise failure  # a bug, not a user's mistake: keep its traceback
-    first = next((error for error in failures if error is not None), None)
-    if first is not None:
-        raise first
-    returned: T = result
-    return returned
+    for each in failures:
+        if each is not None:
+            raise each
+    return result
 
 
 def gather_from_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Runs `function` as `on_every_rank` does, and returns the results of all ranks; they must be picklable."""
+    """Run `function` as `on_every_rank` does, and return the results of all ranks; they must be picklable."""
     result = on_every_rank(function, group)
-    if not dist.is_initialized():
-        return [result]
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, result, group=group)
-    return results
+    return _all_gather(result, group) if dist.is_initialized() else [result]
+
+
+def _all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def _portable(error: BaseException) -> PretrainError:
-    """Returns an error for users as it is, and in place of any other one that can travel between processes."""
+    """Return an error for users as it is, and in place of any other one that can travel between processes."""
     if isinstance(error, PretrainError):
         return error
     return PretrainError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
@@ -254,8 +243,8 @@ def _device_of(local_rank: int, local_world_size: int, parallel: ParallelConfig 
     if parallel.backend == "gloo":
         raise LaunchError("--backend=gloo is for CPUs, and this machine has GPUs: leave it out, or give --device=cpu")
     visible = torch.cuda.device_count()
-    # One visible GPU may be a launcher that gives each task its own (srun --gpus-per-task=1); whether it is the same
-    # one for all can only be told once the processes know each other.
+    # A launcher may give each task a GPU of its own (srun --gpus-per-task=1). If it is the same one for all, NCCL
+    # refuses it in the first collective (`mesh.try_groups`).
     if visible == 1:
         return torch.device("cuda", 0)
     if local_world_size > visible:
@@ -264,29 +253,3 @@ def _device_of(local_rank: int, local_world_size: int, parallel: ParallelConfig 
             f"Start at most {visible} processes a node (--nproc-per-node, --ntasks-per-node, mpirun -n)."
         )
     return torch.device("cuda", local_rank)
-
-
-def _refuse_missing_interface() -> None:
-    """Raises a LaunchError where gloo is told to listen at an interface that this machine does not have."""
-    named, there = os.environ.get(GLOO_INTERFACE), interfaces_here()
-    if named and not set(named.split(",")) & set(there):
-        raise LaunchError(
-            f"{GLOO_INTERFACE}={named} names no interface of {socket.gethostname()}, which has "
-            f"{', '.join(sorted(there))}: name one of them, or unset it"
-        )
-
-
-def _refuse_shared_devices(device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    shared = sorted({place for place in everyone if everyone.count(place) > 1})
-    if shared:
-        host, _ = shared[0]
-        ranks = [rank for rank, place in enumerate(everyone) if place == shared[0]]
-        raise LaunchError(
-            f"ranks {ranks} share one GPU on {host}: more processes than GPUs. Start one process a GPU, or make more "
-            "GPUs visible (CUDA_VISIBLE_DEVICES, --gpus-per-task)."
-        )

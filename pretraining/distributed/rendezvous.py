@@ -1,31 +1,30 @@
-"""How the processes of a job meet, and what they do while some are missing.
+"""How the processes of a job find each other, and what they do while some are missing.
 
-    store of rank 0 answers -> every rank has come (rank 0 counts) -> process group connects -> every rank is connected
+    store of rank 0 answers -> every rank arrives (rank 0 counts) -> process group connects -> every rank is connected
 
-Nothing here waits where signals are not heard: waits are short and repeated, and what waits inside PyTorch runs in a
-thread. Who is missing is named every half minute. Where one process cannot connect, all end with the same error.
+What waits inside PyTorch runs in a thread while the main thread polls, so that signals are heard. Who is missing is
+named every half minute. If one process cannot connect, all end with the same error.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 
 from pretraining.errors import LaunchError, LostPeerError
-from pretraining.launch.network import GLOO_INTERFACE, NCCL_INTERFACE, interface_to_others, offered_address
+from pretraining.launch.layout import ProcessLayout
+from pretraining.launch.network import GLOO_INTERFACE, NCCL_INTERFACE, interface_to_others
 
 log = logging.getLogger(__name__)
 
@@ -38,299 +37,209 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_OF_A_PROBE = 1.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
-"""Between two looks at the store, in seconds: short while all are starting, longer where one is late."""
+"""Between two polls, in seconds: short while all are starting, longer when one is late."""
 MOST_NAMED = 16
 
 SECONDS_FOR_OTHERS = 5.0
-"""How long a process that cannot connect waits for what the others say, and for them to read why it ends."""
-
-# Keys of the store.
-OFFER, OFFERS, CONNECTED, ALL_CONNECTED = "offer", "offers", "connected", "all connected"
-FAILED, FAILURE_READ = "failed", "failure read"
-
-
-def _nothing() -> None:
-    """Asks for no early end."""
+"""How long the process that serves the store stays after a failure, for the others to read it."""
 
 
 @dataclass
-class Patience:
-    """How long a process waits for the others, and what it does meanwhile.
+class Deadline:
+    """Until when a process waits for others, and what it does meanwhile.
 
     Attributes:
-        timeout: from the start of the wait to the end of patience.
-        end_early: called all the time; raises where the process has been told to end.
-        speaks: whether this process says whom it waits for.
+        timeout: from now on.
+        check_signals: called at each poll; raises when the process has been told to stop.
+        rank: of this process, if it is one that says whom it waits for.
     """
 
     timeout: timedelta = COLLECTIVE_TIMEOUT
-    end_early: Callable[[], object] = _nothing
-    speaks: bool = True
+    check_signals: Callable[[], object] = lambda: None
+    rank: int | None = None
     clock: Callable[[], float] = time.monotonic
-    _began: float = field(init=False)
-    _said: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._began = self._said = self.clock()
+        self._began = self._logged = self.clock()
 
-    def pause(self) -> float:
-        """Returns how long to sleep until the next look."""
-        return min(LONGEST_PAUSE, max(SHORTEST_PAUSE, (self.clock() - self._began) / 20))
-
-    def check(self, missing: Callable[[], str], speaks: bool = True) -> None:
-        """Called in each turn of a wait; `missing` names those that have not come.
+    def poll(self, missing: str = "") -> None:
+        """Check signals and the time, log who is `missing` every half minute, and sleep for a moment.
 
         Raises:
             LaunchError: the time is over.
         """
-        self.end_early()
+        self.check_signals()
         now = self.clock()
-        if now - self._began > self.timeout.total_seconds():
-            names = missing()
-            raise LaunchError(
-                f"{names} {'have' if names.startswith('ranks') else 'has'} not come within "
-                f"{self.timeout.total_seconds():.0f} s. See what their machines have printed, and whether MASTER_ADDR "
-                "and MASTER_PORT are the same everywhere. --first_step_timeout says how long is waited."
+        waited = now - self._began
+        if waited > self.timeout.total_seconds():
+            error = LaunchError(
+                f"waited {self.timeout.total_seconds():.0f} s (--first_step_timeout) for {missing or 'other ranks'}.\n"
+                "See what their machines print, and whether MASTER_ADDR and MASTER_PORT are the same everywhere."
             )
-        if self.speaks and speaks and now - self._said >= SECONDS_BETWEEN_LINES:
-            self._said = now
-            log.warning("waiting for %s, for %.0f s so far", missing(), now - self._began)
+            error.rank = self.rank
+            raise error
+        if missing and self.rank is not None and now - self._logged >= SECONDS_BETWEEN_LINES:
+            self._logged = now
+            log.warning("waiting for %s, for %.0f s so far", missing, waited)
+        time.sleep(min(LONGEST_PAUSE, max(SHORTEST_PAUSE, waited / 20)))
 
 
-@dataclass(frozen=True)
-class Place:
-    """A process among all, and (`local_`) among those of its node; where rank 0 answers."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    master_addr: str
-    master_port: int
-
-    @property
-    def meeting_point(self) -> str:
-        """Where rank 0 answers, in words."""
-        return f"{self.master_addr}:{self.master_port}"
-
-    @property
-    def has_other_nodes(self) -> bool:
-        """Whether some processes are on other machines."""
-        return self.local_world_size < self.world_size
-
-
-def meet(place: Place, connect: Callable[[dist.Store], object], patience: Patience) -> None:
-    """Awaits all processes of the job, then has each `connect` by a store for this start; a collective call.
+class Rendezvous:
+    """The rendezvous of one process, as a sequence of collective calls.
 
     Raises:
-        LaunchError: some have not come, or one could not connect, which all then raise.
-        LostPeerError: the process that serves the store has ended.
+        LaunchError: (all calls) some ranks do not come.
     """
-    # Rank 0 knows who is missing. The others know whether it is rank 0: one of a node says so, on its own node rank 1.
-    patience.speaks = place.local_rank == 0 or place.rank == 1
-    store = open_store(place, patience)
-    try:
-        address = address_towards(place.master_addr) if place.has_other_nodes else ""
-        store, addresses = rendezvous(store, place.rank, place.world_size, patience, address)
-        if place.has_other_nodes:
-            choose_interface(place.master_addr, addresses)
-        connect_all(store, place, connect, patience)
-    except dist.DistError as error:
-        patience.end_early()  # where all are told to end, rank 0 may be the first to do so
-        raise LostPeerError(
-            f"rank 0, or its torchrun, has ended before all processes have met at {place.meeting_point}; what it "
-            "printed last says why."
-        ) from error
 
+    def __init__(self, layout: ProcessLayout, deadline: Deadline) -> None:
+        self._layout, self._deadline = layout, deadline
+        # Rank 0 knows who is missing. The others know whether it is rank 0: one of a node says so, beside it rank 1.
+        deadline.rank = layout.rank if layout.local_rank == 0 or layout.rank == 1 else None
 
-def open_store(place: Place, patience: Patience) -> dist.Store:
-    """Returns the store in which the processes find each other: rank 0's, or torchrun's where it offers one.
+    def run(self, connect: Callable[[dist.Store], object]) -> None:
+        """Wait for all processes of the job, then have each `connect` by a store of this start.
 
-    Raises:
-        LaunchError: nothing answers, or something else; or the port is taken.
-    """
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_server = place.rank == 0 and not is_torchruns
-    if not is_server:
-        with _speaking_for_itself(place.rank):
-            _await_answer(place, patience)
-
-    def look() -> None:
-        patience.check(lambda: f"the key-value store of {place.meeting_point}")
-
-    def open_one() -> dist.Store:
-        return dist.TCPStore(
-            *(place.master_addr, place.master_port, place.world_size),
-            is_master=is_server,
-            timeout=COLLECTIVE_TIMEOUT,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-
-    with _speaking_for_itself(place.rank):
+        Raises:
+            LaunchError: a process cannot connect, which all then raise.
+            LostPeerError: the process that serves the store has ended.
+        """
+        master, has_other_nodes = self._layout.master_addr, self._layout.local_world_size < self._layout.world_size
+        towards_rank_0 = interface_to_others([master]) if has_other_nodes else None
         try:
-            return attend(open_one, patience, look)
-        except (dist.DistError, ValueError) as error:
-            raise LaunchError(
-                f"could not join the {place.world_size} processes at {place.meeting_point}: {_first_line(error)}. "
-                "Check that MASTER_ADDR is reachable from every node and that MASTER_PORT is free."
+            store = self.join_start(self.open_store(), "" if towards_rank_0 is None else towards_rank_0.address)
+            if has_other_nodes:
+                addresses = store.multi_get([f"arrived/{rank}" for rank in range(self._layout.world_size)])
+                choose_interface([master, *(address.decode() for address in addresses if address)])
+            self.connect_all(store, connect)
+        except dist.DistError as error:
+            self._deadline.check_signals()  # if all are told to stop, rank 0 may be the first to do so
+            raise LostPeerError(
+                "rank 0, or its torchrun, has ended before all processes were connected; what it printed last says why."
             ) from error
 
+    def open_store(self) -> dist.Store:
+        """Return the store in which the processes find each other: rank 0's, or torchrun's if it offers one.
 
-def _await_answer(place: Place, patience: Patience) -> None:
-    """Waits until something listens where rank 0 is to answer; a store would wait for it without hearing signals."""
-    while True:
+        Raises:
+            LaunchError: something else answers; or the port is taken.
+        """
+        layout, deadline = self._layout, self._deadline
+        where = f"rank 0 at {layout.master_addr}:{layout.master_port}"
+        is_server = layout.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True, "timeout": COLLECTIVE_TIMEOUT}
+        while not is_server:  # a store looks for its server once a second only, and does not say why it waits
+            try:
+                socket.create_connection((layout.master_addr, layout.master_port), SECONDS_OF_A_PROBE).close()
+                break
+            except OSError as error:
+                deadline.poll(f"{where} ({error.strerror or error})")
         try:
-            socket.create_connection((place.master_addr, place.master_port), SECONDS_OF_A_PROBE).close()
-            return
-        except OSError as error:
-            reason = error.strerror or str(error)
-        patience.check(lambda reason=reason: f"rank 0 at {place.meeting_point} ({reason})")  # type: ignore[misc]
-        time.sleep(patience.pause())
+            return run_in_thread(
+                lambda: dist.TCPStore(layout.master_addr, layout.master_port, layout.world_size, is_server, **options),
+                lambda: deadline.poll(f"{where}, where something answers that may be no store"),
+            )
+        except (dist.DistError, ValueError) as error:
+            refused = LaunchError(
+                f"cannot join the {layout.world_size} processes of {where}: {_first_line(error)}.\n"
+                "Check that MASTER_ADDR is reachable from every node and that MASTER_PORT is free."
+            )
+            refused.rank = layout.rank  # the others may wait for this one
+            raise refused from error
 
+    def join_start(self, store: dist.Store, address: str = "") -> dist.Store:
+        """Return the part of a store that belongs to this start alone, once every rank has left its address there.
 
-def rendezvous(
-    store: dist.Store, rank: int, world_size: int, patience: Patience, address: str = ""
-) -> tuple[dist.Store, list[str]]:
-    """Finds the processes of this start among what earlier starts have left in a store; a collective call.
+        torchrun keeps one key-value store for all its restarts. A restarted process would find in it the addresses of
+        dead ones, and wait for them until a timeout (pytorch issue 135712; the number of restarts does not help, since
+        each machine counts its own). So rank 0 makes up a name for this start and gives it to every rank that asks now:
 
-    torchrun keeps one key-value store for all its restarts. A restarted process would find in it the addresses of dead
-    ones, and wait for them until a timeout (pytorch issue 135712; the number of restarts does not help, since each
-    machine counts its own). So rank 0 makes up a name for this start and tells it to every rank that asks now:
+            rank r    ask/<r> = a word of its own      rank 0    answer/<that word> = the name of this start
 
-        rank r    ask/<r>  = a word of its own                 rank 0    answer/<that word> = the name of this start
-                  taken/<name>/<r> = its address                         start/<name>/addresses, when all have taken it
-
-    Nobody reads the answer to a word that a dead process has left. Returns the part of the store for this start alone,
-    and the addresses, where they were given.
-
-    Raises:
-        LaunchError: some ranks have not come.
-    """
-    if rank == 0:
-        name, addresses = _tell_name(store, world_size, patience)
-        own = dist.PrefixStore(f"start/{name}", store)
-        own.set("addresses", json.dumps(sorted({address, *addresses} - {""})))
-    else:
+        Nobody reads the answer to a word that a dead process has left.
+        """
         word = uuid.uuid4().hex
-        store.set(f"ask/{rank}", word)
-        with _speaking_for_itself(rank):
-            name = _await_key(store, f"answer/{word}", patience, lambda: patience.check(lambda: "rank 0"))
-        store.set(f"taken/{name}/{rank}", address)
+        if self._layout.rank == 0:
+            store.set(f"answer/{word}", word)
+        store.set(f"ask/{self._layout.rank}", word)
+        while not store.check([f"answer/{word}"]):
+            self._deadline.poll("rank 0")
+        name = store.get(f"answer/{word}").decode()
+
+        def answer_requests(missing: Iterable[int]) -> None:
+            for rank in missing:
+                if store.check([f"ask/{rank}"]):
+                    store.set(f"answer/{store.get(f'ask/{rank}').decode()}", name)
+
         own = dist.PrefixStore(f"start/{name}", store)
-    found = _await_key(own, "addresses", patience, lambda: patience.check(lambda: "another rank", speaks=False))
-    return own, list(json.loads(found))
+        self._await_all(own, "arrived", address, answer_requests)
+        return own
+
+    def connect_all(self, store: dist.Store, connect: Callable[[dist.Store], object]) -> None:
+        """Connect this process, and return once all are connected.
+
+        Raises:
+            LaunchError: this one or another could not connect; the same error on all.
+        """
+        layout, own = self._layout, cast(Any, store)
+        watch: dist.Store = own.clone()  # a call that waits holds up its connection
+
+        def fail(text: str) -> NoReturn:
+            first = watch.compare_set("failed", "", text).decode()
+            read, until = watch.add("failure read", 1), time.monotonic() + SECONDS_FOR_OTHERS
+            while layout.rank == 0 and read < layout.world_size and time.monotonic() < until:
+                time.sleep(SHORTEST_PAUSE)
+                read = watch.add("failure read", 0)
+            raise LaunchError(first)
+
+        def look(missing: Iterable[int]) -> None:
+            if watch.check(["failed"]):
+                fail("")
+
+        def poll() -> None:
+            look([])
+            self._deadline.poll("the processes to connect to each other" if layout.rank == 0 else "")
+
+        try:
+            run_in_thread(lambda: connect(store), poll)
+        except (RuntimeError, ValueError) as error:
+            fail(
+                f"rank {layout.rank} of {layout.world_size}, on {socket.gethostname()}, cannot connect to the others: "
+                f"{_first_line(error)}.\n"
+                f"Set {GLOO_INTERFACE} (there {os.environ.get(GLOO_INTERFACE) or 'not set'}) and {NCCL_INTERFACE} to "
+                "an interface that all nodes reach."
+            )
+        self._await_all(watch, "connected", "", look)
+
+    def _await_all(self, store: dist.Store, key: str, value: str, look: Callable[[Iterable[int]], object]) -> None:
+        """Leave a value under a key, and wait until all ranks have; rank 0 counts them.
+
+        `look` is called meanwhile, with the ranks that rank 0 misses.
+        """
+        store.set(f"{key}/{self._layout.rank}", value)
+        if self._layout.rank == 0:
+            missing = list(range(self._layout.world_size))
+            while missing := [rank for rank in missing if not store.check([f"{key}/{rank}"])]:
+                look(missing)
+                self._deadline.poll(f"ranks {list_ranks(missing)}")
+            store.set(f"{key}/all", "")
+        while not store.check([f"{key}/all"]):
+            look([])
+            self._deadline.poll()
 
 
-def _tell_name(store: dist.Store, world_size: int, patience: Patience) -> tuple[str, set[str]]:
-    """Rank 0's part: returns the name and the addresses of the others."""
-    name, answered = uuid.uuid4().hex, dict[int, bytes]()
-    missing, addresses = set(range(1, world_size)), set[str]()
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"taken/{name}/{rank}"]):
-                missing.remove(rank)
-                addresses.add(store.get(f"taken/{name}/{rank}").decode())
-            elif store.check([f"ask/{rank}"]) and answered.get(rank) != (word := store.get(f"ask/{rank}")):
-                store.set(f"answer/{word.decode()}", name)
-                answered[rank] = word
-        if missing:
-            patience.check(lambda: f"ranks {list_ranks(sorted(missing))}")
-            time.sleep(patience.pause())
-    return name, addresses
+def choose_interface(hosts: Iterable[str]) -> None:
+    """Have gloo use the interface that leads to the first host on another machine, unless the user has chosen one.
 
-
-def address_towards(host: str) -> str:
-    """Returns this machine's address as the host sees it; empty where the host is this machine, or unknown."""
-    found = interface_to_others([host])
-    return "" if found is None else found.address
-
-
-def choose_interface(master_addr: str, addresses: Sequence[str]) -> None:
-    """Has gloo use the interface that leads to the other machines, unless the user has chosen one.
-
-    On the machine of rank 0 its own name may lead nowhere else; the `addresses` of the others do.
+    On the machine of rank 0 its own name may lead nowhere else; the addresses of the others do.
     """
-    if os.environ.get(GLOO_INTERFACE):
-        return
-    found = interface_to_others([master_addr, *addresses])
+    found = None if os.environ.get(GLOO_INTERFACE) else interface_to_others(hosts)
     if found is not None:
         os.environ[GLOO_INTERFACE] = found.name
         log.info("gloo talks to other machines from %s; %s chooses another interface", found, GLOO_INTERFACE)
 
 
-def connect_all(store: dist.Store, place: Place, connect: Callable[[dist.Store], object], patience: Patience) -> None:
-    """Connects this process, and returns once all are connected.
-
-    Raises:
-        LaunchError: this one or another could not connect; the same error on all.
-    """
-    watch = _clone(store)  # a call that waits holds up its connection
-
-    def missing() -> str:
-        connected = [watch.check([f"{CONNECTED}/{rank}"]) for rank in range(place.world_size)]
-        return f"ranks {list_ranks([rank for rank, is_there in enumerate(connected) if not is_there])} to connect"
-
-    def look() -> None:
-        if watch.check([FAILED]):
-            raise _failure(watch, place, "")
-        patience.check(missing, speaks=place.rank == 0)
-
-    if place.local_rank == 0 and place.has_other_nodes:
-        offer = f"rank {place.rank} on {socket.gethostname()} offers {offered_address(os.environ)}"
-        watch.set(f"{OFFER}/{place.rank}", offer)
-        watch.add(OFFERS, 1)
-    try:
-        attend(lambda: connect(store), patience, look)
-    except (RuntimeError, ValueError) as error:
-        raise _failure(watch, place, _description(watch, place, error)) from error
-    watch.set(f"{CONNECTED}/{place.rank}", "")
-    if watch.add(CONNECTED, 1) == place.world_size:
-        watch.set(ALL_CONNECTED, "")
-    _await_key(watch, ALL_CONNECTED, patience, look)
-
-
-def _failure(watch: dist.Store, place: Place, text: str) -> LaunchError:
-    """Returns the error that all processes raise: the first that any of them has told, else this one."""
-    told = watch.compare_set(FAILED, "", text).decode()
-    watch.add(FAILURE_READ, 1)
-    if place.rank == 0:  # the store ends with the process that serves it, which may be this one
-        _await_count(watch, FAILURE_READ, place.world_size)
-    return LaunchError(told)
-
-
-def _await_count(store: dist.Store, key: str, count: int) -> None:
-    """Waits for a few seconds until a count is reached."""
-    until = time.monotonic() + SECONDS_FOR_OTHERS
-    while store.add(key, 0) < count and time.monotonic() < until:
-        time.sleep(SHORTEST_PAUSE)
-
-
-def _description(watch: dist.Store, place: Place, error: BaseException) -> str:
-    if place.has_other_nodes:
-        _await_count(watch, OFFERS, place.world_size // place.local_world_size)
-    keys = [f"{OFFER}/{rank}" for rank in range(place.world_size)]
-    offers = [watch.get(key).decode() for key in keys if watch.check([key])][:MOST_NAMED]
-    return (
-        f"all {place.world_size} processes have come to {place.meeting_point}, but rank {place.rank} on "
-        f"{socket.gethostname()} cannot connect to the others: {_first_line(error)}."
-        + "".join(f"\n  {offer}" for offer in offers)
-        + (f"\nSet {GLOO_INTERFACE} (and {NCCL_INTERFACE}) to an interface that all nodes reach." if offers else "")
-    )
-
-
-@contextmanager
-def _speaking_for_itself(rank: int) -> Iterator[None]:
-    """For waits for rank 0, which others may not wait for: an error is this process's own."""
-    try:
-        yield
-    except LaunchError as error:
-        error.rank = rank
-        raise
-
-
-def attend(call: Callable[[], T], patience: Patience, look: Callable[[], object]) -> T:
-    """Runs a call that waits inside PyTorch in a thread, so that signals are heard; `look` is called meanwhile."""
+def run_in_thread(call: Callable[[], T], poll: Callable[[], object]) -> T:
+    """Return what a call returns that waits inside PyTorch, which runs in a thread; `poll` is called meanwhile."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -340,23 +249,9 @@ def attend(call: Callable[[], T], patience: Patience, look: Callable[[], object]
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="rendezvous", daemon=True).start()
-    while not wait([outcome], timeout=patience.pause()).done:
-        look()
+    while not outcome.done():
+        poll()
     return outcome.result()
-
-
-def _await_key(store: dist.Store, key: str, patience: Patience, look: Callable[[], object]) -> str:
-    """Returns the value of a key once it is there; `look` is called meanwhile."""
-    while not store.check([key]):
-        look()
-        time.sleep(patience.pause())
-    return str(store.get(key).decode())
-
-
-def _clone(store: Any) -> dist.Store:
-    """Returns a new connection to a store."""
-    clone: dist.Store = store.clone()
-    return clone
 
 
 def _first_line(error: BaseException) -> str:

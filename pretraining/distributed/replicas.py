@@ -31,7 +31,7 @@ class Replicas:
         self._ranks = mesh.mesh.tolist()  # [replicate][shard]
 
     def differing_ranks(self) -> dict[int, list[int]]:
-        """Returns the ranks whose weights differ from others with the same piece, each with those others' ranks.
+        """Return the ranks whose weights differ from others with the same piece, each with those others' ranks.
 
         Where more than half of the holders of a piece agree, the rest are returned; else all are. A collective call,
         which waits for the device.
@@ -51,7 +51,7 @@ class Replicas:
 
 @torch.no_grad()
 def hash_tensors(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns a hash of the bits of tensors, in their order; waits for the device.
+    """Return a hash of the bits of tensors, in their order; waits for the device.
 
     It sums words, each times an odd number that depends on its place, modulo 2**64: a difference in a single word
     always shows, others all but always.

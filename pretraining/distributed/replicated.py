@@ -55,7 +55,7 @@ class ReplicatedModel:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Makes the copies from the masters, if the last step has used up those that were; each forward does so."""
+        """Make the copies from the masters, if the last step has used up those that were; each forward does so."""
         if self._is_fresh or not self._copies:
             return
         for copy in self._copies:
@@ -64,17 +64,17 @@ class ReplicatedModel:
         self._is_fresh = True
 
     def next_backward(self, is_last: bool) -> None:
-        """Prepares the next forward and backward, perhaps the last of the step: devices sum gradients only there."""
+        """Prepare the next forward and backward, perhaps the last of the step: devices sum gradients only there."""
         self._is_last = is_last
 
     def finish_gradients(self) -> None:
-        """Waits, after the last backward of a step, until the masters' gradients are those of all devices."""
+        """Wait, after the last backward of a step, until the masters' gradients are those of all devices."""
         if self._buckets is not None:
             self._buckets.wait()
 
     @torch.no_grad()
     def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Adds what a backward has left at a parameter to the gradient of its master."""
+        """Add what a backward has left at a parameter to the gradient of its master."""
         master, gradient, buckets = self._masters[index], parameter.grad, self._buckets
         assert gradient is not None
         if parameter is not master:
@@ -105,7 +105,7 @@ def _empty_copy(master: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _exchange_parameters(module: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
-    """Puts parameters in the places of the module's own, in their order; shared ones stay shared."""
+    """Put parameters in the places of the module's own, in their order; shared ones stay shared."""
     new = dict(zip(module.parameters(), parameters, strict=True))
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):

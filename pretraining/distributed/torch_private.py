@@ -18,7 +18,7 @@ MOST_ENTRIES = 200_000
 
 
 def store_of_job(prefix: str) -> dist.Store:
-    """Returns a new connection to the key-value store that the processes met in; keys begin with `prefix`.
+    """Return a new connection to the key-value store that the processes met in; keys begin with `prefix`.
 
     An operation that blocks holds up all others of its connection.
     """
@@ -30,7 +30,7 @@ _kept_store: dist.Store | None = None
 
 
 def keep_store_of_job() -> None:
-    """Keeps the key-value store that the processes met in for as long as this process, in place of an earlier one.
+    """Keep the key-value store that the processes met in for as long as this process, in place of an earlier one.
 
     Where this process serves it, others may come for the next run before this one has left the last, and must not find
     a store that ends. The next run finds its server still there.
@@ -40,19 +40,19 @@ def keep_store_of_job() -> None:
 
 
 def set_timeout_of_group(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Sets when a process that waits in a collective of the group gives up; public since torch 2.14."""
+    """Set when a process that waits in a collective of the group gives up; public since torch 2.14."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def start_all_gather(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Starts to gather equal parts of all processes into one tensor; under another name since torch 2.13."""
+    """Start to gather equal parts of all processes into one tensor; under another name since torch 2.13."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(gathered, part, group=group, async_op=True)
 
 
 def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None = None) -> nn.Module:
-    """Wraps a module so that backward computes its activations again; parameters keep their names.
+    """Wrap a module so that backward computes its activations again; parameters keep their names.
 
     The module must draw no random numbers. `contexts` is the `context_fn` of `torch.utils.checkpoint.checkpoint`, which
     keeps some results.
@@ -63,7 +63,7 @@ def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, A
 
 
 def round_in_compiled_code_as_outside() -> None:
-    """Makes compiled kernels round to bfloat16 wherever eager code does, for the rest of the process.
+    """Make compiled kernels round to bfloat16 wherever eager code does, for the rest of the process.
 
     Otherwise they keep float32 between fused operations, and fuse differently where a result is computed again.
     """
@@ -73,24 +73,24 @@ def round_in_compiled_code_as_outside() -> None:
 
 
 def free_pinned_memory() -> None:
-    """Returns pinned memory that no tensor uses to the system; public in newer versions of torch."""
+    """Return pinned memory that no tensor uses to the system; public in newer versions of torch."""
     if torch.cuda.is_initialized():
         free = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
         free()
 
 
 def remember_allocations() -> None:
-    """Begins to remember the stack of each allocation on a GPU ("Understanding CUDA Memory Usage")."""
+    """Begin to remember the stack of each allocation on a GPU ("Understanding CUDA Memory Usage")."""
     torch.cuda.memory._record_memory_history(enabled="all", stacks="python", max_entries=MOST_ENTRIES)
 
 
 def forget_allocations() -> None:
-    """Ends remembering allocations."""
+    """End remembering allocations."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def write_snapshot(path: Path) -> None:
-    """Writes what is allocated on the GPU now and by which lines, for https://pytorch.org/memory_viz.
+    """Write what is allocated on the GPU now and by which lines, for https://pytorch.org/memory_viz.
 
     Raises:
         OSError: the file cannot be written.

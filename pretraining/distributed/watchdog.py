@@ -21,15 +21,13 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
 from pretraining.config.training import GuardConfig
-from pretraining.distributed.processes import Processes
+from pretraining.distributed.processes import Activity, Processes
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.distributed.torch_private import store_of_job
 
@@ -49,17 +47,18 @@ _HANG = "hang"
 
 
 def collective_timeout(guard: GuardConfig) -> timedelta:
-    """Returns when processes that wait for others give up: later than the watchdog, which can say more."""
+    """Return when processes that wait for others give up: later than the watchdog, which can say more."""
     longest = max(guard.hang_timeout.amount, guard.first_step_timeout.amount)
     return max(COLLECTIVE_TIMEOUT, timedelta(seconds=longest) + timedelta(minutes=10))
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What is known of a hang: `seconds` without progress, and how the other processes are.
+    """What is known of a hang.
 
     Attributes:
-        others: the newest heartbeats; None where the store does not answer.
+        seconds: without progress.
+        others: the newest heartbeats of the other processes; None if the store does not answer.
         silent: the ranks that gave none for half the timeout.
     """
 
@@ -71,44 +70,39 @@ class Hang:
 class HangDetector:
     """Counts the time without progress and decides when it is a hang; `ask` returns `Hang.others`."""
 
-    def __init__(self, world_size: int, ask: Callable[[], dict[int, Heartbeat] | None]) -> None:
-        self._world_size = world_size
+    def __init__(self, ask: Callable[[], dict[int, Heartbeat] | None]) -> None:
         self._ask = ask
         self._progress: int | None = None
         self._seconds = 0.0
         self._earlier: dict[int, Heartbeat] | None = None
 
     def look(self, seconds: float, progress: int, timeout: float) -> Hang | None:
-        """Notes this process's progress since the last look, `seconds` ago; returns what is wrong if the job hangs.
+        """Take in this process's progress since the last look, `seconds` ago; return what is wrong if the job hangs.
 
-        A job hangs after `timeout` seconds without progress; with 0, never.
+        A job hangs after `timeout` seconds in which neither this process nor another makes progress; with 0, never.
         """
         self._seconds += seconds
         if progress != self._progress or not timeout:
             self._progress, self._seconds, self._earlier = progress, 0.0, None
             return None
-        if self._world_size == 1:
-            return Hang(self._seconds, {}, []) if self._seconds >= timeout else None
         if self._seconds >= timeout / 2 and self._earlier is None:
             self._earlier = self._ask()
         if self._seconds < timeout:
             return None
-        earlier, now = self._earlier, self._ask()
+        hang = self.describe(self._seconds)
+        earlier, now = self._earlier, hang.others
         if earlier is None or now is None:
             return Hang(self._seconds, None, [])
         if any(rank not in earlier or beat.progress != earlier[rank].progress for rank, beat in now.items()):
-            self._seconds, self._earlier = timeout / 2, now  # somebody gets on: wait for them, half a timeout at a time
+            self._seconds, self._earlier = timeout / 2, now  # wait for those that get on, half a timeout at a time
             return None
-        return Hang(self._seconds, now, _silent(earlier, now))
+        return hang
 
-    def hear_of_hang(self, seconds: float) -> Hang:
-        """Returns what is wrong where another process has found that the job hangs, for so many seconds."""
-        now = self._ask()
-        return Hang(max(seconds, self._seconds), now, _silent(self._earlier or {}, now or {}))
-
-
-def _silent(earlier: dict[int, Heartbeat], now: dict[int, Heartbeat]) -> list[int]:
-    return [rank for rank, beat in now.items() if rank in earlier and beat.count == earlier[rank].count]
+    def describe(self, seconds: float) -> Hang:
+        """Return what is known of a hang of so many seconds, found here or by another process."""
+        earlier, now = self._earlier or {}, self._ask()
+        silent = [rank for rank, beat in (now or {}).items() if rank in earlier and beat.count == earlier[rank].count]
+        return Hang(max(seconds, self._seconds), now, silent)
 
 
 class Watchdog:
@@ -122,11 +116,12 @@ class Watchdog:
         timeouts = [seconds for seconds in (self._timeout, self._first_timeout) if seconds]
         self._period = min([LONGEST_PERIOD_SECONDS, *(seconds / LOOKS_OF_A_TIMEOUT for seconds in timeouts)])
         self._is_on = bool(timeouts)
-        self._stopped, self._ending, self._heard = (threading.Event() for _ in range(3))
+        self._stopped = threading.Event()
         self._heartbeats: Heartbeats | None = None
         self._threads: list[threading.Thread] = []
         self._progress = self._events = self._bytes = 0
-        self._computed = self._hung_seconds = 0.0
+        self._computed = 0.0
+        self._hung_seconds = 0.0  # found here, or told by another process
 
     def __enter__(self) -> Watchdog:
         if self._is_on:
@@ -139,14 +134,14 @@ class Watchdog:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._ending.is_set() or self._heard.is_set():
+        if self._hung_seconds:
             threading.Event().wait()  # the main thread lost a process that has ended already: this one is about to, too
         self._stopped.set()
         for thread in self._threads:  # before the store goes that they talk to
             thread.join(PATIENCE_SECONDS)  # one that it blocks is left behind
 
     def _watch(self) -> None:
-        detector = HangDetector(self._processes.world_size, self._ask)
+        detector = HangDetector(dict if self._heartbeats is None else self._heartbeats.of_others)
         before = time.monotonic()
         while not self._stopped.wait(self._period):
             now = time.monotonic()
@@ -154,33 +149,26 @@ class Watchdog:
             seconds, before = min(now - before, 2 * self._period), now
             timeout = self._timeout if self._processes.activity.warm else self._first_timeout
             hang = detector.look(seconds, self._measure_progress(seconds), timeout)
-            if hang is None and self._heard.is_set():
-                hang = detector.hear_of_hang(self._hung_seconds)
+            if hang is None and self._hung_seconds:
+                hang = detector.describe(self._hung_seconds)
             if hang is not None and not self._stopped.is_set():
                 self._end_process(hang)
 
     def _publish(self) -> None:
-        """Publishes heartbeats, from a thread of its own, since the store may block it."""
+        """Publish heartbeats, from a thread of its own, since the store may block it."""
         assert self._heartbeats is not None
         while not self._stopped.is_set():
             activity = self._processes.activity
             try:
                 self._heartbeats.publish(self._progress, activity.step, activity.doing)
-                if self._ending.is_set():
-                    self._heartbeats.tell_of_hang(self._hung_seconds)
-                elif (told := self._heartbeats.told_of_hang()) is not None:
+                if told := self._heartbeats.share_hang(self._hung_seconds):
                     self._hung_seconds = told
-                    self._heard.set()
             except RuntimeError:  # the store is gone, and with it the process that serves it
                 return
             self._stopped.wait(self._period)
 
-    def _ask(self) -> dict[int, Heartbeat] | None:
-        assert self._heartbeats is not None
-        return self._heartbeats.of_others()
-
     def _measure_progress(self, seconds: float) -> int:
-        """Returns a number that grows if something got done in the seconds since the last look."""
+        """Return a number that grows if something got done in the seconds since the last look."""
         activity, moved, computed = self._processes.activity, _bytes_moved(), sum(os.times()[:4])
         events = activity.events
         got_on = events != self._events or moved - self._bytes >= MOVED_BYTES
@@ -193,7 +181,6 @@ class Watchdog:
 
     def _end_process(self, hang: Hang) -> None:
         self._hung_seconds = hang.seconds
-        self._ending.set()
         # Past Python's buffers, whose locks the thread that hangs may hold.
         faulthandler.dump_traceback(STDERR, all_threads=True)
         os.write(STDERR, f"{describe(hang, self._processes)}\n".encode())
@@ -204,50 +191,46 @@ class Watchdog:
 
 
 def describe(hang: Hang, processes: Processes) -> str:
-    """Says what is known of a hang, in the words of an error."""
-    activity = processes.activity
+    """Return the error that says what is known of a hang."""
     lines = [
         f"error: rank {processes.rank}: the job hangs: nothing has made progress for {hang.seconds:.0f} s. This "
-        f"process is {_place(activity.step, activity.doing)}; its stacks stand above."
+        f"process is {_state_of(processes.activity)}; its stacks stand above."
     ]
     if hang.others is None:
         lines.append("  The other processes cannot be asked: the one that answers for all, with rank 0, does not.")
     elif processes.world_size > 1:
-        lines += _those_that_stand_out(hang, processes)
+        lines += _outliers(hang.others, hang.silent, processes)
     lines.append(
-        "  The same command goes on from the newest checkpoint; where the machine is at fault, without it. "
+        "  The same command goes on from the newest checkpoint; if the machine is at fault, without it. "
         "--hang_timeout and --first_step_timeout say how long is waited."
     )
     return "\n".join(lines)
 
 
-def _those_that_stand_out(hang: Hang, processes: Processes) -> list[str]:
-    """Names the processes that are not alive, or are not where most are."""
-    others = hang.others or {}
-    lines = []
-    for rank in sorted(set(range(processes.world_size)) - {processes.rank}):
-        if rank not in others:
-            lines.append(f"  rank {rank} was never heard from")
-        elif rank in hang.silent:
-            place = _place(others[rank].step, others[rank].doing)
-            lines.append(f"  rank {rank} on {others[rank].host} is not heard from any more; it was {place}")
-    places = {rank: _place(beat.step, beat.doing) for rank, beat in others.items() if rank not in hang.silent}
-    places[processes.rank] = _place(processes.activity.step, processes.activity.doing)
-    usual, holding = Counter(places.values()).most_common(1)[0]
-    odd = [rank for rank, place in places.items() if place != usual or 2 * holding <= len(places)]
-    lines += [f"  rank {rank} is {places[rank]}" for rank in sorted(odd)]
-    if not lines:
-        lines = [f"  all processes are alive, and {usual}"]
-    return lines if len(lines) <= MOST_NAMED else [*lines[:MOST_NAMED], f"  and {len(lines) - MOST_NAMED} more"]
+def _outliers(others: Mapping[int, Heartbeat], silent: list[int], processes: Processes) -> list[str]:
+    """Return a line for each process that is not alive, or does something else than most."""
+    states = {rank: _state_of(beat) for rank, beat in others.items()} | {processes.rank: _state_of(processes.activity)}
+    lines = [
+        f"  rank {rank} on {others[rank].host} is not heard from any more; it was {states.pop(rank)}"
+        for rank in sorted(silent)
+    ]
+    unknown = set(range(processes.world_size)) - states.keys() - set(silent)
+    lines += [f"  rank {rank} was never heard from" for rank in sorted(unknown)]
+    usual, holding = Counter(states.values()).most_common(1)[0]
+    odd = [rank for rank, state in states.items() if state != usual or 2 * holding <= len(states)]
+    lines += [f"  rank {rank} is {states[rank]}" for rank in sorted(odd)]
+    if len(lines) > MOST_NAMED:
+        lines[MOST_NAMED:] = [f"  and {len(lines) - MOST_NAMED} more"]
+    return lines or [f"  all processes are alive, and {usual}"]
 
 
-def _place(step: int, doing: str) -> str:
+def _state_of(process: Activity | Heartbeat) -> str:
     words = {"data": "waiting for data", "evaluation": "evaluating", "checkpoint": "saving a checkpoint"}
-    return f"{words.get(doing, doing)} after step {step}"
+    return f"{words.get(process.doing, process.doing)} after step {process.step}"
 
 
 def _bytes_moved() -> int:
-    """Returns the bytes that this process has read and written so far; 0 where the system does not tell."""
+    """Return the bytes that this process has read and written so far; 0 if the system does not say."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -261,7 +244,7 @@ class Heartbeat:
     """How a process is.
 
     Attributes:
-        count: of its heartbeats so far; where it does not grow, the process is not alive.
+        count: of its heartbeats so far; if it does not grow, the process is not alive.
         progress: grows with everything that the main thread gets done.
         step, doing: as in `Activity`.
     """
@@ -274,9 +257,10 @@ class Heartbeat:
 
 
 class Heartbeats:
-    """Heartbeats of all processes, in the key-value store that they met in; making one is a collective call.
+    """Heartbeats of all processes, in the key-value store of their rendezvous; making one is a collective call.
 
-    Where the process that serves the store does not answer, an operation may block for good.
+    If the process that serves the store does not answer, an operation may block for good, and with it all others of
+    its connection.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -284,24 +268,24 @@ class Heartbeats:
         self._world_size = world_size
         self._host = socket.gethostname()
         self._count = 0
-        self._telling, self._asking = (_connect() for _ in range(2))
+        self._telling, self._asking = store_of_job("heartbeats"), store_of_job("heartbeats")
+        for store in (self._telling, self._asking):
+            store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
 
     def publish(self, progress: int, step: int, doing: str) -> None:
-        """Writes this process's heartbeat; may block where the store does not answer."""
+        """Write this process's heartbeat; may block."""
         self._count += 1
         beat = Heartbeat(self._count, progress, step, doing, self._host)
         self._telling.set(str(self._rank), json.dumps(asdict(beat)))
 
-    def tell_of_hang(self, seconds: float) -> None:
-        """Tells all processes that the job hangs, for so long; may block as `publish` does."""
-        self._telling.set(_HANG, str(seconds))
-
-    def told_of_hang(self) -> float | None:
-        """Returns for how many seconds the job hangs, if a process has told so; may block as `publish` does."""
-        return float(self._telling.get(_HANG)) if self._telling.check([_HANG]) else None
+    def share_hang(self, seconds: float) -> float:
+        """Tell all processes for how long the job hangs, unless it is 0; return what any has told. May block."""
+        if seconds:
+            self._telling.set(_HANG, str(seconds))
+        return float(self._telling.get(_HANG)) if self._telling.check([_HANG]) else 0.0
 
     def of_others(self) -> dict[int, Heartbeat] | None:
-        """Returns the newest heartbeat of each other process that gave one; None where the store does not answer."""
+        """Return the newest heartbeat of each other process that gave one; None if the store does not answer."""
         answers: list[dict[int, Heartbeat]] = []
         asking = threading.Thread(target=lambda: answers.append(self._ask()), name="heartbeats", daemon=True)
         asking.start()
@@ -314,9 +298,3 @@ class Heartbeats:
             known = [rank for rank in known if self._asking.check([str(rank)])]
         found = self._asking.multi_get([str(rank) for rank in known])
         return {rank: Heartbeat(**json.loads(beat)) for rank, beat in zip(known, found, strict=True)}
-
-
-def _connect() -> dist.Store:
-    store = store_of_job("heartbeats")
-    store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
-    return store

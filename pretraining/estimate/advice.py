@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from pretraining.config.training import ModelConfig, TrainConfig
 from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count, resolve_shape
@@ -57,35 +58,32 @@ def memory_advice(
     return found
 
 
-def _changes(config: TrainConfig, shape: LlamaShape, shard_size: int, device_type: str) -> Iterator[Iterator[Change]]:
+def _changes(config: TrainConfig, shape: LlamaShape, shard_size: int, device_type: str) -> Iterator[list[Change]]:
     """Yield changes of one kind each, the smallest change of a kind first."""
-    batch, parallel, length = config.batch, config.parallel, config.data.seq_length
-    halves = [batch.batch_size >> times for times in range(1, batch.batch_size.bit_length())]
-    lengths = [length >> times for times in range(1, length.bit_length()) if length >> times >= SHORTEST]
-    yield (
-        (f"--batch_size={half}", replace(config, batch=replace(batch, batch_size=half)), shape, shard_size)
-        for half in halves
-    )
-    if not parallel.fsdp_activation_checkpointing:
-        recomputing = replace(parallel, fsdp_activation_checkpointing=True)
-        yield iter([("--fsdp_activation_checkpointing=true", replace(config, parallel=recomputing), shape, shard_size)])
+
+    def change(flags: str, section: str, **values: Any) -> Change:
+        changed = {section: replace(getattr(config, section), **values)}
+        return flags, replace(config, **changed), shape, shard_size
+
+    size, length = config.batch.batch_size, config.data.seq_length
+    halves = [size >> times for times in range(1, size.bit_length())]
+    yield [change(f"--batch_size={half}", "batch", batch_size=half) for half in halves]
+    if not config.parallel.fsdp_activation_checkpointing:
+        yield [change("--fsdp_activation_checkpointing=true", "parallel", fsdp_activation_checkpointing=True)]
     if config.loss.loss_chunk_tokens == 0:
-        chunked = replace(config, loss=replace(config.loss, loss_chunk_tokens=None))
-        yield iter([("--loss_chunk_tokens=none", chunked, shape, shard_size)])
-    sharded = replace(config, parallel=replace(parallel, sharding_strategy="fsdp"))
+        yield [change("--loss_chunk_tokens=none", "loss", loss_chunk_tokens=None)]
     noun = "GPUs" if device_type == "cuda" else "machines"
-    yield (
-        (f"{devices} {noun} with --sharding_strategy=fsdp", sharded, shape, devices)
-        for devices in (shard_size * 2**doublings for doublings in range(1, MOST_DOUBLINGS + 1))
-    )
-    yield (
-        (f"--seq_length={half}", replace(config, data=replace(config.data, seq_length=half)), shape, shard_size)
-        for half in lengths
-    )
-    variants = {name: resolve_shape(ModelConfig(model_variant=name, vocab_size=shape.vocab_size)) for name in VARIANTS}
-    counts = sorted(((parameter_count(each), name) for name, each in variants.items()), reverse=True)
-    yield (
-        (f"--model_variant={name} --vocab_size={shape.vocab_size}", config, variants[name], shard_size)
-        for count, name in counts
-        if count < parameter_count(shape)
-    )
+    _, sharded, *_ = change("", "parallel", sharding_strategy="fsdp")
+    counts = [shard_size * 2**doublings for doublings in range(1, MOST_DOUBLINGS + 1)]
+    yield [(f"{count} {noun} with --sharding_strategy=fsdp", sharded, shape, count) for count in counts]
+    lengths = [length >> times for times in range(1, length.bit_length()) if length >> times >= SHORTEST]
+    yield [change(f"--seq_length={half}", "data", seq_length=half) for half in lengths]
+    variants = [
+        (name, resolve_shape(ModelConfig(model_variant=name, vocab_size=shape.vocab_size))) for name in VARIANTS
+    ]
+    variants.sort(key=lambda variant: (parameter_count(variant[1]), variant[0]), reverse=True)
+    yield [
+        (f"--model_variant={name} --vocab_size={shape.vocab_size}", config, variant, shard_size)
+        for name, variant in variants
+        if parameter_count(variant) < parameter_count(shape)
+    ]

@@ -40,7 +40,7 @@ PEAK_TFLOPS = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Returns the dense bfloat16 peak of a device in TFLOP/s; None where it is not known, as of CPUs."""
+    """Return the dense bfloat16 peak of a device in TFLOP/s; None where it is not known, as of CPUs."""
     return next((peak for names, peak in PEAK_TFLOPS if re.search(rf"\b({names})\b", device_name)), None)
 
 

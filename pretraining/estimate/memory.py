@@ -7,12 +7,14 @@ N tokens of a micro-batch, n tokens of a chunk of the loss, e bytes of a value i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from pretraining.config.plugins import OPTIMIZERS
+from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import PER_OPERATION, OptimizerConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape, block_parameters, parameter_count
+from pretraining.estimate.flops import block_costs
 
 MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer sees it, and of its gradient: float32."""
@@ -20,10 +22,6 @@ STATE_BYTES = 4
 """Bytes of what an optimizer keeps for a parameter, each time: float32."""
 RUNTIME_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Programs, and on a GPU the context, kernels and the buffers of communication; about what an idle process holds."""
-UPDATE_BYTES = {"nadam": 8, "rmsprop": 4, "normalized_sgdm": 4}
-"""Of temporary tensors in an update, a parameter of the larger group of parameters, of optimizers that need any."""
-MUON_BYTES = {"whole": 5, "sharded": 10}
-"""The same for muon, a parameter of the blocks' matrices, as simulated; sharded ones go to their owners and back."""
 LOGITS_AT_ONCE = 2**28
 """Logits of a chunk of the loss on a GPU, at most, where it is taken in chunks."""
 
@@ -68,7 +66,7 @@ class MemoryEstimate:
 def estimate_memory(
     config: TrainConfig, shape: LlamaShape, *, shard_size: int, compute_bytes: int, device_type: str
 ) -> MemoryEstimate:
-    """Estimates the memory of one rank at the peak of a training step.
+    """Estimate the memory of one rank at the peak of a training step.
 
     The state is exact. The rest is that of the moment of a step which takes most (`_moments`), by the shapes of the
     tensors that are there; on a CPU each part is that of its own largest moment. It leaves out reserves of allocators
@@ -98,55 +96,48 @@ def estimate_memory(
 
 
 def optimizer_state_bytes(optimizer: OptimizerConfig, shape: LlamaShape, shard_size: int = 1) -> int:
-    """Bytes that an optimizer keeps on one of `shard_size` ranks, without its counters, 4 bytes a parameter tensor.
+    """Return the bytes that an optimizer keeps on one of `shard_size` ranks, without 4 per parameter tensor to count.
 
     One of the user's own is taken to keep as much as AdamW.
     """
     if optimizer.optimizer not in OPTIMIZERS:
         optimizer = OptimizerConfig()
-    matrices, rest = _own_parameters(shape, shard_size)
+    matrices, norms, root = _own_parameters(shape, shard_size)
     of_matrices, of_rest = (len(optimizer.moments(in_matrix=in_matrix)) for in_matrix in (True, False))
-    return STATE_BYTES * (matrices * of_matrices + rest * of_rest)
+    of_block = matrices * of_matrices + norms * of_rest
+    return STATE_BYTES * (shape.num_hidden_layers * of_block + root * of_rest)
 
 
-def _own_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int]:
-    """Returns the parameters on one rank: of the blocks' matrices, and all others.
+def _own_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int, int]:
+    """Return the parameters on one rank: of a block's matrices, of its norms, and of embedding, last norm and head.
 
     FSDP2 cuts each parameter by its rows, and every rank has memory for as many as the one with most.
     """
-    width, feed_forward = shape.hidden_size, shape.intermediate_size
-    query, key_value = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
-    of_block = (
-        *((query, width), (key_value, width), (key_value, width), (width, query)),
-        *((feed_forward, width), (feed_forward, width), (width, feed_forward)),
-    )
-    matrices_of_vocabulary = 1 if shape.tie_word_embeddings else 2
-    norms = 2 * shape.num_hidden_layers + 1
 
-    def own(rows: int, columns: int) -> int:
+    def own(rows: int, columns: int = 1) -> int:
         return -(-rows // shard_size) * columns
 
-    matrices = shape.num_hidden_layers * sum(own(*size) for size in of_block)
-    return matrices, matrices_of_vocabulary * own(shape.vocab_size, width) + norms * own(width, 1)
+    norm = own(shape.hidden_size)
+    of_vocabulary = (1 if shape.tie_word_embeddings else 2) * own(shape.vocab_size, shape.hidden_size)
+    return sum(own(*each) for each in block_costs(shape).matrices), 2 * norm, of_vocabulary + norm
 
 
 def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str) -> int:
-    """Bytes that a block's forward pass keeps for each token, for its backward pass.
+    """Return the bytes that a block's forward pass keeps for each token, for its backward pass.
 
-    in e bytes   the inputs of q, k, v and of gate, up: 2·D; queries and what attention gives: 2·H·E; keys and
-                 values: 2·K·E; gate, its SiLU, up, and their product: 4·F
+    in e bytes   the inputs of q, k, v and of gate, up: 2·D, as many as the results of o and down, which are not kept;
+                 the other results of matrix products and attention; gate's SiLU and its product with up: 2·F
     norms        two inputs: 2·D in e bytes on a GPU, whose kernel computes the rest again; on a CPU inputs and
                  normed values in float32: 4·D
     float32      the norms' scales, 2, and attention's log-sum-exp, H
     """
-    width, feed_forward = shape.hidden_size, shape.intermediate_size
-    heads = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-    norms = 16 * width if device_type == "cpu" else 2 * width * compute_bytes
-    return compute_bytes * (2 * width + 2 * heads + 4 * feed_forward) + norms + 4 * (2 + shape.num_attention_heads)
+    norms = shape.hidden_size * (16 if device_type == "cpu" else 2 * compute_bytes)
+    kept = block_costs(shape).results + 2 * shape.intermediate_size
+    return compute_bytes * kept + norms + 4 * (2 + shape.num_attention_heads)
 
 
 def loss_chunk_tokens(device_type: str, vocab_size: int) -> int:
-    """Returns the tokens of a chunk of the loss where the setting leaves them to the device; see `model/loss.py`."""
+    """Return the tokens of a chunk of the loss where the setting leaves them to the device; see `model/loss.py`."""
     if device_type == "cpu":
         return 256
     return max(256, LOGITS_AT_ONCE >> (vocab_size - 1).bit_length())
@@ -177,22 +168,30 @@ class _Step:
     device_type: str
 
     @cached_property
-    def own(self) -> int:
-        """Of all gradients, and of all parameters, in float32: this rank's part."""
-        return MASTER_BYTES * sum(_own_parameters(self.shape, self.shard_size))
+    def own_block(self) -> int:
+        """Of a block's gradients, and parameters, in float32: this rank's part."""
+        matrices, norms, _ = _own_parameters(self.shape, self.shard_size)
+        return MASTER_BYTES * (matrices + norms)
 
     @cached_property
-    def own_block(self) -> int:
-        """Of a block's gradients: this rank's part."""
-        one, two = (
-            sum(_own_parameters(replace(self.shape, num_hidden_layers=layers), self.shard_size)) for layers in (1, 2)
-        )
-        return MASTER_BYTES * (two - one)
+    def own_root(self) -> int:
+        """The same of embedding, last norm and head."""
+        return MASTER_BYTES * _own_parameters(self.shape, self.shard_size)[2]
+
+    @property
+    def own(self) -> int:
+        """The same of the model."""
+        return self.shape.num_hidden_layers * self.own_block + self.own_root
 
     @property
     def is_sharded(self) -> bool:
         """Whether blocks are gathered for the time that they are needed."""
         return self.shard_size > 1
+
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether the strategy keeps whole parameters of no block longer than it computes."""
+        return STRATEGIES[self.config.parallel.sharding_strategy].shards_parameters
 
     @property
     def has_copies(self) -> bool:
@@ -241,9 +240,7 @@ class _Step:
         reduced, full = hidden, self.kept
         if parallel.selective_checkpointing == PER_OPERATION:
             # Results of matrix products and attention as well; the last one is not needed, but kept.
-            heads = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-            values = 2 * heads + 2 * shape.hidden_size + 2 * shape.intermediate_size
-            reduced += self.tokens * (self.itemsize * values + 4 * shape.num_attention_heads)
+            reduced += self.tokens * (self.itemsize * block_costs(shape).results + 4 * shape.num_attention_heads)
             full += hidden
         found = [(self.kept, self.kept)] * shape.num_hidden_layers
         for index in again:
@@ -257,7 +254,7 @@ class _Step:
 
 
 def _moments(step: _Step) -> Iterator[_Moment]:
-    """Yields the moments of a step that may take most: the loss, the backward of each block, the end, the update."""
+    """Yield the moments of a step that may take most: the loss, the backward of each block, the end, the update."""
     yield _at_loss(step)
     before = sum(stored for stored, _ in step.blocks)
     for index in reversed(range(len(step.blocks))):
@@ -269,7 +266,7 @@ def _moments(step: _Step) -> Iterator[_Moment]:
 
 
 def _largest_parts(moments: Sequence[_Moment]) -> _Moment:
-    """Each part at its largest: a CPU's heap keeps what is freed, in pieces into which few later tensors fit."""
+    """Return each part at its largest: a CPU's heap keeps what is freed, in pieces into which few later tensors fit."""
     return _Moment(*(max(getattr(moment, part.name) for moment in moments) for part in fields(_Moment)))
 
 
@@ -278,7 +275,7 @@ def _at_loss(step: _Step) -> _Moment:
     itemsize, layers, hidden = step.itemsize, step.shape.num_hidden_layers, step.tokens * step.shape.hidden_size
     if step.is_sharded:
         # The buffer that the last block was gathered into, which was copied out, is there until the next one comes.
-        whole = step.root + step.block * (1 if _frees_blocks(step) else layers + 1)
+        whole = step.root + step.block * (1 if step.frees_blocks else layers + 1)
         gathered = itemsize * whole + (MASTER_BYTES * step.root if step.accumulates else 0)
     else:
         gathered = itemsize * (step.root + layers * step.block) if step.has_copies else 0
@@ -298,7 +295,7 @@ def _in_block(step: _Step, index: int, kept: int) -> _Moment:
     if step.is_sharded:
         temporary += itemsize * width * feed_forward
         # The next block is gathered, and the gradients of the one before are being reduced.
-        blocks = min(2, index + 1) if _frees_blocks(step) else index + 1
+        blocks = min(2, index + 1) if step.frees_blocks else index + 1
         gathered = itemsize * (step.root + blocks * step.block)
         gathered += MASTER_BYTES * (step.block if done else step.root if step.accumulates else 0)
     else:
@@ -321,25 +318,23 @@ def _after_blocks(step: _Step) -> Iterator[_Moment]:
         return
     # A tied one has the gradients of both, and their sum. Those of the first block are on their way, too.
     gradients = itemsize * step.vocabulary * (3 if step.shape.tie_word_embeddings else 2)
-    own_root = step.own - step.shape.num_hidden_layers * step.own_block
-    there = step.own if step.accumulates else step.own - own_root
+    there = step.own if step.accumulates else step.own - step.own_root
     yield _Moment(there, itemsize * step.root + MASTER_BYTES * step.block + gradients)
     yield _Moment(step.own, (2 * itemsize + MASTER_BYTES) * step.root)
 
 
 def _update_bytes(step: _Step) -> int:
     """What an update takes on its way, which is done group by group: matrices, then embedding and norms."""
-    optimizer = step.config.optimizer.optimizer
-    matrices, rest = _own_parameters(step.shape, step.shard_size)
-    if optimizer == "muon":
-        return matrices * MUON_BYTES["sharded" if step.is_sharded else "whole"]
+    entry = OPTIMIZERS.get(step.config.optimizer.optimizer)
+    if entry is None:
+        return 0
+    of_block, norms, root = _own_parameters(step.shape, step.shard_size)
+    matrices, rest = step.shape.num_hidden_layers * of_block, step.shape.num_hidden_layers * norms + root
+    if entry.matrix_update_bytes is not None:
+        return matrices * entry.matrix_update_bytes[step.is_sharded]
     rows = 0 if step.shape.tie_word_embeddings else -(-step.shape.vocab_size // step.shard_size)
     head = rows * step.shape.hidden_size
-    return UPDATE_BYTES.get(optimizer, 0) * max(matrices + head, rest - head)
-
-
-def _frees_blocks(step: _Step) -> bool:
-    return step.config.parallel.sharding_strategy in ("fsdp", "hsdp")
+    return entry.update_bytes * max(matrices + head, rest - head)
 
 
 def _loss_bytes(step: _Step) -> int:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
+from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.estimate.devices import Gpu
@@ -47,7 +48,7 @@ class Cluster:
     network_gbits: float
 
     def seconds_to_gather(self, total_bytes: float, group: int) -> float:
-        """Returns how long a group of GPUs, next to each other, takes to hand all parts of so many bytes to each."""
+        """Return how long a group of GPUs, next to each other, takes to hand all parts of so many bytes to each."""
         share = total_bytes * (group - 1) / group
         if group <= self.gpus_per_node:
             return share / (self.gpu.link_gbs * 1e9)
@@ -55,7 +56,7 @@ class Cluster:
         return share / min(self.gpu.link_gbs * 1e9, self.network_gbits / 8 * 1e9)
 
     def seconds_between_groups(self, bytes_per_gpu: float, groups: int) -> float:
-        """Returns how long GPUs of the same place in different groups take to sum so many bytes of each."""
+        """Return how long GPUs of the same place in different groups take to sum so many bytes of each."""
         moved = 2 * bytes_per_gpu * (groups - 1) / groups
         if self.gpus <= self.gpus_per_node:
             return moved / (self.gpu.link_gbs * 1e9)
@@ -87,9 +88,9 @@ class StepTime:
 
 
 def estimate_step_time(
-    config: TrainConfig, shape: LlamaShape, batch: BatchPlan, cluster: Cluster, shard_size: int
+    config: TrainConfig, shape: LlamaShape, batch: BatchSizes, cluster: Cluster, shard_size: int
 ) -> StepTime:
-    """Estimates the time of a step in bfloat16.
+    """Estimate the time of a step in bfloat16.
 
     Args:
         config: the settings.
@@ -120,12 +121,11 @@ def estimate_step_time(
 def _communication(
     config: TrainConfig, parameters: int, steps: int, cluster: Cluster, shard_size: int
 ) -> tuple[float, float]:
-    """Returns seconds within the groups that share a model, in all micro-batches, and between them, in the last one."""
+    """Return seconds within the groups that share a model, in all micro-batches, and between them, in the last one."""
     groups = cluster.gpus // shard_size
     within = 0.0
     if shard_size > 1:
-        frees_blocks = config.parallel.sharding_strategy in ("fsdp", "hsdp")
-        gathers = 2 * steps if frees_blocks else 1
+        gathers = 2 * steps if STRATEGIES[config.parallel.sharding_strategy].shards_parameters else 1
         within = gathers * cluster.seconds_to_gather(COMPUTE_BYTES * parameters, shard_size)
         within += steps * cluster.seconds_to_gather(REDUCED_BYTES * parameters, shard_size)
     if groups == 1:

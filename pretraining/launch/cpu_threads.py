@@ -38,7 +38,7 @@ class CpuThreads:
 def set_threads(
     wanted: int | None, layout: ProcessLayout, environ: MutableMapping[str, str] = os.environ
 ) -> CpuThreads:
-    """Has this process compute with as many threads as it should; called before torch is imported, which reads it.
+    """Have this process compute with as many threads as it should; called before torch is imported, which reads it.
 
     Afterwards it changes nothing.
 
@@ -55,12 +55,12 @@ def set_threads(
 
 
 def torch_is_imported() -> bool:
-    """Whether torch has read how many threads it has, as in a notebook, whose user may have told it another number."""
+    """Return whether torch has read how many threads it has, as in a notebook, whose user may want another number."""
     return "torch" in sys.modules
 
 
 def cores_of_process(layout: ProcessLayout, environ: Mapping[str, str] = os.environ) -> int:
-    """Cores that this process may keep busy beside the other processes of its job on this machine; at least one."""
+    """Return the cores, at least one, that this process may keep busy beside the others of its job on this machine."""
     processes = layout.local_world_size
     cores = physical_cores(allowed_cpus())
     shares = [
@@ -78,7 +78,7 @@ def cores_of_process(layout: ProcessLayout, environ: Mapping[str, str] = os.envi
 
 
 def _is_given(layout: ProcessLayout, environ: Mapping[str, str]) -> bool:
-    """Whether the user has said how many threads; torchrun says one where the user has not."""
+    """Return whether the user has said how many threads; torchrun says one where the user has not."""
     given = read_text(environ, THREADS)
     by_torchrun = layout.launcher == "torchrun" and layout.local_world_size > 1 and given == "1"
     return given is not None and not by_torchrun

@@ -34,28 +34,28 @@ class MachineMemory:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on: its affinity, and the CPU quota of its control groups, rounded down."""
+    """Return the cores that this process may use, by its affinity and the CPU quota of its control groups."""
     return max(1, int(min(len(allowed_cpus()), cpu_quota())))
 
 
 def allowed_cpus() -> set[int]:
-    """Numbers of the CPUs that this process may run on by its affinity, however much of their time it gets."""
+    """Return the CPUs that this process may run on by its affinity, however much of their time it gets."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def physical_cores(cpus: Iterable[int]) -> int:
-    """How many cores some CPUs belong to: the two threads of a core (hyper-threading) share its arithmetic units."""
+    """Return the number of cores of some CPUs: two threads of a core (hyper-threading) share its arithmetic."""
     siblings = [read_text(CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in cpus]
     return len(set(siblings))
 
 
 def cpu_quota() -> float:
-    """Cores' worth of time that the control groups around this process leave it; infinite where none is limited."""
+    """Return the cores' worth of time that control groups leave this process; infinite if none is limited."""
     return min(_cpu_quotas(), default=math.inf)
 
 
 def is_bound_by_parent() -> bool:
-    """Whether the process that started this one may run on more CPUs, as a launcher that gives each process its own."""
+    """Return whether the parent may run on more CPUs, as a launcher may that gives each process its own."""
     try:
         return os.sched_getaffinity(os.getppid()) > allowed_cpus()
     except (AttributeError, OSError):  # a system without affinities; a parent that has ended
@@ -63,7 +63,7 @@ def is_bound_by_parent() -> bool:
 
 
 def machine_memory() -> MachineMemory:
-    """The memory that processes here may use: the machine's, or less where a control group has a limit."""
+    """Return the memory that processes here may use: the machine's, or less where a control group has a limit."""
     fields = dict(line.split(":", 1) for line in read_text(PROC / "meminfo").splitlines())
     if "MemTotal" in fields:
         total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -77,18 +77,18 @@ def machine_memory() -> MachineMemory:
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds; 0 where the system does not say."""
+    """Return the memory that this process holds; 0 where the system does not say."""
     fields = dict(line.split(":", 1) for line in read_text(PROC / "self" / "status").splitlines())
     return int(fields["VmRSS"].split()[0]) * 1024 if "VmRSS" in fields else 0
 
 
 def has_gpu() -> bool:
-    """Whether the drivers of NVIDIA or AMD show a GPU; without torch, which takes a second to ask."""
+    """Return whether the drivers of NVIDIA or AMD show a GPU; without torch, which takes a second to ask."""
     return any((PROC / "driver" / "nvidia" / "gpus").glob("*")) or exists(Path("/dev/kfd"))
 
 
 def read_text(path: Path) -> str:
-    """A file of the system; empty where there is none."""
+    """Return a file of the system; empty where there is none."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -96,7 +96,7 @@ def read_text(path: Path) -> str:
 
 
 def _cpu_quotas() -> Iterator[float]:
-    """Cores' worth of time that each control group around this process has, where it is limited."""
+    """Yield the cores' worth of time that each control group around this process has, where it is limited."""
     for folder in _control_groups("cpu"):
         quota, _, period = read_text(folder / "cpu.max").partition(" ")  # version 2
         if not quota:
@@ -106,7 +106,7 @@ def _cpu_quotas() -> Iterator[float]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Limit of each control group around this process, and what is in use of it that cannot be dropped."""
+    """Yield the limit of each control group around this process, and what is in use of it that cannot be dropped."""
     for folder in _control_groups("memory"):
         for limit, used, dropped in (
             ("memory.max", "memory.current", "inactive_file"),  # version 2
@@ -119,7 +119,7 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Folders of the control groups that this process is in, innermost first, for a controller."""
+    """Yield the folders of the control groups that this process is in, innermost first, for a controller."""
     for line in read_text(PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

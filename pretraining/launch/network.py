@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 DISCARD_PORT = 9  # nothing is sent there
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 # linux/sockios.h and net/if.h: all IPv4 addresses, as names of 16 bytes and socket addresses.
 _SIOCGIFCONF = 0x8912
@@ -43,13 +44,8 @@ class Interface:
         return f"{self.address} ({self.name})"
 
 
-def interfaces_here() -> list[str]:
-    """Returns the names of this machine's network interfaces."""
-    return [name for _, name in socket.if_nameindex()]
-
-
 def interface_towards(host: str) -> Interface | None:
-    """Returns the interface that leads to a host; None where nobody knows the host or a way to it."""
+    """Return the interface that leads to a host; None where nobody knows the host or a way to it."""
     with suppress(OSError, UnicodeError):
         for family, kind, protocol, _, target in socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -61,42 +57,26 @@ def interface_towards(host: str) -> Interface | None:
 
 
 def interface_to_others(hosts: Iterable[str]) -> Interface | None:
-    """Returns the interface that leads to the first of the hosts that is on another machine; None where none is."""
+    """Return the interface that leads to the first of the hosts that is on another machine; None where none is."""
     found = (interface_towards(host) for host in hosts)
     return next((each for each in found if each is not None and not each.is_loopback), None)
 
 
-def offered_address(environ: Mapping[str, str]) -> str:
-    """Describes where gloo tells other processes to find this one."""
-    if environ.get(GLOO_INTERFACE):
-        return f"{GLOO_INTERFACE}={environ[GLOO_INTERFACE]}"
-    name = socket.gethostname()
-    try:
-        return f"{socket.gethostbyname(name)}, to which its name {name} resolves"
-    except OSError:
-        return f"none: its name {name} does not resolve"
-
-
-def _names_of_interfaces() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
-    """Names by address, as Linux tells them; empty elsewhere."""
-    names: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str] = {}
+def _names_of_interfaces() -> dict[IpAddress, str]:
+    """Return names by address, as Linux gives them; nothing elsewhere."""
+    names: dict[IpAddress, str] = {}
     if sys.platform != "linux":
         return names
-    with suppress(OSError):
+    import fcntl
+
+    with suppress(OSError):  # a system without IPv6
         for line in IPV6_ADDRESSES.read_text(encoding="ascii").splitlines():
             address, *_, name = line.split()
             names[ipaddress.IPv6Address(int(address, 16))] = name
-    return names | _names_by_ipv4_address()
-
-
-def _names_by_ipv4_address() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
-    import fcntl
-
     records = array("B", bytes(_RECORD_BYTES * _MOST_RECORDS))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("iP", len(records), records.buffer_info()[0])
         filled, _ = struct.unpack("iP", fcntl.ioctl(asking, _SIOCGIFCONF, request))
-    names: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str] = {}
     for offset in range(0, filled, _RECORD_BYTES):
         record = records[offset : offset + _RECORD_BYTES].tobytes()
         # name[16], then a sockaddr_in: family (2), port (2), address (4)

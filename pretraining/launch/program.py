@@ -23,7 +23,7 @@ FAILED = 1
 
 
 def run_as_program(command: Callable[[], object]) -> NoReturn:
-    """Runs a command as all that this process is for, and ends the process with its exit code.
+    """Run a command as all that this process is for, and end the process with its exit code.
 
     The command returns (exit code 0), or raises SystemExit, or something else, whose traceback is printed.
     """
@@ -49,7 +49,7 @@ def _exit_code_of(command: Callable[[], object]) -> int:
 
 
 def _flush_output() -> bool:
-    """Writes out what is buffered, and returns whether all of it has arrived. A reader that has gone is no error."""
+    """Write out what is buffered, and return whether all of it has arrived. A reader that has gone is no error."""
     arrived = True
     for stream in (sys.stdout, sys.stderr):
         if stream is None or stream.closed:  # a program may be started without

@@ -44,14 +44,13 @@ run's own threads wait for each other up to 0.2, where it reports; beside one bu
 
 @contextmanager
 def leaving_cores_to_others(threads: int, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """For the time of a `with` block, has threads wait briefly for each other while other programs want the cores.
+    """For the time of a `with` block, have threads wait briefly for each other while other programs want the cores.
 
-    Does nothing where the user has said how threads wait, or where the system does not say how long they wait for a
-    core.
+    Does nothing if the user has said how threads wait, or if the system does not say how long they wait for a core.
 
     Args:
-        threads: how many of this process compute together; one has none to wait for. torch.get_num_threads() of the
-            thread that computes: in another one it is what any thread has set last, such as a loader's 1.
+        threads: how many of this process compute together, torch.get_num_threads() of the thread that computes; in
+            another one it is what any thread has set last, such as a loader's 1. One has none to wait for.
     """
     openmp = find_openmp()
     if threads == 1 or openmp is None or not seconds_waited() or any(environ.get(name) for name in WAITING):
@@ -68,7 +67,7 @@ def leaving_cores_to_others(threads: int, environ: Mapping[str, str] = os.enviro
 
 
 def find_openmp() -> ctypes.CDLL | None:
-    """GNU's OpenMP as this process has loaded it, torch's own where there are several; None without it."""
+    """Return GNU's OpenMP as this process has loaded it, torch's own if there are several; None without it."""
     lines = read_text(machine.PROC / "self" / "maps").splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "/libgomp" in line}
     # Another package may have brought one of its own.
@@ -77,7 +76,7 @@ def find_openmp() -> ctypes.CDLL | None:
 
 
 def seconds_waited() -> dict[str, float]:
-    """How long each thread of this process, by its id, has waited for a core so far; empty where nothing says so."""
+    """Return how long each thread of this process, by its id, has waited for a core; nothing if nothing says so."""
     waited = {}
     for folder in (machine.PROC / "self" / "task").glob("*"):
         fields = read_text(folder / "schedstat").split()  # nanoseconds on a core, waiting for one; slices
@@ -86,47 +85,30 @@ def seconds_waited() -> dict[str, float]:
     return waited
 
 
-class IdleTeam:
-    """A team of OpenMP's threads that do nothing: while it is there, libgomp has more threads than there are CPUs."""
-
-    def __init__(self, openmp: ctypes.CDLL) -> None:
-        self._openmp = openmp
-        self._ended = threading.Event()
-        ready = threading.Event()
-        # A thread that begins a parallel region has a team of its own; libgomp counts all of it but this thread.
-        size = len(allowed_cpus()) + 1
-        self._owner = threading.Thread(target=self._hold, args=(size, ready), name="idle team", daemon=True)
-        self._owner.start()
-        ready.wait()
-
-    def _hold(self, size: int, ready: threading.Event) -> None:
-        # Each thread calls a function of libgomp that only returns a number: none has to wait for Python's lock.
-        nothing = ctypes.cast(self._openmp.omp_get_num_threads, ctypes.c_void_p)
-        self._openmp.GOMP_parallel(nothing, None, ctypes.c_uint(size), ctypes.c_uint(0))
-        ready.set()
-        self._ended.wait()
-
-    def end(self) -> None:
-        """Ends the team, with the thread that has begun it."""
-        self._ended.set()
-        self._owner.join()
-
-
 def _watch(openmp: ctypes.CDLL, ended: threading.Event) -> None:
-    is_said = False
+    is_logged = False
     before, began = seconds_waited(), time.monotonic()
     while not ended.wait(LOOK_SECONDS):
         now, looked = seconds_waited(), time.monotonic()
         waited = sum(now[thread] - before[thread] for thread in now.keys() & before.keys())
         if waited > CONTENDED * (looked - began):
-            if not is_said:
+            if not is_logged:
                 log.info(
                     "others want these cores, too: while they do, threads that wait for each other sleep at once "
                     "(OMP_WAIT_POLICY=ACTIVE keeps them awake)"
                 )
-            is_said = True
-            team = IdleTeam(openmp)
-            ended.wait(ASLEEP_SECONDS)
-            team.end()
+            is_logged = True
+            team = threading.Thread(target=hold_idle_team, args=(openmp, ended), name="idle team", daemon=True)
+            team.start()
+            team.join()
             now, looked = seconds_waited(), time.monotonic()
         before, began = now, looked
+
+
+def hold_idle_team(openmp: ctypes.CDLL, ended: threading.Event) -> None:
+    """Give this thread a team that does nothing, until it ends: libgomp has more threads than there are CPUs."""
+    # Each of the team calls a function of libgomp that only returns a number: none has to wait for Python's lock. The
+    # thread that begins a parallel region is one of its team, and no thread of libgomp's.
+    nothing = ctypes.cast(openmp.omp_get_num_threads, ctypes.c_void_p)
+    openmp.GOMP_parallel(nothing, None, ctypes.c_uint(len(allowed_cpus()) + 1), ctypes.c_uint(0))
+    ended.wait(ASLEEP_SECONDS)

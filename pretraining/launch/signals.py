@@ -23,7 +23,7 @@ from types import FrameType
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended
 TIME_IS_OVER = "PRETRAINING_TIME_IS_OVER"  # a path, of scripts/torchrun.py
-PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ReceivedSignals:
@@ -34,7 +34,7 @@ class ReceivedSignals:
         self._listens = False
 
     def listen(self) -> ReceivedSignals:
-        """Remembers signals from now on until the process ends, so that a late one does not kill it on its way out."""
+        """Remember signals from now on until the process ends, so that a late one does not kill it on its way out."""
         for number in PREEMPTION_SIGNALS:
             signal.signal(number, self._remember)
         self._listens = True
@@ -42,7 +42,7 @@ class ReceivedSignals:
 
     @contextmanager
     def listening(self) -> Iterator[ReceivedSignals]:
-        """Remembers signals for the time of a `with` block; hears nothing outside of the main thread."""
+        """Remember signals for the time of a `with` block; hears nothing outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():  # Python allows handlers there alone
             yield self
             return
@@ -112,7 +112,7 @@ def _at_interrupt(handler: Callable[[int, FrameType | None], None]) -> Iterator[
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Asks Linux for a SIGTERM when the torchrun that started this process dies, even by SIGKILL.
+    """Ask Linux for a SIGTERM when the torchrun that started this process dies, even by SIGKILL.
 
     torchrun's processes are in sessions of their own: without this they would train on, unseen.
     """
@@ -120,29 +120,14 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
         end_with_parent()
 
 
-@contextmanager
-def ending_with_launcher(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """As `end_with_launcher`, for the time of a `with` block."""
-    if "TORCHELASTIC_RUN_ID" not in environ or sys.platform != "linux":
-        yield
-        return
-    before = ctypes.c_int()
-    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(before))
-    end_with_parent()
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, before.value)
-
-
 def tell_launcher_that_time_is_over(environ: Mapping[str, str] = os.environ) -> None:
-    """Leaves a note for scripts/torchrun.py, which then starts nothing again, also where machines come and go."""
+    """Leave a note for scripts/torchrun.py, which then starts nothing again, also where machines come and go."""
     if path := environ.get(TIME_IS_OVER):
         with suppress(OSError):  # it only saves starts that would end at once
             Path(path).touch()
 
 
 def end_with_parent() -> None:
-    """Asks Linux for a SIGTERM when the process that started this one dies, even by SIGKILL."""
+    """Ask Linux for a SIGTERM when the process that started this one dies, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

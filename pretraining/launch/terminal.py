@@ -28,49 +28,34 @@ PACKAGE = "pretraining"
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-TRAINING_GOES_ON = "training goes on, reports are in the run's logs"
 
 
 class _Output(io.FileIO):
-    """Standard output or standard error; what cannot be written is lost, and the first time this is said on stderr.
+    """Standard output or standard error; what cannot be written is lost, and of stdout this is said once on stderr."""
 
-    Attributes:
-        failure: the first error of a write; None where all was written.
-    """
-
-    def __init__(self, descriptor: int, goes_on: str = TRAINING_GOES_ON) -> None:
+    def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
-        self._descriptor = descriptor
-        self._goes_on = goes_on
-        self.failure: OSError | None = None
+        self._says = descriptor == STDOUT
 
     def write(self, content: ReadableBuffer) -> int:
-        """Writes as much as goes in; the rest of what a reader does not take counts as written, too."""
+        """Write as much as goes in; the rest of what a reader does not take counts as written, too."""
         size = memoryview(content).nbytes
         try:
             written = super().write(content)
         except OSError as error:  # its reader has gone, its disk is full, its terminal was closed
-            if self.failure is None and self._descriptor == STDOUT:
-                self._say(error)
-            self.failure = self.failure or error
+            if self._says:
+                with suppress(OSError):
+                    line = f"standard output cannot be written ({error.strerror}): training goes on, reports are in "
+                    os.write(STDERR, f"{line}the run's logs\n".encode())
+            self._says = False
             return size
         return size if written is None else written  # None: it may not block, and would
 
-    def _say(self, error: OSError) -> None:
-        if isinstance(error, BrokenPipeError) and not self._goes_on:
-            return
-        line = ": ".join(filter(None, (f"standard output cannot be written ({error.strerror})", self._goes_on)))
-        with suppress(OSError):
-            os.write(STDERR, f"{line}\n".encode())
 
-
-def outlive_readers(goes_on: str = TRAINING_GOES_ON) -> None:
-    """Makes what this process prints from now on no reason to end, where nobody can read it.
+def outlive_readers() -> None:
+    """Make what this process prints from now on no reason to end if nobody can read it.
 
     Leaves alone a `sys.stdout` or `sys.stderr` that somebody has put in place of the process's own.
-
-    Args:
-        goes_on: what a line on stderr says that happens then; "" = nothing, and a reader that has gone is not told of.
     """
     for descriptor in (STDIN, STDOUT, STDERR):
         try:
@@ -78,40 +63,13 @@ def outlive_readers(goes_on: str = TRAINING_GOES_ON) -> None:
         except OSError:  # closed by whoever started the process: the next file would get its number, and its output
             os.open(os.devnull, os.O_RDWR)
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _lasting(sys.stdout, STDOUT, goes_on)
+        sys.stdout = _lasting(sys.stdout, STDOUT)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _lasting(sys.stderr, STDERR, goes_on)
+        sys.stderr = _lasting(sys.stderr, STDERR)
 
 
-def output_was_lost() -> bool:
-    """Whether something that was printed to standard output after `outlive_readers` could not be written."""
-    with suppress(AttributeError, OSError):
-        sys.stdout.flush()
-    output = _lasting_output()
-    return output is not None and output.failure is not None
-
-
-def _lasting_output() -> _Output | None:
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    return raw if isinstance(raw, _Output) else None
-
-
-def output_failure() -> OSError | None:
-    """Returns why standard output takes nothing any more; None where it does, which an empty line finds out.
-
-    After `outlive_readers` it takes everything.
-    """
-    if _lasting_output() is not None:
-        return None
-    try:
-        os.write(STDOUT, b"\n")
-    except OSError as error:
-        return error
-    return None
-
-
-def _lasting(stream: TextIO | None, descriptor: int, goes_on: str) -> TextIO:
-    output = io.BufferedWriter(_Output(descriptor, goes_on))
+def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
+    output = io.BufferedWriter(_Output(descriptor))
     if not isinstance(stream, io.TextIOWrapper):  # closed at the start of the process
         return io.TextIOWrapper(output, errors="replace", line_buffering=True)
     with suppress(OSError):
@@ -125,8 +83,19 @@ def _lasting(stream: TextIO | None, descriptor: int, goes_on: str) -> TextIO:
     )
 
 
+def output_failure() -> OSError | None:
+    """Return why standard output takes nothing any more; None if it does, which an empty line finds out."""
+    if isinstance(getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Output):  # it takes everything
+        return None
+    try:
+        os.write(STDOUT, b"\n")
+    except OSError as error:
+        return error
+    return None
+
+
 def is_watched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tells whether a person sees standard output as it is written, on a terminal.
+    """Return whether a person sees standard output as it is written, on a terminal.
 
     Open MPI gives its processes terminals of their own, whatever becomes of what they write.
     """
@@ -136,12 +105,12 @@ def is_watched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def escape_controls(text: str) -> str:
-    r"""Returns a text with its control characters as `\x1b`; tabs and newlines stay."""
+    r"""Return a text with its control characters as `\x1b`; tabs and newlines stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def print_text(text: str = "", **options: Any) -> None:
-    """Prints a text that may hold names or generated text; `options` are those of `print`."""
+    """Print a text that may hold names or generated text; `options` are those of `print`."""
     print(escape_controls(text), **options)
 
 
@@ -158,7 +127,7 @@ class TerminalHandler(logging.Handler):
         self.show: Callable[[str], None] = _print_line
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Shows one message."""
+        """Show one message."""
         try:
             text = escape_controls(record.getMessage())
             if record.levelno >= logging.WARNING:
@@ -173,7 +142,7 @@ class TerminalHandler(logging.Handler):
 
 
 def log_to_terminal(rank: int = 0) -> TerminalHandler:
-    """Shows the package's messages on this process's terminal; a second call replaces the first."""
+    """Show the package's messages on this process's terminal; a second call replaces the first."""
     logger = logging.getLogger(PACKAGE)
     for handler in [each for each in logger.handlers if isinstance(each, TerminalHandler)]:
         logger.removeHandler(handler)
@@ -185,7 +154,7 @@ def log_to_terminal(rank: int = 0) -> TerminalHandler:
 
 @contextmanager
 def logging_to_terminal(rank: int = 0) -> Iterator[None]:
-    """Shows the package's messages for the time of a `with` block, as `log_to_terminal` does until the process ends."""
+    """Show the package's messages for the time of a `with` block, as `log_to_terminal` does until the process ends."""
     logger = logging.getLogger(PACKAGE)
     handlers, level = list(logger.handlers), logger.level
     log_to_terminal(rank)
@@ -198,7 +167,7 @@ def logging_to_terminal(rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def showing_through(show: Callable[[str], None]) -> Iterator[None]:
-    """For the time of a `with` block, hands lines of level INFO to `show`, which prints them above a live line."""
+    """For the time of a `with` block, hand lines of level INFO to `show`, which prints them above a live line."""
     handlers = [each for each in logging.getLogger(PACKAGE).handlers if isinstance(each, TerminalHandler)]
     for handler in handlers:
         handler.show = show

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pretraining.config.training import IGNORED_LABEL
 from pretraining.estimate.memory import loss_chunk_tokens
-
-IGNORED_LABEL = -100
-"""Label of a token that is not learned from, such as padding; the convention of PyTorch and Hugging Face."""
 
 
 class HeadLoss(NamedTuple):

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pretraining.data.batch import IGNORED_LABEL, MicroBatch, ModelInputs, send
+from pretraining.config.training import IGNORED_LABEL
+from pretraining.data.batch import MicroBatch, ModelInputs, send
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank
 from pretraining.errors import ConfigError
 from pretraining.model.loss import HeadLoss

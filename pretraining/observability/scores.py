@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretraining.data.batch import IGNORED_LABEL, MicroBatch, send
+from pretraining.config.training import IGNORED_LABEL
+from pretraining.data.batch import MicroBatch, send
 
 
 class Scores(NamedTuple):

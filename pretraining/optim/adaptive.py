@@ -2,58 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from pretraining.optim.optimizer import parameter_groups
+from pretraining.optim.optimizer import Groups
 from pretraining.optim.selecting import SelectingOptimizer
 
 MOMENTUM_DECAY = 4e-3
 """By how much NAdam's momentum factor grows towards its limit (Dozat, 2016)."""
 
 
-def adamw(
-    parameters: Mapping[str, nn.Parameter],
-    learning_rate: float,
-    weight_decay: float,
-    *,
-    adam_beta1: float,
-    adam_beta2: float,
-    adam_epsilon: float,
-) -> torch.optim.Optimizer:
-    """Makes AdamW (Loshchilov and Hutter, 2019) with PyTorch's fused kernel, which skips on the device."""
-    groups = parameter_groups(parameters, weight_decay)
-    return fused_adamw(groups, learning_rate, (adam_beta1, adam_beta2), adam_epsilon)
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter, 2019) with PyTorch's fused kernel, which skips on the device."""
+
+    skips_on_device = True
+
+    def __init__(self, groups: Groups, **settings: Any) -> None:
+        super().__init__(groups, **settings, fused=True)
 
 
-def fused_adamw(
-    groups: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float], epsilon: float
-) -> torch.optim.Optimizer:
-    """Makes AdamW over groups that know their weight decay."""
-    return _fused(torch.optim.AdamW, groups, lr=learning_rate, betas=betas, eps=epsilon)
+class FusedAdam(torch.optim.Adam):
+    """Adam (Kingma and Ba, 2015) with PyTorch's fused kernel; weight decay is added to the gradient."""
 
+    skips_on_device = True
 
-def _fused(make: Callable[..., torch.optim.Optimizer], *arguments: Any, **options: Any) -> torch.optim.Optimizer:
-    optimizer = make(*arguments, **options, fused=True)
-    optimizer.skips_on_device = True  # type: ignore[attr-defined]
-    return optimizer
-
-
-def adam(
-    parameters: Mapping[str, nn.Parameter],
-    learning_rate: float,
-    weight_decay: float,
-    *,
-    adam_beta1: float,
-    adam_beta2: float,
-    adam_epsilon: float,
-) -> torch.optim.Optimizer:
-    """Makes Adam (Kingma and Ba, 2015) with PyTorch's fused kernel; weight decay is added to the gradient."""
-    groups, betas = parameter_groups(parameters, weight_decay), (adam_beta1, adam_beta2)
-    return _fused(torch.optim.Adam, groups, lr=learning_rate, betas=betas, eps=adam_epsilon)
+    def __init__(self, groups: Groups, **settings: Any) -> None:
+        super().__init__(groups, **settings, fused=True)
 
 
 class NAdamW(SelectingOptimizer):
@@ -63,7 +39,7 @@ class NAdamW(SelectingOptimizer):
     """
 
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
-        """Updates the parameters of a group that have gradients."""
+        """Update the parameters of a group that have gradients."""
         gradients = self.gradients(members)
         (beta1, beta2), first = group["betas"], gradients[0]
         means, squares = self.state_of(members, "exp_avg"), self.state_of(members, "exp_avg_sq")
@@ -89,20 +65,6 @@ class NAdamW(SelectingOptimizer):
         self.apply(group, members, updates, group["weight_decay"])
 
 
-def nadam(
-    parameters: Mapping[str, nn.Parameter],
-    learning_rate: float,
-    weight_decay: float,
-    *,
-    adam_beta1: float,
-    adam_beta2: float,
-    adam_epsilon: float,
-) -> torch.optim.Optimizer:
-    """Makes NAdam with decoupled weight decay."""
-    defaults = {"lr": learning_rate, "betas": (adam_beta1, adam_beta2), "eps": adam_epsilon}
-    return NAdamW(parameter_groups(parameters, weight_decay), defaults)
-
-
 class RMSprop(SelectingOptimizer):
     """RMSprop by the rule of `torch.optim.RMSprop` (Tieleman and Hinton, 2012); weight decay is added to the gradient.
 
@@ -110,7 +72,7 @@ class RMSprop(SelectingOptimizer):
     """
 
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
-        """Updates the parameters of a group that have gradients."""
+        """Update the parameters of a group that have gradients."""
         gradients = self.gradients(members, group["weight_decay"])
         alpha, momentum = group["alpha"], group["momentum"]
         squares = self.state_of(members, "square_avg")
@@ -124,17 +86,3 @@ class RMSprop(SelectingOptimizer):
             self.accumulate(moments, momentum, self.select(gradients))
             torch._foreach_copy_(gradients, moments)
         self.apply(group, members, gradients)
-
-
-def rmsprop(
-    parameters: Mapping[str, nn.Parameter],
-    learning_rate: float,
-    weight_decay: float,
-    *,
-    rms_alpha: float,
-    momentum: float,
-    adam_epsilon: float,
-) -> torch.optim.Optimizer:
-    """Makes RMSprop."""
-    defaults = {"lr": learning_rate, "alpha": rms_alpha, "momentum": momentum, "eps": adam_epsilon}
-    return RMSprop(parameter_groups(parameters, weight_decay), defaults)

@@ -41,7 +41,7 @@ class Horizon:
 def resolve_horizon(
     schedule: ScheduleConfig, num_steps: Duration, token_schedule: TokenSchedule, training_tokens: int | None
 ) -> Horizon:
-    """Counts a schedule's lengths in steps of this run.
+    """Count a schedule's lengths in steps of this run.
 
     Args:
         num_steps: length of the run.
@@ -72,7 +72,7 @@ def resolve_horizon(
 def _decay_steps(
     schedule: ScheduleConfig, warmup: int, total: int, tokens_per_step: int, training_tokens: int | None
 ) -> int:
-    """Counts the decay at the end of the run, where steps have as many tokens as they have now."""
+    """Count the decay at the end of the run, where steps have as many tokens as they have now."""
     room = total - warmup
     name = "stable_steps" if schedule.decay_steps is None else "decay_steps"
     length = schedule.stable_steps if schedule.decay_steps is None else schedule.decay_steps
@@ -88,7 +88,7 @@ def _decay_steps(
 
 
 def describe_schedule(schedule: ScheduleConfig, horizon: Horizon) -> str:
-    """Says in a line how the learning rate moves over a run."""
+    """Say in a line how the learning rate moves over a run."""
     if schedule.training_stage == "annealing":
         return "annealing: from the peak straight to zero"
     name, end = schedule.schedule, f"{horizon.min_lr_ratio:g} of the peak"

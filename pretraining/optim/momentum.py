@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from pretraining.distributed.grad_norm import gradient_norm, is_sharded
-from pretraining.optim.optimizer import parameter_groups
+from pretraining.optim.optimizer import Groups
 from pretraining.optim.selecting import SelectingOptimizer, members_of
 
 EPSILON = 1e-12
@@ -23,8 +22,11 @@ class SGD(SelectingOptimizer):
     one gradient later.
     """
 
+    def __init__(self, groups: Groups, lr: float, momentum: float = 0.0, nesterov: bool = False) -> None:
+        super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov)
+
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
-        """Updates the parameters of a group that have gradients."""
+        """Update the parameters of a group that have gradients."""
         gradients = self.gradients(members, group["weight_decay"])
         momentum = group["momentum"]
         if momentum:
@@ -45,7 +47,7 @@ class NormalizedSGDM(SelectingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters, unless the update is to be skipped; a collective call where they are sharded."""
+        """Update all parameters, unless the update is to be skipped; a collective call where they are sharded."""
         groups = [(group, members) for group in self.param_groups if (members := members_of(group))]
         moments = []
         for group, members in groups:
@@ -61,28 +63,3 @@ class NormalizedSGDM(SelectingOptimizer):
         inverse = (norm + EPSILON).reciprocal()
         for (group, members), each in zip(groups, moments, strict=True):
             self.apply(group, members, list(torch._foreach_mul(each, inverse)), group["weight_decay"])
-
-
-def sgd(parameters: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Makes plain gradient descent, which keeps nothing."""
-    return sgdm(parameters, learning_rate, weight_decay, momentum=0.0, nesterov=False)
-
-
-def sgdm(
-    parameters: Mapping[str, nn.Parameter],
-    learning_rate: float,
-    weight_decay: float,
-    *,
-    momentum: float,
-    nesterov: bool,
-) -> torch.optim.Optimizer:
-    """Makes gradient descent with momentum."""
-    groups = parameter_groups(parameters, weight_decay)
-    return SGD(groups, {"lr": learning_rate, "momentum": momentum, "nesterov": nesterov})
-
-
-def normalized_sgdm(
-    parameters: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float, *, momentum: float
-) -> torch.optim.Optimizer:
-    """Makes gradient descent whose updates are all equally long."""
-    return NormalizedSGDM(parameter_groups(parameters, weight_decay), {"lr": learning_rate, "momentum": momentum})

@@ -22,8 +22,8 @@ from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.mesh import AXES
 from pretraining.distributed.parallelize import has_units
 from pretraining.distributed.torch_private import start_all_gather
-from pretraining.optim.adaptive import fused_adamw
-from pretraining.optim.optimizer import is_hidden_matrix, parameter_groups
+from pretraining.optim.adaptive import FusedAdamW
+from pretraining.optim.optimizer import Groups, is_hidden_matrix, parameter_groups
 from pretraining.optim.selecting import SelectingOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -39,7 +39,7 @@ Matrices = list[torch.Tensor]
 
 
 def orthogonalize(matrices: Sequence[torch.Tensor], steps: int) -> Matrices:
-    """Returns matrices with about the same singular vectors and singular values near 1, in the dtype of the given ones.
+    """Return matrices with about the same singular vectors and singular values near 1, in the dtype of the given ones.
 
     Newton-Schulz iterations on batches of equal shapes. After five steps singular values lie between 0.7 and 1.2.
 
@@ -98,7 +98,7 @@ class MatrixOwners:
                 self._of_shard[shard].append(index)
 
     def share(self, parts: Sequence[torch.Tensor], work_on: Callable[[Matrices], Matrices]) -> Matrices:
-        """Works on each matrix in one process; a collective call.
+        """Work on each matrix in one process; a collective call.
 
         Args:
             parts: this process's rows of each matrix, all of one dtype.
@@ -130,7 +130,7 @@ class MatrixOwners:
         return [results[index] for index in range(len(parts))]
 
     def _size_at(self, index: int, shard: int) -> tuple[int, int]:
-        """The part of a matrix that a process of the shard axis holds: equal blocks of rows, the last ones shorter."""
+        """Return the size of a shard's part of a matrix: equal blocks of rows, the last ones shorter."""
         rows, columns = self._sizes[index]
         block = -(-rows // self._shards)
         return min(block, max(0, rows - shard * block)), columns
@@ -152,7 +152,7 @@ class MatrixOwners:
 
 
 def spread(work: Sequence[int], places: int) -> list[int]:
-    """Returns a place for each piece of work, so that places have about equally much: largest first, to the least."""
+    """Return a place for each piece of work, so that places have about equally much: largest first, to the least."""
     loads, found = [0] * places, [0] * len(work)
     for index in sorted(range(len(work)), key=lambda index: (-work[index], index)):
         place = loads.index(min(loads))
@@ -162,7 +162,7 @@ def spread(work: Sequence[int], places: int) -> list[int]:
 
 
 def _groups_of(parameter: nn.Parameter) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The groups over which a parameter's rows are sharded and replicated; None for one process."""
+    """Return the groups over which a parameter's rows are sharded and replicated; None for one process."""
     if is_sharded(parameter):
         mesh = parameter.device_mesh
         shard, replicate = (
@@ -182,7 +182,7 @@ def _exchange(
     like: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> list[Matrices]:
-    """Sends each process some matrices, and receives from each those of the sizes given, all of them `like` one."""
+    """Send each process some matrices, and receive from each those of the sizes given, all of them `like` one."""
     going = [sum(piece.numel() for piece in pieces) for pieces in send]
     coming = [sum(map(math.prod, each)) for each in sizes]
     outbox = torch.cat([like.new_empty(0), *(piece.flatten() for pieces in send for piece in pieces)])
@@ -203,7 +203,7 @@ class Muon(SelectingOptimizer):
     """
 
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
-        """Updates the parameters of a group that have gradients; a collective call."""
+        """Update the parameters of a group that have gradients; a collective call."""
         gradients, momentum = self.gradients(members), group["momentum"]
         moments = self.state_of(members, "momentum_buffer")
         self.accumulate(moments, momentum, gradients, 1.0 - momentum)
@@ -245,7 +245,7 @@ class OptimizerPair(torch.optim.Optimizer):
         self.found_inf: torch.Tensor | None = None
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure here
-        """Makes both updates."""
+        """Make both updates."""
         for part in self._parts:
             part.found_inf = self.found_inf  # type: ignore[attr-defined]
             part.step()
@@ -265,17 +265,16 @@ def muon(
     adam_beta2: float,
     adam_epsilon: float,
 ) -> torch.optim.Optimizer:
-    """Makes Muon for the matrices of blocks, and AdamW for embedding, head and norms, with settings of its own."""
+    """Make Muon for the matrices of blocks, and AdamW for embedding, head and norms, with settings of its own."""
     hidden = {name: each for name, each in parameters.items() if is_hidden_matrix(name, each.dim())}
     rest = {name: each for name, each in parameters.items() if name not in hidden}
-    groups = [{"params": list(hidden.values()), "weight_decay": weight_decay}]
-    defaults = {"lr": learning_rate, "momentum": momentum, "nesterov": nesterov, "ns_steps": muon_ns_steps}
+    groups: Groups = [{"params": list(hidden.values()), "weight_decay": weight_decay}]
     return OptimizerPair(
-        Muon(groups, defaults),
-        fused_adamw(
+        Muon(groups, lr=learning_rate, momentum=momentum, nesterov=nesterov, ns_steps=muon_ns_steps),
+        FusedAdamW(
             parameter_groups(rest, muon_adam_weight_decay),
-            muon_adam_learning_rate,
-            (adam_beta1, adam_beta2),
-            adam_epsilon,
+            lr=muon_adam_learning_rate,
+            betas=(adam_beta1, adam_beta2),
+            eps=adam_epsilon,
         ),
     )

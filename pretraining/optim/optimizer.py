@@ -22,7 +22,7 @@ Groups = list[dict[str, Any]]
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> Groups:
-    """Returns two groups for an optimizer: matrices, which decay, and norms and embeddings, which do not.
+    """Return two groups for an optimizer: matrices, which decay, and norms and embeddings, which do not.
 
     Decay regularises a matrix; it would pull a norm's gain away from 1, and fade embedding rows that are rarely seen
     without a gradient to answer. A head that is tied to the embedding counts as the embedding.
@@ -38,12 +38,12 @@ def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float
 
 
 def is_hidden_matrix(name: str, dims: int) -> bool:
-    """Whether a parameter of so many dims is a matrix of a block."""
+    """Return whether a parameter of so many dims is a matrix of a block."""
     return dims == 2 and ".layers." in name
 
 
 def update(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
-    """Makes an update, unless `skipped` (a bool scalar on the device) is true."""
+    """Make an update, unless `skipped` (a bool scalar on the device) is true."""
     if skips_on_device(optimizer):
         # The fused kernels read this attribute, which exists for gradient scalers: a non-zero value means "skip".
         optimizer.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
@@ -53,13 +53,13 @@ def update(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves everything untouched by itself where `found_inf` is not zero."""
+    """Return whether an optimizer leaves everything untouched by itself where `found_inf` is not zero."""
     return bool(getattr(optimizer, "skips_on_device", False))
 
 
 @torch.no_grad()
 def materialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes what the first update would make (moments and counters), so that a checkpoint can be read into it.
+    """Make what the first update would make (moments and counters), so that a checkpoint can be read into it.
 
     Gradient and learning rate are zero, so parameters keep their bits.
     """

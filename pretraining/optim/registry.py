@@ -13,18 +13,23 @@ from torch import nn
 
 from pretraining.config.plugins import OPTIMIZERS, load_plugin, parse_options, plugin_errors
 from pretraining.config.training import OptimizerConfig
-from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.optim.optimizer import PEAK, Groups, parameter_groups, skips_on_device, update
 
 log = logging.getLogger(__name__)
 
 _NOT_ARGUMENTS = ("optimizer", "optimizer_options", "learning_rate", "grad_clip_thresh")
-_NAMES_IN_TORCH = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "rms_alpha": "alpha"}
+_NAMES_IN_TORCH = {
+    "learning_rate": "lr",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
+    "rms_alpha": "alpha",
+}
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Makes the optimizer over a model's parameters, sharded or not, by their names.
+    """Make the optimizer over a model's parameters, sharded or not, by their names.
 
     Raises:
         ConfigError: a user's own optimizer cannot be made, keeps what no checkpoint can hold, or does not skip updates
@@ -40,21 +45,32 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
 
 
 def _make_shipped(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    entry = OPTIMIZERS[config.optimizer]
-    chosen = config.resolved()
-    options = {name: getattr(chosen, name) for name in ("learning_rate", "weight_decay", *entry.options)}
-    optimizer: torch.optim.Optimizer = load_plugin("optimizer", entry.path)(parameters, **options)
+    entry, chosen = OPTIMIZERS[config.optimizer], config.resolved()
+    make = load_plugin("optimizer", entry.path)
+    names = ("learning_rate", *entry.options)
+    optimizer: torch.optim.Optimizer
+    if isinstance(make, type):
+        optimizer = make(parameter_groups(parameters, config.decay), **_by_names_of_torch(names, chosen))
+    else:
+        optimizer = make(parameters, **{name: getattr(chosen, name) for name in (*names, "weight_decay")})
     return optimizer
 
 
+def _by_names_of_torch(names: Iterable[str], config: OptimizerConfig) -> dict[str, Any]:
+    arguments = {_NAMES_IN_TORCH.get(name, name): getattr(config, name) for name in names}
+    if "betas" in arguments:
+        arguments["betas"] = (config.adam_beta1, config.adam_beta2)
+    return arguments
+
+
 def try_optimizer(config: OptimizerConfig) -> None:
-    """Makes the optimizer over two small parameters, where it is the user's own; a ConfigError as `build_optimizer`."""
+    """Make the optimizer over two small parameters, where it is the user's own; a ConfigError as `build_optimizer`."""
     if config.optimizer not in OPTIMIZERS:
         build_optimizer({"matrix": nn.Parameter(torch.zeros(4, 4)), "vector": nn.Parameter(torch.zeros(4))}, config)
 
 
 def settings_of_groups(shapes: Mapping[str, Sequence[int]], config: OptimizerConfig) -> Groups:
-    """Returns the settings of each parameter group, with the names of its parameters, without making any of them.
+    """Return the settings of each parameter group, with the names of its parameters, without making any of them.
 
     Args:
         shapes: of the parameters, by name.
@@ -73,32 +89,28 @@ def settings_of_groups(shapes: Mapping[str, Sequence[int]], config: OptimizerCon
 def own_arguments(config: OptimizerConfig) -> dict[str, Any]:
     """Return what a user's own optimizer is called with: lr, what differs from the defaults here, and its options.
 
-    A setting goes by its name here or by the one that torch's optimizers use, as the signature has it.
+    A setting goes by its name here if the signature has it, else by the one that torch's optimizers use.
 
     Raises:
-        ConfigError: the signature has neither name for a setting that was given, or there is no such optimizer.
+        ConfigError: a setting is given twice, or there is no such optimizer.
     """
     make = load_plugin("optimizer", config.optimizer)
     if not callable(make):
         raise ConfigError(f"--optimizer={config.optimizer} is no torch.optim.Optimizer, but a {type(make).__name__}")
     try:
-        signature = inspect.signature(make).parameters
-    except ValueError:  # written in C: it takes or refuses what it is called with
-        signature = inspect.signature(lambda **anything: None).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.values())
-    arguments: dict[str, Any] = {"lr": config.peak_learning_rate}
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name in _NOT_ARGUMENTS or value == field.default:
-            continue
-        name = field.name if field.name in signature else _NAMES_IN_TORCH.get(field.name, field.name)
-        if name not in signature and not takes_any:
-            names = " or ".join(dict.fromkeys((field.name, name)))
-            raise ConfigError(
-                f"--{field.name}={format_value(value)}: --optimizer={config.optimizer} has no argument {names}. Leave "
-                "the setting out, or give the class the argument"
-            )
-        arguments[name] = (config.adam_beta1, config.adam_beta2) if name == "betas" else value
+        signature: Mapping[str, Any] = inspect.signature(make).parameters
+    except ValueError:  # written in C
+        signature = {}
+    given = [
+        field.name
+        for field in fields(config)
+        if field.name not in _NOT_ARGUMENTS and getattr(config, field.name) != field.default
+    ]
+    arguments = {
+        "lr": config.peak_learning_rate,
+        **{name: getattr(config, name) for name in given if name in signature},
+        **_by_names_of_torch([name for name in given if name not in signature], config),
+    }
     options = parse_options("optimizer_options", config.optimizer_options)
     if twice := sorted(arguments.keys() & options.keys()):
         raise ConfigError(f"--optimizer_options has {twice[0]}, which is a setting given, too: keep one")
@@ -133,17 +145,21 @@ def _make_own(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -
 
 
 def _check_contract(name: str, make_over: Callable[[Groups], torch.optim.Optimizer]) -> None:
-    """Tries a user's own optimizer on two tiny parameters: it keeps tensors, and a skipped update changes nothing.
+    """Try a user's own optimizer on two tiny parameters: it keeps tensors, and a skipped update changes nothing.
 
     Raises:
         ConfigError: it breaks the contract.
     """
     parameters = [nn.Parameter(torch.linspace(-1.0, 1.0, 12).view(3, 4)), nn.Parameter(torch.linspace(-1.0, 1.0, 4))]
     optimizer = make_over([{"params": [parameters[0]], "weight_decay": 0.1}, {"params": [parameters[1]]}])
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 0.5)
-    update(optimizer, torch.tensor(False))
-    for key, value in _kept(optimizer):
+
+    def step(gradient: float, skipped: bool) -> list[tuple[str, Any]]:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, gradient)
+        update(optimizer, torch.tensor(skipped))
+        return [item for parameter in parameters for item in optimizer.state[parameter].items()]
+
+    for key, value in step(0.5, skipped=False):
         if not isinstance(value, torch.Tensor):
             raise ConfigError(
                 f"--optimizer={name} keeps {key} as {type(value).__name__}, and a checkpoint holds tensors: keep it "
@@ -151,21 +167,11 @@ def _check_contract(name: str, make_over: Callable[[Groups], torch.optim.Optimiz
             )
     if not skips_on_device(optimizer):
         return
-    before = [tensor.clone() for tensor in _tensors_of(parameters, optimizer)]
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, torch.nan)
-    update(optimizer, torch.tensor(True))
-    if not all(map(torch.equal, before, _tensors_of(parameters, optimizer))):
+    weights = [parameter.detach().clone() for parameter in parameters]
+    kept = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    now = [value for _, value in step(torch.nan, skipped=True)]
+    if not all(map(torch.equal, [*weights, *kept], [*parameters, *now])):
         raise ConfigError(
             f"--optimizer={name} declares skips_on_device, and a skipped update with a NaN gradient changed parameters "
             "or state: select with torch.where and found_inf, or leave the declaration out (docs/extending.md)"
         )
-
-
-def _kept(optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, Any]]:
-    states: Iterable[Mapping[str, Any]] = optimizer.state.values()
-    return [item for state in states for item in state.items()]
-
-
-def _tensors_of(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [*(parameter.detach() for parameter in parameters), *(value for _, value in _kept(optimizer))]

@@ -24,7 +24,7 @@ class Schedule(Protocol):
     """What `--schedule` names."""
 
     def __call__(self, step: int, peak: float, horizon: Horizon) -> float:
-        """Returns the learning rate of the update that follows `step` finished ones."""
+        """Return the learning rate of the update that follows `step` finished ones."""
         ...
 
 
@@ -79,7 +79,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def _warm_up_and_decay(step: int, horizon: Horizon, decay_after: int, decay: Callable[[float], float]) -> float:
-    """The share of the peak; updates after `decay_after` are below it, the last of the run at its end."""
+    """Return the share of the peak; updates after `decay_after` are below it, the last of the run at its end."""
     if step < horizon.warmup_steps:
         return (step + 1) / (horizon.warmup_steps + 1)
     last, begin = horizon.total_steps - 1, max(decay_after, horizon.warmup_steps)
@@ -103,7 +103,7 @@ class LearningRate:
             self.at(step, 1.0)
 
     def at(self, step: int, peak: float) -> float:
-        """Returns the learning rate of the update that follows `step` finished ones.
+        """Return the learning rate of the update that follows `step` finished ones.
 
         Raises:
             ConfigError: the schedule fails, or does not give a finite number from 0 on.
@@ -115,7 +115,7 @@ class LearningRate:
         return rate
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Sets every group's rate for the update after `step` finished ones; returns that of the first group."""
+        """Set every group's rate for the update after `step` finished ones; returns that of the first group."""
         for group in optimizer.param_groups:
             group["lr"] = self.at(step, group[PEAK])
         return float(optimizer.param_groups[0]["lr"])
@@ -124,6 +124,6 @@ class LearningRate:
 def build_learning_rate(
     schedule: ScheduleConfig, num_steps: Duration, token_schedule: TokenSchedule, training_tokens: int | None
 ) -> LearningRate:
-    """Makes the learning rate of a run that the settings describe; arguments and errors as `resolve_horizon`."""
+    """Make the learning rate of a run that the settings describe; arguments and errors as `resolve_horizon`."""
     horizon = resolve_horizon(schedule, num_steps, token_schedule, training_tokens)
     return LearningRate("linear" if schedule.training_stage == "annealing" else schedule.schedule, horizon)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pretraining.distributed.grad_norm import local_gradients, local_part
+from pretraining.optim.optimizer import Groups
 
 
 class SelectingOptimizer(torch.optim.Optimizer):
@@ -24,44 +25,44 @@ class SelectingOptimizer(torch.optim.Optimizer):
 
     skips_on_device = True
 
-    def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
-        super().__init__(groups, defaults)
+    def __init__(self, groups: Groups, **settings: Any) -> None:
+        super().__init__(groups, settings)
         self.found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure here
-        """Updates all parameters, unless the update is to be skipped."""
+        """Update all parameters, unless the update is to be skipped."""
         for group in self.param_groups:
             if members := members_of(group):
                 self.update_group(group, members)
 
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
-        """Updates the parameters of a group that have gradients."""
+        """Update the parameters of a group that have gradients."""
         raise NotImplementedError
 
     def gradients(self, members: list[nn.Parameter], decay: float = 0.0) -> list[torch.Tensor]:
-        """Returns this rank's parts of the gradients, plus `decay` times the parameters; -0.0 in a skipped update."""
+        """Return this rank's parts of the gradients, plus `decay` times the parameters; -0.0 in a skipped update."""
         gradients = local_gradients(members)
         if decay:
             torch._foreach_add_(gradients, local_parts(members), alpha=decay)
         return self.select(gradients)
 
     def factor(self, value: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Returns a scalar on the device of `like`: the value, or 1 in a skipped update."""
+        """Return a scalar on the device of `like`: the value, or 1 in a skipped update."""
         given = value if isinstance(value, torch.Tensor) else torch.full((), value, device=like.device)
         return given if self.found_inf is None else torch.where(self.found_inf != 0, torch.ones_like(given), given)
 
     def accumulate(
         self, moments: list[torch.Tensor], decay: float, gradients: list[torch.Tensor], weight: float = 1.0
     ) -> None:
-        """Multiplies moments by `decay` and adds `weight` times the gradients; not in a skipped update."""
+        """Multiply moments by `decay` and add `weight` times the gradients; not in a skipped update."""
         torch._foreach_mul_(moments, self.factor(decay, moments[0]))
         torch._foreach_add_(moments, gradients, alpha=weight)
 
     def apply(
         self, group: dict[str, Any], members: list[nn.Parameter], updates: list[torch.Tensor], decay: float = 0.0
     ) -> None:
-        """Subtracts `lr` times the updates, which are used up, and shrinks parameters by `lr` times `decay` first."""
+        """Subtract `lr` times the updates, which are used up, and shrink parameters by `lr` times `decay` first."""
         weights = local_parts(members)
         if decay:
             torch._foreach_mul_(weights, self.factor(1.0 - group["lr"] * decay, weights[0]))
@@ -69,21 +70,21 @@ class SelectingOptimizer(torch.optim.Optimizer):
         torch._foreach_add_(weights, self.select(updates))
 
     def state_of(self, members: list[nn.Parameter], name: str) -> list[torch.Tensor]:
-        """Returns this rank's parts of a state that is like the parameters, and zero at first."""
+        """Return this rank's parts of a state that is like the parameters, and zero at first."""
         for parameter in members:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.zeros_like(parameter)
         return [local_part(self.state[parameter][name]) for parameter in members]
 
     def scalars_of(self, members: list[nn.Parameter], name: str, first: float) -> list[torch.Tensor]:
-        """Returns a state that is one number for each parameter."""
+        """Return a state that is one number for each parameter."""
         for parameter in members:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.full((), first, device=parameter.device)
         return [self.state[parameter][name] for parameter in members]
 
     def select(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the tensors, filled with -0.0 in a skipped update."""
+        """Return the tensors, filled with -0.0 in a skipped update."""
         if self.found_inf is not None:
             skipped = self.found_inf != 0
             for tensor in tensors:
@@ -92,10 +93,10 @@ class SelectingOptimizer(torch.optim.Optimizer):
 
 
 def members_of(group: dict[str, Any]) -> list[nn.Parameter]:
-    """Returns the parameters of a group that have gradients."""
+    """Return the parameters of a group that have gradients."""
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
 def local_parts(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Returns what this rank holds of parameters; writing there changes them."""
+    """Return what this rank holds of parameters; writing there changes them."""
     return [local_part(parameter.detach()) for parameter in parameters]

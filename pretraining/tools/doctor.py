@@ -107,8 +107,7 @@ def doctor(config: DoctorConfig, layout: ProcessLayout) -> Verdict:
     Raises:
         ConfigError: a folder cannot be used.
     """
-    place = (layout.rank, layout.world_size, layout.local_rank, layout.local_world_size)
-    with join_processes(*place, layout.as_environment(), parallel=config.parallel) as processes:
+    with join_processes(layout, parallel=config.parallel) as processes:
         _barrier()
         clock = time.time()
         ranks = gather_from_every_rank(lambda: _examine(config, processes, clock))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pretraining.checkpoint.rollback_file import read_rollback, without_samples
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.commands import InspectConfig
 from pretraining.config.rules import check_config
 from pretraining.config.variants import resolve_shape
@@ -82,7 +82,7 @@ def inspect(
 def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch: int | None) -> Inspector:
     """Open the batches that training would read."""
     ranks, batch = config.inspect.world_size or 1, config.batch
-    size = batch.global_batch_size or restored_batch  # the order of precedence is that of `plan_batch`
+    size = batch.global_batch_size or restored_batch  # the order of precedence is that of `resolve_batch_sizes`
     if size is None:
         size = batch.batch_size * (batch.grad_accum_steps or 1) * ranks
         if config.inspect.world_size is None:
@@ -128,9 +128,9 @@ def heading(step: int, place: str, slots: int, seq_length: int) -> str:
     return f"step {step}, {place}: the global batch has {count_of(slots, 'slot')} of {seq_length} tokens and one more"
 
 
-def _plan_of(size: int, ranks: int) -> BatchPlan:
+def _plan_of(size: int, ranks: int) -> BatchSizes:
     """Return how ranks share a global batch; micro-batches do not change which slots they take."""
-    return BatchPlan(size, -(-size // ranks), 1, ranks)
+    return BatchSizes(size, -(-size // ranks), 1, ranks)
 
 
 class Inspector:

@@ -13,10 +13,10 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from pretraining.config.batch_plan import BatchPlan, plan_batch
+from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.commands import PlanConfig
-from pretraining.config.mesh_shape import mesh_shape
 from pretraining.config.plugins import OPTIMIZERS
+from pretraining.config.strategies import STRATEGIES, mesh_shape
 from pretraining.config.training import ALL_BLOCKS, ParallelConfig, ShardingStrategy
 from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
@@ -53,7 +53,7 @@ class Plan:
 
     shard_size: int
     parallel: ParallelConfig
-    batch: BatchPlan
+    batch: BatchSizes
     memory: MemoryEstimate
     memory_bytes: int
     tokens: int
@@ -104,7 +104,7 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Plan:
     nodes, left = divmod(cluster.gpus, cluster.gpus_per_node)
     on_nodes = [cluster.gpus_per_node] * (nodes * cluster.gpus_per_node) + [left] * left
     _, shard_size = mesh_shape(config.parallel, on_nodes)
-    batch = plan_batch(config.batch, cluster.gpus)
+    batch = resolve_batch_sizes(config.batch, cluster.gpus)
     as_cut = replace(
         config.batch,
         batch_size=batch.micro_batch_size,
@@ -373,7 +373,7 @@ def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
 
 def _layout(chosen: Plan) -> str:
     strategy, recomputed = chosen.parallel.sharding_strategy, _checkpointing(chosen.parallel)
-    group = f", groups of {chosen.shard_size}" if strategy.startswith("hsdp") else ""
+    group = f", groups of {chosen.shard_size}" if STRATEGIES[strategy].in_groups else ""
     return f"{strategy}{group}, checkpointing {recomputed}"
 
 

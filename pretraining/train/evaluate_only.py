@@ -14,7 +14,7 @@ from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
 from pretraining.checkpoint.start_point import CheckpointRef, find_newest, load, newest_run_path
-from pretraining.config.batch_plan import plan_batch
+from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.host_sync import HostSync
@@ -87,7 +87,7 @@ def evaluate_only(
         use_deterministic_kernels()
     check_kernels(config, shape, device)
     data = open_data(config, processes)
-    batch = plan_batch(config.batch, processes.world_size, manifest.global_batch_size or None)
+    batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
     sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
     model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
     start = _load(source, {parameter_name(name): parameter for name, parameter in model.parameters.items()})

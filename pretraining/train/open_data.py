@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig, TrainConfig
 from pretraining.config.values import did_you_mean
 from pretraining.data.batch import StepBatch
@@ -81,7 +81,7 @@ def _open(
 
 
 def evaluation_sources(
-    config: TrainConfig, data: OpenedData, batch: BatchPlan, processes: Processes, vocab_size: int
+    config: TrainConfig, data: OpenedData, batch: BatchSizes, processes: Processes, vocab_size: int
 ) -> list[EvaluationSource]:
     """Opens what is evaluated on: the held-out documents of all datasets, and each folder of `--eval_datasets`.
 
@@ -117,7 +117,7 @@ def _loader_of_folder(
     folder: EvaluationFolder,
     opened: OpenedDatasets,
     config: TrainConfig,
-    batch: BatchPlan,
+    batch: BatchSizes,
     rank: int,
     vocab_size: int,
 ) -> Loader:

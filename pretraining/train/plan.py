@@ -20,7 +20,7 @@ from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import check_same_model, unfinished_saves
 from pretraining.checkpoint.rollback_file import without_samples
 from pretraining.checkpoint.start_point import CheckpointRef
-from pretraining.config.batch_plan import BatchPlan, plan_batch
+from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
@@ -105,7 +105,7 @@ class Plan:
     unfinished: list[Path]
     data: OpenedDatasets | None
     training_tokens: int | None
-    batch: BatchPlan
+    batch: BatchSizes
     token_schedule: TokenSchedule
     learning_rate: LearningRate
     loader: Loader
@@ -147,7 +147,9 @@ def plan_run(
     is_kept = config.checkpoint.ckpt_save_path is not None
     unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if is_kept else [])
 
-    batch = plan_batch(config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None)
+    batch = resolve_batch_sizes(
+        config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None
+    )
     settings = without_samples(config.data, skipped_samples)
     loader = on_every_rank(
         lambda: build_loader(data, settings, batch, processes.rank, config.run.seed, shape.vocab_size)

@@ -34,7 +34,7 @@ from pretraining.distributed.processes import (
     on_every_rank,
     on_rank_zero,
 )
-from pretraining.distributed.rendezvous import Patience, list_ranks
+from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, Interrupted, Preempted
@@ -222,13 +222,9 @@ def working_together(
     waiting = config.guard.first_step_timeout.amount or collective_timeout(config.guard).total_seconds()
     with (
         join_processes(
-            layout.rank,
-            layout.world_size,
-            layout.local_rank,
-            layout.local_world_size,
-            layout.as_environment(),
+            layout,
             timeout=collective_timeout(config.guard),
-            patience=Patience(timedelta(seconds=waiting), end_at_signal),
+            deadline=Deadline(timedelta(seconds=waiting), end_at_signal),
             parallel=config.parallel,
         ) as processes,
         nullcontext() if is_guest and layout.world_size == 1 else Watchdog(config.guard, processes),

@@ -18,7 +18,8 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from pretraining.data.batch import IGNORED_LABEL, StepBatch
+from pretraining.config.training import IGNORED_LABEL
+from pretraining.data.batch import StepBatch
 from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler

@@ -20,7 +20,7 @@ import torch
 
 from pretraining.checkpoint.start_point import find_start
 from pretraining.config.assignments import ALIASES
-from pretraining.config.batch_plan import plan_batch
+from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
@@ -29,6 +29,7 @@ from pretraining.data.dataset import build_loader
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.errors import ConfigError
+from pretraining.launch.layout import resolve_layout
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.train.build import build_run
@@ -113,7 +114,7 @@ def read_settings(settings: Sequence[str], processes: int = 1) -> TrainConfig:
     """The configuration of a run; a mistake in it ends the benchmark, and so does a batch that cannot be dealt out."""
     try:
         config = load_train_config(["ckpt_save_path=run", *settings])  # a benchmark puts its own folder there
-        plan_batch(config.batch, processes)
+        resolve_batch_sizes(config.batch, processes)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     return config
@@ -141,7 +142,7 @@ def end_if_checked(flags: argparse.Namespace) -> None:
 
 def describe(config: TrainConfig, processes: int) -> str:
     """Return the model, the precision and the work of a step, in a line."""
-    shape, plan = resolve_shape(config.model), plan_batch(config.batch, processes)
+    shape, plan = resolve_shape(config.model), resolve_batch_sizes(config.batch, processes)
     precision = str(compute_dtype(config.parallel, device())).removeprefix("torch.")
     number = "1 micro-batch" if plan.grad_accum_steps == 1 else f"{plan.grad_accum_steps} micro-batches"
     of_each = f" on each of {processes} processes" if processes > 1 else ""
@@ -204,8 +205,7 @@ def place() -> tuple[int, int]:
 @contextmanager
 def join() -> Iterator[Processes]:
     """Joins the other processes of a contender, all of which are on this machine."""
-    rank, processes = place()
-    with join_processes(rank, processes, rank, processes, {}) as joined:
+    with join_processes(resolve_layout()) as joined:
         yield joined
 
 
@@ -251,7 +251,7 @@ def batches_in_memory(
     config: TrainConfig, shape: LlamaShape, rank: int = 0, processes: int = 1
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every step that `train_project` takes on a rank, made in advance."""
-    plan = plan_batch(config.batch, processes)
+    plan = resolve_batch_sizes(config.batch, processes)
     data = replace(config.data, num_workers=0)
     with build_loader(None, data, plan, rank, config.run.seed, shape.vocab_size) as loader:
         return [next(loader).micro_batches for _ in range(int(config.run.num_steps.amount))]

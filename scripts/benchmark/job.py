@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.distributed.processes import join_processes
+from pretraining.launch.layout import ProcessLayout
 from scripts.benchmark.common import announce
 
 T = TypeVar("T")
@@ -80,8 +81,8 @@ def run_job(work: Callable[..., T], world_size: int, *arguments: Any) -> T:
 def _do(
     rank: int, world_size: int, port: int, results: Connection, work: Callable[..., T], arguments: Sequence[Any]
 ) -> None:
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with join_processes(rank, world_size, rank, world_size, environment) as processes:
+    layout = ProcessLayout(rank, world_size, rank, world_size, "environment", "127.0.0.1", port)
+    with join_processes(layout) as processes:
         result = work(processes, *arguments)
         if rank == 0:
             results.send(result)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.config.batch_plan import plan_batch
+from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import TrainConfig
 from pretraining.launch.layout import port_of_name
 from scripts.benchmark.common import (
@@ -134,7 +134,7 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: ar
     print(f"model     {describe(config, processes)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         lanes = run_race(contenders, config, Path(folder), rounds, steps, processes)
-    tokens = plan_batch(config.batch, processes).global_batch_size * config.data.seq_length * steps
+    tokens = resolve_batch_sizes(config.batch, processes).global_batch_size * config.data.seq_length * steps
     table = Table("", "tokens/s", "quartiles", "loss at the end")
     for name, lane in lanes.items():
         table.add(name, *spread([tokens / s for s in lane.seconds], ",.0f"), f"{lane.loss:.4f}")

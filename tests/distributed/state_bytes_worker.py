@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import astuple
 
@@ -14,6 +13,7 @@ from pretraining.config.variants import resolve_shape
 from pretraining.distributed.grad_norm import local_gradients, local_part
 from pretraining.distributed.processes import gather_from_every_rank, join_processes
 from pretraining.estimate.memory import estimate_memory
+from pretraining.launch.layout import resolve_layout
 from pretraining.launch.program import run_as_program
 from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import update
@@ -30,9 +30,7 @@ FLAGS = (
 
 def main() -> None:
     torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address = {name: os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
-    with join_processes(rank, world_size, rank, world_size, address) as processes:
+    with join_processes(resolve_layout()) as processes:
         for flags in json.loads(sys.argv[1]):
             config = load_train_config([*FLAGS, *flags])
             shape, mesh = resolve_shape(config.model), build_run_mesh(config, processes)

@@ -66,10 +66,7 @@ def test_an_interface_that_leads_nowhere_is_one_error_on_every_machine(nodes: No
     assert [process.returncode for process in processes] == [1, 1], said
     errors = [text[text.index("error: ") :].splitlines() for text in said]
     assert errors[0] == errors[1]
-    assert errors[0][0].startswith(f"error: all 2 processes have come to {nodes.names[0]}:")
-    assert sorted(errors[0][1:3]) == [
-        f"  rank {rank} on {name} offers GLOO_SOCKET_IFNAME=lo" for rank, name in enumerate(nodes.names)
-    ]
+    assert "GLOO_SOCKET_IFNAME (there lo)" in errors[0][1] and len(errors[0]) == 2
     assert "Traceback" not in "".join(said)
 
 

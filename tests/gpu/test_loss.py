@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretraining.model.loss import IGNORED_LABEL, head_loss
+from pretraining.config.training import IGNORED_LABEL
+from pretraining.model.loss import head_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 
-from pretraining.config.batch_plan import plan_batch
+from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import ALL_BLOCKS, TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
@@ -67,7 +67,7 @@ class TakesTurns(transformers.TrainerCallback):
 
 def trainer(config: TrainConfig, turn: Turn) -> None:
     _, ranks = place()
-    shape, plan = resolve_shape(config.model), plan_batch(config.batch, ranks)
+    shape, plan = resolve_shape(config.model), resolve_batch_sizes(config.batch, ranks)
     in_bfloat16 = compute_dtype(config.parallel, device()) == torch.bfloat16
     arguments = transformers.TrainingArguments(
         output_dir=config.checkpoint.ckpt_save_path,

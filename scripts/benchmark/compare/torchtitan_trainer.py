@@ -18,7 +18,7 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.train import Trainer
 
-from pretraining.config.batch_plan import plan_batch
+from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
@@ -116,7 +116,7 @@ def _arguments_of(shape: LlamaShape) -> TransformerModelArgs:
 
 def _job(config: TrainConfig) -> JobConfig:
     _, ranks = place()
-    plan = plan_batch(config.batch, ranks)
+    plan = resolve_batch_sizes(config.batch, ranks)
     job = JobConfig()
     job.job.dump_folder = config.checkpoint.ckpt_save_path
     job.model.name = job.model.flavor = NAME

@@ -18,6 +18,7 @@ from typing import Any
 
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes, join_processes
+from pretraining.launch.layout import resolve_layout
 from pretraining.train.loop import train_loop
 from scripts.benchmark.common import Table, in_turn, spread, start_run, synchronize
 
@@ -52,7 +53,7 @@ def compare(folder: Path, config: TrainConfig, runs: int) -> None:
         runs: of each kind.
     """
     costs: dict[bool, list[Cost]] = {False: [], True: []}
-    with join_processes(0, 1, 0, 1, {}) as processes:
+    with join_processes(resolve_layout({})) as processes:
         for number in in_turn(range(runs + 1)):
             for asynchronous in (False, True) if number % 2 else (True, False):
                 cost = _train_and_save(folder, config, processes, asynchronous)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import MicroBatch
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
@@ -75,7 +75,7 @@ def open_data(config: DataConfig) -> OpenedDatasets:
 def open_loader(config: DataConfig, opened: OpenedDatasets, global_batch: int, ranks: int = 1) -> Loader:
     """A loader of rank 0, with a memory of its own in which there is nothing yet."""
     share = global_batch // ranks
-    plan = BatchPlan(global_batch, min(share, MICRO_BATCH), max(1, share // MICRO_BATCH), ranks)
+    plan = BatchSizes(global_batch, min(share, MICRO_BATCH), max(1, share // MICRO_BATCH), ranks)
     return build_loader(OpenedDatasets(opened.datasets), config, plan, 0, seed=0, vocab_size=VOCABULARY)
 
 

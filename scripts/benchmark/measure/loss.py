@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretraining.model.loss import IGNORED_LABEL, choose_chunk_tokens, head_loss
+from pretraining.config.training import IGNORED_LABEL
+from pretraining.model.loss import choose_chunk_tokens, head_loss
 from scripts.benchmark.common import Number, Table, announce, device, flag_parser, in_turn, synchronize
 from scripts.benchmark.job import memory_peak, reset_memory_peak
 

@@ -16,6 +16,7 @@ from pretraining.checkpoint import lease as lease_module
 from pretraining.checkpoint.lease import LEASE, STALE_SECONDS, Holder, Lease, hold_lease
 from pretraining.distributed.processes import join_processes
 from pretraining.errors import CheckpointError
+from pretraining.launch.layout import resolve_layout
 
 
 class Clock:
@@ -72,7 +73,7 @@ def test_a_lease_is_there_while_it_is_held_and_its_content_says_by_whom(tmp_path
 
 
 def test_a_start_that_was_refused_before_it_wrote_leaves_no_folder(tmp_path: Path) -> None:
-    with join_processes(0, 1, 0, 1, {}) as processes, hold_lease(tmp_path / "run", processes) as lease:
+    with join_processes(resolve_layout({})) as processes, hold_lease(tmp_path / "run", processes) as lease:
         lease.check()
     assert not (tmp_path / "run").exists()
 

@@ -253,7 +253,7 @@ def test_whatever_a_setting_is_given_it_is_read_or_refused(name: str, text: str)
 def test_parsing_needs_no_torch() -> None:
     script = (
         "import sys; import pretraining.config.command_line as flags;"
-        "import pretraining.config.batch_plan, pretraining.config.help;"
+        "import pretraining.config.batch_sizes, pretraining.config.help;"
         "flags.load_train_config(['recipe=demo']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3]).returncode == 0

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.packed_rows import Row, pack, packed_rows
 
-from pretraining.data.batch import IGNORED_LABEL, MicroBatch
+from pretraining.config.training import IGNORED_LABEL
+from pretraining.data.batch import MicroBatch
 
 
 def expected_labels(width: int, rows: list[Row], document_mask: bool) -> list[list[int]]:

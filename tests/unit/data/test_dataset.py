@@ -10,8 +10,7 @@ import pytest
 from unit.data.sampling.stream_oracle import Oracle, Place, as_trained, text_number
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.training import DataConfig
-from pretraining.data.batch import IGNORED_LABEL
+from pretraining.config.training import IGNORED_LABEL, DataConfig
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.sampling.token_stream import shard_count
 from pretraining.data.storage.dataset_files import list_datasets

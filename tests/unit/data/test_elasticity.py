@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import opened, plan, rows
 
-from pretraining.config.training import DataConfig
-from pretraining.data.batch import IGNORED_LABEL
+from pretraining.config.training import IGNORED_LABEL, DataConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.samples import OpenedDatasets
 

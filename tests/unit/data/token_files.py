@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pretraining.config.batch_plan import BatchPlan
+from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
 from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
@@ -64,13 +64,13 @@ def opened(config: DataConfig) -> OpenedDatasets:
     return open_datasets(listing, config)
 
 
-def plan(global_batch: int, ranks: int = 1, accumulation: int = 1) -> BatchPlan:
+def plan(global_batch: int, ranks: int = 1, accumulation: int = 1) -> BatchSizes:
     share = -(-global_batch // ranks)
-    return BatchPlan(global_batch, -(-share // accumulation), accumulation, ranks)
+    return BatchSizes(global_batch, -(-share // accumulation), accumulation, ranks)
 
 
 def loader(
-    config: DataConfig, batch: BatchPlan | None = None, rank: int = 0, seed: int = 7, vocab_size: int = 1000
+    config: DataConfig, batch: BatchSizes | None = None, rank: int = 0, seed: int = 7, vocab_size: int = 1000
 ) -> Loader:
     datasets = None if config.use_dummy_dataset else opened(config)
     return build_loader(datasets, config, batch or plan(8), rank, seed, vocab_size)

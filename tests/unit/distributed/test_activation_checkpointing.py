@@ -1,19 +1,14 @@
-"""What is checkpointed computes the same, under the same names, and keeps less."""
+"""What is checkpointed computes the same, under the same names; tests/unit/estimate measures what it keeps."""
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from emulated_varlen import emulated_varlen
 from tiny_shape import TINY_SHAPE
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.config.training import ParallelConfig
@@ -65,78 +60,6 @@ def test_loss_and_gradients_are_the_same_bits_under_the_same_names(plain: Llama,
     expected, found = gradients(copy.deepcopy(plain)), gradients(model)
     assert found.keys() == expected.keys() == plain.state_dict().keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations have made and that something still holds.
-
-    Attributes:
-        now: bytes.
-        peak: the most there ever were.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id(part.untyped_storage()) for part in args if isinstance(part, torch.Tensor)}
-        results = func(*args, **(kwargs or {}))
-        for part in results if isinstance(results, tuple | list) else (results,):
-            if isinstance(part, torch.Tensor):
-                storage = part.untyped_storage()
-                if id(storage) not in given and storage not in self._known:
-                    self._take(storage)
-        return results
-
-    def _take(self, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        self._known.add(storage)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._give_back, size)
-
-    def _give_back(self, size: int) -> None:
-        self.now -= size
-
-
-@contextmanager
-def live_bytes() -> Iterator[LiveBytes]:
-    with LiveBytes() as mode:
-        yield mode
-
-
-def memory(plain: Llama, selective: str | None) -> tuple[int, int]:
-    """Bytes that a block adds to what is kept at the end of a forward, and the peak of the whole step."""
-    kept = []
-    for layers in (SHAPE.num_hidden_layers, 0):
-        model = checkpointed(plain, selective)
-        model.model.layers = model.model.layers[:layers]
-        with live_bytes() as live:
-            loss, *_ = model(*batch())
-            kept.append(live.now)
-            if layers:
-                loss.backward()
-                peak = live.peak
-    return (kept[0] - kept[1]) // SHAPE.num_hidden_layers, peak
-
-
-def test_what_is_kept_and_the_peak_fall_as_each_mode_says(plain: Llama) -> None:
-    found = {selective: memory(plain, selective) for selective in (None, "op", "1/3", "2", "1")}
-    tokens = 2 * 64
-    d, q, k, f = 32, 32, 16, 88
-    assert found["1"][0] == pytest.approx(4 * tokens * d, rel=0.05)  # with a share of the rotation
-    per_operation = 4 * tokens * (3 * d + 2 * q + 2 * k + 2 * f)
-    assert found["op"][0] == pytest.approx(per_operation, rel=0.05)
-    none = 4 * tokens * (4 * d + 2 * q + 2 * k + 4 * f)
-    assert none <= found[None][0] <= 1.5 * none
-    for share, selective in ((1 / 3, "1/3"), (1 / 2, "2")):
-        between = share * found["1"][0] + (1 - share) * found[None][0]
-        assert found[selective][0] == pytest.approx(between, rel=0.02)
-    peaks = {selective: peak for selective, (_, peak) in found.items()}
-    assert peaks[None] > peaks["1/3"] > peaks["2"] > peaks["1"]
-    assert peaks[None] > peaks["op"] > peaks["1"]
 
 
 def counted_flops(plain: Llama, selective: str | None, length: int) -> int:

@@ -31,6 +31,13 @@ print(kept, pages[-1] < 100)
 """
 
 
+def printed_by(program: str, choice: dict[str, str]) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment | choice, capture_output=True, text=True, check=True)
+    return ended.stdout.strip()
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
 @pytest.mark.parametrize(
@@ -44,10 +51,7 @@ print(kept, pages[-1] < 100)
 def test_freed_blocks_are_taken_again_without_asking_the_system_unless_the_user_chose_otherwise(
     choice: dict[str, str], said: str
 ) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", PROGRAM]
-    ended = subprocess.run(command, env=environment | choice, capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == said
+    assert printed_by(PROGRAM, choice) == said
 
 
 RETURNING = """
@@ -70,9 +74,7 @@ print(kept > 2**27, resident() - before < 2**27)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
 def test_a_process_that_goes_on_returns_what_was_kept() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", RETURNING]
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "True True\n"
+    assert printed_by(RETURNING, {}) == "True True"
 
 
 @pytest.mark.parametrize("name", ["TRIM_THRESHOLD", "MMAP_THRESHOLD", "TOP_PAD", "MMAP_MAX"])

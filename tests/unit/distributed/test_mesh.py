@@ -4,9 +4,10 @@ import threading
 from contextlib import nullcontext
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from pretraining.config.mesh_shape import mesh_shape
+from pretraining.config.strategies import mesh_shape
 from pretraining.config.training import ParallelConfig, ShardingStrategy
 from pretraining.distributed import mesh as mesh_module
 from pretraining.distributed.mesh import build_mesh, try_groups
@@ -40,20 +41,18 @@ def test_axes_are_replicas_and_shards_and_groups_of_unequal_size_are_refused(
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_group_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_does_not_answer_adds_up_wrongly_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, release = build_mesh(ParallelConfig(), 1, 1, "cpu"), threading.Event()
     assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (1, 1)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: release.wait())
     monkeypatch.setattr(mesh_module, "FIRST_ANSWER_SECONDS", 0.05)
-    with pytest.raises(LaunchError) as raised:
-        try_groups(mesh)
-    assert raised.value.rank == 0
+
+    def fails(tensor: torch.Tensor, group: object) -> None:
+        raise dist.DistBackendError("NCCL error: Duplicate GPU detected")
+
+    faults = (lambda tensor, group: release.wait(), lambda tensor, group: tensor.add_(1), fails)
+    for fault in faults:
+        monkeypatch.setattr(dist, "all_reduce", fault)
+        with pytest.raises(LaunchError) as raised:
+            try_groups(mesh)
+        assert raised.value.rank == 0
     release.set()
-
-
-@pytest.mark.usefixtures("single_process")
-def test_a_group_that_adds_up_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.add_(1))
-    with pytest.raises(LaunchError):
-        try_groups(mesh)

@@ -14,11 +14,15 @@ from pretraining.config.training import ParallelConfig
 from pretraining.distributed import processes
 from pretraining.distributed.host_sync import HostSync, HostValues
 from pretraining.distributed.processes import join_processes, on_every_rank, on_rank_zero
+from pretraining.distributed.rendezvous import Rendezvous
 from pretraining.errors import DataError, LaunchError, LostPeerError
+from pretraining.launch.layout import ProcessLayout, resolve_layout
+
+ALONE = resolve_layout({})
 
 
 def test_one_process_joins_itself_without_an_address_and_leaves() -> None:
-    with join_processes(0, 1, 0, 1, {}) as joined:
+    with join_processes(ALONE) as joined:
         assert joined.is_main and joined.world_size == dist.get_world_size() == 1
     assert not dist.is_initialized()
 
@@ -30,43 +34,38 @@ def test_nothing_gives_up_before_the_time_that_was_asked_for(monkeypatch: pytest
 
     def note(backend: str, **arguments: object) -> None:
         given.update(arguments)
-        raise LaunchError("noted")
+        raise DataError("noted")
 
     monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
     monkeypatch.delenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     monkeypatch.setattr(processes, "_device_of", lambda *place: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(processes, "meet", lambda place, connect, patience: connect(dist.HashStore()))
+    monkeypatch.setattr(Rendezvous, "run", lambda self, connect: connect(dist.HashStore()))
     monkeypatch.setattr(dist, "init_process_group", note)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     monkeypatch.setattr(os, "environ", {**os.environ})
-    with (
-        pytest.raises(LaunchError, match="noted"),
-        join_processes(0, world_size, 0, 1, where, timeout=timedelta(hours=2)),
-    ):
+    layout = ProcessLayout(0, world_size, 0, 1, "environment", "127.0.0.1", 1)
+    with pytest.raises(DataError), join_processes(layout, timeout=timedelta(hours=2)):
         pass
     assert given["timeout"] == timedelta(hours=2)
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "7200"
 
 
-def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "interfaces_here", lambda: ["lo", "ib0", "eth0"])
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with pytest.raises(LaunchError, match=r"eth7 .* eth0, ib0, lo"), join_processes(0, 1, 0, 1, {}):
+def test_a_group_that_cannot_be_made_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such")
+    with pytest.raises(LaunchError), join_processes(ALONE):
         pass
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,lo")
-    processes._refuse_missing_interface()
+    assert not dist.is_initialized()
 
 
 def test_the_end_of_another_process_is_said_in_a_line_and_not_waited_for() -> None:
     with (
-        pytest.raises(LostPeerError, match="another process of the job has ended") as raised,
-        join_processes(0, 1, 0, 1, {}),
+        pytest.raises(LostPeerError) as raised,
+        join_processes(ALONE),
     ):
         raise RuntimeError("[tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
     assert raised.value.rank == 0
     dist.destroy_process_group()  # left behind on purpose: taking leave may wait for the dead
-    with pytest.raises(RuntimeError, match="shape mismatch"), join_processes(0, 1, 0, 1, {}):
+    with pytest.raises(RuntimeError, match="shape mismatch"), join_processes(ALONE):
         raise RuntimeError("shape mismatch")
     dist.destroy_process_group()
 
@@ -119,20 +118,6 @@ def test_a_process_has_a_device_of_its_own_or_is_refused(
         with pytest.raises(LaunchError) as error:
             processes._device_of(local_rank, processes_here, asked)
         assert device.removeprefix("--") in error.value.settings
-
-
-@pytest.mark.usefixtures("single_process")
-def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        uuid = "GPU-1"
-
-    def everyone_says(outcomes: list[object], mine: object) -> None:
-        outcomes[:] = [mine, mine]
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
-    monkeypatch.setattr(dist, "all_gather_object", everyone_says)
-    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] share one GPU"):
-        processes._refuse_shared_devices(torch.device("cuda", 0))
 
 
 @pytest.mark.usefixtures("single_process")

@@ -14,23 +14,20 @@ import torch.distributed as dist
 from helpers import free_ports
 
 from pretraining.distributed import rendezvous as rendezvous_module
-from pretraining.distributed.rendezvous import Patience, Place, choose_interface, connect_all, meet, rendezvous
+from pretraining.distributed.rendezvous import Deadline, Rendezvous, choose_interface
 from pretraining.errors import LaunchError, LostPeerError, Preempted
+from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.network import GLOO_INTERFACE, Interface
 
-LONG, NONE = timedelta(seconds=60), timedelta(0)
+LONG = timedelta(seconds=60)
 
 
-def start(store: dist.Store, ranks: int) -> list[str]:
-    """The processes of a start meet; each finds in its store what rank 0 puts there."""
-
-    def come(rank: int) -> str:
-        own, _ = rendezvous(store, rank, ranks, Patience(LONG))
-        if rank == 0:
-            own.set("who", "first" if store.add("starts", 1) == 1 else "later")
-        return str(own.get("who").decode())
-
-    return together(come, ranks)
+def rendezvous_of(
+    rank: int, world_size: int = 2, deadline: Deadline | None = None, port: int = 1, nodes: int = 1
+) -> Rendezvous:
+    local = world_size // nodes
+    layout = ProcessLayout(rank, world_size, rank % local, local, "environment", "127.0.0.1", port)
+    return Rendezvous(layout, deadline or Deadline(LONG))
 
 
 def together(come: Callable[[int], str], ranks: int) -> list[str]:
@@ -38,8 +35,17 @@ def together(come: Callable[[int], str], ranks: int) -> list[str]:
         return list(pool.map(come, range(ranks)))
 
 
-def place(rank: int, world_size: int = 2, port: int = 1, nodes: int = 1) -> Place:
-    return Place(rank, world_size, rank % (world_size // nodes), world_size // nodes, "127.0.0.1", port)
+def start(store: dist.Store, ranks: int) -> list[str]:
+    """The processes of a start meet; each finds in its store what rank 0 puts there, and all addresses."""
+
+    def come(rank: int) -> str:
+        own = rendezvous_of(rank, ranks).join_start(store, f"10.0.0.{rank}")
+        if rank == 0:
+            own.set("who", "first" if store.add("starts", 1) == 1 else "later")
+        assert [own.get(f"arrived/{each}").decode() for each in range(ranks)] == [f"10.0.0.{r}" for r in range(ranks)]
+        return str(own.get("who").decode())
+
+    return together(come, ranks)
 
 
 def test_every_start_has_a_place_of_its_own_in_one_store() -> None:
@@ -52,18 +58,9 @@ def test_every_start_has_a_place_of_its_own_in_one_store() -> None:
 def test_what_the_dead_have_asked_is_not_taken_for_the_living() -> None:
     store = dist.HashStore()
     store.set("ask/1", "of a process that was killed")
-    with pytest.raises(LaunchError, match=r"ranks \[1\] have not come within 0 s"):
-        rendezvous(store, 0, 2, Patience(NONE))
+    with pytest.raises(LaunchError):
+        rendezvous_of(0, deadline=Deadline(timedelta(0))).join_start(store)
     assert start(store, 2) == ["first"] * 2
-
-
-def test_all_learn_the_addresses_of_all() -> None:
-    store = dist.HashStore()
-
-    def come(rank: int) -> str:
-        return " ".join(rendezvous(store, rank, 3, Patience(LONG), ["", "10.0.0.2", "10.0.0.1"][rank])[1])
-
-    assert together(come, 3) == ["10.0.0.1 10.0.0.2"] * 3
 
 
 # Waiting
@@ -80,30 +77,36 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("have_come", [False, True], ids=["to come", "to connect"])
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SHORTEST_PAUSE", "LONGEST_PAUSE"):
+        monkeypatch.setattr(rendezvous_module, name, 0.0)
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("have_come", [False, True], ids=["to come", "to be connected"])
 def test_who_is_missing_is_said_every_half_minute_and_in_the_end(
-    have_come: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    have_come: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Patience, "pause", lambda self: 0.0)
-    patience, store = Patience(timedelta(seconds=100), clock=Clock()), dist.HashStore()
-    with never_ending() as wait_for_ever, pytest.raises(LaunchError, match=r"ranks \[1, 2\] .*100 s") as error:
+    rendezvous = rendezvous_of(0, 3, Deadline(timedelta(seconds=100), clock=Clock()))
+    with pytest.raises(LaunchError) as error:
         if have_come:
-            store.set("connected/0", "")
-            connect_all(store, place(0, 3), wait_for_ever, patience)
+            rendezvous.connect_all(dist.HashStore(), lambda store: None)
         else:
-            rendezvous(store, 0, 3, patience)
-    assert "first_step_timeout" in error.value.settings
-    assert len(caplog.messages) == 3
+            rendezvous.join_start(dist.HashStore())
+    assert error.value.settings == ("first_step_timeout",) and error.value.rank == 0
+    assert len(caplog.messages) == 3 and all("[1, 2]" in text for text in (*caplog.messages, str(error.value)))
 
 
-def test_every_process_is_told_that_rank_0_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Patience, "pause", lambda self: 0.0)
+@pytest.mark.usefixtures("no_pauses")
+def test_every_node_and_rank_1_say_that_rank_0_is_missing(caplog: pytest.LogCaptureFixture) -> None:
     (port,) = free_ports(1)
-    for rank in (1, 2, 3):
-        where = Place(rank, 4, rank % 2, 2, "127.0.0.1", port)
-        with pytest.raises(LaunchError, match=rf"rank 0 at 127.0.0.1:{port} ") as raised:
-            meet(where, lambda store: None, Patience(timedelta(seconds=40), clock=Clock()))
-        assert raised.value.rank == rank
+    for rank, speaker in ((1, 1), (2, 2), (3, None)):
+        caplog.clear()
+        deadline = Deadline(timedelta(seconds=40), clock=Clock())
+        with pytest.raises(LaunchError) as raised:
+            rendezvous_of(rank, 4, deadline, port, nodes=2).run(lambda store: None)
+        assert raised.value.rank == speaker and len(caplog.messages) == (speaker is not None)
 
 
 def never_connects(store: dist.Store) -> None:
@@ -117,84 +120,78 @@ def test_a_signal_is_heard_at_each_stage_of_a_wait_for_others(stage: str) -> Non
     heard = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: heard.set())
 
-    def end_early() -> None:
+    def check_signals() -> None:
         if heard.is_set():
             raise Preempted("told to end")
         signal.raise_signal(signal.SIGTERM)
 
     (port,) = free_ports(1)
-    patience = Patience(LONG, end_early)
+    deadline = Deadline(LONG, check_signals)
     try:
         with pytest.raises(Preempted):
             if stage == "nothing answers":
-                meet(place(1, port=port), never_connects, patience)
+                rendezvous_of(1, deadline=deadline, port=port).run(never_connects)
             elif stage == "rank 0 is silent":
                 store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-                meet(place(1, port=port), never_connects, patience)
+                rendezvous_of(1, deadline=deadline, port=port).run(never_connects)
                 del store
             elif stage == "ranks are missing":
-                meet(place(0, port=port), never_connects, patience)
+                rendezvous_of(0, deadline=deadline, port=port).run(never_connects)
             elif stage == "connections are not made":
-                meet(place(0, world_size=1, port=port), never_connects, patience)
+                rendezvous_of(0, 1, deadline, port).run(never_connects)
             else:  # this one is, and waits for the other
                 store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-                connect_all(store, place(0, port=port), lambda store: None, patience)
+                rendezvous_of(0, deadline=deadline, port=port).connect_all(store, lambda store: None)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def test_a_port_where_something_else_listens_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        here = place(1, port=other.getsockname()[1])
-        with pytest.raises(LaunchError, match=r"the key-value store of 127.0.0.1:\d+ has not come within 1 s"):
-            meet(here, lambda store: None, Patience(timedelta(seconds=1)))
-        with pytest.raises(LaunchError, match=r"could not join the 2 processes .* MASTER_PORT is free") as raised:
-            meet(place(0, port=here.master_port), lambda store: None, Patience(LONG))
-    assert raised.value.rank == 0
+        port = other.getsockname()[1]
+        for rank, seconds in ((1, 1), (0, 60)):
+            with pytest.raises(LaunchError) as raised:
+                rendezvous_of(rank, deadline=Deadline(timedelta(seconds=seconds)), port=port).open_store()
+            assert raised.value.rank == rank and str(port) in str(raised.value)
 
 
 def test_the_end_of_the_process_that_serves_the_store_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*arguments: object) -> None:
         raise dist.DistNetworkError("Connection was closed")
 
-    monkeypatch.setattr(rendezvous_module, "open_store", lambda *arguments: dist.HashStore())
-    monkeypatch.setattr(rendezvous_module, "rendezvous", lost)
-    with pytest.raises(LostPeerError, match=r"rank 0, or its torchrun, has ended before all processes have met"):
-        meet(place(1), lambda store: None, Patience(LONG))
+    monkeypatch.setattr(Rendezvous, "open_store", lost)
+    with pytest.raises(LostPeerError):
+        rendezvous_of(1).run(never_connects)
 
     def told() -> None:
         raise Preempted("so is this one")
 
     with pytest.raises(Preempted):
-        meet(place(1), lambda store: None, Patience(LONG, told))
+        rendezvous_of(1, deadline=Deadline(LONG, told)).run(never_connects)
 
 
 # Connecting
-
-
-@contextmanager
-def never_ending() -> Iterator[Callable[[dist.Store], None]]:
-    """Connects until the end of the test."""
-    leave = threading.Event()
-    yield lambda store: void(leave.wait())
-    leave.set()
-
-
-def void(value: object) -> None:
-    """Returns nothing."""
 
 
 def test_all_are_connected_before_any_goes_on() -> None:
     store, connected = dist.HashStore(), list[int]()
 
     def come(rank: int) -> str:
-        connect_all(store, place(rank, 3), lambda _: connected.append(rank), Patience(LONG))
+        rendezvous_of(rank, 3).connect_all(store, lambda _: connected.append(rank))
         return str(len(connected))
 
     assert together(come, 3) == ["3"] * 3
 
 
-def test_where_one_cannot_connect_all_end_with_its_error_and_the_addresses() -> None:
+@contextmanager
+def never_ending() -> Iterator[Callable[[dist.Store], object]]:
+    """Connects until the end of the test."""
+    leave = threading.Event()
+    yield lambda store: leave.wait()
+    leave.set()
+
+
+def test_where_one_cannot_connect_all_end_with_its_error() -> None:
     store = dist.HashStore()
 
     def refuse(store: dist.Store) -> None:
@@ -205,14 +202,13 @@ def test_where_one_cannot_connect_all_end_with_its_error_and_the_addresses() -> 
 
         def come(rank: int) -> str:
             with pytest.raises(LaunchError) as raised:
-                connect_all(store, place(rank, 3, nodes=3), connects[rank], Patience(LONG))
+                rendezvous_of(rank, 3, nodes=3).connect_all(store, connects[rank])
+            assert raised.value.rank is None  # one message a node
             return str(raised.value)
 
         one, *others = together(come, 3)
     assert others == [one] * 2
-    first, *offers, advice = one.splitlines()
-    assert "rank 1 on " in first and first.endswith("remote=[127.0.1.1]:4711.")
-    assert sorted(offer.split()[1] for offer in offers) == ["0", "1", "2"] and GLOO_INTERFACE in advice
+    assert one.startswith("rank 1 ") and "[127.0.1.1]:4711" in one and GLOO_INTERFACE in one and "frames" not in one
 
 
 @pytest.mark.parametrize(
@@ -225,7 +221,7 @@ def test_gloo_gets_the_interface_towards_the_others_unless_the_user_has_chosen(
     monkeypatch.setattr("pretraining.launch.network.interface_towards", ways.get)
     monkeypatch.setenv(GLOO_INTERFACE, "to be put back")
     monkeypatch.delenv(GLOO_INTERFACE) if own is None else monkeypatch.setenv(GLOO_INTERFACE, own)
-    choose_interface("node01", [])
+    choose_interface(["node01"])
     assert os.environ.get(GLOO_INTERFACE) == own
-    choose_interface("node01", ["10.0.0.2"])
+    choose_interface(["node01", "10.0.0.2"])
     assert os.environ.get(GLOO_INTERFACE) == chosen

@@ -40,7 +40,7 @@ def make_model(shape: LlamaShape, dtype: torch.dtype, is_sharded: bool, settings
     checkpoint_activations(module.model.layers, settings)
     made: ParallelModel
     if is_sharded:
-        made = ShardedModel(module, module.blocks, mesh, "zero2", dtype, CPU, module.tie_weights)
+        made = ShardedModel(module, module.blocks, mesh, False, dtype, CPU, module.tie_weights)
     else:
         made = ReplicatedModel(module, dtype, CPU, mesh["replicate"].get_group())
     initialize_parameters(made.parameters, shape, 0, CPU)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pretraining.config.batch_plan import plan_batch
+from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.estimate.devices import GPUS
@@ -33,7 +33,7 @@ def step_time(
     **parallel: Any,
 ) -> StepTime:
     config = replace(TrainConfig(), parallel=ParallelConfig(**parallel), data=DataConfig(seq_length=seq_length))
-    plan = plan_batch(batch or BatchConfig(batch_size=2), cluster.gpus)
+    plan = resolve_batch_sizes(batch or BatchConfig(batch_size=2), cluster.gpus)
     return estimate_step_time(config, VARIANTS[variant], plan, cluster, shard_size)
 
 

@@ -122,29 +122,34 @@ def test_an_environment_is_this_layout(
 @pytest.mark.parametrize(
     ("environ", "named"),
     [
-        *((without(TORCHRUN, name), f"{name} is not set.*torchrun") for name in TORCHRUN if name[0] in "RWLM"),
-        (without(TORCHRUN_ALONE, "MASTER_PORT"), "MASTER_PORT is not set"),
-        (OPEN_MPI_TWO_NODES, "MASTER_ADDR is not set.*mpirun -x MASTER_ADDR="),
-        (without(OPEN_MPI, "PMIX_NAMESPACE"), "MASTER_PORT is not set.*mpirun -x"),
-        (MPICH, "MASTER_PORT is not set.*mpirun -genv"),  # its proxy is not found
-        (MPICH_TWO_NODES, "MASTER_ADDR is not set"),
-        ({**MPICH_TWO_NODES, "MASTER_ADDR": "node01"}, "MASTER_PORT is not set"),
-        (without(SLURM, "SLURM_STEP_NODELIST"), "MASTER_ADDR is not set.*export MASTER_ADDR"),
+        *((without(TORCHRUN, name), name) for name in TORCHRUN if name[0] in "RWLM"),
+        (without(TORCHRUN_ALONE, "MASTER_PORT"), "MASTER_PORT"),
+        (OPEN_MPI_TWO_NODES, "MASTER_ADDR"),
+        (without(OPEN_MPI, "PMIX_NAMESPACE"), "MASTER_PORT"),
+        (MPICH, "MASTER_PORT"),  # its proxy is not found
+        (MPICH_TWO_NODES, "MASTER_ADDR"),
+        ({**MPICH_TWO_NODES, "MASTER_ADDR": "node01"}, "MASTER_PORT"),
+        (without(SLURM, "SLURM_STEP_NODELIST"), "MASTER_ADDR"),
+        *((without(SLURM, f"SLURM_{name}"), f"SLURM_{name}") for name in ("PROCID", "LOCALID", "NODEID")),
+        *((without(SLURM, f"SLURM_{name}"), f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID")),
         *(
-            (without(SLURM, f"SLURM_{name}"), f"SLURM_{name} is not set.*slurm")
-            for name in ("PROCID", "LOCALID", "NODEID", "JOB_ID", "STEP_ID")
+            ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks}, "SLURM_STEP_TASKS_PER_NODE")
+            for tasks in ("4(x3)", "", "two", "4(x)", "4x2", "4(x2),")
         ),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x3)"}, "contradict each other"),
-        ({**SLURM, "SLURM_NODEID": "2"}, "contradict each other"),
-        (without(BY_HAND, "MASTER_ADDR", "MASTER_PORT"), "MASTER_PORT is not set"),
-        (REMOTE, "LOCAL_RANK is not"),
-        ({**REMOTE, "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is not"),
-        ({**without(BY_HAND, "MASTER_ADDR"), **LOCAL}, "MASTER_ADDR is not set"),
-        ({"RANK": "0"}, "cannot know its place"),
-        ({"WORLD_SIZE": "4"}, "cannot know its place"),
-        ({"RANK": "0", "WORLD_SIZE": ""}, "cannot know its place"),
+        *(({**SLURM, "SLURM_NODEID": node}, "SLURM_NODEID") for node in ("2", "-1")),
         *(
-            ({**environ, name: "two"}, f"{name}='two' is not an integer")
+            ({**SLURM, "SLURM_STEP_NODELIST": nodes}, "MASTER_ADDR")
+            for nodes in ("", "node[", "node[a-b]", ",node1", "node 1")
+        ),
+        (without(BY_HAND, "MASTER_ADDR", "MASTER_PORT"), "MASTER_PORT"),
+        (REMOTE, "LOCAL_RANK"),
+        ({**REMOTE, "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE"),
+        ({**without(BY_HAND, "MASTER_ADDR"), **LOCAL}, "MASTER_ADDR"),
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "4"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE"),
+        *(
+            ({**environ, name: "two"}, f"{name} is 'two'")
             for environ, name in (
                 (TORCHRUN, "RANK"),
                 (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
@@ -155,18 +160,15 @@ def test_an_environment_is_this_layout(
             )
         ),
         *(
-            ({**environ, name: rank}, f"{name}={rank} does not fit")
+            ({**environ, name: rank}, f"{name}={rank}")
             for environ, name in ((OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (MPICH, "PMI_RANK"), (BY_HAND, "RANK"))
             for rank in ("-1", "2")
         ),
-        ({**TORCHRUN, "LOCAL_RANK": "4"}, "local ranks go from 0"),
-        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "local ranks go from 0"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "local ranks go from 0"),
-        *(({**BY_HAND, "MASTER_PORT": port}, "is not a port") for port in ("0", "65536", "-5", "http", "²")),
-        *(
-            ({**environ, "RANK": "0", "WORLD_SIZE": "16"}, "Two launchers claim this process")
-            for environ in (SLURM, OPEN_MPI, MPICH)
-        ),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4"),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9"),
+        *(({**BY_HAND, "MASTER_PORT": port}, "MASTER_PORT=") for port in ("0", "65536", "-5", "http", "²")),
+        *(({**environ, "RANK": "0", "WORLD_SIZE": "16"}, "WORLD_SIZE=16") for environ in (SLURM, OPEN_MPI, MPICH)),
     ],
 )
 def test_what_is_missing_or_contradicts_itself_is_refused_by_name(environ: dict[str, str], named: str) -> None:
@@ -207,21 +209,9 @@ def test_the_first_node_of_a_list(node_list: str, first: str) -> None:
     assert first_node(node_list) == first
 
 
-@pytest.mark.parametrize("node_list", ["", "node[", "node[a-b]", ",node1", "node 1"])
-def test_a_node_list_of_another_form_is_refused(node_list: str) -> None:
-    with pytest.raises(LaunchError):
-        first_node(node_list)
-
-
 @pytest.mark.parametrize(("text", "tasks"), [("2", (2,)), ("4(x2),1", (4, 4, 1)), ("1,8(x3)", (1, 8, 8, 8))])
 def test_tasks_on_each_node(text: str, tasks: tuple[int, ...]) -> None:
     assert tasks_of_nodes(text) == tasks
-
-
-@pytest.mark.parametrize("text", ["", "two", "4(x)", "4x2", "4(x2),"])
-def test_tasks_of_another_form_are_refused(text: str) -> None:
-    with pytest.raises(LaunchError):
-        tasks_of_nodes(text)
 
 
 # Ports

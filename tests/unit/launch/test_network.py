@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pretraining.launch import network
-from pretraining.launch.network import Interface, interface_to_others, interface_towards, offered_address
+from pretraining.launch.network import Interface, interface_to_others, interface_towards
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="names of interfaces are read as Linux tells them")
 
@@ -29,18 +29,3 @@ def test_each_address_of_this_machine_has_the_name_of_its_interface() -> None:
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "", "a" * 300, "bad..name"])
 def test_there_is_no_way_to_a_host_that_nobody_knows(host: str) -> None:
     assert interface_to_others([host]) is None
-
-
-def test_what_gloo_offers_is_the_interface_of_the_variable_or_what_the_name_resolves_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "node01")
-    monkeypatch.setattr(socket, "gethostbyname", {"node01": "127.0.1.1"}.__getitem__)
-    assert offered_address({}) == "127.0.1.1, to which its name node01 resolves"
-    assert offered_address({"GLOO_SOCKET_IFNAME": "eth0"}) == "GLOO_SOCKET_IFNAME=eth0"
-
-    def unknown(name: str) -> str:
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr(socket, "gethostbyname", unknown)
-    assert offered_address({}) == "none: its name node01 does not resolve"

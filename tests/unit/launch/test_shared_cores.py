@@ -48,18 +48,21 @@ def test_the_openmp_of_torch_is_found_among_several(tmp_path: Path, monkeypatch:
 
 TEAM = """
 import os, threading, torch
-from pretraining.launch.shared_cores import IdleTeam, find_openmp
+from pretraining.launch import shared_cores
 
 def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 torch.ones(1_000_000).sum()
-openmp = find_openmp()
+openmp, ended, before = shared_cores.find_openmp(), threading.Event(), threads()
 assert openmp is not None
-before = threads()
-team = IdleTeam(openmp)
-print(threads() - before, torch.get_num_threads())
-team.end()
+team = threading.Thread(target=shared_cores.hold_idle_team, args=(openmp, ended))
+team.start()
+while threads() <= before + len(os.sched_getaffinity(0)):
+    pass
+print(torch.get_num_threads())
+ended.set()
+team.join()
 torch.ones(1_000_000).sum()
 print(torch.get_num_threads())
 """
@@ -77,21 +80,20 @@ def test_with_the_idle_team_there_are_more_threads_than_cpus_and_those_that_comp
     )
     assert result.returncode == 0, result.stderr
     # The team's first thread is Python's; the others count, and with the one that computes they are one too many.
-    assert result.stdout.split() == [str(cpus + 1), str(cpus), str(cpus)]
-
-
-class Team:
-    """In place of an idle team: says that it is there, and that it has ended."""
-
-    def __init__(self, openmp: object) -> None:
-        events.put("comes")
-
-    def end(self) -> None:
-        events.put("goes")
+    assert result.stdout.split() == [str(cpus), str(cpus)]
 
 
 events: queue.Queue[str] = queue.Queue()
+teams: list[str] = []
 waited = {"7": 0.0}
+
+
+def hold_team(openmp: object, ended: threading.Event) -> None:
+    """In place of an idle team: says that it is there, and that it ends soon."""
+    teams.append("comes")
+    events.put("team")
+    ended.wait(0.02)
+    teams.append("goes")
 
 
 def wait_for_a_core(seconds: float) -> dict[str, float]:
@@ -106,9 +108,8 @@ def contended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of this process waits for a core all the time, and looks are short."""
     monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(60.0))
     monkeypatch.setattr(shared_cores, "find_openmp", lambda: object())
-    monkeypatch.setattr(shared_cores, "IdleTeam", Team)
-    for name in ("LOOK_SECONDS", "ASLEEP_SECONDS"):
-        monkeypatch.setattr(shared_cores, name, 0.0)
+    monkeypatch.setattr(shared_cores, "hold_idle_team", hold_team)
+    monkeypatch.setattr(shared_cores, "LOOK_SECONDS", 0.0)
 
 
 def next_events(*wanted: str) -> None:
@@ -121,25 +122,28 @@ def next_events(*wanted: str) -> None:
 @pytest.mark.usefixtures("contended")
 def test_a_run_leaves_the_cores_to_others_looks_again_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pretraining")
+    before = threading.active_count()
     with leaving_cores_to_others(2, {}):
-        next_events("comes", "goes", "look", "comes")
-    last = [events.get_nowait() for _ in range(events.qsize())]
-    assert [event for event in last if event != "look"][-1:] == ["goes"]  # none is left behind
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("others want these cores, too")
+        next_events("team", "look", "team")
+    assert threading.active_count() == before  # none is left behind
+    assert teams == ["comes", "goes"] * (len(teams) // 2)  # one at a time
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.usefixtures("contended")
 @pytest.mark.parametrize("seconds", [0.0, 0.22])
-def test_threads_stay_awake_where_nobody_else_wants_the_cores(
+def test_threads_stay_awake_if_nobody_else_wants_the_cores(
     seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run's own threads wait for each other, too: at most 0.22 seconds in one were seen."""
     caplog.set_level(logging.INFO, "pretraining")
     monkeypatch.setattr(shared_cores, "time", SimpleNamespace(monotonic=partial(next, itertools.count(0.0, 1.0))))
     monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(seconds))
+    while not events.empty():
+        events.get()
     with leaving_cores_to_others(2, {}):
         next_events(*["look"] * 5)
-    assert "comes" not in [events.get_nowait() for _ in range(events.qsize())] and not caplog.messages
+    assert "team" not in [events.get_nowait() for _ in range(events.qsize())] and not caplog.messages
 
 
 @pytest.mark.usefixtures("contended")
@@ -152,7 +156,7 @@ def test_threads_stay_awake_where_nobody_else_wants_the_cores(
         (2, {}, {"seconds_waited": {}}),
     ],
 )
-def test_nothing_is_watched_where_nobody_waits_or_the_system_does_not_tell(
+def test_nothing_is_watched_if_nobody_waits_or_the_system_does_not_tell(
     threads: int, environ: dict[str, str], unknown: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, found in unknown.items():

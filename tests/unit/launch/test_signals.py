@@ -113,23 +113,3 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_process_gets_sigterm_when_its_torchrun_is_killed() -> None:
     done = run_python(LAUNCHER, {"TORCHELASTIC_RUN_ID": "1"}, WORKER)
     assert (done.returncode, done.stderr) == (-signal.SIGKILL, "told to end\n")  # the worker has the same stderr
-
-
-IN_A_BLOCK = """
-import ctypes, os
-from pretraining.launch.signals import PR_GET_PDEATHSIG, ending_with_launcher
-def now():
-    number = ctypes.c_int()
-    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
-    return number.value
-before = now()
-with ending_with_launcher():
-    inside = now()
-print(before, inside, now())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a service of Linux")
-@pytest.mark.parametrize(("environment", "inside"), [({"TORCHELASTIC_RUN_ID": "1"}, 15), ({}, 0)])
-def test_a_process_that_goes_on_asks_for_it_for_a_while(environment: dict[str, str], inside: int) -> None:
-    assert run_python(IN_A_BLOCK, environment).stdout == f"0 {inside} 0\n"

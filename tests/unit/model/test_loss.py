@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pretraining.model.loss import IGNORED_LABEL, choose_chunk_tokens, head_loss
+from pretraining.config.training import IGNORED_LABEL
+from pretraining.model.loss import choose_chunk_tokens, head_loss
 
 B, S, D, V = 3, 5, 7, 11
 

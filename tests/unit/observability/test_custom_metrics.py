@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretraining.data.batch import IGNORED_LABEL, MicroBatch, ModelInputs
+from pretraining.config.training import IGNORED_LABEL
+from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.errors import ConfigError
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.observability import custom_metrics as module

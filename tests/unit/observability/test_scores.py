@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from pretraining.data.batch import IGNORED_LABEL, MicroBatch
+from pretraining.config.training import IGNORED_LABEL
+from pretraining.data.batch import MicroBatch
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.observability.scores import Scores, format_perplexity, score
 

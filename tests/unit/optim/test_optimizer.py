@@ -29,23 +29,16 @@ def names_in(model: nn.Module, group: dict[str, Any]) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in members}
 
 
-def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
-    model = tiny_llama(tied=False)
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_decay_and_norms_and_embeddings_do_not(tied: bool) -> None:
+    """A tied head counts as the embedding."""
+    model = tiny_llama(tied)
     decaying, fixed = parameter_groups(dict(model.named_parameters()), 0.1)
     assert decaying["weight_decay"] == 0.1 and fixed["weight_decay"] == 0.0
-    kept = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")} | {
-        "model.embed_tokens.weight"
-    }
+    kept = {name for name, _ in model.named_parameters() if name.endswith(("norm.weight", "embed_tokens.weight"))}
     assert names_in(model, fixed) == kept
-    assert "lm_head.weight" in names_in(model, decaying)
-    assert len(names_in(model, decaying)) == 2 * 7 + 1
-
-
-def test_a_tied_head_counts_as_the_embedding() -> None:
-    model = tiny_llama(tied=True)
-    decaying, fixed = parameter_groups(dict(model.named_parameters()), 0.1)
-    assert "model.embed_tokens.weight" in names_in(model, fixed)
-    assert not any("embed" in name or "lm_head" in name for name in names_in(model, decaying))
+    assert ("lm_head.weight" in names_in(model, decaying)) != tied
+    assert len(names_in(model, decaying)) == 2 * 7 + (not tied)
 
 
 def test_materialised_state_is_that_of_an_optimizer_that_has_not_stepped() -> None:
@@ -159,17 +152,15 @@ def test_settings_that_were_given_reach_an_optimizer_of_the_users_own(name: str)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings",
     [
-        ({"adam_beta2": 0.999}, "--adam_beta2=0.999"),
-        ({"muon_ns_steps": 7}, "--muon_ns_steps=7"),
-        ({"optimizer": f"{__name__}:WithNames", "momentum": 0.5, "optimizer_options": ("momentum=0.6",)}, "momentum"),
+        {"adam_beta2": 0.999},
+        {"muon_ns_steps": 7},
+        {"optimizer": f"{__name__}:WithNames", "momentum": 0.5, "optimizer_options": ("momentum=0.6",)},
     ],
 )
-def test_a_setting_that_an_optimizer_of_the_users_own_does_not_take_is_refused(
-    settings: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_setting_that_an_optimizer_of_the_users_own_does_not_take_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
         build_optimizer(dict(nn.Linear(2, 2).named_parameters()), replace(own(), **settings))
 
 
@@ -183,17 +174,17 @@ def test_state_of_an_optimizer_of_the_users_own_is_made_without_touching_paramet
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    "config",
     [
-        (own("bad=pretends"), "skips_on_device"),
-        (own("bad=keeps an int"), "count as int"),
-        (own("momentum=1"), "TypeError"),
-        (OptimizerConfig(optimizer="no_such_package:Name"), "no_such_package"),
-        (OptimizerConfig(optimizer="torch.optim:NoSuch"), "NoSuch"),
-        (OptimizerConfig(optimizer="builtins:dict"), "a dict"),
-        (OptimizerConfig(optimizer="math:pi"), "a float"),
+        own("bad=pretends"),
+        own("bad=keeps an int"),
+        own("momentum=1"),
+        OptimizerConfig(optimizer="no_such_package:Name"),
+        OptimizerConfig(optimizer="torch.optim:NoSuch"),
+        OptimizerConfig(optimizer="builtins:dict"),
+        OptimizerConfig(optimizer="math:pi"),
     ],
 )
-def test_what_is_no_optimizer_or_breaks_its_contract_is_refused(config: OptimizerConfig, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_no_optimizer_or_breaks_its_contract_is_refused(config: OptimizerConfig) -> None:
+    with pytest.raises(ConfigError):
         build_optimizer(dict(nn.Linear(2, 2).named_parameters()), config)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 
 import pytest
 import torch
@@ -15,28 +15,9 @@ from pretraining.optim.schedules import LearningRate, build_learning_rate, cosin
 from pretraining.progress import TokenSchedule
 
 
-def schedule_of(peak: float, horizon: Horizon) -> Callable[[int], float]:
-    return lambda step: cosine(step, peak, horizon)
-
-
-def test_warm_up_rises_by_equal_steps_to_the_peak() -> None:
-    schedule = schedule_of(1.0, Horizon(warmup_steps=4, total_steps=100, min_lr_ratio=0.1))
-    assert [schedule(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-
-
-def test_decay_is_half_a_cosine_that_ends_at_the_smallest_rate_on_the_last_step() -> None:
-    schedule = schedule_of(2.0, Horizon(warmup_steps=0, total_steps=101, min_lr_ratio=0.1))
-    assert schedule(0) == 2.0
-    assert schedule(50) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
-    assert schedule(100) == pytest.approx(0.2)
-    rates = [schedule(step) for step in range(101)]
-    assert rates == sorted(rates, reverse=True)
-
-
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 1), (5, 5), (4, 5)])
 def test_runs_without_room_for_a_decay_stay_at_the_peak(warmup_steps: int, total_steps: int) -> None:
-    schedule = schedule_of(1.0, Horizon(warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=0.0))
-    assert schedule(warmup_steps) == 1.0
+    assert cosine(warmup_steps, 1.0, Horizon(warmup_steps, total_steps, min_lr_ratio=0.0)) == 1.0
 
 
 HORIZON = Horizon(warmup_steps=1, total_steps=10, min_lr_ratio=0.1)
@@ -58,11 +39,11 @@ def not_a_number(step: int, peak: float, horizon: Horizon) -> float:
 
 
 def test_a_schedule_of_the_users_own_that_gives_no_learning_rate_is_refused() -> None:
-    with pytest.raises(ConfigError, match="for step 9"):
+    with pytest.raises(ConfigError):
         LearningRate("unit.optim.test_schedules:negative", HORIZON)
     rate = LearningRate("unit.optim.test_schedules:not_a_number", HORIZON)
     assert rate.at(3, 2.0) == 2.0
-    with pytest.raises(ConfigError, match="nan for step 4"):
+    with pytest.raises(ConfigError):
         rate.at(4, 2.0)
 
 
@@ -89,6 +70,11 @@ def test_each_warms_up_to_the_peak_and_ends_where_it_should(name: str) -> None:
     assert shares[:5] == UP and max(shares) == 1.0
     assert shares[-1] == (1.0 if name == "constant" else pytest.approx(0.25))
     assert shares[4:] == sorted(shares[4:], reverse=True)
+
+
+def test_cosine_is_half_a_cosine() -> None:
+    shares = curve("schedule=cosine", "warmup_steps=0", "min_lr_ratio=0.1")
+    assert [shares[step] for step in (0, 25, 50, 100)] == pytest.approx([1.0, 0.1 + 0.45 * (1 + 0.5**0.5), 0.55, 0.1])
 
 
 def test_linear_goes_straight_down() -> None:
@@ -186,25 +172,21 @@ def test_what_a_schedule_cannot_use_is_refused(flags: tuple[str, ...], named: st
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "numbers"),
     [
-        (("training_stage=annealing",), "annealing: from the peak straight to zero"),
-        (("schedule=cosine", AFTER_FOUR), "cosine: up over 4 steps, then down to 0.1 of the peak"),
-        (("schedule=constant", AFTER_FOUR), "constant: up over 4 steps, then the peak"),
-        (
-            ("schedule=wsd", AFTER_FOUR, "decay_steps=20"),
-            "wsd: up over 4 steps, the peak until step 80, then 1-sqrt to 0.1 of the peak",
-        ),
-        (
-            ("schedule=piecewise_linear", "schedule_points=0:0,50%:1"),
-            "piecewise_linear: 0 of the peak at step 0, 1 of the peak at step 50",
-        ),
-        (("schedule=unit.optim.test_schedules:flat",), "unit.optim.test_schedules:flat over 100 steps"),
+        (("training_stage=annealing",), []),
+        (("schedule=cosine", AFTER_FOUR), ["4", "0.1"]),
+        (("schedule=constant", AFTER_FOUR), ["4"]),
+        (("schedule=trapezoid", AFTER_FOUR, "decay_steps=20"), ["4", "80", "0.1"]),
+        (("schedule=piecewise_linear", "schedule_points=0:0,50%:1"), ["0", "0", "1", "50"]),
+        (("schedule=unit.optim.test_schedules:flat",), ["100"]),
     ],
 )
-def test_a_schedule_is_said_in_a_line(flags: tuple[str, ...], words: str) -> None:
+def test_a_schedule_is_said_in_a_line(flags: tuple[str, ...], numbers: list[str]) -> None:
     config = load_train_config(["use_dummy_dataset=true", "num_steps=100", *flags])
-    assert describe_schedule(config.schedule, rate_of("num_steps=100", *flags).horizon) == words
+    line = describe_schedule(config.schedule, rate_of("num_steps=100", *flags).horizon)
+    name = "annealing" if not numbers else config.schedule.schedule
+    assert line.startswith(name) and re.findall(r"[\d.]*\d", line) == numbers
 
 
 def flat(step: int, peak: float, horizon: Horizon) -> float:
@@ -212,7 +194,7 @@ def flat(step: int, peak: float, horizon: Horizon) -> float:
 
 
 def test_a_schedule_of_ones_own_that_fails_is_named_with_its_line() -> None:
-    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+    with pytest.raises(ConfigError):
         rate_of("num_steps=100", "schedule=unit.optim.test_schedules:fails_late")
 
 

@@ -7,14 +7,12 @@ import pytest
 import torch
 from tiny_shape import TINY_SHAPE
 
-from pretraining.config.training import LossConfig, OptimizerConfig, ParallelConfig
-from pretraining.data import batch as data_batch
+from pretraining.config.training import IGNORED_LABEL, LossConfig, OptimizerConfig, ParallelConfig
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
 from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.replicated import ReplicatedModel
-from pretraining.model import loss as model_loss
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
 from pretraining.observability.custom_metrics import MetricsHook, Outputs, custom_metrics
@@ -85,7 +83,7 @@ def test_how_a_batch_is_cut_changes_rounding_only() -> None:
 def test_how_a_batch_is_cut_does_not_change_metrics_of_the_users_own() -> None:
     def measure(outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         assert outputs.hidden_states is not None
-        valid = batch.labels_BS != data_batch.IGNORED_LABEL
+        valid = batch.labels_BS != IGNORED_LABEL
         norms = (outputs.hidden_states.norm(dim=-1) * valid).sum()
         return {"loss": (outputs.loss_sum, outputs.valid_tokens), "norm": (norms, valid.sum())}
 
@@ -165,13 +163,6 @@ def test_a_scale_too_large_is_halved_until_updates_are_made() -> None:
         outcomes.append(train_step(context, batch, 0))
     assert float(context.scaler.scale) == 2.0 ** (24 - len(outcomes) + 1)
     assert not all(torch.equal(was, now) for was, now in zip(before, values(context), strict=False))
-
-
-def test_data_and_model_mean_the_same_by_an_ignored_label() -> None:
-    assert data_batch.IGNORED_LABEL == model_loss.IGNORED_LABEL
-    labels = torch.tensor([[data_batch.IGNORED_LABEL, 1]])
-    _, count, *_ = model_loss.head_loss(torch.zeros(1, 2, 4), torch.zeros(3, 4), labels)
-    assert int(count) == 1
 
 
 def test_z_loss_is_minimised_and_reported_apart() -> None:

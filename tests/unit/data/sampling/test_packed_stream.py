@@ -14,8 +14,7 @@ from unit.data.sampling.test_token_stream import EqualLengths, KnownLengths
 from unit.data.token_files import loader, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.fields import settings_of
-from pretraining.config.training import DataConfig, Packing, TrainConfig
-from pretraining.data.batch import IGNORED_LABEL
+from pretraining.config.training import IGNORED_LABEL, DataConfig, Packing, TrainConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.samples import SplitName
 from pretraining.data.sampling.packing import PACKINGS, BinCache, PackedStream, bin_cache, cut_blocks, pack_block

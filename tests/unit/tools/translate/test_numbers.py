@@ -13,7 +13,7 @@ import torch
 from golden.make_translations import FOLDER, PAIRS
 from torch import nn
 
-from pretraining.config.batch_plan import plan_batch
+from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.optim.registry import build_optimizer, own_arguments, settings_of_groups
@@ -33,7 +33,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(config: TrainConfig, ranks: int = 2) -> dict[str, Any]:
     """Return what a run of these settings learns with, on a number of ranks."""
-    batch = plan_batch(config.batch, ranks)
+    batch = resolve_batch_sizes(config.batch, ranks)
     tokens = batch.global_batch_size * config.data.seq_length
     schedule = build_learning_rate(config.schedule, config.run.num_steps, TokenSchedule.steady(tokens), 10**8)
     total = schedule.horizon.total_steps

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.batch_plan import BatchPlan, plan_batch
+from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.training import BatchConfig
 from pretraining.errors import ConfigError
 
@@ -18,7 +18,7 @@ ranks = st.integers(1, 300)
 
 @given(sizes, st.integers(1, 64), ranks)
 def test_shares_tile_the_global_batch_and_fit_the_micro_batches(size: int, batch_size: int, count: int) -> None:
-    plan = plan_batch(BatchConfig(batch_size=batch_size, global_batch_size=size), count)
+    plan = resolve_batch_sizes(BatchConfig(batch_size=batch_size, global_batch_size=size), count)
     shares = [plan.share(rank) for rank in range(count)]
     assert shares[0][0] == 0 and shares[-1][1] == size
     assert all(before[1] == after[0] for before, after in pairwise(shares))
@@ -32,31 +32,31 @@ def test_shares_tile_the_global_batch_and_fit_the_micro_batches(size: int, batch
 
 @given(st.integers(1, 64), st.integers(1, 64), ranks)
 def test_the_global_batch_is_the_product_where_it_is_left_open(batch_size: int, steps: int, count: int) -> None:
-    plan = plan_batch(BatchConfig(batch_size=batch_size, grad_accum_steps=steps), count)
-    assert plan == BatchPlan(batch_size * steps * count, batch_size, steps, count)
+    plan = resolve_batch_sizes(BatchConfig(batch_size=batch_size, grad_accum_steps=steps), count)
+    assert plan == BatchSizes(batch_size * steps * count, batch_size, steps, count)
     assert plan.padding_sequences == 0
 
 
 @pytest.mark.parametrize(
     ("batch", "count", "plan"),
     [
-        (BatchConfig(batch_size=3), 4, BatchPlan(12, 3, 1, 4)),
-        (BatchConfig(batch_size=2, global_batch_size=64), 8, BatchPlan(64, 2, 4, 8)),
+        (BatchConfig(batch_size=3), 4, BatchSizes(12, 3, 1, 4)),
+        (BatchConfig(batch_size=2, global_batch_size=64), 8, BatchSizes(64, 2, 4, 8)),
         # Three of 4 would compute 12 sequences for a share of 9; three of 3 compute none in vain.
-        (BatchConfig(batch_size=4, global_batch_size=9), 1, BatchPlan(9, 3, 3, 1)),
-        (BatchConfig(batch_size=4, global_batch_size=16, grad_accum_steps=4), 2, BatchPlan(16, 2, 4, 2)),
+        (BatchConfig(batch_size=4, global_batch_size=9), 1, BatchSizes(9, 3, 3, 1)),
+        (BatchConfig(batch_size=4, global_batch_size=16, grad_accum_steps=4), 2, BatchSizes(16, 2, 4, 2)),
     ],
 )
-def test_what_is_left_open_is_derived(batch: BatchConfig, count: int, plan: BatchPlan) -> None:
-    assert plan_batch(batch, count) == plan
+def test_what_is_left_open_is_derived(batch: BatchConfig, count: int, plan: BatchSizes) -> None:
+    assert resolve_batch_sizes(batch, count) == plan
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64])
 def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks_unless_told_otherwise(count: int) -> None:
     given = BatchConfig(batch_size=2, grad_accum_steps=4)
-    assert plan_batch(given, count, restored_global_batch_size=64).global_batch_size == 64
+    assert resolve_batch_sizes(given, count, restored_global_batch_size=64).global_batch_size == 64
     told = BatchConfig(global_batch_size=8)
-    assert plan_batch(told, count, restored_global_batch_size=64).global_batch_size == 8
+    assert resolve_batch_sizes(told, count, restored_global_batch_size=64).global_batch_size == 8
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks_unless_told
 )
 def test_a_batch_that_cannot_be_dealt_out_is_refused(batch: BatchConfig, count: int, arithmetic: str) -> None:
     with pytest.raises(ConfigError, match=arithmetic):
-        plan_batch(batch, count)
+        resolve_batch_sizes(batch, count)
 
 
 def test_a_plan_says_what_is_wasted() -> None:
-    even = plan_batch(BatchConfig(batch_size=2, global_batch_size=64), 8)
+    even = resolve_batch_sizes(BatchConfig(batch_size=2, global_batch_size=64), 8)
     assert even.describe() == "64 sequences a step: 8 data-parallel ranks x 4 micro-batches of 2"
-    uneven = plan_batch(BatchConfig(batch_size=2, global_batch_size=64), 3)
+    uneven = resolve_batch_sizes(BatchConfig(batch_size=2, global_batch_size=64), 3)
     assert uneven.describe().endswith("; 2 of 66 computed sequences are padding (3.0% wasted)")

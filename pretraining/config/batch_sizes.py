@@ -1,7 +1,7 @@
 """How a global batch is cut into the micro-batches of each data-parallel rank.
 
 `global_batch_size` is what learning sees, `batch_size` is what one GPU can hold. From these and the number of ranks
-`plan_batch` derives the rest, so the same sequences make a step on any number of ranks:
+`resolve_batch_sizes` derives the rest, so the same sequences make a step on any number of ranks:
 
     slots of the global batch   0 ............................................ G
     shares of the ranks         | rank 0: m | rank 1: m | rank 2: m - 1 |        near-equal, contiguous
@@ -23,7 +23,7 @@ LARGEST_GLOBAL_BATCH = 10**8
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchSizes:
     """The batch of one optimizer step on every rank.
 
     Attributes:
@@ -39,7 +39,7 @@ class BatchPlan:
     data_parallel_ranks: int
 
     def __post_init__(self) -> None:
-        """Refuses a batch that no memory holds even the numbers of, which would end in a traceback."""
+        """Refuse a batch that no memory holds even the numbers of, which would end in a traceback."""
         if self.global_batch_size > LARGEST_GLOBAL_BATCH:
             raise ConfigError(
                 f"a step of {self.global_batch_size:,} sequences is more than any run has ({LARGEST_GLOBAL_BATCH:,} at "
@@ -47,7 +47,7 @@ class BatchPlan:
             )
 
     def share(self, rank: int) -> tuple[int, int]:
-        """Returns the slots [begin, end) of the global batch that a rank computes; in order of rank they tile it."""
+        """Return the slots [begin, end) of the global batch that a rank computes; in order of rank they tile it."""
         size, ranks = self.global_batch_size, self.data_parallel_ranks
         return rank * size // ranks, (rank + 1) * size // ranks
 
@@ -57,7 +57,7 @@ class BatchPlan:
         return self.data_parallel_ranks * self.micro_batch_size * self.grad_accum_steps - self.global_batch_size
 
     def describe(self) -> str:
-        """Says in a line how the batch is cut, and what is wasted where it does not divide evenly."""
+        """Say in a line how the batch is cut, and what is wasted where it does not divide evenly."""
         computed = self.global_batch_size + self.padding_sequences
         text = (
             f"{count_of(self.global_batch_size, 'sequence')} a step: "
@@ -70,10 +70,10 @@ class BatchPlan:
         return text
 
 
-def plan_batch(
+def resolve_batch_sizes(
     batch: BatchConfig, data_parallel_ranks: int, restored_global_batch_size: int | None = None
-) -> BatchPlan:
-    """Cuts the global batch for a number of ranks; without one, it is batch_size x grad_accum_steps x ranks.
+) -> BatchSizes:
+    """Cut the global batch for a number of ranks; without one, it is batch_size x grad_accum_steps x ranks.
 
     The largest share m = ceil(G / W) is taken in as few micro-batches as `batch_size` allows, n = ceil(m / batch_size),
     and the micro-batches are made as even as possible, ceil(m / n): this computes the least padding for that n.
@@ -93,18 +93,18 @@ def plan_batch(
         size, steps = restored_global_batch_size, None
     if size is None:
         steps = 1 if steps is None else steps
-        return BatchPlan(batch.batch_size * steps * data_parallel_ranks, batch.batch_size, steps, data_parallel_ranks)
+        return BatchSizes(batch.batch_size * steps * data_parallel_ranks, batch.batch_size, steps, data_parallel_ranks)
 
     largest_share = -(-size // data_parallel_ranks)
     if steps is None:
         steps = -(-largest_share // batch.batch_size)
     else:
         _check_accumulation(size, batch.batch_size, steps, data_parallel_ranks, largest_share)
-    return BatchPlan(size, -(-largest_share // steps), steps, data_parallel_ranks)
+    return BatchSizes(size, -(-largest_share // steps), steps, data_parallel_ranks)
 
 
 def _check_accumulation(size: int, batch_size: int, steps: int, ranks: int, largest_share: int) -> None:
-    """Refuses micro-batches that cannot hold a rank's share, or of which some would always be empty."""
+    """Refuse micro-batches that cannot hold a rank's share, or of which some would always be empty."""
     share = f"global_batch_size={size} over {ranks} data-parallel ranks is at most {largest_share} sequences a rank"
     if largest_share > batch_size * steps:
         raise ConfigError(
