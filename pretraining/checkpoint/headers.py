@@ -24,6 +24,7 @@ from pretraining.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZE
 from pretraining.checkpoint.writer import DTYPES, Chunk
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import check_regular, parse_json, with_retries
+from pretraining.text import list_some
 
 T = TypeVar("T")
 
@@ -206,8 +207,7 @@ def _refusal(path: Path) -> str:
         calls = get_unsafe_globals_in_checkpoint(path)
     except Exception:  # no archive of torch.save, or a damaged one
         calls = []
-    shown = ", ".join(sorted(calls)[:CALLS_SHOWN]) + (", …" if len(calls) > CALLS_SHOWN else "")
-    found = f": reading it would call {shown}" if calls else ""
+    found = f": reading it would call {list_some(sorted(calls), CALLS_SHOWN)}" if calls else ""
     return f"damaged, or holds more than tensors and plain values{found}. {advice}"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.files import exists, read_file, read_json
 from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, parameter_shapes, shape_of_document
+from pretraining.text import list_some
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -163,7 +164,7 @@ def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
         "in two files": sorted(name for name, chunks in weights.chunks.items() if len(chunks) > 1),
         "no floating-point numbers": [f"{name} ({dtypes[name]})" for name in strange],
     }
-    said = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
+    said = [f"{len(names)} {what}: {list_some(names, _NAMES_SHOWN)}" for what, names in problems.items() if names]
     if said:
         raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}; {'; '.join(said)}", path=path)
 
@@ -180,11 +181,6 @@ def _check_tied(path: Path, weights: TensorFiles) -> None:
             f"its {_HEAD} is not the embedding, but {CONFIG_FILE} says tie_word_embeddings: set that to false there",
             path=path,
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 def _read_json(path: Path, name: str) -> Any:

@@ -35,6 +35,7 @@ from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.distributed.torch_private import free_pinned_memory
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import file_checksum
+from pretraining.text import list_some
 
 READING_THREADS = 4
 BUFFER_BYTES = 2**26
@@ -150,8 +151,7 @@ def _check_complete(folder: Path, headers: Mapping[str, Header], manifest: Manif
     shares = gather_from_every_rank(lambda: tensor_faults(folder, stored, manifest, *_place()))
     faults = [fault for share in shares for fault in share]
     if faults:
-        more = f"; and {len(faults) - FAULTS_SHOWN} more: `pretrain verify {folder}`" * (len(faults) > FAULTS_SHOWN)
-        raise DamagedError("; ".join(faults[:FAULTS_SHOWN]) + more)
+        raise DamagedError(f"{list_some(faults, FAULTS_SHOWN, '; ')}; `pretrain verify {folder}` names all")
 
 
 def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:

@@ -32,6 +32,7 @@ from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.distributed.torch_private import store_of_job
+from pretraining.text import list_some
 
 EXIT_HUNG = 124
 """What timeout(1) returns for a program that took too long."""
@@ -238,7 +239,7 @@ def _those_that_stand_out(hang: Hang, processes: Processes) -> list[str]:
     lines += [f"  rank {rank} is {places[rank]}" for rank in sorted(odd)]
     if not lines:
         lines = [f"  all processes are alive, and {usual}"]
-    return lines if len(lines) <= MOST_NAMED else [*lines[:MOST_NAMED], f"  and {len(lines) - MOST_NAMED} more"]
+    return [list_some(lines, MOST_NAMED, "\n")]
 
 
 def _place(step: int, doing: str) -> str:

@@ -48,7 +48,7 @@ from pretraining.model.hf import (
     generation_document,
     parameter_shapes,
 )
-from pretraining.text import count_of, format_bytes
+from pretraining.text import count_of, format_bytes, list_some
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def export(config: ExportConfig) -> None:
     tensors = open_tensors(checkpoint)
     faults = tensor_faults(checkpoint.path, tensors.chunks, checkpoint.manifest)
     if faults:
-        raise CheckpointError("; ".join(faults[:_FAULTS_SHOWN]) + f". See `pretrain verify {checkpoint.path}`")
+        raise CheckpointError(list_some(faults, _FAULTS_SHOWN, "; ") + f". See `pretrain verify {checkpoint.path}`")
     if config.format == "full":
         _export_full(config, checkpoint, tensors)
     else:

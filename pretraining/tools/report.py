@@ -29,7 +29,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
-from pretraining.observability.display import format_seconds
+from pretraining.text import format_seconds
 from pretraining.tools.run_records import Columns, RunRecord, number_of, read_runs, seconds_of
 
 if TYPE_CHECKING:

@@ -39,6 +39,7 @@ from pretraining.errors import ConfigError
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import EvaluationSource, Evaluator
+from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.model.init import initialize_parameters, parameter_name
@@ -229,6 +230,7 @@ def outline_run(
         takes_optimizer(start, config)
     outline = _outline(config, processes, start, opened, threads, stop_step=None)
     on_rank_zero(lambda: check_trackers(config))
+    on_rank_zero(lambda: Scores(config.evaluation.extra_scores))
     return outline
 
 
@@ -377,6 +379,7 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
     stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
     host_sync = HostSync()
+    scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
     trackers = _open_trackers(plan)
     observer = build_observer(
         *(config, plan.shape, processes, state, stopwatch, tokens, trackers),
@@ -384,17 +387,19 @@ def _assemble(plan: RunPlan, job: Job) -> Run:
         shard_group=plan.mesh["shard"].get_group(),
         events=job.events,
         datasets=tuple(source.name for source in plan.loader.reader.sources),
+        score_columns=scores.columns,
+        score_values=scores.values,
     )
     if plan.restored is not None:
         observer.last_loss = plan.restored.manifest.loss
     metrics = custom_metrics(job.hook, plan.model.module, processes.device)
-    context = _step_context(plan, metrics)
+    context = _step_context(plan, metrics, scores)
 
     def should_stop() -> bool:
         state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
         return state.preempted
 
-    evaluator = _evaluator(plan, stopwatch, observer, should_stop, metrics, job.sampler)
+    evaluator = _evaluator(plan, stopwatch, observer, should_stop, metrics, scores, job.sampler)
     replicas = Replicas(list(plan.parameters.values()), plan.mesh)
     guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.events)
     states: dict[str, Stateful] = {
@@ -442,6 +447,7 @@ def _evaluator(
     observer: Observer,
     should_stop: Callable[[], bool],
     metrics: NoMetrics,
+    scores: Scores,
     sampler: TextSampler | None,
 ) -> Evaluator:
     config, processes = plan.config, plan.processes
@@ -459,6 +465,7 @@ def _evaluator(
         early_stopping=EarlyStopping(config.evaluation.early_stopping_evaluations, stops_by),
         byte_lengths_V=byte_lengths(config, processes, plan.shape.vocab_size) if plan.sources else None,
         metrics=metrics,
+        scores=scores,
         sampler=sampler if config.evaluation.sample_at_evaluations else None,
     )
 
@@ -486,7 +493,7 @@ def _spike_detector(plan: RunPlan) -> SpikeDetector | None:
     return SpikeDetector(guard.spike_threshold, guard.spike_window, plan.processes.device, conditions)
 
 
-def _step_context(plan: RunPlan, metrics: NoMetrics) -> StepContext:
+def _step_context(plan: RunPlan, metrics: NoMetrics, scores: Scores) -> StepContext:
     config, device = plan.config, plan.processes.device
     in_float16 = compute_dtype(config.parallel, device) == torch.float16
     return StepContext(
@@ -499,6 +506,7 @@ def _step_context(plan: RunPlan, metrics: NoMetrics) -> StepContext:
         spikes=_spike_detector(plan),
         scaler=LossScaler(device) if in_float16 else None,
         metrics=metrics,
+        scores=scores,
         activity=plan.processes.activity,
     )
 
