@@ -151,7 +151,8 @@ def _check_complete(folder: Path, headers: Mapping[str, Header], manifest: Manif
     shares = gather_from_every_rank(lambda: tensor_faults(folder, stored, manifest, *_place()))
     faults = [fault for share in shares for fault in share]
     if faults:
-        raise DamagedError(f"{list_some(faults, FAULTS_SHOWN, '; ')}; `pretrain verify {folder}` names all")
+        hint = f": `pretrain verify {folder}`" if len(faults) > FAULTS_SHOWN else ""
+        raise DamagedError(list_some(faults, FAULTS_SHOWN, "; ") + hint)
 
 
 def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:
