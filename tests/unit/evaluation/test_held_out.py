@@ -167,22 +167,15 @@ def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run() -> None:
     assert [step for step, _ in reports] == [3, 6, 8] and len(opened) == 3
 
 
-def test_without_held_out_documents_there_is_no_evaluation() -> None:
-    evaluator = Evaluator(
-        model=LossIsInput(),
-        sources=[],
-        device=torch.device("cpu"),
-        interval=Interval(Duration(1, "steps"), None),
-        stopwatch=Stopwatch(),
-        observer=observer_of([]),
-        should_stop=lambda: False,
-    )
+def test_without_sources_there_is_no_evaluation() -> None:
+    evaluator = evaluator_with([], [], every=1)
+    evaluator.sources = []
     state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
     state.advance(0.0)
     assert evaluator.maybe_run(state) is None
 
 
-def test_an_evaluation_that_is_broken_off_is_owed_and_paid_once_by_the_next_start() -> None:
+def test_an_evaluation_that_is_broken_off_is_pending_and_done_once_by_the_next_start() -> None:
     reports: list[Report] = []
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(2, 2))
     state.advance(0.0)
@@ -198,7 +191,7 @@ def test_an_evaluation_that_is_broken_off_is_owed_and_paid_once_by_the_next_star
     assert not resumed.pending and resumed.maybe_run(state) is None
 
 
-def test_a_run_that_is_should_stop_does_not_begin_an_evaluation() -> None:
+def test_a_run_that_should_stop_does_not_begin_an_evaluation() -> None:
     opened: list[int] = []
     evaluator = evaluator_with(opened, [])
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(1, 1))

@@ -151,7 +151,7 @@ def test_a_run_that_the_store_does_not_know_begins_again_and_an_error_fails_it(
 ) -> None:
     trackers = opened(tmp_path, report=ReportConfig(tracker=("mlflow",), tracker_run_id="gone"))
     assert trackers.state_dict() == {"mlflow": "run-0"}
-    with pytest.raises(ValueError, match="of the training"):
+    with pytest.raises(ValueError):
         try:
             raise ValueError("of the training")
         finally:

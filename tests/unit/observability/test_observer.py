@@ -208,16 +208,12 @@ def test_mfu_counts_attention_as_far_as_it_reached_and_hfu_what_is_computed_agai
 
 
 def test_trackers_get_numbers_under_their_canonical_names() -> None:
-    recorder = observe([2.0, 4.0], every=2)
-    step, values = recorder.logged[0]
-    assert step == 2 and {"tokens_seen", "grad_norm", "tokens_per_second_per_gpu", "step_seconds", "memory_gib"} <= {
-        *values
-    }
+    step, values = observe([2.0, 4.0], every=2).logged[0]
+    assert step == 2 and {"tokens_seen", "grad_norm", "step_seconds", "memory_gib"} <= {*values}
     assert values["perplexity"] == pytest.approx(math.exp(3.0))
     assert values["param_norm"] == pytest.approx(5.0)  # of 9 + 16 ones
     assert values["samples_per_second"] == pytest.approx(1.0)  # 2 samples of 5 tokens in a step of 2 seconds
     assert (values["learning_rate_group_0"], values["learning_rate_group_1"]) == (0.1, 0.02)
-    assert all(value is None or isinstance(value, (int, float)) for value in values.values())
 
 
 def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> None:
