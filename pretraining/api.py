@@ -208,9 +208,27 @@ class Trainer:
         return Path(folder)
 
     @overload
-    def generate(self, prompt: str, max_new_tokens: int = ..., **options: Any) -> str: ...
+    def generate(
+        self,
+        prompt: str,
+        max_new_tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        seed: int = ...,
+        path: str | Path | None = ...,
+    ) -> str: ...
     @overload
-    def generate(self, prompt: Sequence[int], max_new_tokens: int = ..., **options: Any) -> list[int]: ...
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        seed: int = ...,
+        path: str | Path | None = ...,
+    ) -> list[int]: ...
     def generate(
         self,
         prompt: str | Sequence[int],

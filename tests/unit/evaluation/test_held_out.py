@@ -103,6 +103,17 @@ def test_each_set_has_its_numbers_and_the_mean_weighs_tokens() -> None:
     assert values["evaluation_bits_per_byte"] == pytest.approx(23 / 15 / math.log(2))
 
 
+def test_the_mean_loss_is_that_of_the_objective_as_in_training() -> None:
+    class Rounded(LossIsInput):
+        def forward(self, *inputs: Any) -> HeadLoss:
+            loss = super().forward(*inputs)
+            return loss._replace(objective_sum=loss.objective_sum + 1)
+
+    found = evaluate(Rounded(), sources([]), torch.device("cpu"), lambda: False, Scores())
+    assert found is not None
+    assert found.numbers()["loss"] == (23 + 3) / 8 and found.numbers("b")["loss"] == 4.0  # three micro-batches
+
+
 def test_each_set_has_the_users_metrics_and_the_mean_weighs_what_was_counted() -> None:
     def measure(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
         return {"hits": (outputs.hits.sum(), outputs.valid_tokens), "rows": (1, batch.tokens_BS.size(0))}
