@@ -68,7 +68,7 @@ class Evaluation:
 
     @property
     def sets(self) -> list[str]:
-        """Names of the sets."""
+        """Return the names of the sets."""
         return [name for name in self.sums if name is not None]
 
     def tokens(self, name: str | None = None) -> int:

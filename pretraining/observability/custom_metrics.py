@@ -35,12 +35,12 @@ class Ratio(NamedTuple):
 
     @staticmethod
     def total(ratios: Iterable[Ratio]) -> Ratio:
-        """Adds up."""
+        """Add up."""
         return Ratio(*(sum(column) for column in zip(Ratio(), *ratios, strict=True)))
 
     @property
     def value(self) -> float:
-        """The sum over the count; NaN where nothing was counted."""
+        """Return the sum over the count; NaN where nothing was counted."""
         return self.sum / self.counted if self.counted else float("nan")
 
 
@@ -81,10 +81,10 @@ class NoMetrics:
     names: tuple[str, ...] = ()
 
     def add(self, sums: Sums, outputs: HeadLoss, inputs: ModelInputs) -> None:
-        """Adds the metrics of a micro-batch to sums. The first call is a collective one."""
+        """Add the metrics of a micro-batch to sums. The first call is a collective one."""
 
     def add_by_set(self, sums: Sequence[Sums], outputs: HeadLoss, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
-        """Adds the metrics of a micro-batch's rows to the sums of the sets that the rows are of; else as `add`."""
+        """Add the metrics of a micro-batch's rows to the sums of the sets that the rows are of; else as `add`."""
 
 
 NO_METRICS = NoMetrics()
@@ -111,7 +111,7 @@ class CustomMetrics(NoMetrics):
 
     @torch.no_grad()
     def add(self, sums: Sums, outputs: HeadLoss, inputs: ModelInputs) -> None:
-        """As in `NoMetrics`.
+        """Add as in `NoMetrics`.
 
         Raises:
             ConfigError: the function returns something else than scalars on the device, or other names than on another
@@ -121,7 +121,7 @@ class CustomMetrics(NoMetrics):
 
     @torch.no_grad()
     def add_by_set(self, sums: Sequence[Sums], outputs: HeadLoss, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
-        """As in `NoMetrics`; calls the function once a set. Raises as `add`."""
+        """Add as in `NoMetrics`, with a call per set; raises as `add`."""
         whole, numbers_B = self._outputs_of(outputs), micro_batch.datasets_B
         numbers = [0] if numbers_B is None else numbers_B.tolist()
         for number in sorted(set(numbers)):
@@ -178,12 +178,12 @@ class CustomMetrics(NoMetrics):
 
 
 def custom_metrics(hook: MetricsHook | None, model: nn.Module, device: torch.device) -> NoMetrics:
-    """Makes the metrics of a run; `model` is its Llama, as it is laid out."""
+    """Make the metrics of a run; `model` is its Llama, as it is laid out."""
     return NO_METRICS if hook is None else CustomMetrics(hook, model.get_submodule("model"), device)
 
 
 def _rows_of(outputs: Outputs, inputs: ModelInputs, rows: list[int]) -> tuple[Outputs, ModelInputs]:
-    """Some rows of a micro-batch, without waiting for the device."""
+    """Return some rows of a micro-batch, without waiting for the device."""
     tokens_BS, labels_BS, positions_BS, lengths = inputs
     places = send(torch.tensor(rows), tokens_BS.device)
     if lengths is not None:
@@ -203,7 +203,7 @@ def _rows_of(outputs: Outputs, inputs: ModelInputs, rows: list[int]) -> tuple[Ou
 
 
 def _lengths_of(lengths: tuple[int, ...], rows: list[int], row_tokens: int) -> tuple[int, ...]:
-    """The lengths of the documents in some rows, of those of all rows: no document crosses from one row to the next."""
+    """Return the lengths of the documents in some rows: no document crosses from one row to the next."""
     by_row: dict[int, list[int]] = {}
     place = 0
     for length in lengths:

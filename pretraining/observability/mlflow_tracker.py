@@ -78,7 +78,7 @@ class MLflow:
 
     @property
     def lacks(self) -> int:
-        """Reports that the store does not have."""
+        """Return how many reports the store does not have."""
         return self._lost + len(self._waiting)
 
     def _send(self) -> None:

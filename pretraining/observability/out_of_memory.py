@@ -134,7 +134,7 @@ def _explain(error: Exception, config: TrainConfig, processes: Processes, watch:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the machine has no memory left."""
+    """Return whether an error says that a device or the machine has no memory left."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None

@@ -44,7 +44,7 @@ class ReportFile:
 
     @property
     def lacks(self) -> int:
-        """Records that are not in the file."""
+        """Return how many records are not in the file."""
         return self._lost + len(self._waiting)
 
     def _write_waiting(self) -> None:
