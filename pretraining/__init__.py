@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+_CONFIGS = """TrainConfig ModelConfig DataConfig BatchConfig RunConfig ParallelConfig OptimizerConfig ScheduleConfig
+CheckpointConfig EvaluationConfig ReportConfig GuardConfig LossConfig ProfilerConfig"""
 _HOME_OF = {
-    **dict.fromkeys(
-        (
-            *("TrainConfig", "ModelConfig", "DataConfig", "BatchConfig", "RunConfig", "ParallelConfig"),
-            *("OptimizerConfig", "ScheduleConfig", "CheckpointConfig", "EvaluationConfig", "ReportConfig"),
-            *("GuardConfig", "LossConfig", "ProfilerConfig"),
-        ),
-        "pretraining.config.training",
-    ),
+    **dict.fromkeys(_CONFIGS.split(), "pretraining.config.training"),
     "Duration": "pretraining.progress",
     "PretrainError": "pretraining.errors",
     "Loader": "pretraining.data.loader",
-    **dict.fromkeys(("Trainer", "load_model"), "pretraining.api"),
+    "Trainer": "pretraining.api",
+    "load_model": "pretraining.api",
     "TrainResult": "pretraining.train.run",
 }
 __all__ = ["__version__", *_HOME_OF]

@@ -3,9 +3,9 @@
     TrainConfig, or recipes and settings -> Trainer -> train -> TrainResult
                                                     -> evaluate, generate, save: of the newest checkpoint
 
-A run of the command line has a process for itself; here it is a guest of a script or a notebook. What it changes there
-(signal handlers, logging, threads, the process group, PyTorch's switches, the environment) is as it was before once it
-is over, also after an error, so that the next run finds the same. Nothing here imports torch before it is needed.
+A run of the command line has a process for itself; here it is embedded in a script or a notebook. It puts back the
+process group, signal handlers, logging, the number of threads, determinism and the environment, also after an error, so
+that the next run finds the same. Nothing here imports torch before it is needed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import gc
 import logging
 import os
 import signal
-import sys
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from pretraining.checkpoint import start_point
 from pretraining.checkpoint.manifest import committed_checkpoints
 from pretraining.config.command_line import load_train_config
 from pretraining.config.commands import ExportConfig, SampleConfig
-from pretraining.config.fields import build, sections_of, settings_of, values_of
+from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config, settle_run_folder
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.values import expand_home, format_value
@@ -54,13 +52,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PACKAGE = Path(__file__).parent
 _AT_WORK = threading.Lock()
 """Held while a Trainer trains or evaluates: a process has one process group, one environment and one terminal."""
 
 
 class Trainer:
-    """Trains a model as the command line does: in this process, or in each process that a launcher has started.
+    """Training as the command line does it: in this process, or in each process that a launcher has started.
 
     A subclass adds metrics of its own with `extra_metrics`. Errors are those of the command line, as `PretrainError`.
 
@@ -86,7 +83,7 @@ class Trainer:
 
     @classmethod
     def from_recipe(cls, *recipes: str | Path, **settings: Any) -> Self:
-        """Makes a Trainer from recipes, read left to right, and settings on top, as flags of the command line are.
+        """Make a Trainer from recipes, read left to right, and settings on top, as flags of the command line are.
 
         `Trainer.from_recipe("my.yaml", num_steps=1000, learning_rate=3e-4)`; without a recipe, of settings alone.
 
@@ -120,7 +117,7 @@ class Trainer:
         return {}
 
     def train(self) -> TrainResult:
-        """Trains to the end, or from the newest checkpoint of the run's folder on; a collective call.
+        """Train to the end, or from the newest checkpoint of the run's folder on; a collective call.
 
         Ctrl-C finishes the step, saves, and raises KeyboardInterrupt; a second one stops at once. SIGTERM and SIGUSR1
         finish the step, save and return, with "preempted" as the status.
@@ -133,13 +130,12 @@ class Trainer:
             raise ConfigError("eval_only=True trains nothing: call evaluate()")
         if self.config.run.dry_run:
             raise ConfigError("dry_run=True is of the command line, `pretrain train --dry_run=true`: leave it out")
-        with _as_a_guest(self.config) as guest:
+        with _embedded(self.config) as (layout, requests, threads):
             from pretraining.train.run import train
 
             is_interrupted = False
             try:
-                arguments = (self.config, guest.layout, guest.requests, guest.threads)
-                result = train(*arguments, hook=self._hook(), is_guest=True)
+                result = train(self.config, layout, requests, threads, hook=self._hook(), is_guest=True)
                 assert result is not None  # there is one unless it only evaluates
             except Preempted as ending:
                 if ending.result is None:
@@ -147,13 +143,13 @@ class Trainer:
                 result, is_interrupted = ending.result, isinstance(ending, Interrupted)
                 log.info("%s", ending)
             self._run_path = None if result.run_path is None else str(result.run_path)
-            # Of the last step an interrupt ends nothing any more, but what comes next.
-            if is_interrupted or guest.requests.signals.first == signal.SIGINT:
+            # An interrupt in the last step ends no run, but what comes next.
+            if is_interrupted or requests.signals.first == signal.SIGINT:
                 raise KeyboardInterrupt
         return result
 
     def evaluate(self, path: str | Path | None = None) -> dict[str, Any]:
-        """Evaluates the newest checkpoint, as `--eval_only` does; a collective call that writes nothing.
+        """Evaluate the newest checkpoint, as `--eval_only` does; a collective call that writes nothing.
 
         Args:
             path: evaluate this in its place: a checkpoint, a run, or a Hugging Face folder.
@@ -174,10 +170,10 @@ class Trainer:
         evaluation = replace(self.config.evaluation, eval_only=True)
         config = replace(self.config, checkpoint=source, evaluation=evaluation)
         check_config(config)
-        with _as_a_guest(config) as guest:
+        with _embedded(config) as (layout, requests, _):
             from pretraining.train.run import evaluate
 
-            found = evaluate(config, guest.layout, guest.requests, hook=self._hook(), is_guest=True)
+            found = evaluate(config, layout, requests, hook=self._hook(), is_guest=True)
             for line in found.evaluation.lines():
                 log.info("%s", line)
         return found.document()
@@ -188,7 +184,7 @@ class Trainer:
         format: Literal["hf", "full"] = "hf",
         dtype: Literal["bfloat16", "float32"] = "bfloat16",
     ) -> Path:
-        """Writes the weights of the newest checkpoint into a new folder, as `pretrain export` does; rank 0 alone.
+        """Write the weights of the newest checkpoint into a new folder, as `pretrain export` does; rank 0 alone.
 
         `train` has saved the run itself: this is for other programs, or for another place.
 
@@ -243,7 +239,7 @@ class Trainer:
         seed: int = 0,
         path: str | Path | None = None,
     ) -> str | list[int]:
-        """Continues a prompt with the model of the newest checkpoint, as `pretrain sample` does, in this process alone.
+        """Continue a prompt with the model of the newest checkpoint, as `pretrain sample` does, in this process alone.
 
         Each call loads the model; `load_model` gives one to keep.
 
@@ -283,7 +279,7 @@ class Trainer:
         return "".join(found.text()) if is_text else list(found.new)
 
     def _source(self, path: str | Path | None) -> str:
-        """Where the weights are: what the caller names, else this run, else what it would begin from."""
+        """Return where the weights are: what the caller names, else this run, else what it would begin from."""
         if path is not None:
             return _path_text(path)
         checkpoint = self.config.checkpoint
@@ -300,10 +296,6 @@ class Trainer:
         return source
 
     def _hook(self) -> MetricsHook | None:
-        if hasattr(self, "_log_metrics"):
-            log.warning(
-                "_log_metrics of %s is never called: override extra_metrics (docs/python.md)", type(self).__name__
-            )
         if getattr(self.extra_metrics, "__func__", None) is Trainer.extra_metrics:
             return None
         from pretraining.observability.custom_metrics import MetricsHook
@@ -312,42 +304,19 @@ class Trainer:
 
 
 def _as_settings(config: TrainConfig) -> TrainConfig:
-    """Returns settings as the command line makes them, where Python gives a path, a number of steps or a text.
-
-    Raises:
-        ConfigError: they are something else, or a section stands in another one's place.
-    """
-    if not isinstance(config, TrainConfig):
-        raise ConfigError(
-            f"a Trainer takes a TrainConfig, and this is a {type(config).__name__}: Trainer.from_recipe(…) takes "
-            "recipes and settings by name"
-        )
-    problems = [
-        f"{name} is a {type(getattr(config, name)).__name__}: give TrainConfig({name}={section.__name__}(…))"
-        for name, section in sections_of(TrainConfig).items()
-        if not isinstance(getattr(config, name), section)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    """Return settings as the command line makes them, if Python gives a path, a number of steps or a text."""
     values, settings = values_of(config), settings_of(type(config))
-    lengths = {name: value for name, value in values.items() if settings[name].base is Duration}
-    parsed: dict[str, Any] = {
-        name: Duration.parse(value) for name, value in lengths.items() if type(value) in (int, str)
-    }
+    parsed: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Path) or (settings[name].is_path and _is_under_a_home(value)):
-            parsed[name] = _path_text(value)
-        elif settings[name].is_path and isinstance(value, tuple) and any(map(_is_under_a_home, value)):
-            parsed[name] = tuple(map(_path_text, value))
-    return build(type(config), values | parsed) if parsed else config
-
-
-def _is_under_a_home(value: object) -> bool:
-    return isinstance(value, str) and value.startswith("~")
+        if settings[name].base is Duration and isinstance(value, int | str):
+            parsed[name] = Duration.parse(value)
+        elif settings[name].is_path and value:
+            parsed[name] = tuple(map(_path_text, value)) if isinstance(value, tuple) else _path_text(value)
+    return build(type(config), values | parsed)
 
 
 def _path_text(path: str | Path) -> str:
-    """Returns a path given in Python as a setting has it, with the home folder in place of `~`."""
+    """Return a path given in Python as a setting has it, with the home folder in place of `~`."""
     try:
         return expand_home(str(path))
     except ValueError as error:
@@ -355,7 +324,7 @@ def _path_text(path: str | Path) -> str:
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Llama:
-    """Loads a trained model into this process, on one device, for evaluation.
+    """Load a trained model into this process, on one device, for evaluation.
 
     Args:
         path: a run's folder (its newest sound checkpoint is taken), a checkpoint, sharded or full, or a Hugging Face
@@ -374,79 +343,44 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
     return start_point.load_model(_path_text(path), torch.device(device), dtype or torch.float32)[1]
 
 
-@dataclass(frozen=True)
-class _Guest:
-    """What a job gets from the process that it is a guest of."""
-
-    layout: ProcessLayout
-    requests: StopRequests
-    threads: CpuThreads
-
-
 @contextmanager
-def _as_a_guest(config: TrainConfig) -> Iterator[_Guest]:
-    """Prepares this process for a job, and leaves it as it was.
+def _embedded(config: TrainConfig) -> Iterator[tuple[ProcessLayout, StopRequests, CpuThreads]]:
+    """Prepare this process for a run, and put back what the run changes in it.
 
     Raises:
-        LaunchError: another Trainer is at work in this process.
+        LaunchError: another Trainer is at work in this process, or it is in a process group already.
     """
     if not _AT_WORK.acquire(blocking=False):
         raise LaunchError("another Trainer is at work in this process: wait for it, or give each a process of its own")
-    try:
-        with _prepared(config) as guest:
-            yield guest
-    finally:
-        _AT_WORK.release()
-
-
-@contextmanager
-def _prepared(config: TrainConfig) -> Iterator[_Guest]:
-    layout = resolve_layout(os.environ)
     variables = dict(os.environ)
     end_with_launcher()
     try:
+        layout = resolve_layout(os.environ)
+        threads = set_threads(None, layout)  # before torch is imported
         with (
             logging_to_terminal(layout.rank),
             ReceivedSignals().listening() as signals,
-            _computing_with_threads(config.run.cpu_threads, layout) as threads,
+            _same_torch(config.run.cpu_threads, layout.world_size == 1),
         ):
             from pretraining.train.preemption import stop_requests
 
-            with _same_torch(layout.world_size == 1):
-                yield _Guest(layout, stop_requests(signals, config.run.time_limit), threads)
+            threads = replace(threads, is_chosen=threads.is_chosen and config.run.cpu_threads is None)
+            yield layout, stop_requests(signals, config.run.time_limit), threads
     except OSError as error:
-        _release_frames(error)
         if error.filename is None:  # of no path that a user could mend
             raise
         raise path_error(error) from error
-    except BaseException as error:
-        _release_frames(error)
-        raise
     finally:
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]
         os.environ.update(variables)
-        _release_memory()
+        gc.collect()  # parts of a model refer to each other
+        _AT_WORK.release()
 
 
 @contextmanager
-def _computing_with_threads(wanted: int | None, layout: ProcessLayout) -> Iterator[CpuThreads]:
-    """Imports torch, with as many threads as fit, and has it compute with as many as are wanted for the time being."""
-    threads = set_threads(None, layout)
-    import torch
-
-    before = torch.get_num_threads()
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-    try:
-        yield replace(threads, is_chosen=threads.is_chosen and wanted is None)
-    finally:
-        torch.set_num_threads(before)  # also what new threads begin with
-
-
-@contextmanager
-def _same_torch(is_alone: bool) -> Iterator[None]:
-    """Leaves PyTorch's process group, and its switches that a run turns, as they are before a `with` block.
+def _same_torch(threads: int | None, is_alone: bool) -> Iterator[None]:
+    """Put back the process group, the number of threads and determinism after a `with` block.
 
     Raises:
         LaunchError: there is a process group already.
@@ -459,50 +393,16 @@ def _same_torch(is_alone: bool) -> Iterator[None]:
             "this process is in a process group already, of a run that another process has left with an error, or of "
             "the script itself: a run makes its own. Call torch.distributed.destroy_process_group() first"
         )
+    before = torch.get_num_threads()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn, memory = torch.backends.cudnn, cast(Any, torch.utils.deterministic)  # whose types lack the switch
-    before = cudnn.benchmark, memory.fill_uninitialized_memory
-    casts = getattr(sys.modules.get("torch._inductor.config"), "emulate_precision_casts", False)
+    if threads is not None:
+        torch.set_num_threads(threads)
     try:
         yield
     finally:
-        # Where there are other processes, leaving them after an error might wait for them for ever.
+        # With other processes, leaving them after an error might wait for them for ever.
         if is_alone and dist.is_initialized():
             dist.destroy_process_group()
+        torch.set_num_threads(before)  # also what new threads begin with
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
-        cudnn.benchmark, memory.fill_uninitialized_memory = before
-        inductor: Any = sys.modules.get("torch._inductor.config")
-        if inductor is not None:
-            inductor.emulate_precision_casts = casts
-
-
-def _release_frames(error: BaseException) -> None:
-    """Forgets the local variables of this package's functions that an error came through.
-
-    A notebook keeps its last error, and with it would keep the model in memory.
-    """
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        for frame, _ in traceback.walk_tb(found.__traceback__):
-            if PACKAGE in Path(frame.f_code.co_filename).parents and frame.f_code.co_filename != __file__:
-                with suppress(RuntimeError):  # it is still running
-                    frame.clear()
-        found = found.__cause__ or found.__context__
-
-
-def _release_memory() -> None:
-    """Returns what the run held, on the device and on the host."""
-    gc.collect()  # parts of a model refer to each other
-    if "torch" not in sys.modules:
-        return
-    import torch
-
-    from pretraining.distributed.processes import return_freed_memory
-
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    else:
-        return_freed_memory()

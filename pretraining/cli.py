@@ -13,14 +13,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
-from pretraining.config.command_line import parse_config, resolve_config, value_given, value_on_command_line
+from pretraining.config.command_line import parse_config, resolve_config, value_on_command_line
 from pretraining.config.commands import (
     DoctorConfig,
     ExportConfig,
@@ -36,7 +35,6 @@ from pretraining.config.commands import (
     VerifyConfig,
 )
 from pretraining.config.help import help_text
-from pretraining.config.recipes import parse_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
@@ -55,7 +53,6 @@ from pretraining.launch.terminal import (
     outlive_readers,
     output_failure,
     print_text,
-    showing_through,
 )
 from pretraining.tools.translate.hook import translate_when_needed
 
@@ -63,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Trains a model."""
+    """Train a model."""
     if not value_on_command_line("dry_run", overrides, flags, translate_when_needed):
         outlive_readers()
     signals = ReceivedSignals().listen()
@@ -90,152 +87,92 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     dry_run(resolved, layout, requests, threads)
 
 
-def prepare_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Turns text into token files."""
-    config = parse_config(PrepareConfig, overrides, flags)
-    layout = resolve_layout(os.environ)
-    from pretraining.tools.prepare.prepare import prepare
-
-    prepare(config, layout=layout)
-
-
-def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Shows what steps train on: those of the run that `train` would start or go on with, or of a named checkpoint."""
-    translate = translate_when_needed
-    named = value_on_command_line("ckpt_load_path", overrides, flags, translate)
-    named = named or value_on_command_line("resume_from_checkpoint", overrides, flags, translate)
-    if value_given("weights_only", overrides, flags, translate):
-        named = None  # a new run, with the settings and the data that `train` would begin it with
-    if named is None:
-        config = parse_config(InspectConfig, overrides, flags, translate=translate)
-    from pretraining.checkpoint.manifest import run_of
-    from pretraining.checkpoint.start_point import adopt_settings, find_newest, find_start, newest_run_path
-
-    path = config.checkpoint.ckpt_save_path if named is None else named
-    path = None if path is None else newest_run_path(path)
-    # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
-    if named is None:
-        start = find_start(replace(config.checkpoint, ckpt_save_path=path))
-    else:
-        start = find_newest(Path(path or ""))
-        settings = parse_recipe(start.manifest.config, f"config of {start.path}")
-        config = parse_config(InspectConfig, overrides, flags, settings, translate)
-    with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
-        config = adopt_settings(config, start)
-    from pretraining.tools.inspect import inspect
-
-    # Where the weights alone are taken, the data begins with them.
-    manifest = start.manifest if start and not start.weights_only else None
-    state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
-    inspect(config, state, size, None if path is None else run_of(Path(path)))
-
-
-def sample_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Continues a prompt."""
-    config = parse_config(SampleConfig, overrides, flags)
-    set_threads(None, resolve_layout(os.environ))
-    from pretraining.tools.sample import sample
-
-    sample(config)
-
-
-def sweep_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Trains a grid of runs."""
-    from pretraining.tools.sweep import sweep
-
-    sweep(overrides, flags)
-
-
-def verify_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Checks checkpoints or token files."""
-    config = parse_config(VerifyConfig, overrides, flags)
-    from pretraining.tools.verify import verify
-
-    verify(config)
-
-
-def doctor_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Measures the machines that training would run on."""
-    config = parse_config(DoctorConfig, overrides, flags, translate=translate_when_needed)
-    layout = resolve_layout(os.environ)
-    set_threads(config.run.cpu_threads, layout)  # as training does
-    from pretraining.tools.doctor import doctor
-
-    if doctor(config, layout) == "bad":
-        sys.exit(FAILED)
-
-
 @dataclass(frozen=True)
 class Command:
     """What `pretrain NAME` does.
 
     Attributes:
-        function: takes the settings, as "module:function" of `pretraining.tools`; or a function of this module, which
-            takes the words of the command line and its flags.
+        function: takes the settings, as "module:function" of `pretraining`.
         purpose: for the list of commands.
         when_interrupted: what was done by then, and what the same command does.
+        reads_words: whether the function takes the words of the command line and its flags instead.
     """
 
     settings: type
-    function: str | Callable[[Sequence[str], dict[str, str]], None]
+    function: str
     purpose: str
     when_interrupted: str = "nothing was changed"
+    reads_words: bool = False
 
     def run(self, overrides: Sequence[str], flags: dict[str, str]) -> None:
-        """Run the command; its module is imported now."""
-        if not isinstance(self.function, str):
-            self.function(overrides, flags)
-            return
-        translate = translate_when_needed if issubclass(self.settings, TrainConfig) else None
-        config: Any = parse_config(self.settings, overrides, flags, translate=translate)
+        """Run the command; its module is imported now, and torch gets as many threads as fit."""
+        config: Any = None
+        if not self.reads_words:
+            translate = translate_when_needed if issubclass(self.settings, TrainConfig) else None
+            config = parse_config(self.settings, overrides, flags, translate=translate)
+            if (layout := _layout()) is not None:
+                set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
         module, _, name = self.function.partition(":")
-        getattr(import_module(f"pretraining.tools.{module}"), name)(config)
+        function = getattr(import_module(f"pretraining.{module}"), name)
+        if self.reads_words:
+            function(overrides, flags)
+        else:
+            function(config)
 
 
 _STARTS_AGAIN = "nothing was written; the same command starts again"
 COMMANDS = {
     "train": Command(
         TrainConfig,
-        train_command,
+        "cli:train_command",
         "train a model",
         "the same command resumes from the newest checkpoint, if there is one",
+        reads_words=True,
     ),
     "prepare": Command(
         PrepareConfig,
-        prepare_command,
+        "tools.prepare.prepare:prepare_in_job",
         "turn text into token files; trains a tokenizer where none is given",
         "the same command resumes after the token files that are complete",
     ),
     "inspect": Command(
-        InspectConfig, inspect_command, "show what steps train on, from the settings of a run or a checkpoint"
+        InspectConfig,
+        "tools.inspect:inspect_command",
+        "show what steps train on, from the settings of a run or a checkpoint",
+        reads_words=True,
     ),
-    "list": Command(ListConfig, "list_checkpoints:list_checkpoints", "show the checkpoints of a run"),
-    "report": Command(PageConfig, "report:report", "write a page about a run, or several: curves, events, settings"),
-    "sample": Command(SampleConfig, sample_command, "continue a prompt with a trained model"),
+    "list": Command(ListConfig, "tools.list_checkpoints:list_checkpoints", "show the checkpoints of a run"),
+    "report": Command(
+        PageConfig, "tools.report:report", "write a page about a run, or several: curves, events, settings"
+    ),
+    "sample": Command(SampleConfig, "tools.sample:sample", "continue a prompt with a trained model"),
     "export": Command(
         ExportConfig,
-        "export:export",
+        "tools.export:export",
         "write a checkpoint for Hugging Face's transformers, or as .pt files",
         _STARTS_AGAIN,
     ),
     "import": Command(
-        ImportConfig, "import_weights:import_weights", "make a run of a Hugging Face Llama", _STARTS_AGAIN
+        ImportConfig, "tools.import_weights:import_weights", "make a run of a Hugging Face Llama", _STARTS_AGAIN
     ),
-    "plan": Command(PlanConfig, "plan:plan", "say what a run takes of GPUs, and how fast it is, before it is started"),
+    "plan": Command(
+        PlanConfig, "tools.plan:plan", "say what a run takes of GPUs, and how fast it is, before it is started"
+    ),
     "sweep": Command(
         SweepConfig,
-        sweep_command,
+        "tools.sweep:sweep",
         "train every combination of the values that settings are given",
         "the same command resumes the run that was under way",
+        reads_words=True,
     ),
     "translate": Command(
-        TranslateConfig, "translate.translate:translate", "turn another system's file of settings into a recipe"
+        TranslateConfig, "tools.translate.translate:translate", "turn another system's file of settings into a recipe"
     ),
-    "verify": Command(VerifyConfig, verify_command, "read checkpoints or token files wholly and name every fault"),
-    "doctor": Command(DoctorConfig, doctor_command, "measure devices, disk and links, and name what is slow"),
+    "verify": Command(
+        VerifyConfig, "tools.verify:verify", "read checkpoints or token files wholly and name every fault"
+    ),
+    "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, disk and links, and name what is slow"),
 }
-
-REMOVED_COMMANDS = {"completion": "`pretrain COMMAND --help` lists the flags"}
 
 HEAD_START = 3.0
 """Seconds that a process which says nothing leaves to the one that does: as one ends, a launcher kills the others."""
@@ -247,7 +184,7 @@ def run_console_script() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command and returns; `arguments` without the program's name, by default those of this process."""
+    """Run a command and return; `arguments` without the program's name, by default those of this process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
@@ -307,7 +244,7 @@ def _print(text: str) -> None:
 
 
 def _end_without_output(error: OSError) -> NoReturn:
-    """Ends where nothing can be printed any more: quietly where the reader has gone, as head does."""
+    """Stop if nothing can be printed any more: quietly if the reader has gone, as head does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to complain about at the exit
     if not isinstance(error, BrokenPipeError):
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -318,13 +255,11 @@ def _check_working_folder() -> None:
     try:
         Path.cwd()
     except OSError as error:
-        raise PathError(
-            f"the folder that this command was started in is gone ({error.strerror}): change to one that is there"
-        ) from None
+        raise PathError(f"the working folder is gone ({error.strerror}): change to one that is there") from None
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Refuses words of dashes alone, behind which fire would drop all others, or take them for flags of its own."""
+    """Refuse words of dashes alone, behind which fire would drop all others, or take them for flags of its own."""
     for word in words:
         if word.startswith("-") and not word.partition("=")[0].strip("-"):
             raise ConfigError(
@@ -338,7 +273,7 @@ def _interrupted(name: str) -> str:
 
 
 def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Callable[..., None]:
-    """The command as fire calls it: every value as the text that was typed."""
+    """Return the command as fire calls it: every value as the text that was typed."""
 
     def run(*overrides: str, **flags: Any) -> None:
         command(overrides, flags)
@@ -355,13 +290,12 @@ def _explain_commands(name: str, wants_help: bool) -> NoReturn:
     if not name or (wants_help and name.startswith("-")):
         _print(text)
         sys.exit(0)
-    removed = f": it is gone, {REMOVED_COMMANDS[name]}" if name in REMOVED_COMMANDS else ""
-    print(f"error: unknown command {name!r}{removed}. {text}", file=sys.stderr)
+    print(f"error: unknown command {name!r}. {text}", file=sys.stderr)
     sys.exit(FAILED)
 
 
 def _fail(error: PretrainError) -> NoReturn:
-    """Prints an error, where no other process prints the same one, and ends this process."""
+    """Print an error, if no other process prints the same one, and end this process."""
     if isinstance(error, Preempted) and error.is_out_of_time:
         tell_launcher_that_time_is_over()
     if error.rank is not None:
@@ -379,13 +313,13 @@ def _fail(error: PretrainError) -> NoReturn:
 
 
 def _speaks(for_all_nodes: bool) -> bool:
-    """Whether this process is the one that speaks, for the job or for its node; without a place it is."""
+    """Return whether this process prints for the job or for its node; without a layout it does."""
     layout = _layout()
     return layout is None or (layout.rank if for_all_nodes else layout.local_rank) == 0
 
 
 def _layout() -> ProcessLayout | None:
-    """Of this process; None where nobody can read it, which is an error later, of the commands that need one."""
+    """Return that of this process; None if it cannot be read, which is an error of the commands that need one."""
     try:
         return resolve_layout(os.environ)
     except LaunchError:

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import resource
 import shutil
 import stat
 import time
@@ -34,6 +33,7 @@ T = TypeVar("T")
 
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
 CHECKSUM = "checksum"
+NO_FILE = "it is no regular file"
 CHECKSUM_BYTES = 2**20  # read at once for a checksum: fits a core's cache
 
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
@@ -52,43 +52,35 @@ DEEPEST_JSON = 64
 """Objects and lists inside each other."""
 _LARGEST_FILE_BYTES = 2**30  # of those that are read as a whole
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a link",
-    stat.S_IFDIR: "a folder",
-}
 
 
 # Looking
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path leads to a folder; a PathError where nobody can tell, as in a folder of another user."""
+    """Return whether a path leads to a folder; a PathError where nobody can tell, as in a folder of another user."""
     status = _status(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def is_file(path: Path) -> bool:
-    """Whether a path leads to a regular file; a PathError where nobody can tell."""
+    """Return whether a path leads to a regular file; a PathError where nobody can tell."""
     status = _status(path)
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def real_path(path: Path) -> Path:
-    """Returns a path with its links followed, as far as that goes: `Path.resolve` fails where they lead in a circle."""
+    """Return a path with its links followed, as far as that goes: `Path.resolve` fails where they lead in a circle."""
     return Path(os.path.realpath(path))
 
 
 def exists(path: Path) -> bool:
-    """Whether a path leads to anything; a PathError where nobody can tell."""
+    """Return whether a path leads to anything; a PathError where nobody can tell."""
     return _status(path) is not None
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """What is in a folder, in the file system's order; a PathError where it cannot be listed."""
+    """Return what is in a folder, in the file system's order; a PathError where it cannot be listed."""
     try:
         return list(folder.iterdir())
     except OSError as error:
@@ -107,7 +99,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def path_error(error: OSError, path: Path | str | None = None) -> PathError:
-    """Makes the error for users of one of the file system that nobody knows more about; it has a file name."""
+    """Make the error for users of one of the file system that nobody knows more about; it has a file name."""
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
     return PathError(
         f"cannot be used: {reason_of(error)}. Check the path and its permissions, or give another one", path=place
@@ -115,18 +107,12 @@ def path_error(error: OSError, path: Path | str | None = None) -> PathError:
 
 
 def reason_of(error: OSError) -> str:
-    """Says why, in the system's words; of a file that is too large also by which limit."""
-    reason = error.strerror or str(error)
-    if error.errno != errno.EFBIG:
-        return reason
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit == resource.RLIM_INFINITY:
-        return f"{reason} for this file system"
-    return f"{reason}: a file of this process may have {limit:,} bytes at most. Raise this limit (ulimit -f)"
+    """Return why, in the system's words."""
+    return error.strerror or str(error)
 
 
 def check_regular(path: Path | str) -> None:
-    """Raises an OSError where a path leads to anything but a file; call it before one that others have made is opened.
+    """Raise an OSError where a path leads to anything but a file; call it before one that others have made is opened.
 
     Opening a pipe waits until somebody writes, and some devices have no end.
     """
@@ -134,11 +120,11 @@ def check_regular(path: Path | str) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file", str(path))
+        raise OSError(errno.EINVAL, NO_FILE, str(path))
 
 
 def check_replaceable(path: Path, beginning: bytes = b"") -> None:
-    """Raises an OSError where writing a path would replace something else than an earlier file of the same kind.
+    """Raise an OSError where writing a path would replace something else than an earlier file of the same kind.
 
     Args:
         beginning: of files that may be replaced.
@@ -148,15 +134,14 @@ def check_replaceable(path: Path, beginning: bytes = b"") -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise OSError(errno.EEXIST, f"it is {kind}, not a file", str(path))
+        raise OSError(errno.EEXIST, NO_FILE, str(path))
     with path.open("rb") as file:
         if file.read(len(beginning)) != beginning:
             raise OSError(errno.EEXIST, "it is a file that holds something else", str(path))
 
 
 def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
-    """Reads a file as a whole; an error that may pass is tried again.
+    """Read a file as a whole; an error that may pass is tried again.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -198,12 +183,12 @@ def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file that may come from anywhere; raises as `read_file` and `parse_json`."""
+    """Read a JSON file that may come from anywhere; raises as `read_file` and `parse_json`."""
     return parse_json(read_file(path, LARGEST_JSON_BYTES))
 
 
 def parse_json(content: str | bytes, **hooks: Any) -> Any:
-    """Parses JSON that may come from anywhere.
+    """Parse JSON that may come from anywhere.
 
     Args:
         content: text, or text in UTF-8.
@@ -226,7 +211,7 @@ def parse_json(content: str | bytes, **hooks: Any) -> Any:
 
 
 def _check_depth(document: Any) -> None:
-    """Raises a RecursionError before another part of the program does."""
+    """Raise a RecursionError before another part of the program does."""
     level = [document]
     for _ in range(DEEPEST_JSON):
         level = [
@@ -242,7 +227,7 @@ def _check_depth(document: Any) -> None:
 
 
 def _check_is_text(document: Any) -> None:
-    """JSON can spell half of a surrogate pair. Only those are taken that stand for bytes of a file's name in Python."""
+    """Refuse half of a surrogate pair, which JSON can spell, unless it stands for a byte of a file's name in Python."""
     try:
         json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -253,7 +238,7 @@ def _check_is_text(document: Any) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file that appears complete or not at all, and survives a power failure.
+    """Write a file that appears complete or not at all, and survives a power failure.
 
     A path has one writer at a time; what a killed one leaves, the next one replaces. After an error, what was there
     before is untouched.
@@ -268,7 +253,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_flushed(path: Path, content: str | bytes) -> None:
-    """Writes a file in place and flushes it to disk: for folders that are renamed as a whole once they are complete."""
+    """Write a file in place and flushes it to disk: for folders that are renamed as a whole once they are complete."""
     with path.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -276,7 +261,7 @@ def write_flushed(path: Path, content: str | bytes) -> None:
 
 
 def file_checksum(path: Path) -> tuple[str, int]:
-    """CRC-32 of a file's bytes, eight hexadecimal digits, and the number of bytes."""
+    """Return the CRC-32 of a file's bytes, eight hexadecimal digits, and the number of bytes."""
     check_regular(path)
     checksum = size = 0
     buffer = memoryview(bytearray(CHECKSUM_BYTES))
@@ -287,7 +272,7 @@ def file_checksum(path: Path) -> tuple[str, int]:
 
 
 def link_atomic(link: Path, target: str) -> None:
-    """Makes a symbolic link that replaces one of the same name at once; an error leaves that one as it was."""
+    """Make a symbolic link that replaces one of the same name at once; an error leaves that one as it was."""
     temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
@@ -296,17 +281,17 @@ def link_atomic(link: Path, target: str) -> None:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Writes a JSON file in place, flushed to disk."""
+    """Write a JSON file in place, flushed to disk."""
     write_flushed(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values with their CRC-32 as one more, by which `checked_values` finds a flipped bit."""
+    """Return the values with their CRC-32 as one more, by which `checked_values` finds a flipped bit."""
     return {**values, CHECKSUM: _checksum_of(values)}
 
 
 def checked_values(document: Any) -> dict[str, Any]:
-    """Returns the values of a JSON object without their checksum; files of earlier versions have none.
+    """Return the values of a JSON object without their checksum; files of earlier versions have none.
 
     Raises:
         ValueError: it is no object, or its values are not those that the checksum is of.
@@ -324,7 +309,7 @@ def _checksum_of(values: Mapping[str, Any]) -> str:
 
 
 def flush_folder(folder: Path) -> None:
-    """Makes the names in a folder durable: a rename is on disk only once the folder that holds the name is."""
+    """Make the names in a folder durable: a rename is on disk only once the folder that holds the name is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with_retries(lambda: os.fsync(descriptor), f"flushing {folder}")
@@ -334,7 +319,7 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
-    """Gives a folder to write into, which takes the name `folder` when the block ends without an error.
+    """Give a folder to write into, which takes the name `folder` when the block ends without an error.
 
     Args:
         folder: the name; nothing but an empty folder may be there.
@@ -377,13 +362,13 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
 
 
 def run_not_writable(run: Path, error: OSError) -> CheckpointError:
-    """Makes the error for users whose run's folder cannot be written."""
+    """Make the error for users whose run's folder cannot be written."""
     return CheckpointError(f"cannot be written: {error}. Give a --ckpt_save_path that this user may write.", path=run)
 
 
 @contextmanager
 def output_errors(root: Path) -> Iterator[None]:
-    """Turns what the file system says about --output_path into an error for users; the input's errors say their own."""
+    """Turn what the file system says about --output_path into an error for users; the input's errors say their own."""
     try:
         yield
     except BrokenPipeError:  # of a reader of what is shown, not of a file
@@ -396,7 +381,7 @@ def output_errors(root: Path) -> Iterator[None]:
 
 
 def with_retries(action: Callable[[], T], what: str) -> T:
-    """Does something to files, and again after a pause where it fails with an error that may pass.
+    """Do something to files, and again after a pause where it fails with an error that may pass.
 
     Args:
         action: starts from the beginning each time.

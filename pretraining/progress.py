@@ -42,7 +42,7 @@ _AMOUNT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s%]*)", re.ASCII)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Returns the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None."""
+    """Return the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None."""
     match = re.fullmatch(rf"\s*({_NUMBER})\s*", text, re.ASCII)
     return Fraction(match[1].replace("_", "")) if match else None
 
@@ -74,14 +74,12 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str | int) -> Duration:
-        """Reads a duration as users write it: 1000 (steps), 5_000_000tok, 5Btok, 2ep, 90s, 30min, 2h or 23h30min.
+        """Read a duration as users write it: 1000 (steps), 5_000_000tok, 5Btok, 2ep, 90s, 30min, 2h or 23h30min.
 
         Raises:
             ConfigError: the text is none of these.
         """
         amounts = _AMOUNT.findall(str(text))
-        if len(amounts) == 1 and amounts[0][1].strip() in MULTIPLIERS:  # 20B of a run would be far too many steps
-            raise ConfigError(f"{text} of what? Write {text}tok for tokens, or {text}steps for steps")
         parts = [_read_amount(number, "".join(unit.split())) for number, unit in amounts]
         units = {name for _, name in parts}
         is_one = len(parts) == 1 or (len(parts) in (2, 3) and units == {"seconds"})
@@ -97,25 +95,21 @@ class Duration:
         return cls(int(exact) if exact.denominator == 1 else float(exact), name)
 
     def __str__(self) -> str:
-        """Returns the text that `parse` reads back to an equal duration."""
+        """Return the text that `parse` reads back to an equal duration."""
         if self.unit == "steps":
             return str(self.amount)
-        if self.unit == "epochs":
-            return f"{_decimal(self.amount)}ep"
-        if self.unit == PERCENT:
-            return f"{_decimal(self.amount)}%"
-        if self.unit == "seconds":
-            if self.amount == 0 or self.amount % 60 != 0:
-                return f"{_decimal(self.amount)}s"
+        if self.unit == "seconds" and self.amount and self.amount % 60 == 0:
             hours, minutes = divmod(int(self.amount) // 60, 60)
             return (f"{hours}h" if hours else "") + (f"{minutes}min" if minutes else "")
+        if self.unit != "tokens":
+            return _decimal(self.amount) + {"epochs": "ep", PERCENT: "%", "seconds": "s"}[self.unit]
         for suffix, multiplier in reversed(MULTIPLIERS.items()):
             if self.amount and self.amount % multiplier == 0:
                 return f"{int(self.amount) // multiplier}{suffix}tok"
         return f"{self.amount}tok"
 
     def to_steps(self, schedule: int | TokenSchedule, training_tokens: int | None) -> int:
-        """Returns the number of optimizer steps that first reach this length.
+        """Return the number of optimizer steps that first reach this length.
 
         Args:
             schedule: tokens a step, global_batch_size x seq_length; a `TokenSchedule` where they changed on the way.
@@ -126,17 +120,13 @@ class Duration:
         """
         if self.unit == "steps":
             return int(self.amount)
-        if self.unit == PERCENT:
-            raise ConfigError(
-                f"{self} is a share of the run: this length needs steps (1000), tokens (5Btok) or epochs (2ep)"
-            )
-        if self.unit == "seconds":
-            raise ConfigError(f"{self} is a time: this length needs steps (1000), tokens (5Btok) or epochs (2ep)")
+        if self.unit in (PERCENT, "seconds"):
+            raise ConfigError(f"{self} is no length: give steps (1000), tokens (5Btok) or epochs (2ep)")
         schedule = schedule if isinstance(schedule, TokenSchedule) else TokenSchedule.steady(schedule)
         return schedule.steps_to(self._in_tokens(training_tokens))
 
     def part_of(self, total_steps: int, schedule: int | TokenSchedule, training_tokens: int | None) -> int:
-        """Returns the steps of a part of a run: of a share of `total_steps`, rounded down, or as `to_steps`."""
+        """Return the steps of a part of a run: of a share of `total_steps`, rounded down, or as `to_steps`."""
         if self.unit == PERCENT:
             return int(_as_written(self.amount) * total_steps / 100)
         return self.to_steps(schedule, training_tokens)
@@ -163,26 +153,26 @@ class TokenSchedule:
 
     @classmethod
     def steady(cls, tokens_per_step: int) -> TokenSchedule:
-        """Returns the schedule of a run whose steps all have as many tokens."""
+        """Return the schedule of a run whose steps all have as many tokens."""
         return cls(((0, 0, tokens_per_step),))
 
     @property
     def first(self) -> TokenSchedule:
-        """The schedule that the run began with."""
+        """Return the schedule that the run began with."""
         return TokenSchedule(self.segments[:1])
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step now."""
+        """Return the tokens of a step now."""
         return self.segments[-1][2]
 
     def tokens_at(self, step: int) -> int:
-        """Returns the tokens seen after a number of steps."""
+        """Return the tokens seen after a number of steps."""
         first_step, tokens, tokens_per_step = max(segment for segment in self.segments if segment[0] <= step)
         return tokens + (step - first_step) * tokens_per_step
 
     def steps_to(self, tokens: Fraction) -> int:
-        """Returns the fewest steps that reach a number of tokens."""
+        """Return the fewest steps that reach a number of tokens."""
         # The last of the segments that begin with fewer reaches them.
         begun = [segment for segment in self.segments if segment[1] < tokens] or [self.segments[0]]
         first_step, before, tokens_per_step = begun[-1]
@@ -224,36 +214,36 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """Updates done, skipped ones included."""
+        """Return the updates done, skipped ones included."""
         return self.progress.steps
 
     @property
     def finished(self) -> bool:
-        """Whether the whole run is done, or is over early."""
+        """Return whether the whole run is done, or is over early."""
         return self.step >= self.total_steps or bool(self.early_end)
 
     @property
     def preempted(self) -> bool:
-        """Whether this invocation ends now, done or not."""
+        """Return whether this invocation ends now, done or not."""
         return self.stop != 0
 
     @property
     def stopping(self) -> bool:
-        """Whether this invocation is done."""
+        """Return whether this invocation is done."""
         return self.preempted or self.finished or self.step >= self.stop_step
 
     def advance(self, seconds: float, stop: int = 0) -> None:
-        """Counts a step; `seconds` is the clock that all ranks agree on, `stop` their request to end."""
+        """Count a step; `seconds` is the clock that all ranks agree on, `stop` their request to end."""
         self.before = self.progress
         self.progress = Progress(self.step + 1, self.progress.tokens + self.tokens_per_step, seconds)
         self.request_stop(stop)
 
     def end_early(self, reason: str) -> None:
-        """Makes this step the run's last one; the same on every rank."""
+        """Make this step the run's last one; the same on every rank."""
         self.early_end = reason
 
     def request_stop(self, stop: int) -> None:
-        """Keeps the first agreed request to end; 0 requests nothing."""
+        """Keep the first agreed request to end; 0 requests nothing."""
         self.stop = self.stop or stop
 
 
@@ -265,7 +255,7 @@ class Interval:
     training_tokens: int | None
 
     def is_due(self, state: TrainState) -> bool:
-        """Whether the last step reached or crossed a multiple of the interval.
+        """Return whether the last step reached or crossed a multiple of the interval.
 
         Raises:
             ConfigError: the interval is in epochs, and `training_tokens` is None.
@@ -284,7 +274,7 @@ class Interval:
 def resolve_warmup_steps(
     warmup: Duration | None, length: Duration, schedule: TokenSchedule, training_tokens: int | None
 ) -> int:
-    """Returns the steps of the linear warm-up.
+    """Return the steps of the linear warm-up.
 
     Without a setting it is a twentieth of the run, at most 2000 steps. Where the batch changed, that of the run as it
     began: the warm-up is over by then, or goes on as it was.
@@ -305,19 +295,22 @@ def resolve_warmup_steps(
 
 
 def _read_amount(number: str, unit: str) -> tuple[Fraction, str | None]:
-    """Returns the exact amount in its canonical unit, and that unit: 5 Mtok are 5,000,000 tokens; None = no unit."""
+    """Return the exact amount in its canonical unit, and that unit: 5 Mtok are 5,000,000 tokens; None = no unit.
+
+    20B is none: of steps it would be far too many.
+    """
     multiplier = 1
     if unit.lower() not in _WRITTEN_UNITS and unit[0] in MULTIPLIERS:
-        multiplier, unit = MULTIPLIERS[unit[0]], unit[1:]
+        multiplier, unit = MULTIPLIERS[unit[0]], unit[1:] or "?"
     name, factor = _WRITTEN_UNITS.get(unit.lower(), (None, 0))
     return Fraction(number.replace("_", "")) * multiplier * factor, name
 
 
 def _as_written(amount: float) -> Fraction:
-    """Returns the decimal that a float prints as: 0.1 is a tenth, not 0.1000000000000000055."""
+    """Return the decimal that a float prints as: 0.1 is a tenth, not 0.1000000000000000055."""
     return Fraction(repr(amount))
 
 
 def _decimal(amount: float) -> str:
-    """Prints a number in the shortest form that reads back equal."""
+    """Print a number in the shortest form that reads back equal."""
     return str(int(amount)) if amount == int(amount) else repr(amount)

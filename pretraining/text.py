@@ -1,4 +1,4 @@
-"""Numbers in words, and tables of text."""
+"""Numbers, lists and tables as text for people."""
 
 from __future__ import annotations
 
@@ -11,12 +11,34 @@ def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def list_some(items: Sequence[object], most: int, separator: str = ", ") -> str:
+    """Return the first items, and how many more there are: a, b and 3 more."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + more
+
+
 def format_bytes(size: float) -> str:
-    """Return a size in decimal units, as disks are sold: 1.5 kB, 3.2 GB."""
+    """Return a size on a disk, in decimal units, as disks are sold: 1.5 kB, 3.2 GB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
     return f"{size / 1e3:.1f} kB"
+
+
+def format_gib(size: float) -> str:
+    """Return a number of bytes of memory in GiB, as devices are made: 12.5 GiB, 0.303 GiB."""
+    gib = size / 2**30
+    return f"{gib:,.1f} GiB" if abs(gib) >= 1 else f"{gib:.3g} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration: 45s, 3m 20s, 5h 07m, 12d 4h."""
+    whole = round(seconds)
+    for above, below, size, step in (("d", "h", 86400, 3600), ("h", "m", 3600, 60), ("m", "s", 60, 1)):
+        if whole >= size:
+            width = 1 if above == "d" else 2
+            return f"{whole // size:,}{above} {whole % size // step:0{width}d}{below}"
+    return f"{whole}s"
 
 
 def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

@@ -24,6 +24,7 @@ from pretraining.config.training import OptimizerConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.model.hf import parameter_shapes
 from pretraining.optim.optimizer import is_hidden_matrix
+from pretraining.text import list_some
 
 Stored = Mapping[str, Sequence[StoredChunk]]
 """The chunks of each tensor, by name."""
@@ -57,8 +58,7 @@ def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 
 
 def first_faults(faults: Sequence[str]) -> str:
     """Return the first faults as one text, and how many more there are."""
-    more = f"; and {len(faults) - FAULTS_SHOWN} more" if len(faults) > FAULTS_SHOWN else ""
-    return "; ".join(faults[:FAULTS_SHOWN]) + more
+    return list_some(faults, FAULTS_SHOWN, "; ")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

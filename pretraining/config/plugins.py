@@ -1,4 +1,4 @@
-"""What users exchange by name: optimizers, schedules, trackers and token formats. No torch.
+"""What users exchange by name: optimizers, schedules, trackers, token formats and scores. No torch.
 
     --optimizer=adamw                 a name of a table here: where its code is, and what it reads
     --optimizer=my_package.lion:Lion  a class or function of the user's own, without registration
@@ -139,6 +139,12 @@ TOKEN_FORMATS = {
     "bin": "pretraining.data.storage.flat_files:BinFormat",
 }
 TOKEN_SUFFIXES = tuple(f".{name}" for name in TOKEN_FORMATS)
+SCORES = {
+    "loss": "pretraining.evaluation.scores:Loss",
+    "perplexity": "pretraining.evaluation.scores:Perplexity",
+    "token_accuracy": "pretraining.evaluation.scores:TokenAccuracy",
+    "bits_per_byte": "pretraining.evaluation.scores:BitsPerByte",
+}
 _OF_SERVICES = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
 TRACKERS = {
     "tensorboard": TrackerEntry("pretraining.observability.tensorboard:TensorBoard"),

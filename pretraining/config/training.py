@@ -528,6 +528,12 @@ class EvaluationConfig:
         "global batches an evaluation, the same ones each time: of the held-out documents, in the proportions of the "
         "training data, and of each of eval_datasets, there at most as many as it fills",
     )
+    extra_scores: tuple[str, ...] = setting(
+        (),
+        "scores of your own beside loss, perplexity, token accuracy and bits per byte, in reports and evaluations: "
+        "package.module:Class, comma list (docs/extending.md)",
+        silent_change=True,
+    )
     best_by: str | None = setting(
         None,
         "the evaluation set whose loss says which checkpoint is best: a dataset, or a folder of eval_datasets; none = "

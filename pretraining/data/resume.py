@@ -17,6 +17,7 @@ from typing import Any
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
 from pretraining.errors import DataError
+from pretraining.text import list_some
 
 STATE_VERSION = 2
 READING_SETTINGS = ("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction", "packing")
@@ -175,9 +176,7 @@ def _describe_last(phases: Sequence[Phase]) -> str:
     then, now = _proportions(before.weights), _proportions(after.weights)
     names = [*sorted(then.keys() & now.keys()), *sorted(now.keys() - then.keys()), *sorted(then.keys() - now.keys())]
     changed = [change for name in names if (change := _change_of_weight(name, then, now, before))]
-    if len(changed) > _NAMES_SHOWN:
-        changed = [*changed[:_NAMES_SHOWN], f"and {len(changed) - _NAMES_SHOWN:,} more"]
-    parts = [f"weights {', '.join(changed)}"] if changed else []
+    parts = [f"weights {list_some(changed, _NAMES_SHOWN)}"] if changed else []
     if before.global_batch_size != after.global_batch_size:
         parts.append(f"global batch {before.global_batch_size} -> {after.global_batch_size} sequences")
     return f"phase {len(phases)} from step {after.first_step}: {'; '.join(parts)}"

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from pretraining.errors import LaunchError, LostPeerError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.network import GLOO_INTERFACE, NCCL_INTERFACE, interface_to_others
+from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
 
@@ -259,6 +260,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as a message names them: all of a few, of many the first and how many they are."""
-    shown = ", ".join(map(str, ranks[:MOST_NAMED]))
-    return f"[{shown}]" if len(ranks) <= MOST_NAMED else f"[{shown}, …] ({len(ranks)})"
+    """Return ranks as a message names them: all of a few, of many the first and how many more there are."""
+    return f"[{list_some(ranks, MOST_NAMED)}]"

@@ -30,6 +30,7 @@ from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import Activity, Processes
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.distributed.torch_private import store_of_job
+from pretraining.text import list_some
 
 EXIT_HUNG = 124
 """What timeout(1) returns for a program that took too long."""
@@ -219,9 +220,7 @@ def _outliers(others: Mapping[int, Heartbeat], silent: list[int], processes: Pro
     usual, holding = Counter(states.values()).most_common(1)[0]
     odd = [rank for rank, state in states.items() if state != usual or 2 * holding <= len(states)]
     lines += [f"  rank {rank} is {states[rank]}" for rank in sorted(odd)]
-    if len(lines) > MOST_NAMED:
-        lines[MOST_NAMED:] = [f"  and {len(lines) - MOST_NAMED} more"]
-    return lines or [f"  all processes are alive, and {usual}"]
+    return [list_some(lines or [f"  all processes are alive, and {usual}"], MOST_NAMED, "\n")]
 
 
 def _state_of(process: Activity | Heartbeat) -> str:

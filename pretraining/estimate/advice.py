@@ -9,6 +9,7 @@ from typing import Any
 from pretraining.config.training import ModelConfig, TrainConfig
 from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count, resolve_shape
 from pretraining.estimate.memory import estimate_memory
+from pretraining.text import format_gib
 
 SHORTEST = 128
 """Tokens of a sequence that is worth training on."""
@@ -53,7 +54,7 @@ def memory_advice(
     for changes in _changes(config, shape, shard_size, device_type):
         for flags, changed, its_shape, devices in changes:
             if (total := total_of(changed, its_shape, devices)) <= limit:
-                found.append(f"{flags} (about {total / 2**30:,.1f} GiB)")
+                found.append(f"{flags} (about {format_gib(total)})")
                 break
     return found
 

@@ -1,1 +1,1 @@
-"""How good the model is: loss on held-out documents, and a sample of its text."""
+"""How good the model is: scores on held-out documents, and a sample of its text."""

@@ -40,7 +40,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
 ) -> list[int]:
-    """Continues a prompt; a collective call.
+    """Continue a prompt; a collective call.
 
     Args:
         model: returns logits [1, S, V] for tokens [1, S].
@@ -101,7 +101,7 @@ class TextSampler:
     tokenizer: Tokenizer | None
 
     def sample(self, model: nn.Module, device: torch.device) -> Sample:
-        """Samples from a model that may be sharded and compiled; a collective call."""
+        """Sample from a model that may be sharded and compiled; a collective call."""
         with without_compiling():  # every token makes the sequence longer
             drawn = generate(model, self.prompt_tokens, self.count, self.context, device, seed=self.seed)
         return Sample(self.prompt, self.tokenizer.decode(drawn) if self.tokenizer is not None else "")
@@ -123,7 +123,7 @@ class CachedModel:
 
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Returns logits [V] of the token after these, which begin with those of the call before."""
+        """Return logits [V] of the token after these, which begin with those of the call before."""
         new = tokens[self._seen :]
         is_full = bool(self._caches) and self._caches[0].length + len(new) > self._context
         if is_full or len(new) > self._context:
@@ -144,7 +144,7 @@ def draw_tokens(
     temperature: float,
     top_k: int,
 ) -> Iterator[int]:
-    """Yields tokens that continue a prompt, as they are drawn; `next_logits` returns logits [V] of the next one."""
+    """Yield tokens that continue a prompt, as they are drawn; `next_logits` returns logits [V] of the next one."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(count):

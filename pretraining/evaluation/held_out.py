@@ -1,6 +1,6 @@
 """How well a model predicts documents that it is never trained on: several named sets, the same sequences each time.
 
-    batches of each source --model--> sums by set (`observability/scores.py`) --all-reduce--> Evaluation
+    batches of each source --model--> sums by set (scores.py) --all-reduce--> Evaluation
 
 The loss that decides which checkpoint is the best is that of the set `--best_by` names, or the mean over the tokens of
 all sets. Evaluations compare along a run and between runs, and are the same on any number of processes.
@@ -26,9 +26,10 @@ from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
+from pretraining.evaluation.scores import Scores
 from pretraining.observability.custom_metrics import NO_METRICS, NoMetrics, Ratio, Sums
+from pretraining.observability.display import CUSTOM
 from pretraining.observability.observer import Observer
-from pretraining.observability.scores import Scores, format_perplexity, score
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, TrainState
 
@@ -56,59 +57,59 @@ class Evaluation:
     """What an evaluation has found.
 
     Attributes:
-        sets: the scores of each set, by its name.
-        mean: over the tokens of all sets.
-        custom: the user's metrics by name, over all sets.
-        custom_of_sets: the same of each set.
+        scores: make numbers of sums.
+        sums: of each set by its name, in the order of `scores.columns`, and under None those over all sets.
+        custom: the user's metrics by name, of the same.
     """
 
-    sets: dict[str, Scores]
-    mean: Scores
-    custom: dict[str, Ratio] = field(default_factory=dict)
-    custom_of_sets: dict[str, dict[str, Ratio]] = field(default_factory=dict)
+    scores: Scores
+    sums: dict[str | None, list[float]]
+    custom: dict[str | None, dict[str, Ratio]]
 
-    def loss_of(self, best_by: str | None) -> float:
-        """The loss of a set, or the mean where none is named."""
-        return (self.mean if best_by is None else self.sets[best_by]).loss
+    @property
+    def sets(self) -> list[str]:
+        """Return the names of the sets."""
+        return [name for name in self.sums if name is not None]
 
-    def values(self) -> dict[str, float | None]:
-        """The numbers for trackers, flat: those of the mean, and behind a slash those of each set."""
-        values: dict[str, float | None] = {}
-        for suffix, of_set in {"": self.numbers(), **{f"/{name}": self.numbers(name) for name in self.sets}}.items():
-            values |= {f"evaluation_{name}{suffix}": value for name, value in of_set.items()}
-        return values
+    def tokens(self, name: str | None = None) -> int:
+        """Return how many tokens of a set count; of all sets without a name."""
+        return int(self.sums[name][self.scores.columns.index("tokens")])
 
-    def numbers(self, name: str | None = None) -> dict[str, float | None]:
-        """Loss, perplexity, token accuracy, bits a byte where known, and `custom/<name>` of the user's metrics.
+    def numbers(self, name: str | None = None) -> dict[str, float]:
+        """Return the scores of a set that are known, and `custom/<name>` of the user's metrics.
 
         Args:
-            name: of a set; None = the mean over all.
+            name: of the set; None = the mean over the tokens of all sets.
         """
-        scores, custom = self._of(name)
-        found: dict[str, float | None] = {"loss": scores.loss}
-        found |= {"perplexity": scores.perplexity, "token_accuracy": scores.token_accuracy}
-        if scores.bits_per_byte is not None:
-            found["bits_per_byte"] = scores.bits_per_byte
-        return found | {f"custom/{metric}": ratio.value for metric, ratio in custom.items()}
+        custom = {f"{CUSTOM}{metric}": ratio.value for metric, ratio in self.custom[name].items()}
+        return self.scores.values(self.sums[name]) | custom
+
+    def values(self) -> dict[str, float]:
+        """Return the numbers for trackers, flat: those of the mean, and behind a slash those of each set."""
+        values: dict[str, float] = {}
+        for name in self.sums:
+            suffix = "" if name is None else f"/{name}"
+            values |= {f"evaluation_{number}{suffix}": value for number, value in self.numbers(name).items()}
+        return values
 
     def lines(self) -> list[str]:
-        """The numbers for people: the mean, then a line a set where there are several."""
-        lines = [self._in_words(None)]
+        """Return the numbers for people: the mean, then a line per set if there are several."""
+        lines = [f"evaluation_{self._line(None)}"]
         if len(self.sets) > 1:
             width = max(map(len, self.sets))
-            lines += [f"  {name:<{width}}  {self._in_words(name)}" for name in self.sets]
+            lines += [f"  {name:<{width}}  {self._line(name)}" for name in self.sets]
         return lines
 
-    def _of(self, name: str | None) -> tuple[Scores, dict[str, Ratio]]:
-        return (self.mean, self.custom) if name is None else (self.sets[name], self.custom_of_sets.get(name, {}))
+    def _line(self, name: str | None) -> str:
+        numbers = self.numbers(name).items()
+        return "  ".join(f"{number.removeprefix(CUSTOM)} {format_score(value)}" for number, value in numbers)
 
-    def _in_words(self, name: str | None) -> str:
-        scores, custom = self._of(name)
-        text = f"evaluation_loss {scores.loss:.4f}  perplexity {format_perplexity(scores.perplexity)}"
-        text += f"  accuracy {scores.token_accuracy:.4f}"
-        if scores.bits_per_byte is not None:
-            text += f"  bits a byte {scores.bits_per_byte:.4f}"
-        return "  ".join([text, *(f"{metric} {ratio.value:.4g}" for metric, ratio in custom.items())])
+
+def format_score(value: float | None) -> str:
+    """Return a score with four decimals, or four digits if it is huge; "-" if it is not known."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 @torch.no_grad()
@@ -117,21 +118,23 @@ def evaluate(
     sources: Sequence[EvaluationSource],
     device: torch.device,
     should_stop: Callable[[], bool],
+    scores: Scores,
     byte_lengths_V: Tensor | None = None,
     metrics: NoMetrics = NO_METRICS,
 ) -> Evaluation | None:
-    """Evaluates on all sources, in every process; None where it was told to stop meanwhile.
+    """Evaluate on all sources, in every process; return None if it is told to stop meanwhile.
 
     Args:
         model: returns the `HeadLoss` of a micro-batch's `ModelInputs`.
         sources: where batches come from.
         device: of the model.
         should_stop: asked between batches by all ranks, which all get the same answer.
-        byte_lengths_V: of the text of each token; None = bits a byte are not known.
+        scores: what is measured of each token.
+        byte_lengths_V: of the text of each token; None = bits per byte are not known.
         metrics: of the user's own.
     """
-    fields = len(Scores._fields)
-    sums = [torch.zeros(len(source.sets), fields, dtype=torch.float64, device=device) for source in sources]
+    width = len(scores.columns)
+    sums = [torch.zeros(len(source.sets), width, dtype=torch.float64, device=device) for source in sources]
     custom: list[list[Sums]] = [[{} for _ in source.sets] for source in sources]
     # As in training, in float32: the sum over the scores would differ from that of earlier versions in its last digits.
     loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
@@ -148,7 +151,8 @@ def evaluate(
                     outputs = model(*inputs)
                     metrics.add_by_set(of_sets, outputs, inputs, micro_batch)
                     loss_sum += outputs.objective_sum.double() - outputs.z_loss_sum
-                    totals += score(outputs.tokens_BS2, inputs.labels_BS, micro_batch, len(source.sets), byte_lengths_V)
+                    kept_BS2, datasets = outputs.tokens_BS2, len(source.sets)
+                    totals += scores.measure(kept_BS2, inputs.labels_BS, micro_batch, datasets, byte_lengths_V)
         if stopped:
             break
     reshard_model(model)
@@ -161,21 +165,25 @@ def evaluate(
     found = iter(summed.tolist())
     total = next(found)
     names = [name for source in sources for name in source.sets]
-    scores = {name: Scores(*islice(found, fields)) for name in names}
-    of_each = {name: {each: Ratio(*islice(found, len(Ratio._fields))) for each in metrics.names} for name in names}
-    of_all = {each: Ratio.total(of_each[name][each] for name in names) for each in metrics.names}
-    return Evaluation(scores, Scores.total(scores.values())._replace(loss_sum=total), of_all, of_each)
+    of_each: dict[str | None, list[float]] = {name: list(islice(found, width)) for name in names}
+    own: dict[str | None, dict[str, Ratio]] = {
+        name: {each: Ratio(*islice(found, len(Ratio._fields))) for each in metrics.names} for name in names
+    }
+    of_all = [sum(column) for column in zip(*of_each.values(), strict=True)]
+    of_all[scores.columns.index("losses")] = total
+    own_of_all = {each: Ratio.total(own[name][each] for name in names) for each in metrics.names}
+    return Evaluation(scores, {None: of_all, **of_each}, {None: own_of_all, **own})
 
 
 @dataclass
 class Evaluator:
-    """Evaluates on an interval and at the end of the run.
+    """Evaluations on an interval and at the end of the run.
 
     Attributes:
-        model, sources, device, should_stop, byte_lengths_V, metrics: as in `evaluate`; no sources = never evaluate.
+        model, sources, device, should_stop, scores, byte_lengths_V, metrics: as in `evaluate`; no sources = never.
         interval: how often; the run's last step is always evaluated.
         best_by: the set whose loss decides which checkpoint is best; None = the mean.
-        early_stopping: ends the run where that loss does not come down any more.
+        early_stopping: ends the run if that loss does not come down any more.
         sampler: has the model write a text after each evaluation but the run's last; None = it writes none.
         pending: whether an evaluation of the present weights is due and not done.
     """
@@ -187,6 +195,7 @@ class Evaluator:
     stopwatch: Stopwatch
     observer: Observer
     should_stop: Callable[[], bool]
+    scores: Scores = field(default_factory=Scores)
     best_by: str | None = None
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     byte_lengths_V: Tensor | None = None
@@ -195,21 +204,20 @@ class Evaluator:
     pending: bool = False
 
     def maybe_run(self, state: TrainState) -> float | None:
-        """Evaluates if it is due after this step, or pending; returns the loss that decides, in nats a token."""
+        """Evaluate if it is due after this step, or pending; returns the loss that decides, in nats per token."""
         if not self.sources or not (self.pending or state.finished or self.interval.is_due(state)):
             return None
         self.pending = True
         if state.preempted:
             return None
         with self.stopwatch.measure("evaluation"):
-            found = evaluate(
-                *(self.model, self.sources, self.device, self.should_stop), self.byte_lengths_V, self.metrics
-            )
+            model, sources, device = self.model, self.sources, self.device
+            found = evaluate(model, sources, device, self.should_stop, self.scores, self.byte_lengths_V, self.metrics)
         if found is None:
             return None
         self.pending = False
         self.observer.after_evaluation(state.progress, found.values(), found.lines())
-        loss = found.loss_of(self.best_by)
+        loss = found.numbers(self.best_by)["loss"]
         self.early_stopping.note(loss, state)  # may make it the run's last, whose sample comes at the end
         if self.sampler is not None and not state.finished:
             with self.stopwatch.measure("evaluation"):
@@ -219,10 +227,10 @@ class Evaluator:
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, JSON-able."""
+        """Return what a checkpoint keeps, JSON-able."""
         return {PENDING_KEY: self.pending, **self.early_stopping.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what a checkpoint kept."""
+        """Resume from what a checkpoint kept."""
         self.pending = bool(self.sources) and bool(state[PENDING_KEY])
         self.early_stopping.load_state_dict(state)

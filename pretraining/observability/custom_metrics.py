@@ -27,8 +27,6 @@ from pretraining.model.loss import HeadLoss
 Sums = dict[str, Tensor]
 """Of each metric, by its name: sum and count, [2] float64 on the device."""
 
-_NOTHING = "with a count of 0 where there is nothing to count"
-
 
 class Ratio(NamedTuple):
     """A metric, summed over all that it was measured on."""
@@ -38,12 +36,12 @@ class Ratio(NamedTuple):
 
     @staticmethod
     def total(ratios: Iterable[Ratio]) -> Ratio:
-        """Adds up."""
+        """Add up."""
         return Ratio(*(sum(column) for column in zip(Ratio(), *ratios, strict=True)))
 
     @property
     def value(self) -> float:
-        """The sum over the count; NaN where nothing was counted."""
+        """Return the sum over the count; NaN where nothing was counted."""
         return self.sum / self.counted if self.counted else float("nan")
 
 
@@ -84,10 +82,10 @@ class NoMetrics:
     names: tuple[str, ...] = ()
 
     def add(self, sums: Sums, outputs: HeadLoss, inputs: ModelInputs) -> None:
-        """Adds the metrics of a micro-batch to sums. The first call is a collective one."""
+        """Add the metrics of a micro-batch to sums. The first call is a collective one."""
 
     def add_by_set(self, sums: Sequence[Sums], outputs: HeadLoss, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
-        """Adds the metrics of a micro-batch's rows to the sums of the sets that the rows are of; else as `add`."""
+        """Add the metrics of a micro-batch's rows to the sums of the sets that the rows are of; else as `add`."""
 
 
 NO_METRICS = NoMetrics()
@@ -114,7 +112,7 @@ class CustomMetrics(NoMetrics):
 
     @torch.no_grad()
     def add(self, sums: Sums, outputs: HeadLoss, inputs: ModelInputs) -> None:
-        """As in `NoMetrics`.
+        """Add as in `NoMetrics`.
 
         Raises:
             ConfigError: the function returns something else than scalars on the device, or other names than on another
@@ -124,7 +122,7 @@ class CustomMetrics(NoMetrics):
 
     @torch.no_grad()
     def add_by_set(self, sums: Sequence[Sums], outputs: HeadLoss, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
-        """As in `NoMetrics`; calls the function once a set. Raises as `add`."""
+        """Add as in `NoMetrics`, with a call per set; raises as `add`."""
         whole, numbers_B = self._outputs_of(outputs), micro_batch.datasets_B
         numbers = [0] if numbers_B is None else numbers_B.tolist()
         for number in sorted(set(numbers)):
@@ -140,70 +138,53 @@ class CustomMetrics(NoMetrics):
         return Outputs(losses_BS.sum(), outputs.valid_tokens, losses_BS, hits_BS, hidden)
 
     def _add(self, sums: Sums, outputs: Outputs, inputs: ModelInputs) -> None:
-        measured = self._measure_again(outputs, inputs) if self._is_known else self._measure_first(outputs, inputs)
+        if self._is_known:
+            try:
+                measured = self._measure(outputs, inputs)
+                _check_same_names(self.names, tuple(measured), "before", "now")
+            except ConfigError as error:
+                error.rank = dist.get_rank()  # others do not know of it
+                raise
+        else:
+            measured = on_every_rank(lambda: self._measure(outputs, inputs))
+            for rank, names in enumerate(gather_from_every_rank(lambda: tuple(measured))):
+                _check_same_names(tuple(measured), names, f"on rank {dist.get_rank()}", f"on rank {rank}")
+            self.names, self._is_known = tuple(measured), True
         for name, pair in measured.items():
             sums[name] = sums[name] + pair if name in sums else pair
 
-    def _measure_first(self, outputs: Outputs, inputs: ModelInputs) -> Sums:
-        measured = on_every_rank(lambda: self._measure(outputs, inputs))
-        everyone = gather_from_every_rank(lambda: tuple(measured))
-        other = next((rank for rank, names in enumerate(everyone) if names != everyone[0]), None)
-        if other is not None:
-            raise ConfigError(
-                f"extra_metrics returned {_listed(everyone[0])} on rank 0 and {_listed(everyone[other])} on rank "
-                f"{other}: return the same names on every rank, {_NOTHING}"
-            )
-        self.names, self._is_known = everyone[0], True
-        return measured
-
-    def _measure_again(self, outputs: Outputs, inputs: ModelInputs) -> Sums:
-        try:
-            measured = self._measure(outputs, inputs)
-            if tuple(measured) != self.names:
-                raise ConfigError(
-                    f"extra_metrics returned {_listed(tuple(measured))}, and {_listed(self.names)} before: return the "
-                    f"same names each time, {_NOTHING}"
-                )
-        except ConfigError as error:
-            error.rank = dist.get_rank()  # others do not know of it
-            raise
-        return measured
-
     def _measure(self, outputs: Outputs, inputs: ModelInputs) -> Sums:
-        """Calls the function; its metrics in the order of their names."""
+        """Call the function; return its metrics in the order of their names."""
         found: Any = self._function(outputs, inputs)
         if not isinstance(found, Mapping) or not all(isinstance(name, str) and name for name in found):
             raise ConfigError(f"extra_metrics returned {found!r:.200}: return a dict, {{name: (sum, count)}}")
         return {name: self._pair(name, found[name]) for name in sorted(found)}
 
     def _pair(self, name: str, value: Any) -> Tensor:
-        parts = value if isinstance(value, tuple | list) and len(value) == 2 else ()
-        scalars = [torch.full((), each, device=self._device) if type(each) in (int, float) else each for each in parts]
-        problems = [_problem(each, self._device) for each in scalars] or ["no pair"]
-        if any(problems):
-            problem = next(filter(None, problems))
+        def scalar(each: Any) -> Tensor:
+            if isinstance(each, Tensor):
+                return each.double()
+            return torch.full((), each, dtype=torch.float64, device=self._device)
+
+        try:
+            pair = torch.stack([scalar(each) for each in value])
+        except (TypeError, ValueError, RuntimeError):  # no pair, no number, or on several devices
+            pair = None
+        if pair is None or pair.shape != (2,) or pair.device != self._device:
             raise ConfigError(
-                f"extra_metrics: {name} is {problem}; give (sum, count), two scalar tensors on {self._device}, such as "
-                "(values.sum(), outputs.valid_tokens)"
+                f"extra_metrics: {name} is {value!r:.200}; give (sum, count), two scalar tensors on {self._device}, "
+                "such as (values.sum(), outputs.valid_tokens)"
             )
-        return torch.stack([scalar.double() for scalar in scalars])
+        return pair
 
 
 def custom_metrics(hook: MetricsHook | None, model: nn.Module, device: torch.device) -> NoMetrics:
-    """Makes the metrics of a run; `model` is its Llama, as it is laid out."""
+    """Make the metrics of a run; `model` is its Llama, as it is laid out."""
     return NO_METRICS if hook is None else CustomMetrics(hook, model.get_submodule("model"), device)
 
 
-def _problem(scalar: Any, device: torch.device) -> str | None:
-    if not isinstance(scalar, Tensor):
-        return f"a pair with {type(scalar).__name__} in it"
-    if scalar.dim():
-        return f"a pair with a tensor of shape {tuple(scalar.shape)} in it"
-    return None if scalar.device == device else f"a pair with a tensor on {scalar.device} in it"
-
-
 def _rows_of(outputs: Outputs, inputs: ModelInputs, rows: list[int]) -> tuple[Outputs, ModelInputs]:
-    """Some rows of a micro-batch, without waiting for the device."""
+    """Return some rows of a micro-batch, without waiting for the device."""
     tokens_BS, labels_BS, positions_BS, lengths = inputs
     places = send(torch.tensor(rows), tokens_BS.device)
     if lengths is not None:
@@ -223,7 +204,7 @@ def _rows_of(outputs: Outputs, inputs: ModelInputs, rows: list[int]) -> tuple[Ou
 
 
 def _lengths_of(lengths: tuple[int, ...], rows: list[int], row_tokens: int) -> tuple[int, ...]:
-    """The lengths of the documents in some rows, of those of all rows: no document crosses from one row to the next."""
+    """Return the lengths of the documents in some rows: no document crosses from one row to the next."""
     by_row: dict[int, list[int]] = {}
     place = 0
     for length in lengths:
@@ -232,5 +213,9 @@ def _lengths_of(lengths: tuple[int, ...], rows: list[int], row_tokens: int) -> t
     return tuple(length for row in rows for length in by_row[row])
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "no metric"
+def _check_same_names(expected: tuple[str, ...], names: tuple[str, ...], where: str, elsewhere: str) -> None:
+    if names != expected:
+        raise ConfigError(
+            f"extra_metrics returned {', '.join(expected) or 'nothing'} {where} and {', '.join(names) or 'nothing'} "
+            f"{elsewhere}: return the same names each time, with a count of 0 if there is nothing to count"
+        )

@@ -12,6 +12,7 @@ import platform
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from pretraining.distributed.processes import Processes, gather_from_every_rank
-from pretraining.files import read_json, write_atomic
+from pretraining.files import exists, read_json, write_atomic
 from pretraining.observability.report_file import written_time
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS
@@ -52,7 +53,7 @@ def record_environment(run: Path, step: int, launcher: str, processes: Processes
         "system": platform.platform(),
         "cuda": torch.version.cuda,
         "git": _git_state(Path(__file__).parents[2]),
-        "packages": {package: found for package in PACKAGES if (found := _version_of(package))},
+        "packages": _versions(),
     }
     path = run / LOGS / ENVIRONMENT_FILE
     try:
@@ -63,38 +64,37 @@ def record_environment(run: Path, step: int, launcher: str, processes: Processes
 
 def _earlier_records(path: Path) -> list[Any]:
     try:
-        records = read_json(path)
+        records = read_json(path) if exists(path) else []
         if not isinstance(records, list):
             raise ValueError("it is no list")
-    except FileNotFoundError:
-        return []
+        return records
     except ValueError as error:
         log.warning("%s is damaged (%s): it begins anew", path, error)
         return []
-    return records
 
 
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _git_state(root: Path) -> dict[str, Any] | None:
-    """Return the commit of this code, and whether its tracked files changed; None if git does not know it."""
-    commit, top = _git(root, "rev-parse", "HEAD"), _git(root, "rev-parse", "--show-toplevel")
-    if commit is None or top is None or Path(top) != root.resolve():  # installed inside of another repository
-        return None
-    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+    """Return the commit of this code, and whether its tracked files changed; None if git does not know it, or is slow.
 
+    A repository around the place where the package is installed is none of this code.
+    """
 
-def _git(root: Path, *arguments: str) -> str | None:
-    """Return what git answers; None if it is missing, fails or takes long, as on a slow network file system."""
-    try:
+    def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if Path(top) != root.resolve():
+            return None
+        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    return done.stdout.strip()

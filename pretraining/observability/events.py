@@ -24,7 +24,7 @@ from typing import Any
 
 from pretraining.files import check_regular, exists
 from pretraining.observability.report_file import JsonLineFile
-from pretraining.observability.trackers import LOGS, Trackers
+from pretraining.observability.trackers import LOGS, ReportSink
 
 log = logging.getLogger(__name__)
 
@@ -35,29 +35,31 @@ class Events:
     """The events of a run; without `open`, as on other ranks than 0, they are not kept."""
 
     def __init__(self) -> None:
-        self._file = Trackers()
+        self._sink: ReportSink | None = None
 
     def open(self, run: Path) -> None:
-        """Keeps events in a run's folder from now on; that they cannot be written is a warning."""
+        """Keep events in a run's folder from now on; if they cannot be written, that is a warning."""
         path = run / LOGS / EVENTS_FILE
         try:
             path.parent.mkdir(exist_ok=True)
             _end_last_line(path)
-            self._file = Trackers({EVENTS_FILE: JsonLineFile(path)})
+            self._sink = ReportSink(EVENTS_FILE, JsonLineFile(path))
         except OSError as error:
             log.warning("%s cannot be written (%s): what happens to the run is not kept", path, error.strerror or error)
 
     def add(self, event: str, step: int, **details: Any) -> None:
-        """Appends an event; `details` are JSON-able, and null where they are not known."""
-        self._file.log(step, {"event": event, **details})
+        """Append an event; `details` are JSON-able, and null if they are not known."""
+        if self._sink is not None:
+            self._sink.log(step, {"event": event, **details})
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Close the file."""
+        if self._sink is not None:
+            self._sink.close()
 
 
 def _end_last_line(path: Path) -> None:
-    """Ends the line that a killed process has left without an end, so that the next event has a line of its own."""
+    """End the line that a killed process has left without an end, so that the next event has a line of its own."""
     if not exists(path):
         return
     check_regular(path)

@@ -89,7 +89,7 @@ class Profiler:
             log.info("profiler    no step was profiled: those to profile are %s (--profile_steps)", ranges)
 
     def after_step(self, state: TrainState) -> None:
-        """Begins a recording, goes on with it, or ends it with a trace and a table; collective if all ranks record."""
+        """Begin a recording, go on with it, or end it with a trace and a table; collective if all ranks record."""
         if not self._records:
             return
         recording, self._next_step = self._recording, state.progress.steps + 1
@@ -110,7 +110,7 @@ class Profiler:
             self._begin_if_due()
 
     def turn_to(self, doing: str) -> None:
-        """Marks in the trace what the loop turns to; "training" has no mark."""
+        """Mark in the trace what the loop turns to; "training" has no mark."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -119,7 +119,7 @@ class Profiler:
             self._range.__enter__()
 
     def _begin_if_due(self) -> None:
-        """Begins to record the range that the next step is in, or to warm up for one that begins right after it."""
+        """Begin to record the range that the next step is in, or to warm up for one that begins right after it."""
         step = self._next_step
         ranges = [(max(first, step), last) for first, last in self._ranges if first - 1 <= step <= last]
         if not ranges or not self._records:
@@ -137,7 +137,7 @@ class Profiler:
         trace.__enter__()
 
     def _conclude(self, recording: _Recording, last: int) -> None:
-        """Writes the trace and logs what is in it."""
+        """Write the trace and log what is in it."""
         self._profiled += 1
         with self._stopwatch.measure("profiler"):
             path = self._folder / f"steps_{recording.first}-{last}_rank{dist.get_rank()}.pt.trace.json.gz"
@@ -165,14 +165,14 @@ class Profiler:
 
 
 def _ranges_to_profile(config: ProfilerConfig, next_step: int) -> list[tuple[int, int]]:
-    """Returns the steps that the settings name, or the first ones of this start that are past its warm-up."""
+    """Return the steps that the settings name, or the first ones of this start that are past its warm-up."""
     first = next_step + STEPS_BEFORE
     usual = [] if config.profile_interval.amount else [(first, first + STEPS_OF_A_PROFILE - 1)]
     return config.step_ranges or usual
 
 
 def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str, where: str) -> list[str]:
-    """Returns the lines to print about profiled steps.
+    """Return the lines to print about profiled steps.
 
     Args:
         summary: of this rank.

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 MOST_WAITING = 20_000
-"""Reports that wait in memory while the disk of a file is full: about 10 MB."""
+"""Reports that wait in memory for a disk or a service: about 10 MB."""
 
 
 class ReportFile:
-    """A file that reports are appended to: each whole or not at all, and one that finds no room as soon as there is."""
+    """A file of records, each whole or not there; a record that finds no room waits until there is some."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,7 +26,7 @@ class ReportFile:
         self._lost = 0
 
     def append(self, record: bytes) -> None:
-        """Appends a record behind those that wait.
+        """Append a record behind those that wait.
 
         Raises:
             OSError: it waits, too; the error names the file.
@@ -38,13 +38,13 @@ class ReportFile:
         self._write_waiting()
 
     def close(self) -> None:
-        """Closes the file; an OSError where records still find no room, which are lost then."""
+        """Close the file; an OSError if records still find no room, which are lost then."""
         with self._file:
             self._write_waiting()
 
     @property
     def lacks(self) -> int:
-        """Records that are not in the file."""
+        """Return how many records are not in the file."""
         return self._lost + len(self._waiting)
 
     def _write_waiting(self) -> None:
@@ -61,26 +61,22 @@ class ReportFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
-class JsonLineFile:
-    """One JSON object a line, with the step and the time of day; a line is written whole, so nobody reads half of one.
+class JsonLineFile(ReportFile):
+    """One JSON object per line, with the step and the time of day.
 
     Args:
         clock: seconds since 1970.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(path)
         self._clock = clock
-        self.file = ReportFile(path)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Appends a line; raises as `ReportFile.append`."""
-        self.file.append(json.dumps({"step": step, "time": written_time(self._clock()), **values}).encode() + b"\n")
-
-    def close(self) -> None:
-        """Closes the file."""
-        self.file.close()
+        """Append a line; raises as `append`."""
+        self.append(json.dumps({"step": step, "time": written_time(self._clock()), **values}).encode() + b"\n")
 
 
 def written_time(seconds: float) -> str:
-    """Writes a moment, in seconds since 1970, as `2026-11-21T14:30:05Z`: in UTC, as jq's `fromdate` reads it."""
+    """Return a moment, in seconds since 1970, as `2026-11-21T14:30:05Z`: in UTC, as jq's `fromdate` reads it."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -43,20 +43,20 @@ class StragglerWatch:
         self._clear()
 
     def start(self) -> None:
-        """Begins to look at the calling thread."""
+        """Begin to look at the calling thread."""
         self._watched = threading.get_ident()
         if self._factor is not None:
             self._thread = threading.Thread(target=self._look_on, name="straggler watch", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the looking, and waits for its thread."""
+        """Stop looking, and wait for the thread."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     def report(self, step_seconds: float) -> list[str]:
-        """Names each process that the others wait for, a line each; a collective call.
+        """Return a line for each process that the others wait for; a collective call.
 
         `step_seconds` is the mean since the last report.
         """
@@ -108,7 +108,7 @@ class StragglerWatch:
 
 
 def find_stragglers(shares: list[float], looks: int, factor: float) -> dict[int, float]:
-    """Returns the ranks whose share of own work stands out, the largest first, with the median share of the others.
+    """Return the ranks whose share of own work stands out, the largest first, with the median share of the others.
 
     A share stands out if it is `factor` times that median, costs the others at least a tenth of their time, and chance
     does not explain it: four standard errors of a difference of two proportions from `looks` samples each.

@@ -18,7 +18,7 @@ CURVES = ("loss", "evaluation_loss")
 """What TensorBoard shows beside the hyperparameters of a run."""
 
 
-class TensorBoard:
+class TensorBoard(ReportFile):
     """Scalars, settings as text and as hyperparameters, in an event file of this process.
 
     TensorBoard's own writer has a thread that a full disk ends, and with it all curves.
@@ -32,19 +32,19 @@ class TensorBoard:
         run.folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         paths = (run.folder / f"{name}.{number}" for number in count())
-        self.file = ReportFile(next(path for path in paths if not exists(path)))
-        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        super().__init__(next(path for path in paths if not exists(path)))
+        self._append_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if run.restored_step:  # TensorBoard hides what an earlier process logged from the next step on
             start = SessionLog(status=SessionLog.START)
-            self._append(Event(wall_time=time.time(), step=run.restored_step + 1, session_log=start))
+            self._append_event(Event(wall_time=time.time(), step=run.restored_step + 1, session_log=start))
         self._add_settings(run)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Adds a point to each curve."""
+        """Add a point to each curve."""
         points = [
             self._summary.Value(tag=name, simple_value=value) for name, value in values.items() if value is not None
         ]
-        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
+        self._append_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
 
     def _add_settings(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard.summary import hparams, text
@@ -52,15 +52,11 @@ class TensorBoard:
         indented = "".join(f"    {line}\n" for line in dump_config(run.config).splitlines())  # code, in Markdown
         summaries = (text("settings", indented), *hparams(plain_settings(run.config), dict.fromkeys(CURVES, 0.0)))
         for summary in summaries:
-            self._append(self._event(wall_time=time.time(), step=run.restored_step, summary=summary))
+            self._append_event(self._event(wall_time=time.time(), step=run.restored_step, summary=summary))
 
-    def _append(self, event: Any) -> None:
+    def _append_event(self, event: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         record = BytesIO()
         RecordWriter(record).write(event.SerializeToString())
-        self.file.append(record.getvalue())
-
-    def close(self) -> None:
-        """Closes the event file."""
-        self.file.close()
+        self.append(record.getvalue())

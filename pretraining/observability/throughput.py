@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def device_name(device: torch.device) -> str:
-    """Returns what a device calls itself."""
+    """Return what a device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -41,17 +41,17 @@ class Stopwatch:
         self._spent: dict[str, float] = {}  # by name, since the last lap
 
     def also_tell(self, listener: Callable[[str], None]) -> None:
-        """Adds a listener, which is told what begins."""
+        """Add a listener, which is told what begins."""
         self._listeners.append(listener)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self._clock() - self._started
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Counts the time of a `with` block as spent on `name`."""
+        """Count the time of a `with` block as spent on `name`."""
         began = self._clock()
         self._tell(name)
         try:
@@ -65,7 +65,7 @@ class Stopwatch:
             listener(name)
 
     def watch(self, items: Iterable[T], name: str) -> Iterator[T]:
-        """Passes items on; the time that each `next` takes counts as spent on `name`."""
+        """Pass items on; the time that each `next` takes counts as spent on `name`."""
         iterator = iter(items)
         while True:
             with self.measure(name):
@@ -76,12 +76,12 @@ class Stopwatch:
             yield item
 
     def restart(self) -> None:
-        """Begins the first lap now; what was spent before belongs to none."""
+        """Begin the first lap now; what was spent before belongs to none."""
         self._lap_started = self._clock()
         self._spent = {}
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """Ends a lap; returns its seconds of training, waiting for data included, and the seconds spent by name."""
+        """End a lap; return its seconds of training, waiting for data included, and the seconds spent by name."""
         now = self._clock()
         spent, self._spent = self._spent, {}
         elsewhere = sum(seconds for name, seconds in spent.items() if name != "data")

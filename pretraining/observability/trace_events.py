@@ -68,7 +68,7 @@ class TraceSummary:
 
 
 def summarise(events: Sequence[FunctionEvent]) -> TraceSummary | None:
-    """Returns where the time of a recorded trace went; None where it holds no whole step.
+    """Return where the time of a recorded trace went; None where it holds no whole step.
 
     Args:
         events: of torch.profiler, of whole steps, with the device waited for at both ends.
@@ -92,7 +92,7 @@ def summarise(events: Sequence[FunctionEvent]) -> TraceSummary | None:
 
 
 def _is_operation(event: FunctionEvent) -> bool:
-    """Whether a CPU event is an operation, and not a range that was marked around others."""
+    """Return whether a CPU event is an operation, and not a range that was marked around others."""
     return not event.is_user_annotation or _communicates(event)
 
 
@@ -102,7 +102,7 @@ def _communicates(event: FunctionEvent) -> bool:
 
 
 def _computes(event: FunctionEvent) -> bool:
-    """Whether a CPU event is arithmetic; nodes of autograd are not: they hold operations, FSDP's hooks and waiting."""
+    """Return whether a CPU event is arithmetic; autograd's nodes are not: they hold operations, hooks and waiting."""
     return event.name.startswith("aten::") or not event.cpu_children
 
 
@@ -123,7 +123,7 @@ def _by_name(events: Iterable[FunctionEvent], is_device: bool) -> list[Operation
 def divide_time(
     window: Span, compute: Iterable[Span], communication: Iterable[Span], data: Iterable[Span]
 ) -> TimeShares:
-    """Divides a time window, of which each moment counts once.
+    """Divide a time window, of which each moment counts once.
 
     Args:
         window: (start, end) in microseconds; what lies outside does not count.
@@ -160,7 +160,7 @@ def divide_time(
 
 
 def _what_counts(running: dict[str, int]) -> str:
-    """Says what a moment counts as, from the number of spans of each kind that it lies in."""
+    """Return what a moment counts as, from the number of spans of each kind that it lies in."""
     if running["compute"] and running["communication"]:
         return "compute beside communication"
     return next((kind for kind in ("compute", "communication", "data") if running[kind]), "idle")

@@ -15,6 +15,7 @@ import shutil
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +44,9 @@ from pretraining.errors import CheckpointError, ConfigError
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.memory import MASTER_BYTES, optimizer_state_bytes
 from pretraining.files import is_folder
-from pretraining.launch.layout import ProcessLayout
+from pretraining.launch.layout import resolve_layout
 from pretraining.launch.machine import machine_memory, usable_cores
+from pretraining.launch.program import FAILED
 from pretraining.text import count_of, format_table
 
 Verdict = Literal["good", "look at", "bad"]
@@ -101,12 +103,14 @@ class RankReport:
     clock: float
 
 
-def doctor(config: DoctorConfig, layout: ProcessLayout) -> Verdict:
-    """Measure and print, in every process of a job; return the worst verdict, the same in all.
+def doctor(config: DoctorConfig) -> None:
+    """Measure and print, in every process of a job.
 
     Raises:
         ConfigError: a folder cannot be used.
+        SystemExit: something is bad, in all processes alike.
     """
+    layout = resolve_layout(os.environ)
     with join_processes(layout, parallel=config.parallel) as processes:
         _barrier()
         clock = time.time()
@@ -120,7 +124,8 @@ def doctor(config: DoctorConfig, layout: ProcessLayout) -> Verdict:
             documents = {"verdict": worst, "rows": [*map(asdict, rows)], "ranks": [*map(asdict, ranks)]}
             text = "\n".join(_table(ranks, rows))
             print(json.dumps(documents) if config.doctor.json else text, flush=True)
-    return worst
+    if worst == "bad":
+        sys.exit(FAILED)
 
 
 # What each rank measures by itself

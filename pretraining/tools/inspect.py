@@ -19,9 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from pretraining.checkpoint.manifest import run_of
 from pretraining.checkpoint.rollback_file import read_rollback, without_samples
+from pretraining.checkpoint.start_point import adopt_settings, find_newest, find_start, newest_run_path
 from pretraining.config.batch_sizes import BatchSizes
+from pretraining.config.command_line import parse_config, value_given, value_on_command_line
 from pretraining.config.commands import InspectConfig
+from pretraining.config.recipes import parse_recipe
 from pretraining.config.rules import check_config
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
@@ -34,6 +38,7 @@ from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.launch.terminal import print_text, showing_through
 from pretraining.text import count_of, format_table
+from pretraining.tools.translate.hook import translate_when_needed
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +47,39 @@ SAMPLES_COUNTED = 20_000
 
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 200
+
+
+def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Show what steps train on: those of the run that `train` would start or resume, or of a named checkpoint.
+
+    Args:
+        overrides, flags: words and flags of the command line.
+
+    Raises:
+        PretrainError: any mistake of the user.
+    """
+    translate = translate_when_needed
+    named = value_on_command_line("ckpt_load_path", overrides, flags, translate)
+    named = named or value_on_command_line("resume_from_checkpoint", overrides, flags, translate)
+    if value_given("weights_only", overrides, flags, translate):
+        named = None  # a new run, with the settings and the data that `train` would begin it with
+    if named is None:
+        config = parse_config(InspectConfig, overrides, flags, translate=translate)
+    path = config.checkpoint.ckpt_save_path if named is None else named
+    path = None if path is None else newest_run_path(path)
+    # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
+    if named is None:
+        start = find_start(replace(config.checkpoint, ckpt_save_path=path))
+    else:
+        start = find_newest(Path(path or ""))
+        settings = parse_recipe(start.manifest.config, f"config of {start.path}")
+        config = parse_config(InspectConfig, overrides, flags, settings, translate)
+    with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
+        config = adopt_settings(config, start)
+    # If the weights alone are taken, the data begins with them.
+    manifest = start.manifest if start and not start.weights_only else None
+    state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
+    inspect(config, state, size, None if path is None else run_of(Path(path)))
 
 
 def inspect(

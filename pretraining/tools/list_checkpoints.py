@@ -21,8 +21,7 @@ from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_folder, real_path
 from pretraining.launch.terminal import print_text
-from pretraining.observability.display import format_seconds
-from pretraining.text import count_of, format_bytes, format_table
+from pretraining.text import count_of, format_bytes, format_seconds, format_table
 
 
 @dataclass(frozen=True, kw_only=True)

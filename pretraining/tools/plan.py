@@ -26,7 +26,7 @@ from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
-from pretraining.text import count_of
+from pretraining.text import count_of, format_gib, format_seconds
 
 ROOM = 0.9
 """Share of a GPU's memory that a search fills: allocators keep reserves, and the estimate may be wrong."""
@@ -285,11 +285,13 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Pl
     yield f"layout      {_layout(chosen)}; {chosen.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"
     room = chosen.memory.total / chosen.memory_bytes
     verdict = "fits" if room <= ROOM else "may fit, with little room" if chosen.fits else "does not fit"
-    yield f"memory      {_gib(chosen.memory.total)} of {_gib(chosen.memory_bytes)} a GPU, {room:.0%}: {verdict}"
+    needed, available = format_gib(chosen.memory.total), format_gib(chosen.memory_bytes)
+    yield f"memory      {needed} of {available} a GPU, {room:.0%}: {verdict}"
     for name, size in _parts(chosen.memory).items():
-        yield f"  {name.replace('_', ' '):16}{_gib(size):>12}"
+        yield f"  {name.replace('_', ' '):16}{format_gib(size):>12}"
     if chosen.memory.later_gradients:
-        yield f"  {'not at once':16}{_gib(-chosen.memory.later_gradients):>12}  of gradients: they come after the peak"
+        later = format_gib(-chosen.memory.later_gradients)
+        yield f"  {'not at once':16}{later:>12}  of gradients: they come after the peak"
     if config.plan.optimizer_state_bytes is None and config.optimizer.optimizer not in OPTIMIZERS:
         yield "  (the optimizer is counted as AdamW: give --optimizer_state_bytes)"
     step = chosen.step
@@ -303,7 +305,7 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Pl
         f"{cluster.gpu.peak_tflops:g} TFLOP/s"
     )
     yield f"run         {_run(config, cluster, chosen)}"
-    yield f"checkpoint  {_gib(_checkpoint_bytes(config, shape))} each"
+    yield f"checkpoint  {format_gib(_checkpoint_bytes(config, shape))} each"
     if not chosen.fits:
         fitting = search(config, shape, cluster)
         yield "what fits   " + (_flags(config, fitting[0]) if fitting else _nothing_fits(config, shape, cluster))
@@ -319,7 +321,7 @@ def _run(config: PlanConfig, cluster: Cluster, chosen: Plan) -> str:
             "(steps) or 5Btok (tokens) for days and GPU-hours"
         )
     return (
-        f"{count_of(length.steps, 'step')}, {length.tokens:,} tokens: {_time(length.seconds)}, "
+        f"{count_of(length.steps, 'step')}, {length.tokens:,} tokens: {format_seconds(length.seconds)}, "
         f"{length.seconds / 3600 * cluster.gpus:,.1f} GPU-hours"
     )
 
@@ -337,7 +339,7 @@ def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Seque
     yield f"{'tokens/s a GPU':>14}  {'MFU':>4}  {'GiB':>5}  {'run':>9}  flags"
     for each in plans[:SHOWN]:
         length = _length(config, each)
-        run = "-" if length is None else _time(length.seconds)
+        run = "-" if length is None else format_seconds(length.seconds)
         speed, memory = f"{each.tokens_per_second_per_gpu:,.0f}", f"{each.memory.total / 2**30:.1f}"
         yield f"{speed:>14}  {each.mfu:>4.0%}  {memory:>5}  {run:>9}  {_flags(config, each)}"
     if len(plans) > SHOWN:
@@ -435,15 +437,3 @@ def _checkpoint_bytes(config: PlanConfig, shape: LlamaShape) -> int:
 def _optimizer_bytes(config: PlanConfig, shape: LlamaShape) -> int:
     own = config.plan.optimizer_state_bytes
     return optimizer_state_bytes(config.optimizer, shape) if own is None else round(own * parameter_count(shape))
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 48 * 3600:
-        return f"{seconds / 86400:,.1f} days"
-    if seconds >= 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"

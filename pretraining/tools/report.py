@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 
 from pretraining.config.commands import PageConfig
 from pretraining.config.fields import settings_of
+from pretraining.config.plugins import SCORES
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
-from pretraining.observability.display import format_seconds
+from pretraining.text import format_seconds
 from pretraining.tools.run_records import Columns, RunRecord, number_of, read_runs, seconds_of
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Plot:
 PLOTS = (
     Plot("Loss", "nats per token", r"loss|evaluation_loss(/.*)?"),
     Plot("Training loss by dataset", "nats per token", r"loss/.*"),
-    Plot("Token accuracy", "share", r"token_accuracy|evaluation_token_accuracy(/.*)?"),
+    *(Plot(name.replace("_", " ").capitalize(), "", rf"(evaluation_)?{name}(/.*)?") for name in list(SCORES)[1:]),
     Plot("Learning rate", "", r"learning_rate(_group_\d+)?"),
     Plot("Gradient norm", "", r"grad_norm"),
     Plot("Skipped updates", "", r"skipped_updates"),

@@ -35,6 +35,7 @@ from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import DamagedError
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.held_out import Evaluator
+from pretraining.evaluation.scores import Scores
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.custom_metrics import NoMetrics, custom_metrics
@@ -191,6 +192,7 @@ def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
     stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
     host_sync = HostSync()
+    scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
     trackers = _open_trackers(plan)
     observer = build_observer(
         config,
@@ -204,17 +206,19 @@ def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
         shard_group=plan.mesh["shard"].get_group(),
         events=job.events,
         datasets=tuple(source.name for source in plan.loader.reader.sources),
+        score_columns=scores.columns,
+        score_values=scores.values,
     )
     if plan.restored is not None:
         observer.last_loss = plan.restored.manifest.loss
     metrics = custom_metrics(job.hook, trained.model.module, processes.device)
-    context = _step_context(plan, trained, metrics)
+    context = _step_context(plan, trained, metrics, scores)
 
     def should_stop() -> bool:
         state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
         return state.preempted
 
-    evaluator = _evaluator(plan, trained, job, stopwatch, observer, should_stop, metrics)
+    evaluator = _evaluator(plan, trained, job, stopwatch, observer, should_stop, metrics, scores)
     replicas = Replicas(list(trained.parameters.values()), plan.mesh)
     guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.events)
     states: dict[str, Stateful] = {
@@ -264,6 +268,7 @@ def _evaluator(
     observer: Observer,
     should_stop: Callable[[], bool],
     metrics: NoMetrics,
+    scores: Scores,
 ) -> Evaluator:
     config, processes = plan.config, plan.processes
     is_chosen = config.evaluation.best_by is not None or bool(config.evaluation.eval_datasets)
@@ -280,6 +285,7 @@ def _evaluator(
         early_stopping=EarlyStopping(config.evaluation.early_stopping_evaluations, stops_by),
         byte_lengths_V=byte_lengths(config, processes, plan.shape.vocab_size) if plan.sources else None,
         metrics=metrics,
+        scores=scores,
         sampler=job.sampler if config.evaluation.sample_at_evaluations else None,
     )
 
@@ -307,7 +313,7 @@ def _spike_detector(plan: Plan) -> SpikeDetector | None:
     return SpikeDetector(guard.spike_threshold, guard.spike_window, plan.processes.device, conditions)
 
 
-def _step_context(plan: Plan, trained: Trained, metrics: NoMetrics) -> StepContext:
+def _step_context(plan: Plan, trained: Trained, metrics: NoMetrics, scores: Scores) -> StepContext:
     config, device = plan.config, plan.processes.device
     in_float16 = compute_dtype(config.parallel, device) == torch.float16
     return StepContext(
@@ -320,6 +326,7 @@ def _step_context(plan: Plan, trained: Trained, metrics: NoMetrics) -> StepConte
         spikes=_spike_detector(plan),
         scaler=LossScaler(device) if in_float16 else None,
         metrics=metrics,
+        scores=scores,
         activity=plan.processes.activity,
     )
 

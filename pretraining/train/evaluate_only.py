@@ -20,13 +20,13 @@ from pretraining.config.variants import resolve_shape
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate
+from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, format_score
+from pretraining.evaluation.scores import Scores
 from pretraining.files import from_hub
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
 from pretraining.model.init import parameter_name
 from pretraining.observability.custom_metrics import MetricsHook, custom_metrics
-from pretraining.observability.scores import format_perplexity
 from pretraining.text import format_table
 from pretraining.train.build import build_model, use_deterministic_kernels
 from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
@@ -59,7 +59,7 @@ class Evaluated:
     def document(self) -> dict[str, object]:
         """All of it as a JSON object: the mean, and under `sets` each set."""
         found = self.evaluation
-        sets = {name: {"tokens": int(each.tokens), **_finite(found.numbers(name))} for name, each in found.sets.items()}
+        sets = {name: {"tokens": found.tokens(name), **_finite(found.numbers(name))} for name in found.sets}
         mean = _finite({f"evaluation_{name}": value for name, value in found.numbers().items()})
         return {"checkpoint": str(self.checkpoint), "step": self.step, **mean, "sets": sets}
 
@@ -104,7 +104,8 @@ def evaluate_only(
         processes.activity.end_step(start.step)  # all is open and restored: from here on `hang_timeout` counts
         processes.activity.turn_to("evaluation")
         metrics = custom_metrics(hook, model.module, device)
-        found = evaluate(model.module, sources, device, should_stop, table_V, metrics)
+        scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
+        found = evaluate(model.module, sources, device, should_stop, scores, table_V, metrics)
     if found is None:
         raise ending(stop, f"in an evaluation ({reason_of(stop)}): nothing was written.")
     return Evaluated(start.path, start.manifest.step, found)
@@ -141,18 +142,14 @@ def _check_never_trained_on(config: TrainConfig, before: float | None) -> None:
 
 def table(found: Evaluation) -> list[str]:
     """A line a set, and the mean over the tokens of all."""
-    rows = [("set", "tokens", "loss", "perplexity", "token accuracy", "bits a byte")]
-    for name, scores in {**found.sets, MEAN: found.mean}.items():
-        bits = scores.bits_per_byte
-        rows.append(
-            (
-                *(name, f"{scores.tokens:,.0f}", f"{scores.loss:.4f}", format_perplexity(scores.perplexity)),
-                *(f"{scores.token_accuracy:.4f}", "-" if bits is None else f"{bits:.4f}"),
-            )
-        )
+    names = list(found.numbers())
+    rows = [("set", "tokens", *(name.replace("_", " ") for name in names))]
+    for name, label in [(name, name) for name in found.sets] + [(None, MEAN)]:
+        numbers = found.numbers(name)
+        rows.append((label, f"{found.tokens(name):,}", *(format_score(numbers.get(each)) for each in names)))
     return format_table(rows, right=range(1, len(rows[0])))
 
 
-def _finite(values: dict[str, float | None]) -> dict[str, float | None]:
-    """The same with None, which JSON has, in place of what is not finite."""
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    """Replace what is not finite by None, which JSON has."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -16,7 +16,7 @@ from pretraining.errors import ConfigError
 from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.memory import STATE_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.launch.machine import machine_memory
-from pretraining.observability.out_of_memory import format_bytes
+from pretraining.text import format_gib
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ class MemoryLimit:
     bytes: int
     source: str
 
+    def __str__(self) -> str:
+        """Return what a message says."""
+        return f"{format_gib(self.bytes)} {self.source}"
+
 
 def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, processes: Processes) -> None:
     """Logs what one process will take, by its parts; call it on every rank, before the model is built.
@@ -48,7 +52,7 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
     device = processes.device
     needed, limit = _estimate(config, shape, shard_size, device), _limit_of(processes)
     if processes.is_main:
-        log.info("memory      about %s of %s %s: %s", format_bytes(needed.total), *_words(limit), _parts(needed))
+        log.info("memory      about %s of %s: %s", format_gib(needed.total), limit, _parts(needed))
     if config.run.ignore_memory:
         return
     if processes.is_main and config.checkpoint.ckpt_format == "full" and (device.type == "cuda" or shard_size > 1):
@@ -68,8 +72,8 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
     would_fit = f"What would fit: {'; '.join(fitting)}" if fitting else "Nothing smaller would fit, either"
     raise ConfigError(
         f"the model cannot fit: {parameter_count(shape):,} parameters with --batch_size={config.batch.batch_size} and "
-        f"--seq_length={config.data.seq_length} take about {format_bytes(needed.total)} a process ({_parts(needed)}), "
-        f"and there are {' '.join(_words(limit))}. {would_fit}. --ignore_memory=true starts all the same"
+        f"--seq_length={config.data.seq_length} take about {format_gib(needed.total)} a process ({_parts(needed)}), "
+        f"and there are {limit}. {would_fit}. --ignore_memory=true starts all the same"
     )
 
 
@@ -87,9 +91,7 @@ def describe_peak(
     on_gpu = device.type == "cuda"
     estimated = needed.total - needed.runtime if on_gpu else needed.total
     held = "in tensors" if on_gpu else "by a process, programs included"
-    return (
-        f"memory      peak {format_bytes(measured_gib * 2**30)} measured, {format_bytes(estimated)} estimated, {held}"
-    )
+    return f"memory      peak {format_gib(measured_gib * 2**30)} measured, {format_gib(estimated)} estimated, {held}"
 
 
 def _estimate(config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device) -> MemoryEstimate:
@@ -106,10 +108,6 @@ def _limit_of(processes: Processes) -> MemoryLimit:
     return MemoryLimit(memory.available // processes.local_world_size, f"available in {memory.limited_by}{share}")
 
 
-def _words(limit: MemoryLimit) -> tuple[str, str]:
-    return format_bytes(limit.bytes), limit.source
-
-
 def _parts(needed: MemoryEstimate) -> str:
     sizes = {
         "parameters": needed.parameters,
@@ -119,6 +117,6 @@ def _parts(needed: MemoryEstimate) -> str:
         "activations": needed.activations,
         "loss": needed.loss,
     }
-    text = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+    text = ", ".join(f"{name} {format_gib(size)}" for name, size in sizes.items() if size)
     later = needed.later_gradients
-    return f"{text}, less {format_bytes(later)} of gradients that come after the peak" if later else text
+    return f"{text}, less {format_gib(later)} of gradients that come after the peak" if later else text

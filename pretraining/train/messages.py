@@ -31,7 +31,6 @@ from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError, Preempted
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.flops import flops_per_token, matmul_parameters
-from pretraining.observability.display import format_seconds
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import METRICS_FILE
@@ -39,7 +38,7 @@ from pretraining.optim.horizon import describe_schedule
 from pretraining.optim.registry import own_arguments
 from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TrainState
-from pretraining.text import count_of
+from pretraining.text import count_of, format_seconds
 from pretraining.train.loop import Run
 from pretraining.train.plan import Plan
 from pretraining.train.preemption import ending, reason_of

@@ -35,6 +35,7 @@ from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import EvaluationSource
+from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.observability.custom_metrics import MetricsHook
@@ -259,12 +260,13 @@ def lay_out(config: TrainConfig, processes: Processes) -> DeviceMesh:
     """Make the mesh that a run is laid out on, and refuse what cannot train on it; a collective call.
 
     Raises:
-        ConfigError: float8 or compiled blocks are asked for where they do not work, the optimizer cannot be made, or
-            the model does not fit.
+        ConfigError: float8 or compiled blocks are asked for where they do not work, the optimizer or a score cannot be
+            made, or the model does not fit.
     """
     shape = resolve_shape(config.model)
     check_kernels(config, shape, processes.device)
     on_every_rank(lambda: try_optimizer(config.optimizer))
+    on_every_rank(lambda: Scores(config.evaluation.extra_scores))
     mesh = build_run_mesh(config, processes)
     on_every_rank(lambda: check_memory(config, shape, mesh["shard"].size(), processes))
     return mesh

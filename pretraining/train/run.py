@@ -47,6 +47,7 @@ from pretraining.observability.environment import record_environment
 from pretraining.observability.events import Events
 from pretraining.observability.out_of_memory import explain_out_of_memory
 from pretraining.observability.trackers import LOGS, METRICS_FILE
+from pretraining.text import list_some
 from pretraining.train.build import begin_start
 from pretraining.train.evaluate_only import Evaluated, evaluate_only, path_of_what_is_evaluated, print_evaluation
 from pretraining.train.loop import Run
@@ -260,9 +261,8 @@ def _check_same_settings(config: TrainConfig) -> None:
         for name, by_value in ranks.items()
         if len(by_value) > 1
     ]
-    more = f"; and {len(different) - _MOST_NAMED} settings more" if len(different) > _MOST_NAMED else ""
     raise ConfigError(
-        f"the processes of this job were given different settings: {'; '.join(different[:_MOST_NAMED])}{more}.\n"
+        f"the processes of this job were given different settings: {list_some(different, _MOST_NAMED, '; ')}.\n"
         "Give all nodes the same recipe and flags; a recipe on a node's own disk may be an old copy"
     )
 

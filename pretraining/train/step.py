@@ -25,8 +25,8 @@ from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel
 from pretraining.distributed.processes import Activity
+from pretraining.evaluation.scores import Scores
 from pretraining.observability.custom_metrics import NO_METRICS, NoMetrics, Sums
-from pretraining.observability.scores import score
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
 from pretraining.optim.schedules import LearningRate
@@ -44,6 +44,7 @@ class StepContext:
         spikes: judges each loss by those before; None = losses need only be finite.
         scaler: of the loss, in float16; None = it needs none.
         metrics: of the user's own.
+        scores: what is measured of each token.
         activity: is told of each micro-batch.
     """
 
@@ -56,6 +57,7 @@ class StepContext:
     spikes: SpikeDetector | None = None
     scaler: LossScaler | None = None
     metrics: NoMetrics = NO_METRICS
+    scores: Scores = field(default_factory=Scores)
     activity: Activity = field(default_factory=Activity)
 
 
@@ -85,7 +87,8 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         outputs.objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * outputs.objective_sum.detach())
         loss_sum += outputs.objective_sum.detach() - outputs.z_loss_sum
         z_loss_sum += outputs.z_loss_sum
-        scores = scores + score(outputs.tokens_BS2, inputs[index].labels_BS, micro_batch, len(batch.datasets))
+        labels_BS = inputs[index].labels_BS
+        scores = scores + context.scores.measure(outputs.tokens_BS2, labels_BS, micro_batch, len(batch.datasets))
     context.model.finish_gradients()
     gradients = local_gradients(context.model.parameters.values())
     norm = gradient_norm(gradients, context.shard_group) / scale

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, free_ports, run_command
-from training_runs import TINY, reports_of
+from training_runs import TINY, metrics_of, reports_of
 
 pytestmark = pytest.mark.thorough
 
@@ -19,6 +19,9 @@ FLAGS = [
     "optimizer_options=beta1=0.95,beta2=0.98",
     "schedule=my_schedules:triangle",
     "tracker=my_trackers:Csv",
+    "extra_scores=my_scores:Surprises",
+    "held_out_fraction=0.2",
+    "eval_batches=2",
     "warmup_steps=2",
     "min_lr_ratio=0",
     "use_dummy_dataset=true",
@@ -31,7 +34,13 @@ def outside(tmp_path: Path) -> Path:
     """A folder with the modules that the page shows."""
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     modules = BLOCK.findall(page)
-    assert [name for name, _ in modules] == ["my_optimizers.py", "my_schedules.py", "my_trackers.py", "my_formats.py"]
+    assert [name for name, _ in modules] == [
+        "my_optimizers.py",
+        "my_schedules.py",
+        "my_trackers.py",
+        "my_formats.py",
+        "my_scores.py",
+    ]
     for name, code in modules:
         (tmp_path / name).write_text(code)
     return tmp_path
@@ -44,7 +53,7 @@ def train(outside: Path, processes: int, run: str, *flags: str) -> str:
     return run_command([*command, *settings, f"ckpt_save_path={run}"], cwd=outside).stdout
 
 
-def test_ones_own_optimizer_schedule_and_tracker_train_and_resume_on_any_layout(outside: Path) -> None:
+def test_ones_own_optimizer_schedule_tracker_and_score_train_and_resume_on_any_layout(outside: Path) -> None:
     batch = ["global_batch_size=4", "batch_size=2", "num_steps=6"]
     train(outside, 1, "whole", *batch)
     train(outside, 2, "parts", *batch, "run_steps=3")
@@ -52,6 +61,10 @@ def test_ones_own_optimizer_schedule_and_tracker_train_and_resume_on_any_layout(
     assert "step 3" in out and "waits for the device" not in out
     whole, parts = (reports_of(outside / name) for name in ("whole", "parts"))
     assert [each["loss"] for each in parts] == pytest.approx([each["loss"] for each in whole], rel=1e-5)
+    surprises = [[each["custom/Surprises"] for each in run] for run in (parts, whole)]
+    assert surprises[0] == pytest.approx(surprises[1]) and 0 < min(surprises[0]) <= 1
+    evaluations = [metrics_of(outside / name)[-1]["evaluation_custom/Surprises"] for name in ("whole", "parts")]
+    assert evaluations[0] == pytest.approx(evaluations[1]) and 0 < evaluations[0] <= 1
     rates = [each["learning_rate"] for each in whole]
     assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 2e-3 / 3, 1e-3 / 3, 0.0])
     rows = (outside / "parts" / "logs" / "losses.csv").read_text().splitlines()

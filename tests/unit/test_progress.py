@@ -84,7 +84,7 @@ def test_the_canonical_text_is_the_shortest(text: str) -> None:
 
 @pytest.mark.parametrize("text", [*NO_DURATIONS.split("|"), *BARE.split("|"), "5 minutos"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"{text} of what.*{text}tok" if text in BARE.split("|") else None):
+    with pytest.raises(ConfigError):
         Duration.parse(text)
 
 

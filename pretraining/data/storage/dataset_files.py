@@ -23,6 +23,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import format_class
 from pretraining.errors import ConfigError, DataError, PathError
 from pretraining.files import entries_of, exists, is_file, is_folder, read_json
+from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,8 @@ def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) ->
         raise ConfigError(f"datasets end their documents with different tokens ({named}): give --sep_token")
     separator = next(iter(found.values()), None)
     if separator is not None:
-        log.info("sep_token   %s, the end_of_text of %s in %s", separator, MANIFEST_FILE, _shortened(list(found)))
+        names = list_some(list(found), _NAMES_SHOWN)
+        log.info("sep_token   %s, the end_of_text of %s in %s", separator, MANIFEST_FILE, names)
     return separator
 
 
@@ -147,7 +149,7 @@ def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
     removed = sorted(before.keys() - after.keys())
     resized = sorted(path for path in before.keys() & after.keys() if before[path] != after[path])
     changes = (("added", added), ("removed", removed), ("changed in size", resized))
-    return "; ".join(f"{what}: {_shortened(paths)}" for what, paths in changes if paths)
+    return "; ".join(f"{what}: {list_some(paths, _NAMES_SHOWN)}" for what, paths in changes if paths)
 
 
 def _suffixes(file_type: str) -> dict[str, str]:
@@ -283,9 +285,4 @@ def _what_is_in(folder: Path) -> str:
         names = sorted(child.name + ("/" if is_folder(child) else "") for child in entries_of(folder))
     except PathError as error:  # what is wrong was found elsewhere
         return str(error)
-    return f"{folder} holds {_shortened(names)}" if names else f"{folder} is empty"
-
-
-def _shortened(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN:,} more"
+    return f"{folder} holds {list_some(names, _NAMES_SHOWN)}" if names else f"{folder} is empty"

@@ -50,7 +50,7 @@ from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 from pretraining.files import check_regular, exists
 from pretraining.launch.machine import usable_cores
-from pretraining.text import count_of
+from pretraining.text import count_of, format_bytes, list_some
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     elif change:
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     log.info(
-        "indexing dataset '%s': %s, %.2f GiB", files.name, count_of(len(files.paths), "file"), sum(files.sizes) / 2**30
+        "indexing dataset '%s': %s, %s", files.name, count_of(len(files.paths), "file"), format_bytes(sum(files.sizes))
     )
     held: dict[str, tuple[int, int]] = {}
 
@@ -350,8 +350,8 @@ def describe_contradictions(files: DatasetFiles, held: Mapping[str, tuple[int, i
             continue
         wrong = [text for path, count in counts.items() if (text := _contradiction(files, path, count, held.get(path)))]
         if wrong:
-            more = f" and {len(wrong) - _FILES_SHOWN:,} more" if len(wrong) > _FILES_SHOWN else ""
-            lines.append(f"{place} contradicts the files, which are believed: {'; '.join(wrong[:_FILES_SHOWN])}{more}")
+            found = list_some(wrong, _FILES_SHOWN, "; ")
+            lines.append(f"{place} contradicts the files, which are believed: {found}")
     return f"dataset '{files.name}': {'; '.join(lines)}" if lines else None
 
 

@@ -12,8 +12,7 @@ from pretraining.data.tokenizer import load_tokenizer
 from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import has_gpu, machine_memory
 from pretraining.launch.terminal import print_text
-from pretraining.observability.display import format_seconds
-from pretraining.text import count_of
+from pretraining.text import count_of, format_seconds
 from pretraining.tools.prepare.records import Counts, PrepareSummary
 
 log = logging.getLogger(__name__)

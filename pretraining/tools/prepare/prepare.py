@@ -26,7 +26,7 @@ from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import DataError, PretrainError
 from pretraining.files import exists, flush_folder, output_errors, write_atomic, write_flushed
-from pretraining.launch.layout import ProcessLayout
+from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
 from pretraining.tools.prepare.console import Progress, print_summary
@@ -50,6 +50,11 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 PLAN_SECONDS = 1800.0
 """How long other processes wait for rank 0, which may train a tokenizer for some minutes."""
+
+
+def prepare_in_job(config: PrepareConfig) -> None:
+    """Do this process's share of `prepare`."""
+    prepare(config, resolve_layout(os.environ))
 
 
 @overload

@@ -133,7 +133,7 @@ def test_those_that_stand_out_are_named(
     ranks: int, others: dict[int, Heartbeat] | None, silent: list[int], named: list[int]
 ) -> None:
     first, *found, last = describe(Hang(61.0, others, silent), processes(ranks)).splitlines()
-    assert "rank 0: " in first and "61 s" in first and "--hang_timeout" in last
+    assert first.startswith("error: rank 0: ") and "61 s" in first and "--hang_timeout" in last
     assert [int(rank) for rank in re.findall(r"rank (\d+)", "\n".join(found))] == named
 
 

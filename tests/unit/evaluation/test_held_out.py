@@ -14,10 +14,10 @@ from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import Sample, TextSampler
 from pretraining.evaluation.held_out import EvaluationSource, Evaluator, evaluate
+from pretraining.evaluation.scores import Scores
 from pretraining.model.loss import HeadLoss
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook, Outputs, Ratio
 from pretraining.observability.events import Events
-from pretraining.observability.scores import Scores
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
 
@@ -93,15 +93,25 @@ def evaluator_with(
 def test_each_set_has_its_numbers_and_the_mean_weighs_tokens() -> None:
     table = torch.zeros(10, dtype=torch.int64)
     table[1], table[7], table[3], table[4] = 2, 3, 1, 0
-    found = evaluate(LossIsInput(), sources([]), torch.device("cpu"), lambda: False, table)
+    found = evaluate(LossIsInput(), sources([]), torch.device("cpu"), lambda: False, Scores(), table)
     assert found is not None
-    assert found.sets == {"a": Scores(2, 0, 2, 4), "b": Scores(16, 2, 4, 10), "c": Scores(5, 0, 2, 1)}
-    assert found.mean == Scores(23, 2, 8, 15)
-    assert (found.loss_of(None), found.loss_of("b")) == (23 / 8, 4.0)
+    assert found.sums == {None: [23, 2, 8, 15], "a": [2, 0, 2, 4], "b": [16, 2, 4, 10], "c": [5, 0, 2, 1]}
+    assert (found.tokens(), found.tokens("b"), found.sets) == (8, 4, ["a", "b", "c"])
     values = found.values()
     assert values["evaluation_loss"] == 23 / 8 and values["evaluation_loss/b"] == 4.0
     assert values["evaluation_token_accuracy/b"] == 0.5 and values["evaluation_perplexity/c"] == math.exp(2.5)
     assert values["evaluation_bits_per_byte"] == pytest.approx(23 / 15 / math.log(2))
+
+
+def test_the_mean_loss_is_that_of_the_objective_as_in_training() -> None:
+    class Rounded(LossIsInput):
+        def forward(self, *inputs: Any) -> HeadLoss:
+            loss = super().forward(*inputs)
+            return loss._replace(objective_sum=loss.objective_sum + 1)
+
+    found = evaluate(Rounded(), sources([]), torch.device("cpu"), lambda: False, Scores())
+    assert found is not None
+    assert found.numbers()["loss"] == (23 + 3) / 8 and found.numbers("b")["loss"] == 4.0  # three micro-batches
 
 
 def test_each_set_has_the_users_metrics_and_the_mean_weighs_what_was_counted() -> None:
@@ -109,10 +119,10 @@ def test_each_set_has_the_users_metrics_and_the_mean_weighs_what_was_counted() -
         return {"hits": (outputs.hits.sum(), outputs.valid_tokens), "rows": (1, batch.tokens_BS.size(0))}
 
     metrics = CustomMetrics(MetricsHook(measure), nn.Module(), torch.device("cpu"))
-    found = evaluate(LossIsInput(), sources([]), torch.device("cpu"), lambda: False, None, metrics)
+    found = evaluate(LossIsInput(), sources([]), torch.device("cpu"), lambda: False, Scores(), None, metrics)
     assert found is not None
-    hits = {name: of_set["hits"] for name, of_set in found.custom_of_sets.items()}
-    assert hits == {"a": Ratio(0, 2), "b": Ratio(2, 4), "c": Ratio(0, 2)} and found.custom["hits"] == Ratio(2, 8)
+    hits = {name: of_set["hits"] for name, of_set in found.custom.items()}
+    assert hits == {None: Ratio(2, 8), "a": Ratio(0, 2), "b": Ratio(2, 4), "c": Ratio(0, 2)}
     values = found.values()
     assert values["evaluation_custom/hits/b"] == 0.5 and values["evaluation_custom/hits"] == 0.25
     assert values["evaluation_custom/rows/a"] == 1.0 and values["evaluation_loss/b"] == 4.0
@@ -120,7 +130,7 @@ def test_each_set_has_the_users_metrics_and_the_mean_weighs_what_was_counted() -
 
 
 def test_without_a_tokenizer_there_are_no_bits_a_byte() -> None:
-    found = evaluate(LossIsInput(), sources([])[1:], torch.device("cpu"), lambda: False)
+    found = evaluate(LossIsInput(), sources([])[1:], torch.device("cpu"), lambda: False, Scores())
     assert found is not None and "bits" not in "".join(found.values())
 
 
@@ -168,22 +178,15 @@ def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run() -> None:
     assert [step for step, _ in reports] == [3, 6, 8] and len(opened) == 3
 
 
-def test_without_held_out_documents_there_is_no_evaluation() -> None:
-    evaluator = Evaluator(
-        model=LossIsInput(),
-        sources=[],
-        device=torch.device("cpu"),
-        interval=Interval(Duration(1, "steps"), None),
-        stopwatch=Stopwatch(),
-        observer=observer_of([]),
-        should_stop=lambda: False,
-    )
+def test_without_sources_there_is_no_evaluation() -> None:
+    evaluator = evaluator_with([], [], every=1)
+    evaluator.sources = []
     state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
     state.advance(0.0)
     assert evaluator.maybe_run(state) is None
 
 
-def test_an_evaluation_that_is_broken_off_is_owed_and_paid_once_by_the_next_start() -> None:
+def test_an_evaluation_that_is_broken_off_is_pending_and_done_once_by_the_next_start() -> None:
     reports: list[Report] = []
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(2, 2))
     state.advance(0.0)
@@ -199,7 +202,7 @@ def test_an_evaluation_that_is_broken_off_is_owed_and_paid_once_by_the_next_star
     assert not resumed.pending and resumed.maybe_run(state) is None
 
 
-def test_a_run_that_is_should_stop_does_not_begin_an_evaluation() -> None:
+def test_a_run_that_should_stop_does_not_begin_an_evaluation() -> None:
     opened: list[int] = []
     evaluator = evaluator_with(opened, [])
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(1, 1))

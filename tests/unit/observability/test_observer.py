@@ -11,14 +11,17 @@ import torch
 import torch.distributed as dist
 
 from pretraining.distributed.processes import Activity
+from pretraining.evaluation.scores import Scores
 from pretraining.observability.display import Display, Report
 from pretraining.observability.observer import Observer
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
-from pretraining.observability.trackers import Trackers
+from pretraining.observability.trackers import ReportSink, Trackers
 from pretraining.progress import Duration, Interval, Progress, TrainState
 
+SCORES = Scores()
+KEPT = ("loss", "z_loss", "skipped_updates", "token_accuracy")
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 class Recorder(Display):
     """A display, a tracker and a clock that keep what they are told."""
 
-    reports: list[Report] = field(default_factory=list)
+    reports: list[dict[str, Any]] = field(default_factory=list)
     logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     observer: Observer = field(init=False)
     closed: int = 0
@@ -39,8 +42,8 @@ class Recorder(Display):
     def __exit__(self, *arguments: object) -> None:
         self.closed += 1
 
-    def show(self, report: Report) -> None:
-        self.reports.append(report)
+    def show(self, step: int, report: Report) -> None:
+        self.reports.append({"step": step, **report})
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         self.logged.append((step, values))
@@ -59,6 +62,7 @@ def observe(
     done: int = 0,
     kept: dict[str, Any] | None = None,
     custom: bool = False,
+    columns: tuple[str, ...] = (),
 ) -> Recorder:
     """Observes steps of 10 tokens and 2 seconds with the given mean losses, after some that are done."""
     recorder = Recorder()
@@ -78,8 +82,10 @@ def observe(
         device=torch.device("cpu"),
         stopwatch=Stopwatch(lambda: recorder.now),
         display=recorder,
-        trackers=Trackers({"recorder": recorder}),
+        trackers=Trackers({"recorder": ReportSink("recorder", recorder)}),
         stragglers=StragglerWatch(None, Activity()),
+        score_columns=SCORES.columns + columns,
+        score_values=lambda sums: SCORES.values(sums[:4]) | dict(zip(columns, sums[4:], strict=True)),
         datasets=("web", "code"),
     )
     if kept:
@@ -98,7 +104,13 @@ def observe(
                     skipped=torch.tensor(index in skipped),
                     learning_rate=0.1,
                     attention_span=spans[index % len(spans)],
-                    scores=torch.tensor([[loss * 4, 3.0, 4.0, 0.0], [loss * 6, 2.0, 6.0, 0.0]], dtype=torch.float64),
+                    scores=torch.tensor(
+                        [
+                            [loss * 4, 3.0, 4.0, 0.0, *(1.0 for _ in columns)],
+                            [loss * 6, 2.0, 6.0, 0.0, *(2.0 for _ in columns)],
+                        ],
+                        dtype=torch.float64,
+                    ),
                     custom={"mine": torch.tensor([loss * 2, 4.0], dtype=torch.float64)} if custom else {},
                 ),
             )
@@ -107,8 +119,8 @@ def observe(
 
 def test_a_report_is_the_mean_over_its_interval_and_the_last_step_is_always_reported() -> None:
     recorder = observe([1.0, 3.0, 5.0, 5.0, 8.0], every=2)
-    assert [(report.step, report.loss) for report in recorder.reports] == [(2, 2.0), (4, 5.0), (5, 8.0)]
-    assert [report.z_loss for report in recorder.reports] == pytest.approx([0.02, 0.05, 0.08])
+    assert [(report["step"], report["loss"]) for report in recorder.reports] == [(2, 2.0), (4, 5.0), (5, 8.0)]
+    assert [report["z_loss"] for report in recorder.reports] == pytest.approx([0.02, 0.05, 0.08])
     assert recorder.observer.last_loss == 8.0
     assert recorder.closed == 2  # display and tracker
 
@@ -124,24 +136,24 @@ def test_a_report_after_a_resume_is_that_of_the_run_which_was_not_stopped(stop: 
     reports = before.reports + after.reports
     seen, expected = (
         {
-            each.step: (each.loss, each.z_loss, each.skipped_updates, each.losses, each.token_accuracy, each.custom)
+            each["step"]: [
+                value for name, value in each.items() if name in KEPT or name.startswith(("loss/", "custom/"))
+            ]
             for each in given
         }
         for given in (reports, whole.reports)
     )
     assert {step: seen[step] for step in expected} == expected
     assert seen.keys() == expected.keys() | {stop}
-    assert after.reports[-1].step_seconds == 2.0  # rates are those of the process
+    assert after.reports[-1]["step_seconds"] == 2.0  # rates are those of the process
 
 
 def test_a_report_tells_datasets_apart_and_a_skipped_step_does_not_spoil_the_means() -> None:
     recorder = observe([1.0, math.nan, 3.0], every=3, skipped=(1,), custom=True)
     [report], values = recorder.reports, recorder.logged[0][1]
-    assert (report.loss, report.skipped_updates, report.token_accuracy) == (2.0, 1, 0.5)
-    assert report.losses == {"web": 2.0, "code": 2.0}
-    assert report.custom == {"mine": 1.0}  # (2 + 6) / (4 + 4)
+    assert (report["loss"], report["skipped_updates"], report["token_accuracy"]) == (2.0, 1, 0.5)
     assert (values["loss/web"], values["loss/code"], values["token_accuracy"], values["custom/mine"]) == (2, 2, 0.5, 1)
-    assert recorder.observer.newest == values and not {"losses", "custom"} & values.keys()
+    assert recorder.observer.newest == values
 
 
 @pytest.mark.parametrize(("loss", "skipped", "name"), [(math.nan, (0,), "loss"), (1e4, (), "perplexity")])
@@ -154,46 +166,54 @@ def test_a_metric_that_is_not_finite_stays_behind_at_a_resume_and_without_any_no
     kept = observe([1.0], every=2, custom=True).observer.state_dict()
     kept["custom"]["mine"][0] = None
     recorder = observe([3.0], every=2, done=1, kept=kept, custom=True)
-    assert recorder.reports[0].custom == {"mine": 1.5}
+    assert recorder.reports[0]["custom/mine"] == 1.5
     recorder = observe([3.0], every=1)
-    assert recorder.reports[0].custom == {} and not [name for name in recorder.logged[0][1] if "custom" in name]
+    assert not [name for name in recorder.logged[0][1] if "custom" in name]
 
 
 def test_sums_of_an_earlier_version_are_taken_without_datasets() -> None:
     kept = {"steps": 1, "loss_sum": 10.0, "z_loss_sum": 0.0, "valid_tokens": 10, "skipped_updates": 0}
     recorder = observe([3.0], every=2, done=1, kept=kept)
-    assert recorder.reports[0].loss == 2.0 and recorder.reports[0].losses == {"web": 3.0, "code": 3.0}
+    (report,) = recorder.reports
+    assert [report[name] for name in ("loss", "loss/web", "loss/code")] == [2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(("before", "after", "expected"), [(1, 1, 6.0), (0, 1, 3.0), (1, 0, None)])
+def test_sums_of_scores_go_on_after_a_resume_if_the_same_are_measured(
+    before: int, after: int, expected: float | None
+) -> None:
+    own = ("custom/mine",)
+    kept = json.loads(json.dumps(observe([1.0], every=2, columns=own[:before]).observer.state_dict()))
+    recorder = observe([1.0], every=2, done=1, kept=kept, columns=own[:after])
+    (report,) = recorder.reports
+    assert (report["loss"], report["token_accuracy"]) == (1.0, 0.5) and report.get("custom/mine") == expected
 
 
 def test_rates_mfu_and_time_left_follow_from_the_clock() -> None:
     recorder = observe([1.0] * 4, every=2)
     report = recorder.reports[0]
-    assert report.step_seconds == 2.0
-    assert report.tokens_per_second_per_gpu == report.tokens_per_second_per_gpu_overall == 5.0
-    assert report.tokens_per_day == 5.0 * 86400
-    assert report.mfu == pytest.approx(5.0 / 20.0)  # 5 tokens/s at 1 TFLOP each, of 20 TFLOP/s
-    assert report.time_left_seconds == pytest.approx(4.0)
-    assert report.memory_gib > 0 and report.memory_reserved_gib is None
+    assert report["step_seconds"] == 2.0
+    assert report["tokens_per_second_per_gpu"] == report["tokens_per_second_per_gpu_overall"] == 5.0
+    assert report["tokens_per_day"] == 5.0 * 86400
+    assert report["mfu"] == pytest.approx(5.0 / 20.0)  # 5 tokens/s at 1 TFLOP each, of 20 TFLOP/s
+    assert report["time_left_seconds"] == pytest.approx(4.0)
+    assert report["memory_gib"] > 0 and report["memory_reserved_gib"] is None
 
 
 def test_mfu_counts_attention_as_far_as_it_reached_and_hfu_what_is_computed_again_too() -> None:
     recorder = observe([1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0), recomputed_share=0.25)
     expected = [0.5 * 5.0 / 20.0, 3.0 * 5.0 / 20.0]
-    assert [report.mfu for report in recorder.reports] == pytest.approx(expected)
-    assert [report.hfu for report in recorder.reports] == pytest.approx([1.25 * mfu for mfu in expected])
+    assert [report["mfu"] for report in recorder.reports] == pytest.approx(expected)
+    assert [report["hfu"] for report in recorder.reports] == pytest.approx([1.25 * mfu for mfu in expected])
 
 
 def test_trackers_get_numbers_under_their_canonical_names() -> None:
-    recorder = observe([2.0, 4.0], every=2)
-    step, values = recorder.logged[0]
-    assert step == 2 and {"tokens_seen", "grad_norm", "tokens_per_second_per_gpu", "step_seconds", "memory_gib"} <= {
-        *values
-    }
+    step, values = observe([2.0, 4.0], every=2).logged[0]
+    assert step == 2 and {"tokens_seen", "grad_norm", "step_seconds", "memory_gib"} <= {*values}
     assert values["perplexity"] == pytest.approx(math.exp(3.0))
     assert values["param_norm"] == pytest.approx(5.0)  # of 9 + 16 ones
     assert values["samples_per_second"] == pytest.approx(1.0)  # 2 samples of 5 tokens in a step of 2 seconds
     assert (values["learning_rate_group_0"], values["learning_rate_group_1"]) == (0.1, 0.02)
-    assert all(value is None or isinstance(value, (int, float)) for value in values.values())
 
 
 def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> None:

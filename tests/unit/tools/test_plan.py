@@ -40,12 +40,12 @@ def test_the_account_has_memory_time_and_price(capsys: pytest.CaptureFixture[str
     assert (
         "fsdp, checkpointing none; 1,024 sequences a step: 64 data-parallel ranks x 8 micro-batches" in lines["layout"]
     )
-    assert lines["memory"].endswith(": fits") and "days" in lines["run"] and "GPU-hours" in lines["run"]
+    assert lines["memory"].endswith(": fits") and "18d 9h" in lines["run"] and "GPU-hours" in lines["run"]
     assert lines["checkpoint"] == "checkpoint  75.3 GiB each"
 
 
 def test_a_run_of_seconds_does_not_take_no_minutes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert " tokens: 2.4 s, " in said(capsys, "--model_variant=tiny", "--num_steps=1000")
+    assert " tokens: 2s, " in said(capsys, "--model_variant=tiny", "--num_steps=1000")
 
 
 def test_the_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:

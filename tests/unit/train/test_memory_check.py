@@ -18,7 +18,7 @@ from pretraining.distributed.processes import Processes
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import MachineMemory
-from pretraining.observability.out_of_memory import format_bytes
+from pretraining.text import format_gib
 from pretraining.train import memory_check
 from pretraining.train.memory_check import check_memory, describe_peak
 
@@ -89,7 +89,7 @@ def test_the_end_of_a_run_has_the_measured_peak_beside_the_estimate(
     (line,) = (each for each in caplog.messages if each.startswith("memory      peak "))
     (header,) = (each for each in caplog.messages if each.startswith("memory      about "))
     measured, estimated = re.findall(r"\S+ \wiB", line)
-    assert measured == format_bytes(reports_of(tmp_path)[-1]["memory_gib"] * GIB) and f"about {estimated} of " in header
+    assert measured == format_gib(reports_of(tmp_path)[-1]["memory_gib"] * GIB) and f"about {estimated} of " in header
     caplog.clear()
     start(tmp_path)  # nothing is trained
     assert not any(each.startswith("memory      peak ") for each in caplog.messages)
@@ -99,7 +99,7 @@ def test_on_a_gpu_the_peak_of_tensors_is_beside_their_estimate() -> None:
     config = load_train_config(["use_dummy_dataset=true", "model_variant=125m", "mixed_precision=false"])
     shape = resolve_shape(config.model)
     needed = estimate_memory(config, shape, shard_size=1, compute_bytes=4, device_type="cuda")
-    tensors = format_bytes(needed.total - needed.runtime)
+    tensors = format_gib(needed.total - needed.runtime)
     said = describe_peak(config, shape, 1, torch.device("cuda"), 3.14)
     assert said == f"memory      peak 3.1 GiB measured, {tensors} estimated, in tensors"
 
@@ -111,4 +111,4 @@ def test_gradients_that_come_after_the_peak_are_named(caplog: pytest.LogCaptureF
         patch.setattr(memory_check, "_limit_of", lambda processes: memory_check.MemoryLimit(80 * GIB, "free on cuda:0"))
         check_memory(config, resolve_shape(config.model), 1, Processes(0, 1, 0, 1, torch.device("cuda")))
     (line,) = caplog.messages
-    assert line.endswith(", less 511.6 MiB of gradients that come after the peak")
+    assert line.endswith(f", less {format_gib(511.6 * 2**20)} of gradients that come after the peak")

@@ -9,28 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from training_runs import TINY, status_of
+from training_runs import status_of
 from unit.train.whole_runs import refusal
 
-from pretraining.config.command_line import load_train_config
-from pretraining.config.fields import settings_of
-from pretraining.config.training import TrainConfig
 from pretraining.data.batch import StepBatch
 from pretraining.errors import OutOfMemoryError
-from pretraining.observability.out_of_memory import MemoryUse, advise, format_bytes, is_out_of_memory, memory_table
+from pretraining.observability import out_of_memory
+from pretraining.observability.out_of_memory import MemoryWatch, is_out_of_memory
+from pretraining.progress import Progress, TrainState
+from pretraining.text import format_gib
 from pretraining.train import build, loop
 from pretraining.train.step import StepContext, train_step
-
-GIB = 2**30
-
-
-def use_of(**changes: object) -> MemoryUse:
-    values = {
-        **{"device": "cuda:0 (a GPU)", "parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer_state": 8 * GIB},
-        **{"peak": 76 * GIB, "allocated": 70 * GIB, "reserved": 72 * GIB, "free": GIB, "total": 80 * GIB},
-        **changes,
-    }
-    return MemoryUse(**values)  # type: ignore[arg-type]
 
 
 def too_large() -> None:
@@ -61,7 +50,7 @@ def test_a_run_without_memory_says_where_it_went_and_what_would_help(
     assert isinstance(error, OutOfMemoryError) and error.rank == 0 and "batch_size" in error.settings
     assert str(error).startswith("out of memory in step 3, at pretraining/train/loop.py:")
     parameters = sum(4 * size for size in (2 * 64 * 32, 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32), 32))
-    assert re.search(rf"parameters +{re.escape(format_bytes(parameters))}\n", str(error)), error
+    assert re.search(rf"parameters +{re.escape(format_gib(parameters))}\n", str(error)), error
     assert status_of(tmp_path)["status"] == "failed"
 
 
@@ -88,21 +77,18 @@ def test_the_many_errors_are_known(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
 
 
-def test_the_table_adds_up() -> None:
-    lines = memory_table(use_of())
-    assert [line.split("  ")[-1].strip() for line in lines] == [
-        *("4.0 GiB", "4.0 GiB", "8.0 GiB", "60.0 GiB", "76.0 GiB", "70.0 GiB", "72.0 GiB", "1.0 GiB", "80.0 GiB")
-    ]
-    assert not any("allocator" in line for line in memory_table(use_of(reserved=None)))
-
-
-def test_advice_names_settings_that_exist_and_what_the_allocator_holds() -> None:
-    config = load_train_config([*TINY, "use_dummy_dataset=true", "batch_size=8"])
-    text = "\n".join(advise(config, use_of(allocated=50 * GIB), 1, torch.device("cpu")))
-    flags = set(re.findall(r"--(\w+)=", text))
-    assert {"batch_size", "sharding_strategy"} <= flags <= settings_of(TrainConfig).keys()
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
-    assert "PYTORCH" not in "\n".join(advise(config, use_of(reserved=None), 1, torch.device("cpu")))
+def test_the_table_names_what_the_optimizer_holds_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "peak_bytes", lambda device: 76 * 2**30)
+    parameter = torch.nn.Parameter(torch.zeros(2**20))
+    parameter.grad = torch.zeros(2**20)
+    optimizer = torch.optim.SGD([parameter], lr=0.0, momentum=0.9)
+    optimizer.step()
+    watch = MemoryWatch(1)
+    watch.watch(optimizer, TrainState(1, 1, 1, Progress(0, 0)), 1)
+    lines = watch.table(torch.device("cpu"))
+    tensors = format_gib(2**22)
+    expected = [tensors, tensors, tensors, format_gib(76 * 2**30 - 3 * 2**22), "76.0 GiB"]
+    assert [re.split(r"  +", line)[-1] for line in lines[:5]] == expected
 
 
 def test_snapshots_of_memory_need_a_gpu(tmp_path: Path) -> None:

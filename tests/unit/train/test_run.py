@@ -108,7 +108,6 @@ class Service:
 def test_a_run_keeps_its_id_in_checkpoints_and_one_that_starts_from_it_has_its_own(tmp_path: Path) -> None:
     own = "unit.train.test_run:Service"
     start(tmp_path / "first", f"tracker={own}", "run_steps=2")
-    (tmp_path / "first" / "logs" / "tracker_ids.json").unlink()  # as by a version that kept ids in checkpoints only
     start(tmp_path / "first", f"tracker={own}")
     start(tmp_path / "second", f"tracker={own}", f"ckpt_load_path={tmp_path}/first", "num_steps=5")
     for name, step, run_id in (("first", 4, "first from 0"), ("second", 5, "second from 4")):
