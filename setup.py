@@ -24,7 +24,6 @@ setup(
     install_requires=[
         "annotated-types>=0.7",
         "torch>=2.11,<2.16",
-        "torchdata>=0.11",
         "pyarrow>=17",
         "fire>=0.7",
         "numpy>=2.0",

@@ -19,6 +19,12 @@ def format_bytes(size: float) -> str:
     return f"{size / 1e3:.1f} kB"
 
 
+def shorten_list(items: Sequence[str], largest: int = 12) -> str:
+    """Return items as a comma list: the first ones, and how many more there are."""
+    shown = ", ".join(items[:largest])
+    return shown if len(items) <= largest else f"{shown} and {len(items) - largest:,} more"
+
+
 def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Return the lines of a table, its columns two spaces apart.
 

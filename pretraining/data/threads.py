@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -16,22 +17,46 @@ Value = TypeVar("Value")
 def map_in_order(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int
 ) -> Generator[Result, None, None]:
-    """Like `map`, on threads, never more than a few items ahead of what is taken."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="map")
+    """Return what `map` returns, made on threads, at most two results for each of them ahead; without threads, here.
+
+    What a call raises, a `SystemExit` too, is raised when its result is due. The threads are daemons and are not waited
+    for: one that hangs keeps neither the caller nor the end of the program waiting.
+    """
+    if not threads:
+        yield from map(function, items)
+        return
+    calls: SimpleQueue[tuple[Item, Future[Result]] | None] = SimpleQueue()
+    for _ in range(threads):
+        Thread(target=_work, args=(function, calls), name="map", daemon=True).start()
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
-            waiting.append(pool.submit(function, item))
+            waiting.append(Future())
+            calls.put((item, waiting[-1]))
             if len(waiting) > 2 * threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        for future in waiting:
+            future.cancel()
+        for _ in range(threads):
+            calls.put(None)
+
+
+def _work(function: Callable[[Item], Result], calls: SimpleQueue[tuple[Item, Future[Result]] | None]) -> None:
+    while (call := calls.get()) is not None:
+        item, future = call
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(item))
+            except BaseException as error:
+                future.set_exception(error)
+        del call, item, future  # a result is not kept until the next call
 
 
 class RecentlyUsed(Generic[Value]):
-    """Keeps values up to a total cost; past it, those that were not used for longest go first, never the newest.
+    """Values up to a total cost; past it, those that were not used for longest go first, never the newest.
 
     Values must be pure functions of their keys: two threads that miss at once both make the value.
     """
@@ -40,11 +65,11 @@ class RecentlyUsed(Generic[Value]):
         self._limit = limit
         self._cost = cost
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.total_cost = 0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Returns the value of a key, made if it is not there."""
+        """Return the value of a key, made if it is not there."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)

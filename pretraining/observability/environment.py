@@ -27,7 +27,7 @@ from pretraining.observability.trackers import LOGS
 log = logging.getLogger(__name__)
 
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = ("pretraining", "torch", "numpy", "pyarrow", "torchdata", "tokenizers", "safetensors", "torchao", "triton")
+PACKAGES = ("pretraining", "torch", "numpy", "pyarrow", "tokenizers", "safetensors", "torchao", "triton")
 
 
 def record_environment(run: Path, step: int, launcher: str, processes: Processes) -> None:

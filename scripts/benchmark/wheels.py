@@ -20,14 +20,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 NEEDED = (
-    *("torchdata", "requests", "urllib3", "idna", "certifi", "charset-normalizer", "fire", "termcolor"),
+    *("requests", "urllib3", "idna", "certifi", "charset-normalizer", "fire", "termcolor"),
     *("annotated-types", "tokenizers", "fastokens", "safetensors", "pyyaml", "rich", "markdown-it-py", "mdurl"),
     *("pygments", "torchao", "pytest", "pytest-timeout", "pytest-xdist", "execnet", "iniconfig", "pluggy"),
 )
 """What training takes, float8, and tests."""
 OF_RACES = (
     *("transformers", "accelerate", "torchtitan==0.2.2", "tyro", "typeguard", "docstring-parser", "einops"),
-    *("datasets", "dill", "multiprocess", "xxhash"),
+    *("torchdata", "datasets", "dill", "multiprocess", "xxhash"),
 )
 """What the comparisons with transformers and torchtitan take beside that."""
 GLIBC_MINOR = range(17, 40)
