@@ -148,8 +148,8 @@ class Reader(Generic[T]):
             return f"it is a section; write {name}.<setting>"
         known = [*self.settings, *self.aliases, *self.also_known]
         return (
-            did_you_mean(name, known, "did you mean {}?")
-            or did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?")
+            (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
+            or did_you_mean(name, known, "did you mean {}?")
             or "--help lists every setting"
         )
 

@@ -50,7 +50,7 @@ class ArrowFormat:
         except DataError as error:
             raise DataError(str(error), path=path, row=error.row) from error
         except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
-            raise DataError(f"truncated or damaged: {error}", path=path) from error
+            raise DataError(f"damaged: {error}", path=path) from error
 
 
 @dataclass(frozen=True)
