@@ -211,41 +211,21 @@ def model_settings(shape: LlamaShape) -> ModelConfig:
 
 
 def name_of_model(model: ModelConfig) -> str:
-    """Return what to call the model of these settings: "7b", "7b with num_hidden_layers=4", or "llama".
+    """Return the name of the variant that these settings make, or "llama".
 
-    A variant with another vocabulary, context or tying is that variant still. With hidden size, layers, heads and
-    feed-forward all given nothing is left of the one that they are laid over.
+    A variant with another vocabulary, context or tying is that variant still.
     """
     shape = resolve_shape(model)
     given = (model.model_variant or DEFAULT_VARIANT).lower()
     alike = [name for name, variant in VARIANTS.items() if _is_alike(variant, shape)]
-    if alike:
-        return given if given in alike else alike[0]
-    sizes = (model.hidden_size, model.num_hidden_layers, model.num_attention_heads, model.intermediate_size)
-    if None not in sizes:
-        return "llama"
-    before = vars(VARIANTS[given])
-    follows = {"head_dim"} if model.num_key_value_heads is not None else {"head_dim", "num_key_value_heads"}
-    changes = [
-        f"{name}={_written(value)}"
-        for name, value in vars(shape).items()
-        if value != before[name] and name not in _SAME_VARIANT | follows
-    ]
-    return f"{given} with {', '.join(changes)}"
+    return given if given in alike else (alike or ["llama"])[0]
 
 
-_SAME_VARIANT = {"vocab_size", "max_position_embeddings", "tie_word_embeddings"}
+_SAME_VARIANT = ("vocab_size", "max_position_embeddings", "tie_word_embeddings")
 
 
 def _is_alike(variant: LlamaShape, shape: LlamaShape) -> bool:
     return replace(variant, **{field: getattr(shape, field) for field in _SAME_VARIANT}) == shape
-
-
-def _written(value: object) -> str:
-    """Write a dimension in as few characters as it takes."""
-    if isinstance(value, RopeScaling):
-        return ",".join(f"{each:g}" for each in astuple(value))
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def parameter_count(shape: LlamaShape) -> int:

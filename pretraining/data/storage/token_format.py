@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -94,14 +95,12 @@ def read_bytes(path: str) -> np.ndarray:
     """Return the bytes of a file, [size] uint8, a large one mapped; a DataError where it cannot be read."""
     try:
         check_regular(path)
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            size = os.fstat(descriptor).st_size
-            if size <= _SMALL_FILE_BYTES:
-                return np.frombuffer(os.read(descriptor, size), dtype=np.uint8)
-            return np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
-        finally:
-            os.close(descriptor)
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            is_small = size <= _SMALL_FILE_BYTES
+            return np.frombuffer(
+                file.read() if is_small else mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), dtype=np.uint8
+            )
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", path=path) from error
 

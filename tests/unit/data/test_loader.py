@@ -112,17 +112,6 @@ def test_a_loader_that_is_left_open_does_not_disturb_the_end_of_the_program(thre
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"taken\n", b"")
 
 
-def test_threads_of_the_loader_leave_the_threads_of_torch_alone(config: DataConfig) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with loader(replace(config, num_workers=2), plan(11)) as threaded:
-            next(threaded)
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, torch.uint16), (65_537, torch.int32)])
 def test_tokens_are_shipped_as_narrow_as_the_vocabulary_allows(
     config: DataConfig, vocab_size: int, dtype: torch.dtype

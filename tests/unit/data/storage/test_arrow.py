@@ -85,16 +85,6 @@ def test_large_files_are_mapped_and_small_ones_read_with_the_same_result(
         assert documents_at(tmp_path / "x.arrow", layout) == documents
 
 
-def test_many_batches_of_which_some_differ(tmp_path: Path) -> None:
-    documents = random_documents(9000, largest=3)
-    path, batches = tmp_path / "x.arrow", []
-    for number, document in enumerate(documents):
-        batch = pa.record_batch({"tokens": pa.array([document], pa.list_(pa.uint16()))})
-        batches += [batch.slice(0, 0), batch] if number % 500 == 3 else [batch]  # no rows: other metadata
-    write(path, *batches)
-    assert documents_at(path, layout_of(path)) == documents
-
-
 def test_other_columns_may_come_before(tmp_path: Path) -> None:
     documents = [[1, 2, 3], [], [4]]
     columns = {

@@ -64,25 +64,6 @@ def test_it_holds_every_document_in_canonical_order(tmp_path: Path) -> None:
     assert index.split("train").tokens == 15 and index.split("held_out").tokens == 0
 
 
-def test_blocks_are_totals_of_their_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = random_documents(2 * BLOCK_DOCUMENTS + 100, largest=5)
-    write_documents(tmp_path / "web/x.arrow", documents)
-    config = dataclasses.replace(CONFIG, held_out_fraction=0.3)
-    for at_once in (4096, 1):
-        monkeypatch.setattr(index_build, "_BLOCKS_AT_ONCE", at_once)
-        index = build_index(files(tmp_path), dataclasses.replace(config, index_path=str(tmp_path / f"index{at_once}")))
-        for split in ("train", "held_out"):
-            starts = np.concatenate(([0], np.cumsum(lengths_of(index, split))))
-            expected = [*starts[:-1:BLOCK_DOCUMENTS].tolist(), int(starts[-1])]
-            assert index.split(split).block_bounds.tolist() == expected
-
-
-def test_a_separator_is_counted_where_it_is_not_there_already(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 9], [1, 2], [], [9]])
-    index = build_index(files(tmp_path), dataclasses.replace(CONFIG, sep_token=9))
-    assert lengths_of(index) == [2, 3, 0, 1]
-
-
 def test_which_documents_are_held_out_is_the_same_in_every_release() -> None:
     assert np.flatnonzero(held_out_mask("web", 0.1, "part.arrow", 60)).tolist() == [5, 17, 51]
 
