@@ -84,6 +84,7 @@ def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
         (["max_tokens=5k", "--num_steps=5ktok"], "num_steps", Duration(5000, "tokens")),
         (["--report_to=none"], "tracker", ()),
         (["--local-rank=3", "--seed=4"], "seed", 4),
+        (["--bol_token=None", "--eol_token=none"], "bos_token", None),
         ([], "seed", 2023),
     ],
 )
@@ -97,6 +98,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["--learning_rat=1"], "--learning_rat is not known: did you mean learning_rate?"),
         (["--lr=1"], "did you mean learning_rate?"),
         (["--recipes=demo"], "did you mean recipe?"),
+        (["--eol_token=3"], "--eol_token is not known"),
         (["--optimizer.learning_rat=1"], "did you mean learning_rate?"),
         (["--model.seed=1"], "--model.seed is not known: seed is a setting of run"),
         (["--checkpoint=a"], "checkpoint.<setting>"),

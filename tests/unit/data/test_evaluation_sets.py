@@ -34,11 +34,11 @@ def test_a_set_has_the_name_of_its_folder_and_all_of_its_documents(data: DataCon
 
 
 def test_sets_are_named_by_as_much_of_their_paths_as_tells_them_apart(data: DataConfig, tmp_path: Path) -> None:
-    for name in ("a/valid", "b/valid", "valid/web", "deep/valid/web", "books"):
+    folders = ("a/valid", "b/valid", "valid/web", "deep/valid/web", "books", "c/code")  # code is trained on
+    for name in folders:
         write_dataset(tmp_path / name, documents=3)
-    names = found(data, *(tmp_path / name for name in ("a/valid", "b/valid", "valid/web", "deep/valid/web", "books")))
-    assert names[:2] == ["a/valid", "b/valid"] and names[3:] == ["deep/valid/web", "books"]
-    assert names[2] == f"{tmp_path.name}/valid/web"
+    names = found(data, *(tmp_path / name for name in folders))
+    assert names == ["a/valid", "b/valid", f"{tmp_path.name}/valid/web", "deep/valid/web", "books", "c/code"]
 
 
 @pytest.mark.parametrize("place", ["train/web", "train/web/deeper", "train", "link"])

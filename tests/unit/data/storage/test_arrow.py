@@ -74,6 +74,12 @@ def test_record_batches_of_plain_integers_are_documents(tmp_path: Path, token: p
     assert documents_at(path, layout_of(path)) == documents
 
 
+def test_a_missing_document_is_empty_whatever_its_offsets_say(tmp_path: Path) -> None:
+    tokens = pa.ListArray.from_arrays([0, 2, 3], pa.array([1, 2, 3], pa.uint16()), mask=pa.array([True, False]))
+    write(tmp_path / "x.arrow", {"tokens": tokens})
+    assert documents_at(tmp_path / "x.arrow", layout_of(tmp_path / "x.arrow")) == [[], [3]]
+
+
 def test_large_files_are_mapped_and_small_ones_read_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

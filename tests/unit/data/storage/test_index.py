@@ -109,8 +109,9 @@ def test_changed_files_are_indexed_anew_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("documents", [30, BLOCK_DOCUMENTS + 700])
 def test_an_index_that_is_damaged_anywhere_is_made_anew(
-    tmp_path: Path, documents: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, documents: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(index_module, "_BLOCKS_AT_ONCE", 1)
     for name, part in (("x", 20), ("y", documents - 20)):
         write_documents(tmp_path / f"web/{name}.arrow", random_documents(part, seed=part))
     path = build_index(files(tmp_path), CONFIG).path
