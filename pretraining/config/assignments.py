@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from pretraining.config.fields import Setting, build, sections_of, settings_of
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import NONE_WORDS, Raw, did_you_mean, parse_value
+from pretraining.config.values import Raw, did_you_mean, parse_value
 from pretraining.progress import MULTIPLIERS
 
 T = TypeVar("T")
@@ -38,31 +38,16 @@ class Alias:
     translate: Callable[[str], str] = str
 
 
-# Names of other systems' flags that are taken where they ask for nothing, and why they are refused where they do.
-WITHOUT_EQUIVALENT = {
-    "bol_token": "no token is put at the beginning of every sequence; bos_token begins every document",
-    "eol_token": "no token is put at the end of every sequence; sep_token ends every document",
-}
+ALWAYS_NONE = ("bol_token", "eol_token")
+"""Names that may only be given as none: no token is put around every sequence."""
 
-
-# Flags of other systems, and what to write in their place; `_size` may stand behind them.
-INSTEAD = {
-    "bf16": "write --mixed_precision=true, and --mp_dtype=bfloat16, the default",
-    "fp16": "write --mixed_precision=true --mp_dtype=float16",
-    "fp8": "write --float8=tensorwise, or rowwise",
-    "gradient_checkpointing": "write --fsdp_activation_checkpointing=true",
-    **dict.fromkeys(
-        ("tensor_parallel", "context_parallel", "pipeline_parallel"),
-        "there is none; --sharding_strategy says how a model is laid out over GPUs",
-    ),
-}
 
 REMOVED = {
-    "simulate": "--simulate is gone: the estimate of `pretrain plan` equals the simulated step within 0.1%",
-    "picture": "--picture is gone here: plot the output of --json=true, or the sweep's sweep.csv",
-    "collect": "--collect is gone: the sweep's own command prints the table once every run has ended",
-    "retry_failed": "--retry_failed is gone: remove the folder of a failed run to start it again",
-    "print_slurm": '--print_slurm is gone: give --only="$SLURM_ARRAY_TASK_ID" in a job array',
+    "simulate": "it is gone: the estimate of `pretrain plan` equals the simulated step within 0.1%",
+    "picture": "it is gone: plot the output of --json=true, or the sweep's sweep.csv",
+    "collect": "it is gone: the sweep's own command prints the table once every run has ended",
+    "retry_failed": "it is gone: remove the folder of a failed run to start it again",
+    "print_slurm": 'it is gone: give --only="$SLURM_ARRAY_TASK_ID" in a job array',
 }
 """Settings that commands had once, and what to use now."""
 
@@ -117,7 +102,7 @@ class Reader(Generic[T]):
         self.unreadable: set[str] = set()
 
     def read(self, source: Sequence[Assignment]) -> None:
-        """Reads one source; its values replace those of earlier sources."""
+        """Read one source; its values replace those of earlier sources."""
         seen: dict[str, tuple[Assignment, Any]] = {}
         for assignment in source:
             setting = self._find(assignment)
@@ -138,12 +123,12 @@ class Reader(Generic[T]):
             self.values[setting.name], self.chosen[setting.name] = value, assignment
 
     def forget(self, name: str) -> None:
-        """Leaves a setting at its default, whatever was read for it."""
+        """Leave a setting at its default, whatever was read for it."""
         self.values.pop(name, None)
         self.chosen.pop(name, None)
 
     def build(self) -> T | None:
-        """Makes the root; None, with a problem for each, where required settings are missing."""
+        """Make the root; None, with a problem for each, where required settings are missing."""
         missing = [known for known in self.settings.values() if known.required and known.name not in self.values]
         self.problems += [
             f"--{known.name} is missing: {known.help}" for known in missing if known.name not in self.unreadable
@@ -155,11 +140,9 @@ class Reader(Generic[T]):
         self.unreadable.add(setting.name)
 
     def _find(self, assignment: Assignment) -> Setting | None:
-        """Returns the setting that a name means; None, with a problem, where there is none."""
+        """Return the setting that a name means; None, with a problem, where there is none."""
         section, name = assignment.section_and_name
-        if name in WITHOUT_EQUIVALENT and issubclass(self.root, TrainConfig):
-            if isinstance(assignment.raw, str) and assignment.raw.strip().lower() not in NONE_WORDS:
-                self.problems.append(f"{assignment.where}: {WITHOUT_EQUIVALENT[name]}")
+        if name in ALWAYS_NONE and (assignment.raw or "none") in ("none", "None", "null"):
             return None
         name = self.aliases[name].target if name in self.aliases else name
         setting = self.settings.get(name)
@@ -169,27 +152,21 @@ class Reader(Generic[T]):
         return None
 
     def _hint(self, section: str, name: str, setting: Setting | None) -> str:
-        sections = sections_of(self.root)
-        if (instead := INSTEAD.get(name.removesuffix("_size"))) and issubclass(self.root, TrainConfig):
-            return instead
-        if name in REMOVED and setting is None:
-            return REMOVED[name]
         if setting is not None:
             return f"{name} is a setting of {setting.section}" if setting.section else f"write {name} without a section"
-        if not section and name in sections:
+        if not section and name in sections_of(self.root):
             return f"it is a section; write {name}.<setting>"
-        of_section = [known.name for known in self.settings.values() if section and known.section == section]
-        dotted = [known.removeprefix(f"{section}.") for known in self.also_known if known.startswith(f"{section}.")]
+        if name in REMOVED:
+            return REMOVED[name]
+        known = [*self.settings, *self.aliases, *self.also_known]
         return (
-            did_you_mean(name, dotted, f"did you mean {section}.{{}}?")
-            or did_you_mean(name, of_section, "did you mean {}?")
-            or (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
-            or did_you_mean(name, [*self.settings, *self.aliases, *self.also_known], "did you mean {}?")
+            (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
+            or did_you_mean(name, known, "did you mean {}?")
             or "--help lists every setting"
         )
 
     def _parse(self, setting: Setting, assignment: Assignment) -> Any:
-        """Parses an assignment's text; one under a foreign name is translated first."""
+        """Parse an assignment's text; one under a foreign name is translated first."""
         alias, raw = self.aliases.get(assignment.section_and_name[1]), assignment.raw
         return parse_value(setting, alias.translate(raw) if alias is not None and isinstance(raw, str) else raw)
 
@@ -203,7 +180,7 @@ def setting_named(key: str) -> str | None:
 
 
 def _tokens(text: str) -> str:
-    """Reads a number as one of tokens: 5B is 5Btok."""
+    """Read a number as one of tokens: 5B is 5Btok."""
     text = text.strip()
     if text.lower().endswith(("tok", "token", "tokens")):
         return text

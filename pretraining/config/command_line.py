@@ -11,7 +11,7 @@ Settings come from defaults < recipes, left to right < command line; then the ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -49,7 +49,7 @@ class ResolvedConfig(Generic[T]):
 def load_train_config(
     overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None, translate: Translator | None = None
 ) -> TrainConfig:
-    """Reads the settings of a training run; see `parse_config`."""
+    """Read the settings of a training run; see `parse_config`."""
     return parse_config(TrainConfig, overrides, flags, translate=translate)
 
 
@@ -60,7 +60,7 @@ def parse_config(
     beneath: Sequence[Assignment] = (),
     translate: Translator | None = None,
 ) -> T:
-    """Reads a command line into a dataclass of settings, as `resolve_config` does."""
+    """Read a command line into a dataclass of settings, as `resolve_config` does."""
     return resolve_config(root, overrides, flags, beneath, translate).config
 
 
@@ -71,7 +71,7 @@ def resolve_config(
     beneath: Sequence[Assignment] = (),
     translate: Translator | None = None,
 ) -> ResolvedConfig[T]:
-    """Reads a command line into a dataclass of settings, and checks that they fit each other.
+    """Read a command line into a dataclass of settings, and checks that they fit each other.
 
     Where the settings are those of training, the flag `recipe` (or `config`, or a path as the first word) names
     recipes, a comma list; what became of the settings of another system, in a file or under its dotted names, is
@@ -118,7 +118,7 @@ def resolve_config(
 def value_on_command_line(
     name: str, overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None = None
 ) -> Any:
-    """Returns what the command line alone sets a setting of training to; None without a readable value."""
+    """Return what the command line alone sets a setting of training to; None without a readable value."""
     assignments = [
         given for given in read_arguments(overrides, flags)[0] if given.section_and_name[1] not in RECIPE_NAMES
     ]
@@ -130,8 +130,8 @@ def value_on_command_line(
 def value_given(
     name: str, overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None = None
 ) -> Any:
-    """Returns what recipes and the command line set a setting of training to; None without a readable value."""
-    recipes, given, _ = _read_recipes(read_arguments(_name_first_word(TrainConfig, overrides), flags)[0], translate)
+    """Return what recipes and the command line set a setting of training to; None without a readable value."""
+    recipes, given, _ = _read_recipes(read_arguments(*name_first_words(TrainConfig, overrides, flags))[0], translate)
     reader = Reader(TrainConfig)
     for source in (*_sources(recipes), given):
         reader.read(source)
@@ -139,45 +139,35 @@ def value_given(
 
 
 def _sources(recipes: Sequence[Recipe]) -> Iterator[Sequence[Assignment]]:
-    """Yields the settings of recipes, later ones over earlier ones; defaults of other systems come first."""
+    """Yield the settings of recipes, later ones over earlier ones; defaults of other systems come first."""
     yield from (recipe.defaults for recipe in recipes)
     yield from (recipe.assignments for recipe in recipes)
-
-
-def _settings_among(assignments: Sequence[Assignment]) -> list[Assignment]:
-    return [given for given in assignments if given.section_and_name[1] not in ABOUT_RECIPES]
-
-
-def _name_first_word(root: type, overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides, the first of them with its name where it is a path alone."""
-    first, *others = overrides or [""]
-    names = [setting.name for setting in settings_of(root).values() if setting.first_word]
-    if issubclass(root, TrainConfig) and not names and first.endswith(RECIPE_SUFFIXES):
-        names = [RECIPE_NAMES[0]]
-    return [f"{names[0]}={first}", *others] if names and _is_path(first) else list(overrides)
 
 
 def name_first_words(
     root: type, overrides: Sequence[str], flags: Mapping[str, Any]
 ) -> tuple[list[str], Mapping[str, Any]]:
-    """Returns overrides and flags, the first words that are paths alone with the name of the setting that they are of.
+    """Return overrides and flags, the first words that are paths alone with the name of the setting that they are of.
 
-    Of a list, a word is an item if such a path is there, else a comma list: folders of a sweep have commas.
+    That is one declared as `first_word`, else a recipe. Of a list, a word is an item if such a path is there, else a
+    comma list: folders of a sweep have commas.
 
     Raises:
         ConfigError: a word is no comma list, or a flag is given for the same list.
     """
-    lists = [setting.name for setting in settings_of(root).values() if setting.first_word and setting.many]
-    if not lists:
-        return _name_first_word(root, overrides), flags
+    first = next((setting for setting in settings_of(root).values() if setting.first_word), None)
     words = list(takewhile(_is_path, overrides))
+    if first is None or not first.many:
+        is_recipe = issubclass(root, TrainConfig) and bool(words) and words[0].endswith(RECIPE_SUFFIXES)
+        name = first.name if first is not None else RECIPE_NAMES[0] if is_recipe else None
+        return [f"{name}={words[0]}", *overrides[1:]] if words and name else list(overrides), flags
     try:
         items = [item for word in words for item in ([word] if exists(Path(word)) else split_list(word))]
     except ValueError as error:
         raise ConfigError(f"{' '.join(words)}: {error}") from None
-    if words and lists[0] in flags:
-        raise ConfigError(f"two values for {lists[0]}, {' '.join(words)} and --{lists[0]}={flags[lists[0]]}: keep one")
-    return list(overrides[len(words) :]), {lists[0]: items, **flags} if words else flags
+    if words and first.name in flags:
+        raise ConfigError(f"two values for {first.name}, {' '.join(words)} and --{first.name}={flags[first.name]}")
+    return list(overrides[len(words) :]), {first.name: items, **flags} if words else flags
 
 
 def _is_path(word: str) -> bool:
@@ -187,7 +177,7 @@ def _is_path(word: str) -> bool:
 def read_arguments(
     overrides: Sequence[str], flags: Mapping[str, Any], reads_recipes: bool = True
 ) -> tuple[list[Assignment], list[str]]:
-    """Returns the assignments of a command line, and a problem for each argument that assigns nothing.
+    """Return the assignments of a command line, and a problem for each argument that assigns nothing.
 
     Args:
         reads_recipes: whether the command takes a recipe, so that a path alone may mean one.
@@ -196,33 +186,19 @@ def read_arguments(
     positional = {}
     for override in overrides:
         name, equals, text = override.partition("=")
-        if name.startswith(("+", "~")) or (equals and "@" in name):
-            problems.append(_instead_of_operator(name, override))
-        elif equals:
+        if equals:
             name = name.strip().lstrip("-")
             positional[name] = Assignment(name, text, where=override, flag=name)
         else:
-            means_recipe = reads_recipes and override.endswith(RECIPE_SUFFIXES)
-            hint = f"--recipe={override}" if means_recipe else "name=value or --name=value"
-            if reads_recipes and exists(main_file := Path(override) / "config.yaml"):
-                hint = f"--recipe={main_file}, the main file of this folder of groups"
+            is_recipe = reads_recipes and override.endswith(RECIPE_SUFFIXES)
+            hint = f"--recipe={override}" if is_recipe else "name=value or --name=value"
             problems.append(f"{override!r} sets nothing: write {hint}")
     given = [_read_flag(name, value) for name, value in flags.items() if name.replace("-", "_") not in IGNORED_NAMES]
     return [*positional.values(), *given], problems
 
 
-def _instead_of_operator(name: str, override: str) -> str:
-    """Says what to write in place of an argument that adds, deletes or moves a part of a composed config."""
-    if name.startswith("~"):
-        return f"{override}: nothing is taken out of a recipe; write {name[1:]}=null, or the value that it should have"
-    if "@" in name:
-        group = name.lstrip("+").partition("@")[0]
-        return f"{override}: a group's file lands under the group's name; write {group}=…"
-    return f"{override}: what a recipe lacks is added without a sign; write {override.lstrip('+')}"
-
-
 def _read_flag(name: str, value: Any) -> Assignment:
-    """Returns the assignment of one flag.
+    """Return the assignment of one flag.
 
     fire turns a flag without a value into "True", and one that starts with "no" into "False" under the rest of its
     name, which of `--no-mixed_precision` is `_mixed_precision`.
@@ -239,87 +215,60 @@ def _read_flag(name: str, value: Any) -> Assignment:
 def _read_recipes(
     assignments: Sequence[Assignment], translate: Translator | None
 ) -> tuple[list[Recipe], list[Assignment], list[str]]:
-    """Returns the recipes that a command line names, left to right, its settings, and what is wrong with recipes.
+    """Return the recipes that a command line names, left to right, its settings, and what is wrong with recipes.
 
     Arguments that a recipe of another system reads are settings as it says. Those that are no settings, and that no
     recipe has read, may be words of another system: one more recipe, above the others.
     """
-    settings = _settings_among(assignments)
+    settings = [given for given in assignments if given.section_and_name[1] not in ABOUT_RECIPES]
     named = [given for given in assignments if given.section_and_name[1] in RECIPE_NAMES]
     try:
         names, accepts = _names_of_recipes(named), [name for name in ACCEPTS if _is_on(name, assignments)]
     except ConfigError as error:
         return [], settings, list(error.problems)
-    readers: list[Callable[[Mapping[str, Raw]], Recipe | None]] = [
-        lambda arguments, name=name: read_recipe(name, translate, arguments, accepts)  # type: ignore[misc]
-        for name in names
-    ]
-    if translate is not None:
-        readers.append(lambda arguments: None if problems else _read_words(arguments, translate, accepts))
     recipes: list[Recipe] = []
     from_arguments: list[Assignment] = []
     problems: list[str] = []
-    for read in readers:
+    for name in (*names, None):  # None: the words that are left
+        arguments = {given.name: given.raw for given in settings}
+        recipe: Recipe | None
         try:
-            recipe = read({given.name: given.raw for given in settings})
+            if name is not None:
+                recipe = read_recipe(name, translate, arguments, accepts)
+            else:
+                is_foreign = not problems and any(setting_named(argument) is None for argument in arguments)
+                recipe = translate(None, "the command line", arguments, accepts) if is_foreign and translate else None
         except ConfigError as error:
             problems += error.problems
             continue
         if recipe is not None:
             recipes.append(recipe)
             from_arguments += recipe.from_arguments
-            problems += _twice(settings, recipe.used)
             settings = [given for given in settings if given.name not in recipe.used]
-    if problems and len(names) > 1 and isinstance(named[0].raw, str):
-        problems[-1] += ". (A comma parts recipes. A path with a comma is given alone, or the file renamed)"
     if problems:  # what could not be read might have taken arguments that are none of ours
         settings = [given for given in settings if setting_named(given.name) is not None]
-    if accepts and not problems and not any(recipe.system for recipe in recipes):
-        problems.append(f"--{accepts[0]} is about recipes of other systems, and none is given")
     return recipes, [*from_arguments, *settings], problems
 
 
-def _read_words(arguments: Mapping[str, Raw], translate: Translator, accepts: Collection[str]) -> Recipe | None:
-    """Returns what arguments that are no settings mean as words of another system; None where there are no such."""
-    is_foreign = any(setting_named(name) is None for name in arguments)
-    return translate(None, "the command line", arguments, accepts) if is_foreign else None
-
-
-def _twice(settings: Sequence[Assignment], names: Collection[str]) -> list[str]:
-    """Returns a problem for each of the names that is given two values."""
-    first: dict[str, Assignment] = {}
-    problems = []
-    for given in settings:
-        before = first.setdefault(given.name, given)
-        if given.name in names and before.raw != given.raw:
-            problems.append(f"two values for {given.name}, {before.where} and {given.where}: keep one")
-    return problems
-
-
 def _names_of_recipes(named: Sequence[Assignment]) -> list[str]:
+    """Return the recipes of a comma list, or of a path with a comma that is there."""
     if not named:
         return []
-    if len(named) > 1:
-        given = " and ".join(assignment.where for assignment in named)
-        raise ConfigError(f"recipes are named twice, {given}: write one comma list, read left to right")
-    if named[0].valueless:
-        raise ConfigError(f"{named[0].flag} is given no value: write {named[0].flag}=…")
+    given = " and ".join(assignment.where for assignment in named)
+    if len(named) > 1 or named[0].valueless:
+        raise ConfigError(f"{given}: write one comma list of recipes, read left to right, as in --recipe=a.yaml,b.yaml")
     raw = named[0].raw
     try:
-        return [raw] if isinstance(raw, str) and _is_one_path(raw) else split_list(raw)
+        is_path = isinstance(raw, str) and raw.endswith(RECIPE_SUFFIXES) and exists(Path(raw))
+        return [raw] if is_path else split_list(raw)  # type: ignore[list-item]
     except ValueError as error:
-        raise ConfigError(f"{named[0].where}: {error}") from error
+        raise ConfigError(f"{given}: {error}") from error
 
 
 def _is_on(switch: str, assignments: Sequence[Assignment]) -> bool:
-    """Returns the value of a switch; a ConfigError where it is neither true nor false."""
+    """Return the value of a switch; a ConfigError where it is neither true nor false."""
     given = [assignment for assignment in assignments if assignment.section_and_name[1] == switch]
     try:
         return bool(given) and parse_bool(str(given[-1].raw))
     except ValueError as error:
         raise ConfigError(f"{given[-1].where}: {error}") from None
-
-
-def _is_one_path(text: str) -> bool:
-    """Whether a text with commas is the path of a recipe all the same, because a file is there."""
-    return "," in text and text.endswith(RECIPE_SUFFIXES) and exists(Path(text))

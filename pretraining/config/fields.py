@@ -21,7 +21,7 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import BaseMetadata, Ge, Le, Lt
+from annotated_types import Ge, Le, Lt
 
 from pretraining.progress import PERCENT, UNITS, Duration
 
@@ -62,7 +62,7 @@ def setting(
     aliases: Mapping[str, str] | None = None,
     first_word: bool = False,
 ) -> T:
-    """Declares a setting, or a section of them.
+    """Declare a setting, or a section of them.
 
     Args:
         default: the value without a flag or a recipe.
@@ -85,7 +85,7 @@ def setting(
 
 
 def required(help: str, *, first_word: bool = False) -> Any:
-    """Declares a setting without a default: the user must give it. `first_word` is as in `setting`."""
+    """Declare a setting without a default: the user must give it. `first_word` is as in `setting`."""
     return dataclasses.field(metadata={"help": help, "first_word": first_word})
 
 
@@ -133,12 +133,12 @@ class Setting:
 
 
 def sections_of(root: type) -> dict[str, type]:
-    """Returns the section dataclasses of a root by the name of their field; none of a flat root."""
+    """Return the section dataclasses of a root by the name of their field; none of a flat root."""
     return {name: hint for name, hint in get_type_hints(root).items() if _is_section(hint)}
 
 
 def settings_of(root: type) -> Mapping[str, Setting]:
-    """Returns every setting of a root by name, in the order of declaration.
+    """Return every setting of a root by name, in the order of declaration.
 
     Raises:
         TypeError: a field has a type that no text can be parsed into, or two sections share a name (mistakes of the
@@ -147,8 +147,18 @@ def settings_of(root: type) -> Mapping[str, Setting]:
     return _settings_of(root)
 
 
+@cache
+def _settings_of(root: type) -> Mapping[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for setting in _settings_in(root, "", None, silent_change=False):
+        if setting.name in settings:
+            raise TypeError(f"{root.__name__} has two settings named {setting.name}")
+        settings[setting.name] = setting
+    return types.MappingProxyType(settings)
+
+
 def build(root: type[T], values: Mapping[str, Any]) -> T:
-    """Makes a root from values by setting name; every required setting is among them, others keep their defaults."""
+    """Make a root from values by setting name; every required setting is among them, others keep their defaults."""
     settings, sections = settings_of(root), sections_of(root)
     of_section: dict[str, dict[str, Any]] = {name: {} for name in ("", *sections)}
     for name, value in values.items():
@@ -162,23 +172,11 @@ def build(root: type[T], values: Mapping[str, Any]) -> T:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """Returns every setting's value by name: the inverse of `build`."""
+    """Return every setting's value by name: the inverse of `build`."""
     return {
         name: getattr(getattr(config, setting.section) if setting.section else config, name)
         for name, setting in settings_of(type(config)).items()
     }
-
-
-@cache
-def _settings_of(root: type) -> Mapping[str, Setting]:
-    settings: dict[str, Setting] = {}
-    for setting in _settings_in(root, "", None, silent_change=False):
-        if setting.name in settings:
-            raise TypeError(
-                f"{root.__name__} has two settings named {setting.name}: names are unique over all sections"
-            )
-        settings[setting.name] = setting
-    return types.MappingProxyType(settings)
 
 
 def _is_section(annotation: Any) -> bool:
@@ -186,12 +184,12 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Returns a field's default; MISSING where it has none."""
+    """Return a field's default; MISSING where it has none."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _settings_in(holder: type, section: str, instance: Any, silent_change: bool) -> list[Setting]:
-    """Lists the settings of a root or a section; defaults are those of the instance, if the root holds one."""
+    """List the settings of a root or a section; defaults are those of the instance, if the root holds one."""
     settings = []
     hints = get_type_hints(holder, include_extras=True)
     for field in dataclasses.fields(holder):
@@ -217,7 +215,7 @@ def _settings_in(holder: type, section: str, instance: Any, silent_change: bool)
 
 
 def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
-    """Takes `X`, `X | None` or `tuple[X, ...]` apart; X may be a `Literal`, or `Annotated` with limits or units."""
+    """Take `X`, `X | None` or `tuple[X, ...]` apart; X may be a `Literal`, or `Annotated` with limits or units."""
     optional = many = False
     extras: list[Any] = []
     choices: tuple[str, ...] = ()
@@ -229,16 +227,10 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
         many, annotation = True, get_args(annotation)[0]
     if get_origin(annotation) is Annotated:
         annotation, *extras = get_args(annotation)
-    for extra in extras:
-        if isinstance(extra, BaseMetadata) and not isinstance(extra, (Ge, Le, Lt)):
-            raise TypeError(f"{name}: nothing enforces {extra}; limits are Ge, Le and Lt")
     if get_origin(annotation) is Literal and all(isinstance(choice, str) for choice in get_args(annotation)):
         annotation, choices = str, get_args(annotation)
     if annotation not in (str, int, float, bool, Duration) or (optional and many):
-        raise TypeError(
-            f"{name}: settings are str, int, float, bool, Duration, Literal texts, one of them | None, or a "
-            "tuple[…, ...] of one"
-        )
+        raise TypeError(f"{name}: no text can be parsed into this type")
     plugins = next((extra.names for extra in extras if isinstance(extra, OneOfOr)), None)
     units = next((extra.names for extra in extras if isinstance(extra, Units)), UNITS)
     return {

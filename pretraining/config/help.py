@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pretraining.config.assignments import ALIASES, RECIPE_NAMES
@@ -31,7 +31,7 @@ _MARK = "<!-- From here on made by `python -m pretraining.config.help docs/confi
 
 
 def help_text(root: type, command: str, purpose: str, width: int | None = None, topic: str | None = None) -> str:
-    """Returns the text of `--help`: how to call a command, then every setting with its meaning, values and default.
+    """Return the text of `--help`: how to call a command, then every setting with its meaning, values and default.
 
     Groups of settings that the command has besides those of training stand first.
 
@@ -59,43 +59,44 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
     settings = settings_of(root).values()
     flags = {setting.name: f"  --{setting.name}={_placeholder(setting)}  " for setting in settings}
     indent = min(max(len(flag) for flag in flags.values()), columns // 2)
-    recipes = "[--recipe=A,B] " if issubclass(root, TrainConfig) else ""
-    lines = [f"{command}: {purpose}", "", f"usage: {command} {recipes}[--NAME=VALUE ...]"]
-    if section is not None:
-        lines = []
-    else:
-        text = "--help=FLAG explains one flag" + (
-            f", --help=GROUP one group of them: {', '.join(groups)}" if groups else ""
-        )
-        lines += ["", *textwrap.wrap(text, columns)]
-    if recipes and section is None:
-        shipped = ", ".join(shipped_recipes())
-        text = (
-            f"files of settings, YAML or JSON or of another system (docs/coming-from.md), or of {shipped}; later ones "
-            "win, flags win over all. A file may be the first word, too"
-        )
-        lines += ["", *_entry("  --recipe=A,B  ", text, indent, columns)]
-        for name, text in ACCEPTS.items():
-            lines += _entry(f"  --{name}=BOOL  ", f"{text} [false]", indent, columns)
+    lines = [] if section is not None else _introduction(root, command, purpose, groups, indent, columns)
     for name, subject, members in _sections(root):
-        if section not in (None, name):
-            continue
-        lines += ["", *textwrap.wrap(f"{name}: {subject}" if name else subject, columns)]
-        for setting in members:
-            lines += _entry(flags[setting.name], _explanation(setting), indent, columns)
+        if section in (None, name):
+            lines += ["", *textwrap.wrap(f"{name}: {subject}" if name else subject, columns)]
+            for setting in members:
+                lines += _entry(flags[setting.name], _explanation(setting), indent, columns)
     if any(setting.base is Duration for setting in settings):
         lines += ["", *_entry("DURATION  ", _DURATION, indent, columns)]
     return "\n".join(lines).lstrip("\n")
 
 
+def _introduction(
+    root: type, command: str, purpose: str, groups: Sequence[str], indent: int, columns: int
+) -> list[str]:
+    reads_recipes = issubclass(root, TrainConfig)
+    usage = f"usage: {command} {'[--recipe=A,B] ' if reads_recipes else ''}[--NAME=VALUE ...]"
+    text = "--help=FLAG explains one flag"
+    text += f", --help=GROUP one group of them: {', '.join(groups)}" if groups else ""
+    lines = [f"{command}: {purpose}", "", usage, "", *textwrap.wrap(text, columns)]
+    if reads_recipes:
+        text = (
+            f"files of settings, YAML or JSON or of another system, or of {', '.join(shipped_recipes())}; later ones "
+            "win, flags win over all. A file may be the first word, too"
+        )
+        lines += ["", *_entry("  --recipe=A,B  ", text, indent, columns)]
+        for name, meaning in ACCEPTS.items():
+            lines += _entry(f"  --{name}=BOOL  ", f"{meaning} [false]", indent, columns)
+    return lines
+
+
 def with_new_tables(page: str) -> str:
-    """Returns docs/configurations.md with what follows its mark made again; the text above it is written by hand."""
+    """Return docs/configurations.md with what follows its mark made again; the text above it is written by hand."""
     text, mark, _ = page.partition(_MARK)
     return "\n".join([text + mark, *_settings_tables(), *_variants_table(), *_aliases_table(), ""])
 
 
 def _sections(root: type) -> Iterator[tuple[str, str, list[Setting]]]:
-    """Yields the name, the subject and the settings of each section; of a flat root, of itself under no name."""
+    """Yield the name, the subject and the settings of each section; of a flat root, of itself under no name."""
     sections = sections_of(root) or {"": root}
     shared = sections_of(TrainConfig) if root is not TrainConfig else {}
     for section, section_type in sorted(sections.items(), key=lambda item: item[0] in shared):
@@ -104,7 +105,7 @@ def _sections(root: type) -> Iterator[tuple[str, str, list[Setting]]]:
 
 
 def _about(setting: Setting, columns: int) -> list[str]:
-    """Returns the lines about one flag: what it does, its default, and which values it takes."""
+    """Return the lines about one flag: what it does, its default, and which values it takes."""
     flag = f"--{setting.name}={_placeholder(setting)}"
     lines = [
         f"{flag}  (of {setting.section})" if setting.section else flag,
@@ -115,7 +116,7 @@ def _about(setting: Setting, columns: int) -> list[str]:
 
 
 def _entry(flag: str, text: str, indent: int, columns: int) -> list[str]:
-    """Sets a flag and its text in two columns; a flag wider than its column gets a line of its own."""
+    """Set a flag and its text in two columns; a flag wider than its column gets a line of its own."""
     lines = textwrap.wrap(text, columns - indent, break_on_hyphens=False)
     if len(flag) > indent:
         lines.insert(0, "")
@@ -128,7 +129,7 @@ def _placeholder(setting: Setting) -> str:
 
 
 def _explanation(setting: Setting) -> str:
-    """Returns a setting's help with its choices, where the help does not name them, and its default."""
+    """Return a setting's help with its choices, where the help does not name them, and its default."""
     words = [setting.help]
     if any(choice not in setting.help for choice in setting.choices):
         words.append(f"({describe_type(setting)})")
@@ -138,7 +139,7 @@ def _explanation(setting: Setting) -> str:
 
 
 def _default(setting: Setting) -> str:
-    """Says what holds when nothing is given."""
+    """Return what holds when nothing is given."""
     return "must be given" if setting.required else format_value(setting.default) or "empty"
 
 
@@ -182,7 +183,7 @@ def _dimensions(shape: LlamaShape) -> Iterator[str]:
 
 
 def _aliases_table() -> Iterator[str]:
-    """Tabulates names and values that are understood besides the canonical ones."""
+    """Tabulate names and values that are understood besides the canonical ones."""
     yield "\n## Other names\n\n| written | means |\n|---|---|"
     yield f"| `{RECIPE_NAMES[1]}` | the same as {RECIPE_NAMES[0]} |"
     for name, alias in ALIASES.items():

@@ -155,7 +155,7 @@ TRACKERS = {
 
 
 def load_plugin(flag: str, path: str) -> Any:
-    """Imports what `package.module:Name` names, also from the working directory; `flag` is the setting that names it.
+    """Import what `package.module:Name` names, also from the working directory; `flag` is the setting that names it.
 
     Raises:
         ConfigError: there is no such module, or nothing of that name in it.
@@ -177,7 +177,7 @@ def load_plugin(flag: str, path: str) -> Any:
 
 @contextmanager
 def plugin_errors(flag: str, name: str) -> Iterator[None]:
-    """Turns what a user's own code raises into one error that says where.
+    """Turn what a user's own code raises into one error that says where.
 
     Errors for users, of imports and of the file system pass: their callers say more.
 
@@ -196,7 +196,7 @@ def plugin_errors(flag: str, name: str) -> Iterator[None]:
 
 
 def parse_options(flag: str, texts: tuple[str, ...]) -> Mapping[str, Any]:
-    """Reads `key=value` texts: whole numbers, numbers, true, false and none become values, the rest stays text.
+    """Read `key=value` texts: whole numbers, numbers, true, false and none become values, the rest stays text.
 
     Raises:
         ConfigError: a text is not `key=value`, or a key comes twice.

@@ -7,10 +7,10 @@ hands over a `Translator`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -29,7 +29,7 @@ SHIPPED = Path(__file__).parent / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Returns the recipes of this package by name."""
+    """Return the recipes of this package by name."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
 
 
@@ -57,24 +57,13 @@ class Recipe:
     table: tuple[str, ...] = ()
 
 
-class Translator(Protocol):
-    """Reads the settings of another system as a recipe; the command line hands one over."""
+Translator = Callable[[Path | None, str, Mapping[str, Raw], Collection[str]], Recipe | None]
+"""Reads the settings of another system as a recipe; the command line hands one over.
 
-    def __call__(
-        self, path: Path | None, name: str, arguments: Mapping[str, Raw], accepts: Collection[str]
-    ) -> Recipe | None:
-        """Return the recipe of a file and the arguments that set its keys; None where the file is of no known system.
-
-        Args:
-            path: of the file; None where arguments alone may be words of another system.
-            name: of the file, in messages.
-            arguments: of the command line, by name.
-            accepts: switches that say what may be left out of a file.
-
-        Raises:
-            ConfigError: the file cannot be translated.
-        """
-        ...
+It takes a file, or None if arguments alone may be words of another system, its name in messages, the arguments of the
+command line by name, and switches that say what may be left out of a file. It returns None if the file is of no known
+system, and raises a ConfigError if it cannot be translated.
+"""
 
 
 def read_recipe(
@@ -83,7 +72,7 @@ def read_recipe(
     arguments: Mapping[str, Raw] | None = None,
     accepts: Collection[str] = (),
 ) -> Recipe:
-    """Reads a recipe, a path or the name of a shipped one; the other arguments are those of a `Translator`.
+    """Read a recipe, a path or the name of a shipped one; the other arguments are those of a `Translator`.
 
     Raises:
         ConfigError: there is no such recipe, it is not valid, it is no mapping of settings, or of another system and
@@ -104,7 +93,7 @@ def read_recipe(
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
-    """Returns the settings in the content of a YAML recipe as raw text; messages call it by `name`.
+    """Return the settings in the content of a YAML recipe as raw text; messages call it by `name`.
 
     Raises:
         ConfigError: it is not valid, or no mapping of settings.
@@ -113,7 +102,7 @@ def parse_recipe(content: str, name: str) -> list[Assignment]:
 
 
 def load_config(path: str | Path) -> TrainConfig:
-    """Reads a resolved configuration back, as `dump_config` wrote it, without checking rules again.
+    """Read a resolved configuration back, as `dump_config` wrote it, without checking rules again.
 
     Raises:
         ConfigError: carries every problem of the file.
@@ -125,7 +114,7 @@ def load_config(path: str | Path) -> TrainConfig:
 
 
 def settings_in(content: str, name: str) -> TrainConfig:
-    """Reads the resolved configuration that a checkpoint carries; messages call it by `name`.
+    """Read the resolved configuration that a checkpoint carries; messages call it by `name`.
 
     Settings that this version does not know or would refuse, because another version wrote them, keep their defaults.
 
@@ -136,7 +125,7 @@ def settings_in(content: str, name: str) -> TrainConfig:
 
 
 def dump_config(config: Any) -> str:
-    """Writes a root of settings, resolved in full, as YAML by sections that `load_config` reads back equal."""
+    """Write a root of settings, resolved in full, as YAML by sections that `load_config` reads back equal."""
     tree: dict[str, Any] = {}
     values = values_of(config)
     for name, setting in settings_of(type(config)).items():
@@ -146,7 +135,7 @@ def dump_config(config: Any) -> str:
 
 
 def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
-    """Returns the settings that can be read, over defaults, and what is wrong with others."""
+    """Return the settings that can be read, over defaults, and what is wrong with others."""
     reader = Reader(TrainConfig)
     reader.read(source)
     config = reader.build()
@@ -167,8 +156,7 @@ def _find(name: str) -> Path:
     if name not in shipped:
         hint = did_you_mean(name, shipped, "did you mean {}? ")
         raise ConfigError(
-            f"--recipe={name} is not known: {hint}Shipped are {', '.join(shipped)}; a recipe of your own is given by "
-            f"its path, ending in {', '.join(RECIPE_SUFFIXES)}"
+            f"--recipe={name} is not known: {hint}Give one of {', '.join(shipped)}, or the path of a file"
         )
     return shipped[name]
 
@@ -182,7 +170,7 @@ def _settings_of_tree(tree: Any, name: str, source: str) -> list[Assignment]:
 
 
 def is_of_ours(tree: Mapping[str, Any], above: str = "") -> bool:
-    """Whether every key is a setting of training, under a section or not."""
+    """Return whether every key is a setting of training, under a section or not."""
     return all(
         is_of_ours(value, f"{above}{key}.")
         if isinstance(value, dict) and value
@@ -192,7 +180,7 @@ def is_of_ours(tree: Mapping[str, Any], above: str = "") -> bool:
 
 
 def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:
-    """Flattens a mapping; names carry the keys above them."""
+    """Flatten a mapping; names carry the keys above them."""
     assignments = []
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -216,7 +204,7 @@ def _assignment(recipe: str, name: str, value: Any) -> Assignment:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as YAML's own types, a duration as its text."""
+    """Return a value as YAML's own types, a duration as its text."""
     if isinstance(value, Duration):
         return value.amount if value.unit == "steps" else str(value)
     return list(value) if isinstance(value, tuple) else value

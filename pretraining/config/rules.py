@@ -9,8 +9,7 @@ the number of GPUs or the data is checked where that is known (`batch_sizes.py`,
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
@@ -37,12 +36,11 @@ from pretraining.config.training import (
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
-    checkpointed_blocks,
     parse_point,
     share_of_blocks,
 )
 from pretraining.config.values import did_you_mean, format_value, limit_problem, parse_range
-from pretraining.config.variants import VARIANTS, resolve_shape
+from pretraining.config.variants import resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 
@@ -65,14 +63,12 @@ class Rule:
         root: the configurations that it is for.
         check: yields a sentence for each problem.
         more: names of settings that it takes as keywords besides its named parameters.
-        unit: of the durations that it takes as keywords, too; None = takes none.
         not_for: of the configurations, those that it is not for.
     """
 
     root: type
     check: Callable[..., Problems]
     more: tuple[str, ...]
-    unit: str | None
     not_for: tuple[type, ...]
 
     # When they are first needed: a command checks the rules of its own settings only.
@@ -80,8 +76,7 @@ class Rule:
     def parameters(self) -> tuple[str, ...]:
         """Settings and sections that it is called with."""
         named = signature(self.check).parameters.values()
-        durations = (name for name, setting in settings_of(self.root).items() if self.unit in setting.units)
-        return (*(each.name for each in named if each.kind != each.VAR_KEYWORD), *self.more, *durations)
+        return (*(each.name for each in named if each.kind != each.VAR_KEYWORD), *self.more)
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -93,12 +88,32 @@ class Rule:
         )
 
 
+def _is_on(value: Any) -> bool:
+    return bool(getattr(value, "amount", value))
+
+
+def _is_off(value: Any) -> bool:
+    return not _is_on(value)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+def _is_another_ratio(value: float) -> bool:
+    return value != ScheduleConfig().min_lr_ratio
+
+
+ON, OFF, GIVEN = _is_on, _is_off, _is_given
+"""Tests of a value: whether it is something, whether it is nothing, and whether it is not none, as 0 is not."""
+
+
 @dataclass(frozen=True)
 class Row:
     """Settings that cannot be as they are at the same time.
 
     Attributes:
-        settings: by name, `ON`, `OFF`, `GIVEN` (also as 0) or values; the first is named first.
+        settings: by name, values, or or a test such as `ON`; the first is named first.
         remedy: what to do.
         root: the configurations that it is for.
     """
@@ -110,16 +125,12 @@ class Row:
     def problem(self, values: Mapping[str, Any]) -> str | None:
         """Return the sentence about settings that are so; None if they are not."""
         for name, asked in self.settings.items():
-            value = values[name]
-            is_on = bool(getattr(value, "amount", value))
-            kinds = {ON: is_on, OFF: not is_on, GIVEN: value is not None}
-            if not (kinds[asked] if asked in (ON, OFF, GIVEN) else value in asked):
+            if not (asked(values[name]) if callable(asked) else values[name] in asked):
                 return None
         first, *others = [f"--{name}={format_value(values[name])}" for name in self.settings]
         return f"{first}{' with ' if others else ''}{' and '.join(others)}: {self.remedy}"
 
 
-ON, OFF, GIVEN = object(), object(), object()
 TO_EVALUATE_ON = {"held_out_fraction": OFF, "eval_datasets": OFF}
 EVALUATE_ON = "give documents to evaluate on, --held_out_fraction=0.01 or --eval_datasets=<folders>"
 ONE = "leave one of them out"
@@ -130,7 +141,12 @@ ROWS = (
     # length and schedule
     Row({"num_steps": OFF}, "give a length, in steps (1000), tokens (5Btok) or epochs (2ep)"),
     Row(
-        {"stable_steps": GIVEN, "decay_steps": GIVEN, "schedule": ["wsd", "trapezoid"], "training_stage": ["initial"]},
+        {
+            "stable_steps": GIVEN,
+            "decay_steps": GIVEN,
+            "schedule": ["wsd", "trapezoid"],
+            "training_stage": ["initial"],
+        },
         "both say where the decay begins; keep the one that stays as it is when the run gets longer",
     ),
     Row(
@@ -187,7 +203,10 @@ ROWS = (
         "the only evaluation is at the end; give --eval_interval",
     ),
     # guards and profiler
-    Row({"max_rollbacks": ON, "max_skipped_steps": OFF}, "no number of skipped updates rolls back; give one, as in 20"),
+    Row(
+        {"max_rollbacks": ON, "max_skipped_steps": OFF},
+        "no number of skipped updates rolls back; give one, as in 20",
+    ),
     Row({"profile_steps": ON, "use_profiler": [False]}, "give --use_profiler=true, or leave the steps out"),
     Row({"profile_interval": ON, "use_profiler": [False]}, "give --use_profiler=true, or leave the interval out"),
     # other commands
@@ -199,18 +218,38 @@ ROWS = (
         PrepareConfig,
     ),
     Row({"rank": GIVEN, "world_size": OFF}, "give --world_size=<number of GPUs>, too", InspectConfig),
+    Row({"step": [None], "sample_id": [None], "steps": [None]}, "nothing to show: give one of them", InspectConfig),
+    *(
+        Row({"steps": GIVEN, name: asked}, f"a summary is of whole steps; {ONE}", InspectConfig)
+        for name, asked in (("step", GIVEN), ("sample_id", GIVEN), ("rank", GIVEN), ("tokens", ON))
+    ),
     Row({"prompt": ON, "prompt_tokens": ON}, f"both are prompts; {ONE}", SampleConfig),
     Row({"ckpt_path": ON, "data_path": ON}, f"verify checks one thing; {ONE}", VerifyConfig),
     Row({"datasets": ON, "ckpt_path": ON}, f"datasets are of token files; {ONE}", VerifyConfig),
     Row({"vocab_size": ON, "ckpt_path": ON}, f"a vocabulary is of token files; {ONE}", VerifyConfig),
-    Row({"ckpt_path": OFF, "data_path": OFF}, "name a checkpoint or run, or token files (--data_path)", VerifyConfig),
+    Row(
+        {"ckpt_path": OFF, "data_path": OFF},
+        "name a checkpoint or run, or token files (--data_path)",
+        VerifyConfig,
+    ),
+)
+
+VAIN = "the first has no effect"
+_WITHOUT_RATIO = [name for name, entry in SCHEDULES.items() if "min_lr_ratio" not in entry.options]
+REMARKS = (
+    Row({"use_dummy_dataset": [True], "data_path": ON}, "tokens are made up, and no data is read"),
+    Row({"selective_checkpointing": lambda value: value != ALL_BLOCKS, "fsdp_activation_checkpointing": [False]}, VAIN),
+    Row({"min_lr_ratio": _is_another_ratio, "training_stage": ["annealing"]}, VAIN),
+    Row({"min_lr_ratio": _is_another_ratio, "training_stage": ["initial"], "schedule": _WITHOUT_RATIO}, VAIN),
+    Row({"sample_prompt": ON, "tokenizer_path": OFF}, VAIN),
+    Row({"sample_prompt": ON, "sample_tokens": OFF}, VAIN),
 )
 
 RULES: list[Rule] = []
 
 
 def check_config(config: Any) -> None:
-    """Checks a configuration that was made in Python: type and limits of each setting, then the rules over several.
+    """Check a configuration that was made in Python: type and limits of each setting, then the rules over several.
 
     Raises:
         ConfigError: carries every problem.
@@ -227,7 +266,7 @@ def check_config(config: Any) -> None:
 
 
 def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
-    """Returns what the rules have to say about a configuration whose single values are within their limits.
+    """Return what the rules have to say about a configuration whose single values are within their limits.
 
     Args:
         config: the configuration.
@@ -266,47 +305,27 @@ def settle_run_folder(config: T, given: Collection[str]) -> T:
 
 
 def remarks(config: TrainConfig) -> list[str]:
-    """Returns a line for each setting that another one leaves without an effect, so that one flag can be flipped."""
-    lines = []
-    data, parallel = config.data, config.parallel
-    unread = {name: getattr(data, name) for name in ("data_path", "datasets", "weights") if getattr(data, name)}
-    if data.use_dummy_dataset and unread:
-        given = ", ".join(f"{name}={format_value(value)}" for name, value in unread.items())
-        lines.append(f"use_dummy_dataset=true: tokens are made up, and {given} not read")
-    if parallel.selective_checkpointing != ALL_BLOCKS and not parallel.fsdp_activation_checkpointing:
-        lines.append(
-            f"selective_checkpointing={parallel.selective_checkpointing} has no effect: fsdp_activation_checkpointing, "
-            "whose blocks it chooses, is off"
-        )
-    return [*lines, *_unread_ratio(config.schedule), *_unread_prompt(config)]
+    """Return a line for each setting that another one leaves without an effect, so that one flag can be flipped."""
+    values = values_of(config)
+    return [line for row in REMARKS if (line := row.problem(values)) is not None]
 
 
-def _unread_ratio(schedule: ScheduleConfig) -> Problems:
-    known = SCHEDULES.get(schedule.schedule)
-    reads = known is None or "min_lr_ratio" in known.options
-    if schedule.min_lr_ratio != ScheduleConfig().min_lr_ratio and (schedule.training_stage == "annealing" or not reads):
-        chosen = "schedule" if schedule.training_stage != "annealing" else "training_stage"
-        yield (
-            f"min_lr_ratio={schedule.min_lr_ratio:g} has no effect: {chosen}={getattr(schedule, chosen)} has an end of "
-            "its own"
-        )
-
-
-def _unread_prompt(config: TrainConfig) -> Problems:
-    if config.evaluation.sample_prompt and (config.data.tokenizer_path is None or not config.evaluation.sample_tokens):
-        yield "sample_prompt has no effect: samples of text need tokenizer_path, and sample_tokens above 0"
-
-
-def _rule(
-    *more: str, root: type = TrainConfig, unit: str | None = None, not_for: tuple[type, ...] = ()
-) -> Callable[[Check], Check]:
-    """Adds a rule to the list; the arguments are those of `Rule`."""
+def _rule(*more: str, root: type = TrainConfig, not_for: tuple[type, ...] = ()) -> Callable[[Check], Check]:
+    """Add a rule to the list; the arguments are those of `Rule`."""
 
     def add(check: Check) -> Check:
-        RULES.append(Rule(root, check, more, unit, not_for))
+        RULES.append(Rule(root, check, more, not_for))
         return check
 
     return add
+
+
+def _unread(flag: str, chosen: str, options: Mapping[str, Sequence[str]], given: Iterable[str]) -> Problems:
+    """Yield a problem for each given setting that the chosen entry of a table does not read; `options` are those."""
+    for name in given:
+        if chosen in options and name not in options[chosen]:
+            readers = " or ".join(other for other, names in options.items() if name in names)
+            yield f"--{name} is for --{flag}={readers}, and {chosen} does not read it: leave one out"
 
 
 # Model
@@ -345,72 +364,26 @@ def _the_format_of_token_files_is_known(file_type: str, token_dtype: str | None,
         yield f"--token_dtype={token_dtype} is for *.bin files; *.{file_type} files say the type of their tokens"
 
 
-@_rule(unit="epochs", not_for=(PlanConfig, DoctorConfig))  # these need no data, and take recipes that have some
-def _epochs_need_a_dataset(use_dummy_dataset: bool, **durations: Duration | None) -> Problems:
-    for name, duration in durations.items():
-        if use_dummy_dataset and isinstance(duration, Duration) and duration.unit == "epochs":
-            yield f"--{name}={duration} counts passes over a dataset, and made-up data has no end: give steps or tokens"
-
-
 @_rule()
 def _each_dataset_has_a_weight(datasets: tuple[str, ...], weights: tuple[float, ...]) -> Problems:
-    given = f"--weights={format_value(weights)}"
-    if weights and datasets and len(weights) != len(datasets):
+    if weights and datasets and (len(weights) != len(datasets) or min(weights) < 0 or not any(weights)):
         yield (
-            f"{len(weights)} weights for {len(datasets)} datasets: {given} needs one for each of "
-            f"--datasets={format_value(datasets)}, in the same order"
-        )
-    for position, weight in enumerate(weights, start=1):
-        if weight < 0:
-            yield f"{given}: number {position} is {weight:g}, and proportions are at least 0"
-    if weights and not any(weights):
-        yield f"{given} leave every dataset out: give one of them more than 0"
-
-
-@_rule()
-def _each_dataset_is_named_once(datasets: tuple[str, ...]) -> Problems:
-    for name, times in Counter(datasets).items():
-        if times > 1:
-            yield f"--datasets={format_value(datasets)} names {name} {times} times; give it once, with a larger weight"
-
-
-@_rule()
-def _skipped_samples_are_ranges(skip_samples: tuple[str, ...]) -> Problems:
-    if not _are_ranges(skip_samples, smallest=0):
-        yield (
-            f"skip_samples={','.join(skip_samples)}: write the first and the last sample of each range, "
-            "as in --skip_samples=307200-309759,400000-400255"
+            f"--weights={format_value(weights)}: give a number of at least 0 for each of "
+            f"--datasets={format_value(datasets)}, in the same order, and one of them above 0"
         )
 
 
-def _are_ranges(texts: Iterable[str], smallest: int) -> bool:
-    try:
-        return all(parse_range(text, smallest) for text in texts)
-    except ValueError:
-        return False
-
-
 @_rule()
-def _virtual_tokens_are_in_the_vocabulary(
-    bos_token: int | None,
-    sep_token: int | None,
-    vocab_size: int | None,
-    model_variant: str | None,
-    tokenizer_path: str | None,
-) -> Problems:
-    # That of a tokenizer is known, and checked, once it is read.
-    size = vocab_size if tokenizer_path is not None else _known_dimension("vocab_size", vocab_size, model_variant)
-    for name, token in (("bos_token", bos_token), ("sep_token", sep_token)):
-        if size is not None and token is not None and token >= size:
+def _ranges_can_be_read(skip_samples: tuple[str, ...], profile_steps: tuple[str, ...]) -> Problems:
+    for name, texts, smallest in (("skip_samples", skip_samples, 0), ("profile_steps", profile_steps, 1)):
+        try:
+            for text in texts:
+                parse_range(text, smallest)
+        except ValueError:
             yield (
-                f"--{name}={token} is outside a vocabulary of {size} (0 to {size - 1}): change --{name} or --vocab_size"
+                f"--{name}={','.join(texts)}: write the first and the last of each range, counted from {smallest}, "
+                "as in 10-12,1000-1002"
             )
-
-
-def _known_dimension(name: str, given: int | None, model_variant: str | None) -> int | None:
-    """Returns a dimension of the model; None where a checkpoint may say it, which is checked again once it is read."""
-    variant = VARIANTS.get((model_variant or "").lower())
-    return getattr(variant, name, None) if given is None else given
 
 
 # Length and batch
@@ -446,20 +419,14 @@ def _warmup_fits_the_run(
 @_rule("warmup_steps", "stable_steps", "decay_steps", "decay_shape", "decay_power", "schedule_points")
 def _the_schedule_reads_what_is_given(schedule: str, training_stage: str, **options: Any) -> Problems:
     given = [name for name, value in options.items() if value not in (None, ())]
-    if training_stage == "annealing":
-        if schedule != ScheduleConfig().schedule or given:
-            others = [f"--{name}" for name in given] or [f"--schedule={schedule}"]
-            yield (
-                "--training_stage=annealing is a schedule of its own, from the peak to zero: leave it out, or "
-                f"{', '.join(others)}"
-            )
-        return
-    if schedule not in SCHEDULES:  # the user's own gets all of them
-        return
-    for name in given:
-        if name not in SCHEDULES[schedule].options:
-            readers = [other for other, entry in SCHEDULES.items() if name in entry.options]
-            yield f"--{name} is for --schedule={' or '.join(readers)}, and {schedule} does not read it: leave one out"
+    if training_stage != "annealing":
+        yield from _unread("schedule", schedule, {name: entry.options for name, entry in SCHEDULES.items()}, given)
+    elif schedule != ScheduleConfig().schedule or given:
+        others = [f"--{name}" for name in given] or [f"--schedule={schedule}"]
+        yield (
+            "--training_stage=annealing is a schedule of its own, from the peak to zero: leave it out, or "
+            f"{', '.join(others)}"
+        )
 
 
 @_rule()
@@ -477,13 +444,8 @@ _OPTIMIZER_OPTIONS = sorted({option for entry in OPTIMIZERS.values() for option 
 
 @_rule(*_OPTIMIZER_OPTIONS)
 def _the_optimizer_reads_what_is_given(optimizer: str, **options: Any) -> Problems:
-    if optimizer not in OPTIMIZERS:  # what the user's own is told stands in optimizer_options
-        return
-    unchanged = OptimizerConfig()
-    for name, value in options.items():
-        if name not in OPTIMIZERS[optimizer].options and value != getattr(unchanged, name):
-            readers = [other for other, entry in OPTIMIZERS.items() if name in entry.options]
-            yield f"--{name} is for --optimizer={' or '.join(readers)}, and {optimizer} does not read it: leave one out"
+    given = [name for name, value in options.items() if value != getattr(OptimizerConfig(), name)]
+    yield from _unread("optimizer", optimizer, {name: entry.options for name, entry in OPTIMIZERS.items()}, given)
 
 
 @_rule()
@@ -496,51 +458,36 @@ def _nesterov_needs_momentum(optimizer: str, momentum: float | None, nesterov: b
 @_rule()
 def _options_belong_to_an_optimizer_of_the_users_own(optimizer: str, optimizer_options: tuple[str, ...]) -> Problems:
     if optimizer_options and optimizer in OPTIMIZERS:
-        names = ("learning_rate", "weight_decay", *OPTIMIZERS[optimizer].options)
-        yield (
-            f"--optimizer_options are for an optimizer of your own, and {optimizer} reads the settings "
-            f"{', '.join(names)}: leave them out"
-        )
+        yield f"--optimizer_options are for an optimizer of your own, and {optimizer} has settings: leave them out"
     parse_options("optimizer_options", optimizer_options)
 
 
 # Trackers
 
 
-_TRACKER_OPTIONS = sorted({option for entry in TRACKERS.values() for option in entry.options})
-
-
-@_rule(*_TRACKER_OPTIONS)
-def _a_tracker_reads_what_is_given(tracker: tuple[str, ...], **options: str | None) -> Problems:
-    if not tracker:  # none: what would be said to trackers waits until there are some again
-        return
-    for name, value in options.items():
-        readers = [each for each in tracker if each not in TRACKERS or name in TRACKERS[each].options]
-        if value is not None and not readers:
-            known = [each for each, entry in TRACKERS.items() if name in entry.options]
-            yield (
-                f"--{name} is for --tracker={' or '.join(known)}, and {','.join(tracker)} does not read it: leave one "
-                "out"
-            )
-        if value is not None and name == "tracker_run_id" and len(readers) > 1:
-            yield f"--tracker_run_id={value} can be the id of one tracker only, and {' and '.join(readers)} have ids"
+@_rule()
+def _a_tracker_reads_what_is_given(
+    tracker: tuple[str, ...],
+    tracker_project_name: str | None,
+    tracker_run_name: str | None,
+    tracker_run_id: str | None,
+) -> Problems:
+    names = {"project_name": tracker_project_name, "run_name": tracker_run_name, "run_id": tracker_run_id}
+    given = [f"tracker_{name}" for name, value in names.items() if value is not None]
+    services = [each for each in tracker if each not in TRACKERS or TRACKERS[each].options]
+    if tracker and given and not services:  # without trackers, what would be said to them waits until there are some
+        yield f"--{given[0]} is for trackers that are services, such as wandb, and --tracker names none: leave it out"
+    if tracker_run_id is not None and len(services) > 1:
+        yield f"--tracker_run_id={tracker_run_id} can be the id of one tracker only: give one of {', '.join(services)}"
 
 
 # Parallelism and precision
 
 
 @_rule()
-def _checkpointed_blocks_exist(
-    fsdp_activation_checkpointing: bool,
-    selective_checkpointing: str,
-    num_hidden_layers: int | None,
-    model_variant: str | None,
-) -> Problems:
-    layers = _known_dimension("num_hidden_layers", num_hidden_layers, model_variant)
+def _checkpointed_blocks_can_be_read(selective_checkpointing: str) -> Problems:
     if selective_checkpointing != PER_OPERATION:
         share_of_blocks(selective_checkpointing)
-    if fsdp_activation_checkpointing and layers is not None:
-        checkpointed_blocks(selective_checkpointing, layers)
     return ()
 
 
@@ -548,24 +495,23 @@ def _checkpointed_blocks_exist(
 def _matrices_fit_float8(float8: str | None, seq_length: int, model: ModelConfig) -> Problems:
     if float8 is None:
         return
-    sides = {f"--seq_length={seq_length}": seq_length}
+    sides = {"seq_length": seq_length}
     given = (model.hidden_size, model.intermediate_size, model.num_attention_heads, model.num_key_value_heads)
     if model.model_variant is not None or None not in given:  # otherwise a checkpoint may say the rest
         try:
             shape = resolve_shape(model)
         except ConfigError:  # the rule about the model says so
             return
-        heads, size = shape.num_key_value_heads, shape.head_dim
         sides |= {
-            f"--hidden_size={shape.hidden_size}": shape.hidden_size,
-            f"--intermediate_size={shape.intermediate_size}": shape.intermediate_size,
-            f"--num_key_value_heads={heads} x head size {size} = {heads * size}": heads * size,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_key_value_heads x head size": shape.num_key_value_heads * shape.head_dim,
         }
-    for origin, side in sides.items():
+    for name, side in sides.items():
         if side % FLOAT8_MULTIPLE:
             yield (
-                f"--float8={float8} multiplies matrices whose sides are multiples of {FLOAT8_MULTIPLE}; {origin}: "
-                f"{side} / {FLOAT8_MULTIPLE} = {side / FLOAT8_MULTIPLE:g}. Change it, or leave --float8 out"
+                f"--{name}={side} / {FLOAT8_MULTIPLE} = {side / FLOAT8_MULTIPLE:g}, and --float8={float8} multiplies "
+                f"matrices whose sides are multiples of {FLOAT8_MULTIPLE}: change one"
             )
 
 
@@ -599,16 +545,13 @@ def _what_is_kept_has_a_folder(
         flags = ", ".join(f"--{name}={format_value(value)}" for name, value in asked.items())
         yield (
             f"{flags}: there is no run folder (--ckpt_save_path=none, the default with --use_dummy_dataset). Give "
-            f"--ckpt_save_path=<folder>, or leave {'it' if len(asked) == 1 else 'them'} out"
+            "--ckpt_save_path=<folder>, or leave them out"
         )
     if tracker and tracker_dir is None:
         yield f"--tracker={format_value(tracker)} needs a folder: give --tracker_dir or --ckpt_save_path"
 
 
-# Evaluation
-
-
-# Guards and profiler
+# Guards
 
 
 @_rule()
@@ -618,15 +561,6 @@ def _processes_wait_for_a_year_at_most(hang_timeout: Duration, first_step_timeou
             yield f"--{name}={timeout} is more than a year: give less, or --{name}=0s, which is never"
 
 
-@_rule()
-def _profiled_steps_are_ranges(profile_steps: tuple[str, ...]) -> Problems:
-    if not _are_ranges(profile_steps, smallest=1):
-        yield (
-            f"profile_steps={','.join(profile_steps)}: write the first and the last step of each range, numbered from "
-            "1, as in --profile_steps=10-12,1000-1002"
-        )
-
-
 # Other commands
 
 
@@ -634,40 +568,22 @@ def _profiled_steps_are_ranges(profile_steps: tuple[str, ...]) -> Problems:
 def _text_has_one_source(input_path: tuple[str, ...], source: str | None, hf_dataset: str | None) -> Problems:
     given = {"--input_path": ",".join(input_path), "--source": source, "--hf_dataset": hf_dataset}
     named = [f"{flag}={value}" for flag, value in given.items() if value]
-    if not named:
-        yield (
-            "there is no text to prepare: give --input_path=<files, folders or globs>, --hf_dataset=<name or folder> "
-            "or --source=stdlib"
-        )
-    if len(named) > 1:
-        yield f"{' and '.join(named)} all say which text to read: give one of them"
+    if len(named) != 1:
+        yield f"{' and '.join(named) or 'nothing'} says which text to prepare: give one of {', '.join(given)}"
 
 
 @_rule("dataset", "source", "hf_dataset", "input_path", "extensions", root=PrepareConfig)
 def _a_dataset_is_named_like_a_folder(**naming: Any) -> Problems:
     name = PrepareConfig(**naming).dataset_name
-    if not name and naming["dataset"] is None:
-        if naming["input_path"]:
-            yield "several inputs or a glob suggest no name for the dataset: give --dataset=<name>"
-    elif not name or name.startswith(".") or "/" in name or "," in name:
-        yield (
-            f"{name!r} cannot be a dataset's name (a plain folder name, without '/' and ',', not hidden): give "
-            "another --dataset"
-        )
+    is_suggested = naming["dataset"] is not None or naming["source"] or naming["hf_dataset"] or naming["input_path"]
+    if is_suggested and (not name or name.startswith(".") or "/" in name or "," in name):
+        yield f"{name!r} is no plain name of a folder that is not hidden: give another --dataset=<name>"
 
 
 @_rule(root=InspectConfig)
-def _there_is_something_to_show(inspect: InspectSettings) -> Problems:
-    if inspect.steps is None:
-        if inspect.step is None and inspect.sample_id is None:
-            yield "nothing to show: give --step=N, --sample_id=N, or --steps=A-B for a summary"
-        return
-    single = {"step": inspect.step, "sample_id": inspect.sample_id, "rank": inspect.rank, "tokens": inspect.tokens}
-    given = [f"--{name}" for name, value in single.items() if value is not None and value is not False]
-    if given:
-        yield f"--steps={inspect.steps} is a summary of whole steps: leave out {', '.join(given)}"
+def _steps_to_show_are_a_range(inspect: InspectSettings) -> Problems:
     try:
-        _ = inspect.step_range
+        _ = inspect.steps and inspect.step_range
     except ValueError:
         yield f"--steps={inspect.steps}: write the first and the last step, as in --steps=1-1000"
 

@@ -351,7 +351,7 @@ class OptimizerConfig:
     )
 
     def resolved(self) -> OptimizerConfig:
-        """Returns the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
+        """Return the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
         own = OPTIMIZERS.get(self.optimizer, OPTIMIZERS["adamw"]).defaults
         chosen = replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
         if self.optimizer != "muon":
@@ -378,7 +378,7 @@ class OptimizerConfig:
         return decay
 
     def moments(self, *, in_matrix: bool) -> tuple[str, ...]:
-        """Returns the names of what an optimizer that ships keeps of a parameter's shape.
+        """Return the names of what an optimizer that ships keeps of a parameter's shape.
 
         Args:
             in_matrix: for the matrices of blocks; else for all other parameters.
@@ -422,7 +422,7 @@ class ScheduleConfig:
 
 
 def parse_point(text: str) -> tuple[Duration, float]:
-    """Reads a point of a piecewise linear schedule: `length:share of the peak`.
+    """Read a point of a piecewise linear schedule: `length:share of the peak`.
 
     Raises:
         ConfigError: it is none.
@@ -693,7 +693,7 @@ class TrainConfig:
 
 
 def checkpointed_blocks(selective: str, num_hidden_layers: int) -> list[int]:
-    """Returns the blocks whose activations are not kept, numbered from 0, by the setting `selective_checkpointing`.
+    """Return the blocks whose activations are not kept, numbered from 0, by the setting `selective_checkpointing`.
 
     Every k-th block is k-1, 2k-1, ... A fraction p takes block i where p x (i + 1), rounded half up, is one more than
     p x i: of the first n blocks, for any n, it takes p x n, rounded.
@@ -723,7 +723,7 @@ def checkpointed_blocks(selective: str, num_hidden_layers: int) -> list[int]:
 
 
 def share_of_blocks(selective: str) -> Fraction:
-    """Returns the number that `selective_checkpointing` holds where it is not "op": k, or a fraction below 1.
+    """Return the number that `selective_checkpointing` holds where it is not "op": k, or a fraction below 1.
 
     Raises:
         ConfigError: it is none of the forms.

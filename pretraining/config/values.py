@@ -1,8 +1,8 @@
 """One setting's value: from text, against its limits, and back to text.
 
-Flags and recipes hand over raw text (a recipe's list as a list of texts, its null as None): one rule decides what a
-value means, wherever it stands. `parse_value` makes the typed value, `limit_problem` says what is wrong with one,
-`format_value` writes it so that it parses back equal.
+Flags and recipes hand over raw text (a recipe's list as a list of texts, its null as None). `parse_value` makes the
+typed value, `limit_problem` judges a value, whether it is parsed or given in Python, and `format_value` writes it so
+that it parses back equal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from annotated_types import Ge, Le, Lt
@@ -36,7 +36,6 @@ _NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 
 # Of an object store or a server. As a path it would be a folder called `s3:`; pathlib makes one slash of two.
 _ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*:/", re.IGNORECASE)
-_NO_ADDRESS = "an address is no path: give a folder or a file of this machine, such as one that is mounted"
 
 # Each limit with the words of help, its test, and the words of a refusal.
 _LIMITS = (
@@ -47,7 +46,7 @@ _LIMITS = (
 
 
 def parse_value(setting: Setting, raw: Raw) -> Any:
-    """Returns the value that a text stands for; `raw` is a list or None only in a recipe.
+    """Return the value that a text stands for; `raw` is a list or None only in a recipe.
 
     Raises:
         ValueError: it is not of the setting's type or beyond its limits; the message completes "<flag>=<text>: ".
@@ -68,7 +67,7 @@ def parse_value(setting: Setting, raw: Raw) -> Any:
 
 
 def split_list(raw: Raw) -> list[str]:
-    """Takes a comma list apart: `a,b`, `[a, b]` or `(a,b)`, items bare or quoted; nothing, `[]` and `none` are empty.
+    """Take a comma list apart: `a,b`, `[a, b]` or `(a,b)`, items bare or quoted; nothing, `[]` and `none` are empty.
 
     Raises:
         ValueError: an item is empty.
@@ -88,7 +87,7 @@ def split_list(raw: Raw) -> list[str]:
 
 
 def parse_bool(text: str) -> bool:
-    """Returns what a word for true or false means.
+    """Return what a word for true or false means.
 
     Raises:
         ValueError: it is none.
@@ -99,7 +98,7 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_range(text: str, smallest: int) -> tuple[int, int]:
-    """Returns the first and the last number of `A-B`, both included, or of `A` alone.
+    """Return the first and the last number of `A-B`, both included, or of `A` alone.
 
     Raises:
         ValueError: it is no range, A is below `smallest`, or B beyond what any run has.
@@ -112,13 +111,11 @@ def parse_range(text: str, smallest: int) -> tuple[int, int]:
 
 
 def expand_home(path: str) -> str:
-    """Returns a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it.
+    """Return a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it.
 
     Raises:
-        ValueError: there is no such home folder, or it is an address such as s3://bucket.
+        ValueError: there is no such home folder.
     """
-    if _ADDRESS.match(path):
-        raise ValueError(_NO_ADDRESS)
     expanded = os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
     if expanded.startswith("~"):
         raise ValueError(f"there is no home folder {path.partition('/')[0]}: write the path in full")
@@ -126,7 +123,7 @@ def expand_home(path: str) -> str:
 
 
 def limit_problem(setting: Setting, value: Any) -> str | None:
-    """Says what is wrong with a value, parsed or given in Python, by type and limits; None where nothing is."""
+    """Return what is wrong with a value, parsed or given in Python, by type and limits; None where nothing is."""
     if value is None and setting.optional:
         return None
     if setting.many:
@@ -139,7 +136,7 @@ def limit_problem(setting: Setting, value: Any) -> str | None:
 
 
 def format_value(value: Any) -> str:
-    """Writes a value as a flag would be: `parse_value` reads it back equal."""
+    """Write a value as a flag would be: `parse_value` reads it back equal."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -150,12 +147,12 @@ def format_value(value: Any) -> str:
 
 
 def describe_type(setting: Setting) -> str:
-    """Says in a few words what may be given: "whole number, at least 1, or none", "one of ddp, zero2"."""
+    """Return in a few words what may be given: "whole number, at least 1, or none", "one of ddp, zero2"."""
     if setting.choices:
         text = ("any of " if setting.many else "one of ") * (len(setting.choices) > 1) + ", ".join(setting.choices)
         text += ", or package.module:Name" if setting.pluggable else ""
     elif setting.base is Duration:
-        text = _or(setting.units)
+        text = " or ".join(setting.units)
     else:
         text = _NOUNS[setting.base].removeprefix("a ") + ("s, comma list" if setting.many else "")
     text += "".join(f", {word} {setting.limits[kind]:g}" for kind, word, _, _ in _LIMITS if kind in setting.limits)
@@ -163,7 +160,7 @@ def describe_type(setting: Setting) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], question: str) -> str:
-    """Puts the known name that a misspelt or abbreviated one means into a question, as "did you mean {}?"; "" for none.
+    """Put the known name that a misspelt or abbreviated one means into a question, as "did you mean {}?"; "" for none.
 
     lr, wd and bs are the initials of what they stand for.
     """
@@ -179,7 +176,7 @@ def _is_none(raw: Any) -> bool:
 
 def _parse_one(setting: Setting, text: str) -> Any:
     if setting.choices:
-        return _parse_choice(setting, text)
+        return _canonical_choice(setting, text.strip())
     if setting.base is Duration:
         try:
             return Duration.parse(text)
@@ -189,31 +186,18 @@ def _parse_one(setting: Setting, text: str) -> Any:
         return parse_bool(text)
     if setting.base is str:
         return expand_home(text) if setting.is_path else text
-    return _parse_number(setting.base, text)
-
-
-def _parse_number(base: type, text: str) -> float:
     number = parse_number(text)
-    if base is int:
-        if number is None or number.denominator != 1:
-            raise ValueError("a whole number is needed, as 5000, 5_000 or 5e3")
-        return int(number)
-    if number is None:
-        raise ValueError("a number is needed, as 0.1, 3e-4 or 5_000")
-    return float(text.replace("_", ""))  # infinite beyond the range of floats, which is then refused
+    if number is None or (setting.base is int and number.denominator != 1):
+        raise ValueError(f"{_NOUNS[setting.base]} is needed, as 5_000 or 5e3")
+    # A float is infinite beyond the range of floats, which is then refused.
+    return int(number) if setting.base is int else float(text.replace("_", ""))
 
 
-def _parse_choice(setting: Setting, text: str) -> str:
-    """Returns a choice, written in any case and with dashes or underscores, in its canonical spelling."""
-    if setting.pluggable and OWN.fullmatch(text.strip()):
-        return text.strip()
-    word = text.strip().lower().replace("-", "_")
+def _canonical_choice(setting: Setting, text: str) -> str:
+    """Return a choice, written in any case and with dashes or underscores, in its canonical spelling."""
+    word = text.lower().replace("-", "_")
     word = setting.aliases.get(word, word)
-    word = {choice.replace("-", "_"): choice for choice in setting.choices}.get(word, word)
-    if word not in setting.choices:
-        hint = did_you_mean(word, setting.choices, " (did you mean {}?)")
-        raise ValueError(f"not known{hint}, use one of {_choices(setting)}")
-    return word
+    return {choice.replace("-", "_"): choice for choice in setting.choices}.get(word, text)
 
 
 def _item_problem(setting: Setting, value: Any) -> str | None:
@@ -222,29 +206,18 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         hint = ", as Duration.parse makes it," if setting.base is Duration else ""
         return f"{_NOUNS[setting.base]}{hint} is needed"
     if setting.base is Duration and value.unit not in setting.units:
-        return f"{value.unit} mean nothing here, give {_or(setting.units)}"
+        return f"{value.unit} mean nothing here, give {' or '.join(setting.units)}"
     if setting.is_path and _ADDRESS.match(value):
-        return _NO_ADDRESS
+        return "an address is no path: give a folder or a file of this machine, such as one that is mounted"
     if setting.choices and value not in setting.choices and not (setting.pluggable and OWN.fullmatch(value)):
-        return f"not known, use one of {_choices(setting)}"
-    return _number_problem(setting, value) if setting.base in (int, float) else None
-
-
-def _number_problem(setting: Setting, value: float) -> str | None:
+        hint = did_you_mean(value, setting.choices, " (did you mean {}?)")
+        own = ", or your own as package.module:Name" if setting.pluggable else ""
+        return f"not known{hint}, use one of {', '.join(setting.choices)}{own}"
     if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
         return "it must be below 2^63"
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return "a finite number is needed"
     for kind, _, holds, words in _LIMITS:
         if kind in setting.limits and not holds(value, setting.limits[kind]):
             return f"{words} {setting.limits[kind]:g}"
     return None
-
-
-def _choices(setting: Setting) -> str:
-    return ", ".join(setting.choices) + (", or your own as package.module:Name" if setting.pluggable else "")
-
-
-def _or(words: Sequence[str]) -> str:
-    """Joins words for a sentence: steps, tokens or epochs."""
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

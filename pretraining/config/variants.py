@@ -64,7 +64,7 @@ class LlamaShape:
 def _shape(
     hidden: int, heads: int, kv_heads: int, layers: int, feed_forward: int, context: int, theta: float, vocab: int
 ) -> LlamaShape:
-    """Builds a row of the table."""
+    """Build a row of the table."""
     return LlamaShape(
         hidden_size=hidden,
         intermediate_size=feed_forward,
@@ -138,7 +138,7 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 
 
 def resolve_shape(model: ModelConfig) -> LlamaShape:
-    """Lays the dimensions that were given over those of the named variant.
+    """Lay the dimensions that were given over those of the named variant.
 
     Raises:
         ConfigError: the variant is unknown, or the dimensions do not fit each other; carries every problem.
@@ -168,7 +168,7 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
 
 
 def size_problems(shape: LlamaShape) -> Iterator[str]:
-    """Says which dimensions no model has; ask before anything is made of a shape that comes from elsewhere."""
+    """Return which dimensions no model has; ask before anything is made of a shape that comes from elsewhere."""
     for name, largest in LARGEST_SIZES.items():
         size = getattr(shape, name)
         if type(size) is not int or not 1 <= size <= largest:
@@ -184,12 +184,12 @@ def size_problems(shape: LlamaShape) -> Iterator[str]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number that a float can hold."""
+    """Return whether a value is a finite number that a float can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def shown(value: Any) -> str:
-    """Writes the beginning of a value that comes from elsewhere, and may be of any size, for a message: one line."""
+    """Write the beginning of a value that comes from elsewhere, and may be of any size, for a message: one line."""
     try:
         return " ".join(_SHORT.repr(value).split())
     except ValueError:  # Python writes no number of more than 4300 digits
@@ -197,7 +197,7 @@ def shown(value: Any) -> str:
 
 
 def model_settings(shape: LlamaShape) -> ModelConfig:
-    """Returns the settings that `resolve_shape` makes this shape of, every dimension given.
+    """Return the settings that `resolve_shape` makes this shape of, every dimension given.
 
     They name the variant if the shape is one, perhaps with another vocabulary or context.
     """
@@ -211,45 +211,25 @@ def model_settings(shape: LlamaShape) -> ModelConfig:
 
 
 def name_of_model(model: ModelConfig) -> str:
-    """Returns what to call the model of these settings: "7b", "7b with num_hidden_layers=4", or "llama".
+    """Return the name of the variant that these settings make, or "llama".
 
-    A variant with another vocabulary, context or tying is that variant still. With hidden size, layers, heads and
-    feed-forward all given nothing is left of the one that they are laid over.
+    A variant with another vocabulary, context or tying is that variant still.
     """
     shape = resolve_shape(model)
     given = (model.model_variant or DEFAULT_VARIANT).lower()
     alike = [name for name, variant in VARIANTS.items() if _is_alike(variant, shape)]
-    if alike:
-        return given if given in alike else alike[0]
-    sizes = (model.hidden_size, model.num_hidden_layers, model.num_attention_heads, model.intermediate_size)
-    if None not in sizes:
-        return "llama"
-    before = vars(VARIANTS[given])
-    follows = {"head_dim"} if model.num_key_value_heads is not None else {"head_dim", "num_key_value_heads"}
-    changes = [
-        f"{name}={_written(value)}"
-        for name, value in vars(shape).items()
-        if value != before[name] and name not in _SAME_VARIANT | follows
-    ]
-    return f"{given} with {', '.join(changes)}"
+    return given if given in alike else (alike or ["llama"])[0]
 
 
-_SAME_VARIANT = {"vocab_size", "max_position_embeddings", "tie_word_embeddings"}
+_SAME_VARIANT = ("vocab_size", "max_position_embeddings", "tie_word_embeddings")
 
 
 def _is_alike(variant: LlamaShape, shape: LlamaShape) -> bool:
     return replace(variant, **{field: getattr(shape, field) for field in _SAME_VARIANT}) == shape
 
 
-def _written(value: object) -> str:
-    """Writes a dimension in as few characters as it takes."""
-    if isinstance(value, RopeScaling):
-        return ",".join(f"{each:g}" for each in astuple(value))
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def parameter_count(shape: LlamaShape) -> int:
-    """Returns the number of trained parameters; a tied head is counted once.
+    """Return the number of trained parameters; a tied head is counted once.
 
     Around the blocks are the embedding (V x D), the last norm (D) and, unless tied, the head (V x D).
     """
@@ -260,7 +240,7 @@ def parameter_count(shape: LlamaShape) -> int:
 
 
 def block_parameters(shape: LlamaShape) -> int:
-    """Returns the parameters of one decoder block.
+    """Return the parameters of one decoder block.
 
     They are q and o (D x HE each), k and v (D x KE each), gate, up and down (D x F each) and two norms (D each).
     """
@@ -270,7 +250,7 @@ def block_parameters(shape: LlamaShape) -> int:
 
 
 def _scaling(values: tuple[float, ...]) -> RopeScaling | None:
-    """Returns the rule with these numbers; a factor of 1 stretches nothing."""
+    """Return the rule with these numbers; a factor of 1 stretches nothing."""
     factor, low, high, context = values
     return None if factor == 1 else RopeScaling(factor, low, high, int(context))
 

@@ -61,11 +61,11 @@ class MicroBatch:
     datasets_B: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """Copies the tokens to a device; `non_blocking` lets a copy from pinned memory overlap with computation."""
+        """Copy the tokens to a device; `non_blocking` lets a copy from pinned memory overlap with computation."""
         return replace(self, tokens_BT=self.tokens_BT.to(device, non_blocking=non_blocking))
 
     def model_inputs(self) -> ModelInputs:
-        """Derives what the model takes, on the device that the tokens are on and without waiting for it.
+        """Derive what the model takes, on the device that the tokens are on and without waiting for it.
 
         Labels are ignored in padding. Where documents are told apart, the first token of a piece is no label, and
         positions count from 0 in every piece, padding included.
@@ -98,7 +98,7 @@ def _count_from_zero(begins: torch.Tensor, lengths: torch.Tensor, total: int, de
 
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies from the host without waiting for the device, which takes pinned memory."""
+    """Copy from the host without waiting for the device, which takes pinned memory."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

@@ -82,7 +82,7 @@ class BatchReader:
         return {"dtype": dtype, "pin_memory": torch.cuda.is_initialized()}
 
     def with_mixture(self, mixture: Mixture) -> BatchReader:
-        """Returns the same reader for another mixture; threads that read with this one are not disturbed."""
+        """Return the same reader for another mixture; threads that read with this one are not disturbed."""
         other = copy.copy(self)
         other._use(mixture)
         return other
@@ -93,7 +93,7 @@ class BatchReader:
         self._source_of_name = np.array([positions.get(name, -1) for name in mixture.names])
 
     def slots(self, step: int) -> Slots:
-        """Returns the whole global batch of a step, sorted.
+        """Return the whole global batch of a step, sorted.
 
         Raises:
             DataError: the step is of an earlier phase, and used a dataset that is not among the sources.
@@ -116,7 +116,7 @@ class BatchReader:
         return Slots(samples[order], datasets[order], shards[order], numbers[order])
 
     def read(self, step: int) -> StepBatch:
-        """Reads the rank's share of a step; a DataError names a sample that cannot be read."""
+        """Read the rank's share of a step; a DataError names a sample that cannot be read."""
         import torch  # here, as above: what only looks at batches, as `inspect` does, makes no tensors
 
         from pretraining.data.batch import MicroBatch, StepBatch
@@ -140,7 +140,7 @@ class BatchReader:
         return StepBatch(step, self.mixture.first_sample(step), [MicroBatch(*each) for each in parts], names)
 
     def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
-        """Reads the samples of a dataset into the rows with these numbers."""
+        """Read the samples of a dataset into the rows with these numbers."""
         taken = self._begin + numbers
         try:
             spans = source.spans(slots.shards[taken], slots.numbers[taken])
@@ -174,19 +174,19 @@ class _Rows:
         self._starts: list[np.ndarray] = []
 
     def filled(self, rows: np.ndarray, spans: Spans) -> None:
-        """Notes that rows were filled with spans."""
+        """Note that rows were filled with spans."""
         self.lengths[rows] = spans.row_tokens
         self._starts.append(spans.places(rows * self.tokens.shape[1]))
 
     def micro_batch_lengths(self, size: int) -> list[torch.Tensor | None]:
-        """Returns `lengths_B` of every micro-batch, `size` rows each."""
+        """Return `lengths_B` of every micro-batch, `size` rows each."""
         import torch
 
         full, lengths = self.tokens.shape[1], self.lengths.reshape(-1, size)
         return [None if (each == full).all() else torch.from_numpy(each) for each in lengths]
 
     def micro_batch_starts(self, size: int) -> list[torch.Tensor | None]:
-        """Returns `document_starts` of every micro-batch, `size` rows each."""
+        """Return `document_starts` of every micro-batch, `size` rows each."""
         import torch
 
         width = self.tokens.shape[1]
@@ -219,7 +219,7 @@ class Quarantine:
         self._count = self._in_a_row = 0
 
     def add(self, problem: str) -> None:
-        """Notes a sample; a DataError where there were too many in a row."""
+        """Note a sample; a DataError where there were too many in a row."""
         with self._lock:
             self._count += 1
             self._in_a_row += 1
@@ -234,6 +234,6 @@ class Quarantine:
             )
 
     def end_row(self) -> None:
-        """Notes that samples could be read."""
+        """Note that samples could be read."""
         with self._lock:
             self._in_a_row = 0

@@ -17,18 +17,24 @@ from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order
-from pretraining.data.samples import DummySamples, OpenedDataset, OpenedDatasets, Samples, SplitName, StoredSamples
+from pretraining.data.samples import (
+    OpenedDataset,
+    OpenedDatasets,
+    SplitName,
+    dummy_samples,
+    stored_samples,
+)
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.index import index_places
-from pretraining.data.storage.index_build import build_index, open_index
+from pretraining.data.storage.index import find_index, index_places
+from pretraining.data.storage.index_build import build_index
 from pretraining.errors import ConfigError, DataError
 from pretraining.text import count_of
 
 
 def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None) -> None:
-    """Makes the index of every dataset that has no valid one, and counts its samples where documents are packed.
+    """Make the index of every dataset that has no valid one, and counts its samples where documents are packed.
 
     Several processes may call it at once. It returns at once where nothing is to do. `workers` bounds the threads that
     look at files, and the processes that pack.
@@ -43,13 +49,13 @@ def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: 
 
 
 def is_indexed(files: DatasetFiles, config: DataConfig) -> bool:
-    """Whether `build_indices` has nothing left to make for a dataset."""
-    index = open_index(files, config)
+    """Return whether `build_indices` has nothing left to make for a dataset."""
+    index = find_index(files, config)
     return index is not None and (config.packing == "stream" or find_bin_counts(files, index, config) is not None)
 
 
 def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> OpenedDatasets:
-    """Maps the indices of all datasets into memory.
+    """Map the indices of all datasets into memory.
 
     Raises:
         DataError: an index is missing, or a dataset holds no documents.
@@ -58,7 +64,7 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> Opened
 
 
 def _open_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset:
-    index, packed = open_index(files, config), config.packing != "stream"
+    index, packed = find_index(files, config), config.packing != "stream"
     counts = find_bin_counts(files, index, config) if index is not None and packed else None
     if index is None or (packed and counts is None):
         missing = "index" if index is None else f"{config.packing} counts"
@@ -84,7 +90,7 @@ def build_loader(
     split: SplitName = "train",
     limit_steps: int | None = None,
 ) -> Loader:
-    """Makes the loader of one data-parallel rank.
+    """Make the loader of one data-parallel rank.
 
     Args:
         opened: None = the dummy dataset.
@@ -97,15 +103,15 @@ def build_loader(
     """
     _check_virtual_tokens(config, vocab_size)
     if opened is None:
-        sources: list[Samples] = [DummySamples(config.seq_length, config.logical_shards, seed, split, vocab_size)]
+        sources = [dummy_samples(config.seq_length, config.logical_shards, seed, split, vocab_size)]
         weights = {sources[0].name: 1}
         changes: dict[str, str] = {}
     else:
         used, weights = _weighted_datasets(opened, config, split)
-        sources = [StoredSamples(dataset, opened, config, seed, split, vocab_size) for dataset in used]
+        sources = [stored_samples(dataset, opened, config, seed, split, vocab_size) for dataset in used]
         changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
     phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
-    order = describe_order({source.name: source.fingerprint() for source in sources}, phase, config, seed, split)
+    order = describe_order({source.name: source.fingerprint for source in sources}, phase, config, seed, split)
     mixture = Mixture([phase], Skipped(order["skipped"]))
     reader = BatchReader(sources, mixture, plan, rank, config, vocab_size)
     return Loader(reader, order, num_workers=config.num_workers, limit_steps=limit_steps, changes=changes)
@@ -122,7 +128,7 @@ def _check_virtual_tokens(config: DataConfig, vocab_size: int) -> None:
 def _weighted_datasets(
     opened: OpenedDatasets, config: DataConfig, split: SplitName
 ) -> tuple[list[OpenedDataset], dict[str, int]]:
-    """Finds the datasets that samples come from, and their weights."""
+    """Find the datasets that samples come from, and their weights."""
     given = _given_weights(opened, config)
     # A dataset of weight 0 gives nothing; without weights every dataset has to give something.
     used = [dataset for dataset in opened.datasets if given is None or given[dataset.files.name]]
@@ -131,7 +137,7 @@ def _weighted_datasets(
 
 
 def _given_weights(opened: OpenedDatasets, config: DataConfig) -> dict[str, int] | None:
-    """Returns the weights asked for as integers, by dataset; None where none were given."""
+    """Return the weights asked for as integers, by dataset; None where none were given."""
     if not config.weights:
         return None
     # Weights follow the order of --datasets; where every sub-folder is meant, that of the names.
@@ -145,31 +151,16 @@ def _given_weights(opened: OpenedDatasets, config: DataConfig) -> dict[str, int]
 
 
 def _check_enough(datasets: list[OpenedDataset], config: DataConfig, split: SplitName) -> None:
-    """Refuses datasets that hold less than one sample, all in one error."""
+    """Refuse datasets that hold less than one sample, all in one error."""
     problems = []
     for dataset in datasets:
-        tokens, name = dataset.tokens(split), dataset.files.name
-        if tokens > config.seq_length or (tokens and dataset.counts is not None):
-            continue
-        if split == "held_out" and dataset.counts is not None:
+        tokens, needed = dataset.tokens(split), 1 if dataset.counts is not None else config.seq_length + 1
+        if tokens < needed:
+            is_train = split == "train"
+            flags = "smaller --seq_length or --held_out_fraction" if is_train else "larger --held_out_fraction"
             problems.append(
-                f"held_out_fraction={config.held_out_fraction} keeps no tokens of dataset '{name}': give a larger "
-                "--held_out_fraction, or 0"
-            )
-        elif split == "held_out":
-            problems.append(
-                f"held_out_fraction={config.held_out_fraction} keeps {tokens:,} tokens of dataset '{name}', but one "
-                f"sample takes seq_length + 1 = {config.seq_length + 1:,}: give a larger --held_out_fraction, or 0"
-            )
-        elif tokens == 0:
-            problems.append(
-                f"dataset '{name}' has no documents to train on: they are all empty, or held out by "
-                f"held_out_fraction={config.held_out_fraction}"
-            )
-        else:
-            problems.append(
-                f"seq_length is longer than the data: one sample takes seq_length + 1 = {config.seq_length + 1:,} "
-                f"tokens, but dataset '{name}' has {tokens:,} in all: give a smaller --seq_length"
+                f"dataset '{dataset.files.name}' has {tokens:,} tokens in the split {split}, but one sample takes "
+                f"{needed:,}: give a {flags}"
             )
     if problems:
         raise DataError("\n".join(problems))

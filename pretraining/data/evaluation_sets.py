@@ -37,7 +37,7 @@ class EvaluationFolder:
 def find_evaluation_folders(
     folders: Sequence[str], config: DataConfig, training: Collection[DatasetFiles]
 ) -> list[EvaluationFolder]:
-    """Lists the token files of evaluation folders.
+    """List the token files of evaluation folders.
 
     Args:
         folders: paths, as they were given.
@@ -53,21 +53,17 @@ def find_evaluation_folders(
     for path, times in Counter(real).items():
         if times > 1:
             raise ConfigError(f"--eval_datasets names {path} {times} times: give it once")
-    for folder, path, resolved in zip(folders, paths, real, strict=True):
-        _check_folder(folder, path, config)
+    for path, resolved in zip(paths, real, strict=True):
+        _check_folder(path)
         _check_apart(path, resolved, training)
-    names = _names_of(paths, {files.name for files in training})
-    return [_list_folder(name, path, config) for name, path in zip(names, paths, strict=True)]
+    taken = {files.name for files in training}
+    return [_list_folder(_name_of(path, paths, taken), path, config) for path in paths]
 
 
-def _check_folder(folder: str, path: Path, config: DataConfig) -> None:
-    if is_folder(path) or is_file(path):
-        return
-    meant = Path(config.data_path or "", folder)
-    hint = did_you_mean_dataset(path.parent, path.name) if is_folder(path.parent) else ""
-    if meant != path and is_folder(meant):
-        hint = f"; did you mean {meant}?"
-    raise DataError(f"--eval_datasets names it, and it is not a folder{hint}", path=path)
+def _check_folder(path: Path) -> None:
+    if not is_folder(path) and not is_file(path):
+        hint = did_you_mean_dataset(path.parent, path.name) if is_folder(path.parent) else ""
+        raise DataError(f"--eval_datasets names it, and it is not there{hint}", path=path)
 
 
 def _check_apart(path: Path, resolved: Path, training: Collection[DatasetFiles]) -> None:
@@ -75,24 +71,19 @@ def _check_apart(path: Path, resolved: Path, training: Collection[DatasetFiles])
         folder = Path(os.path.realpath(files.path(0) if files.is_file else files.folder))
         if resolved == folder or resolved in folder.parents or folder in resolved.parents:
             raise DataError(
-                f"this evaluation set overlaps the training data: dataset '{files.name}' is {folder}. Evaluate on a "
-                "folder of its own, leave the dataset out of --datasets, or hold a share of it out "
-                "(--held_out_fraction)",
+                f"this evaluation set overlaps the training data: dataset '{files.name}' is {folder}. Evaluate on "
+                "another folder, or on a share of the training data (--held_out_fraction)",
                 path=path,
             )
 
 
-def _names_of(paths: Sequence[Path], taken: Collection[str]) -> list[str]:
-    """Names each path by as many of its last parts as no other has, and no dataset."""
-    longest = max((len(path.parts) for path in paths), default=0)
-    names = [str(path) for path in paths]
-    for parts in range(longest - 1, 0, -1):
-        ends = ["/".join(path.parts[-parts:]) for path in paths]
-        names = [
-            end if ends.count(end) == 1 and end not in taken and len(path.parts) > parts else name
-            for path, name, end in zip(paths, names, ends, strict=True)
-        ]
-    return names
+def _name_of(path: Path, paths: Sequence[Path], taken: Collection[str]) -> str:
+    """Return as many last parts of a path as no other path has, and no dataset."""
+    for parts in range(1, len(path.parts)):
+        name = "/".join(path.parts[-parts:])
+        if name not in taken and sum(other.parts[-parts:] == path.parts[-parts:] for other in paths) == 1:
+            return name
+    return str(path)
 
 
 def _list_folder(name: str, path: Path, config: DataConfig) -> EvaluationFolder:

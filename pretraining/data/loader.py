@@ -9,8 +9,7 @@ whole state is the number of batches that were taken, so batches are the same fo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ from pretraining.data.batch_reader import BatchReader
 from pretraining.data.resume import Resumption, resume, state_at
 
 if TYPE_CHECKING:
-    from torchdata.nodes import ParallelMapper
-
     from pretraining.data.batch import StepBatch
 
 
@@ -48,7 +45,7 @@ class Loader:
         self._changes = dict(changes or {})
         self._workers = num_workers
         self._limit = limit_steps
-        self._ahead: _ReadAhead | None = None
+        self._batches: Iterator[StepBatch] | None = None
         self._go_on(self._new_run)
 
     @property
@@ -60,32 +57,30 @@ class Loader:
         return self
 
     def __next__(self) -> StepBatch:
-        """Returns the batch of the next step; a DataError where it cannot be read, and asking again retries."""
-        if self._limit is not None and self._next_step >= self._limit:
-            raise StopIteration
-        if self._workers == 0:
-            batch = self.reader.read(self._next_step)
-        else:
-            if self._ahead is None:
-                self._ahead = _ReadAhead(self.reader, self._next_step, self._limit, self._workers)
-            try:
-                batch = self._ahead.take()
-            except BaseException:
-                self.close()
-                raise
+        """Return the batch of the next step; a DataError where it cannot be read, and asking again retries."""
+        if self._batches is None:
+            steps = count(self._next_step) if self._limit is None else range(self._next_step, self._limit)
+            self._batches = (
+                _ReadAhead(self.reader, steps, self._workers) if self._workers else map(self.reader.read, steps)
+            )
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            self.close()
+            raise
         self._next_step += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state after the batches that were taken, JSON-able; the same on every rank."""
+        """Return the state after the batches that were taken, JSON-able; the same on every rank."""
         return state_at(self._order, self.reader.mixture, self._next_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a state was taken, on any number of ranks and threads; see `resume`."""
+        """Resume where a state was taken, on any number of ranks and threads; see `resume`."""
         self._go_on(resume(state, self._new_run.order, self._changes))
 
     def rewind(self) -> None:
-        """Begins again with the first step, as if no state had been loaded."""
+        """Begin again with the first step, as if no state had been loaded."""
         self._go_on(self._new_run)
 
     def _go_on(self, run: Resumption) -> None:
@@ -95,10 +90,10 @@ class Loader:
         self.changes_at_resume = run.changes  # a line each for the user
 
     def close(self) -> None:
-        """Ends the threads, and forgets what they have read ahead."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        """End the threads, and forget what they have read ahead."""
+        if isinstance(self._batches, _ReadAhead):
+            self._batches.close()
+        self._batches = None
 
     def __enter__(self) -> Loader:
         return self
@@ -110,41 +105,31 @@ class Loader:
 
 
 class _ReadAhead:
-    """Reads the batches from a step on, on threads: at most two for each are under way or wait to be taken."""
+    """The batches of steps, read on threads: at most two for each thread are under way or wait to be taken."""
 
-    def __init__(self, reader: BatchReader, first_step: int, end_step: int | None, threads: int) -> None:
+    def __init__(self, reader: BatchReader, steps: Iterable[int], threads: int) -> None:
         # Here: what only looks at batches, as `inspect` does, needs neither torchdata nor torch.
         from torchdata.nodes import IterableWrapper, ParallelMapper
 
-        steps = IterableWrapper(count(first_step) if end_step is None else range(first_step, end_step))
-        read = partial(_read_or_fail, reader)
-        # One thread keeps the order by itself, without a further one that sorts. Without snapshots: the pipeline's own
-        # state is never asked for.
-        in_order = threads > 1
-        self._batches = ParallelMapper(steps, read, threads, in_order, method="thread", snapshot_frequency=0)
-        # A loader that is left open must not keep the interpreter from a clean end.
-        self.close = weakref.finalize(self, _end_threads, self._batches)
+        def read(step: int) -> StepBatch | BaseException:
+            try:
+                return reader.read(step)
+            except BaseException as error:  # torchdata would raise a text in its place, and hang on a SystemExit
+                return error
 
-    def take(self) -> StepBatch:
-        """Returns the next batch; what reading it raised, a thread's `SystemExit` too, is raised here."""
-        batch: StepBatch | BaseException = next(self._batches)
+        # One thread keeps the order by itself. No snapshots: the pipeline's own state is never asked for.
+        in_order, wrapped = threads > 1, IterableWrapper(steps)
+        pipeline = [ParallelMapper(wrapped, read, threads, in_order, method="thread", snapshot_frequency=0)]
+        self._pipeline = pipeline
+        # Its destructor ends the threads. For a loader that is left open this runs before the interpreter's end.
+        self.close = weakref.finalize(self, pipeline.clear)
+
+    def __iter__(self) -> _ReadAhead:
+        return self
+
+    def __next__(self) -> StepBatch:
+        """Return the next batch; what reading it raised, a thread's `SystemExit` too, is raised here."""
+        batch: StepBatch | BaseException = next(self._pipeline[0])
         if isinstance(batch, BaseException):
             raise batch
         return batch
-
-
-def _read_or_fail(reader: BatchReader, step: int) -> StepBatch | BaseException:
-    """Returns what is raised; torchdata would raise a text in its place, and hang on a thread's SystemExit."""
-    try:
-        return reader.read(step)
-    except BaseException as error:
-        return error
-
-
-def _end_threads(batches: ParallelMapper[StepBatch | BaseException]) -> None:
-    # torchdata 0.11 has no public way to end the threads but the destructor of what runs them, and that fails while the
-    # interpreter ends: it must be gone before.
-    pipeline = batches._it
-    if pipeline._it is not None:  # it is made by the first `next`
-        pipeline._it._shutdown()
-        pipeline._it = None

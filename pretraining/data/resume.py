@@ -24,7 +24,6 @@ READING_SETTINGS = ("col_name", "strip_tokens", "min_length", "bos_token", "sep_
 """How documents are read and make samples: the same for all datasets, throughout a run."""
 RARE_READING_SETTINGS = ("token_dtype",)
 """The same, of settings that are left out of the state where they are not given."""
-_NAMES_SHOWN = 12
 _LARGEST_NUMBER = 1 << 62
 _LARGEST_TOTAL = 1 << 41  # of weights; those that the mixture makes stay below
 
@@ -32,7 +31,7 @@ _LARGEST_TOTAL = 1 << 41  # of weights; those that the mixture makes stay below
 def describe_order(
     sources: Mapping[str, Mapping[str, Any]], phase: Phase, config: DataConfig, seed: int, split: str
 ) -> dict[str, Any]:
-    """Returns everything that the order of the data depends on, JSON-able.
+    """Return everything that the order of the data depends on, JSON-able.
 
     `sources` are fingerprints by dataset, `phase` is the mixture of a run that begins now. Samples are skipped in the
     split "train" only.
@@ -51,14 +50,14 @@ def describe_order(
 
 
 def _reading_settings(config: DataConfig) -> dict[str, Any]:
-    """Returns how documents are read and make samples, as JSON gives it back."""
+    """Return how documents are read and make samples, as JSON gives it back."""
     values = {name: getattr(config, name) for name in READING_SETTINGS}
     rare = {name: getattr(config, name) for name in RARE_READING_SETTINGS if getattr(config, name) is not None}
     return {**values, **rare, "strip_tokens": sorted(set(config.strip_tokens))}
 
 
 def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str, Any]:
-    """Returns the state once all steps before `step` are done."""
+    """Return the state once all steps before `step` are done."""
     return {**order, "next_sample": mixture.first_sample(step), "counts": mixture.counts_before_step(step)}
 
 
@@ -73,7 +72,7 @@ class Resumption:
 
 
 def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> Resumption:
-    """Goes on from a state that `state_at` gave in this run or an earlier one.
+    """Resume from a state that `state_at` gave in this run or an earlier one.
 
     Args:
         order: what the order would depend on in a run with the same settings that begins now.
@@ -114,7 +113,7 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
 
 
 def _newly_skipped(wanted: Iterable[Sequence[int]], before: Skipped, next_sample: int) -> list[tuple[int, int]]:
-    """Finds what is to be skipped and was not yet; a DataError where it was trained on."""
+    """Return what is to be skipped and was not yet; a DataError where it was trained on."""
     new = Skipped((begin, end) for begin, end in wanted).without(before)
     if new and new[0][0] < next_sample:
         raise DataError(
@@ -125,7 +124,7 @@ def _newly_skipped(wanted: Iterable[Sequence[int]], before: Skipped, next_sample
 
 
 def restored_mixture(state: Mapping[str, Any]) -> Mixture:
-    """Makes the mixture of a state; a ValueError or TypeError where no run writes such a one."""
+    """Return the mixture of a state; a ValueError or TypeError where no run writes such a one."""
     phases = [Phase(**phase) for phase in state["phases"]]
     skipped = Skipped((begin, end) for begin, end in state["skipped"])
     _check_numbers(phases, skipped, state["next_sample"])
@@ -137,7 +136,7 @@ def restored_mixture(state: Mapping[str, Any]) -> Mixture:
 
 
 def _check_numbers(phases: Sequence[Phase], skipped: Skipped, next_sample: int) -> None:
-    """Refuses numbers that no run writes, before anything is computed with them."""
+    """Refuse numbers that no run writes, before anything is computed with them."""
     if phases[0] != Phase.first(phases[0].global_batch_size, phases[0].weights):
         raise ValueError("the first phase does not begin with the first sample")
     places = [*(phase.first_step for phase in phases), *(end for each in skipped.ranges for end in each)]
@@ -151,7 +150,7 @@ def _check_numbers(phases: Sequence[Phase], skipped: Skipped, next_sample: int) 
 
 
 def _step_from(mixture: Mixture, sample: int) -> int:
-    """Finds the step of the last phase that begins with a sample; a ValueError where none does."""
+    """Return the step of the last phase that begins with a sample; a ValueError where none does."""
     if sample >= mixture.phases[-1].first_sample:
         step = mixture.step_of_sample(sample)
         if mixture.first_sample(step) == sample:
@@ -160,7 +159,7 @@ def _step_from(mixture: Mixture, sample: int) -> int:
 
 
 def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int, skipped: Skipped) -> Mixture:
-    """Returns the mixture of a run that goes on at a step as wanted, with a new phase if that differs."""
+    """Return the mixture of a run that goes on at a step as wanted, with a new phase if that differs."""
     phases = [phase for phase in phases if phase.first_step < step]  # one that gave no sample yet is as if it never was
     if not phases:
         return Mixture([wanted], skipped)
@@ -171,23 +170,18 @@ def _with_wanted(phases: Sequence[Phase], wanted: Phase, step: int, skipped: Ski
 
 
 def _describe_last(phases: Sequence[Phase]) -> str:
-    """Says what the last phase changes: "phase 2 from step 1200: weights web 0.6 -> 0.5, code added at 0.1"."""
+    """Return what the last phase changes: "phase 2 from step 1200: weights web 0.6 -> 0.5, code none -> 0.1"."""
     before, after = phases[-2], phases[-1]
     then, now = _proportions(before.weights), _proportions(after.weights)
-    names = [*sorted(then.keys() & now.keys()), *sorted(now.keys() - then.keys()), *sorted(then.keys() - now.keys())]
-    changed = [change for name in names if (change := _change_of_weight(name, then, now, before))]
-    parts = [f"weights {list_some(changed, _NAMES_SHOWN)}"] if changed else []
+    changed = [
+        f"{name} {_format_share(then.get(name))} -> {_format_share(now.get(name))}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    ]
+    parts = [f"weights {list_some(changed, 12)}"] if changed else []
     if before.global_batch_size != after.global_batch_size:
         parts.append(f"global batch {before.global_batch_size} -> {after.global_batch_size} sequences")
     return f"phase {len(phases)} from step {after.first_step}: {'; '.join(parts)}"
-
-
-def _change_of_weight(name: str, then: Mapping[str, float], now: Mapping[str, float], before: Phase) -> str:
-    if name not in now:
-        return f"{name} removed"
-    if name not in then:
-        return f"{name} {'back' if before.base_counts.get(name) else 'added'} at {now[name]:.4g}"
-    return f"{name} {then[name]:.4g} -> {now[name]:.4g}" if then[name] != now[name] else ""
 
 
 def _proportions(weights: Mapping[str, int]) -> dict[str, float]:
@@ -195,8 +189,12 @@ def _proportions(weights: Mapping[str, int]) -> dict[str, float]:
     return {name: weight / total for name, weight in weights.items()}
 
 
+def _format_share(share: float | None) -> str:
+    return "none" if share is None else f"{share:.4g}"
+
+
 def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[str, str]) -> list[str]:
-    """Says how the order would become another, if it would."""
+    """Return how the order would become another, a line for each difference."""
     before, now = saved["datasets"], order["datasets"]
     if _made_up(before) != _made_up(now):
         then, today = ("made-up data" if _made_up(datasets) else "datasets" for datasets in (before, now))
@@ -211,11 +209,10 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
     reading = [name for name in READING_SETTINGS if saved.get(name, order.get(name)) != order.get(name)]
     reading += [name for name in RARE_READING_SETTINGS if saved.get(name) != order.get(name)]
     problems += [f"{name} was {saved.get(name)} and is {order.get(name)}" for name in reading]
-    problems += [
-        _changed(name, before[name], now[name], changes)
-        for name in sorted(before.keys() & now.keys())
-        if before[name] != now[name] and not (reading and before[name].get("files") == now[name].get("files"))
-    ]
+    same = {name for name in before.keys() & now.keys() if before[name] == now[name]}
+    for name in sorted(before.keys() & now.keys() - same):
+        if before[name].get("files") != now[name].get("files") or not reading:
+            problems.append(_describe_change(name, before[name], now[name], changes.get(name)))
     return problems
 
 
@@ -223,18 +220,11 @@ def _made_up(datasets: Mapping[str, Mapping[str, Any]]) -> bool:
     return any(fingerprint.get("dummy") for fingerprint in datasets.values())
 
 
-def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any], changes: Mapping[str, str]) -> str:
-    """Says how a dataset differs."""
-    if before.get("files") != now.get("files"):
-        which = f" ({changes[name]})" if changes.get(name) else ""
-        return (
-            f"dataset '{name}' has other files: {before.get('file_count')} with {before.get('tokens'):,} tokens then, "
-            f"{now.get('file_count')} with {now.get('tokens'):,} now{which}; "
-            "new files belong in a new dataset of their own"
-        )
-    if before.get("settings") != now.get("settings"):
-        return f"dataset '{name}' is read otherwise: one of {', '.join(READING_SETTINGS)}, file_type differs"
-    fields = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    return f"dataset '{name}' differs: " + ", ".join(
-        f"{key} was {before.get(key)} and is {now.get(key)}" for key in fields
-    )
+def _describe_change(name: str, before: Mapping[str, Any], now: Mapping[str, Any], files: str | None) -> str:
+    """Return how a dataset differs; `files` are those that changed, where that is known."""
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    values = ", ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in keys)
+    if "files" not in keys:
+        return f"dataset '{name}' is read otherwise (see --file_type): {values}"
+    which = f" ({files})" if files else ""
+    return f"dataset '{name}' has other files{which}: {values}. New files belong in a dataset of their own"

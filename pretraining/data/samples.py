@@ -7,8 +7,9 @@ Finding and reading work on many samples at once: what Python does a call is sha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,27 +33,28 @@ from pretraining.data.storage.index import Index
 SplitName = Literal["train", "held_out"]
 
 
-class Samples(Protocol):
-    """An endless sequence of samples, each a pure function of its number; `name` is that of its dataset."""
+@dataclass(frozen=True)
+class Samples:
+    """An endless sequence of samples, each a pure function of its number.
+
+    Attributes:
+        name: of its dataset.
+        shards: how many pieces it is cut into.
+        fingerprint: what is equal for two sequences only if their samples are, JSON-able.
+        samples: (begin, end) -> the shards of samples [begin, end), and their numbers within these, both
+            [end - begin] int64.
+        spans: (shards, numbers), [rows] both -> the pieces of documents that make samples, one row each; a made-up
+            sample is a document.
+        read: (spans, target, rows) fills these rows of a batch, [batch rows, S + 1], with samples, and with zeros
+            behind them; a DataError if a file cannot be read, or holds a token beyond the vocabulary.
+    """
 
     name: str
     shards: int
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns what is equal for two sequences only if their samples are, JSON-able."""
-
-    def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the shard of samples [begin, end), and their numbers within it, both [end - begin] int64."""
-
-    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
-        """Returns the pieces of documents that make samples, one row each; a made-up sample is a document."""
-
-    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """Fills `rows` of a batch, [batch rows, S + 1], with samples, and with zeros behind them.
-
-        Raises:
-            DataError: a file cannot be read, or holds a token beyond the vocabulary.
-        """
+    fingerprint: dict[str, Any]
+    samples: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+    spans: Callable[[np.ndarray, np.ndarray], Spans]
+    read: Callable[[Spans, np.ndarray, np.ndarray], None]
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,11 @@ class OpenedDataset:
     counts: BinCounts | None = None
 
     def tokens(self, split: SplitName) -> int:
-        """Counts the tokens of a split, virtual ones included."""
+        """Count the tokens of a split, virtual ones included."""
         return self.index.split(split).tokens
 
     def pass_tokens(self, split: SplitName) -> int:
-        """Returns what a pass over a split takes of a run: its tokens or, where packed, S for each sample."""
+        """Return what a pass over a split takes of a run: its tokens or, where packed, S for each sample."""
         return self.tokens(split) if self.counts is None else self.counts.bins(split) * self.counts.seq_length
 
 
@@ -92,95 +94,56 @@ class OpenedDatasets:
         return sum(dataset.pass_tokens("held_out") for dataset in self.datasets)
 
 
-class StoredSamples:
-    """The samples of a split of one of the opened datasets."""
-
-    def __init__(
-        self,
-        dataset: OpenedDataset,
-        opened: OpenedDatasets,
-        config: DataConfig,
-        seed: int,
-        split: SplitName,
-        vocab_size: int,
-    ) -> None:
-        files, index, counts = dataset.files, dataset.index, dataset.counts
-        seq_length, logical_shards = config.seq_length, config.logical_shards
-        self.name = files.name
-        self._reader = DocumentReader(files, index, config, vocab_size, opened.open_files)
-        lengths = index.split(split)
-        key = (seed, text_key(files.name, split))
-        self._fingerprint: dict[str, Any] = {
-            "files": files.digest,
-            "file_count": len(files.paths),
-            "settings": index.header["settings"],
-            "documents": len(index.documents),
-            "tokens": lengths.tokens,
-        }
-        self._stream: TokenStream
-        if counts is None:
-            shards = cut_shards(lengths, shard_count(lengths.tokens, seq_length, logical_shards))
-            self.shards = len(shards)
-            self._order = SampleOrder(shards.tokens, seq_length, key)
-            self._stream = TokenStream(lengths, shards, seq_length, key, opened.orders)
-        else:
-            bounds = counts.bounds[split]
-            first_blocks = cut_blocks(bounds, logical_shards)
-            self.shards = len(first_blocks) - 1
-            caches = (opened.orders, opened.bins)
-            self._stream = PackedStream(lengths, bounds, first_blocks, seq_length, counts.packing, key, *caches)
-            # A sample is a whole bin: as a shard of so many tokens gives samples of one token.
-            self._order = SampleOrder(np.diff(bounds[first_blocks]), 1, key)
-            self._fingerprint |= {"packing": counts.packing, "bins": int(bounds[-1])}
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns files by names and sizes, settings of the index, packing, and totals."""
-        return dict(self._fingerprint)
-
-    def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Samples`."""
-        return self._order.samples(begin, end)
-
-    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
-        """See `Samples`."""
-        return self._stream.spans(shards, numbers)
-
-    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """See `Samples`."""
-        self._reader.read(spans, target, rows)
+def stored_samples(
+    dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, split: SplitName, vocab_size: int
+) -> Samples:
+    """Return the samples of a split of one of the opened datasets."""
+    files, index, counts = dataset.files, dataset.index, dataset.counts
+    lengths, seq_length = index.split(split), config.seq_length
+    key = (seed, text_key(files.name, split))
+    fingerprint = {
+        "files": files.digest,
+        "file_count": len(files.paths),
+        "settings": index.header["settings"],
+        "documents": len(index.documents),
+        "tokens": lengths.tokens,
+    }
+    stream: TokenStream
+    if counts is None:
+        shards = cut_shards(lengths, shard_count(lengths.tokens, seq_length, config.logical_shards))
+        order = SampleOrder(shards.tokens, seq_length, key)
+        stream = TokenStream(lengths, shards, seq_length, key, opened.orders)
+    else:
+        bounds = counts.bounds[split]
+        first_blocks = cut_blocks(bounds, config.logical_shards)
+        # A sample is a whole bin: as a shard of so many tokens gives samples of one token.
+        order = SampleOrder(np.diff(bounds[first_blocks]), 1, key)
+        stream = PackedStream(
+            lengths, bounds, first_blocks, seq_length, counts.packing, key, opened.orders, opened.bins
+        )
+        fingerprint |= {"packing": counts.packing, "bins": int(bounds[-1])}
+    reader = DocumentReader(files, index, config, vocab_size, opened.open_files)
+    return Samples(files.name, stream.shards, fingerprint, order.samples, stream.spans, reader.read)
 
 
-class DummySamples:
-    """Made-up samples of consecutive tokens, modulo the vocabulary: no files, the same loader.
+def dummy_samples(seq_length: int, logical_shards: int, seed: int, split: str, vocab_size: int) -> Samples:
+    """Return made-up samples of consecutive tokens, modulo the vocabulary: no files, the same loader.
 
     A sample counts upwards from a hash of its number, which a model soon learns if labels are shifted as they should
     be. Samples are dealt to `logical_shards`, so that batches are sorted as those of a dataset are.
     """
+    key = derive_key(Purpose.DUMMY, seed, text_key(split))
 
-    name = "dummy"
-
-    def __init__(self, seq_length: int, logical_shards: int, seed: int, split: str, vocab_size: int) -> None:
-        self.shards = logical_shards
-        self._seq_length = seq_length
-        self._key = derive_key(Purpose.DUMMY, seed, text_key(split))
-        self._vocab_size = vocab_size
-
-    def fingerprint(self) -> dict[str, object]:
-        """See `Samples`."""
-        return {"dummy": True, "vocab_size": self._vocab_size}
-
-    def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Samples`."""
+    def samples(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         numbers = np.arange(begin, end)
-        return (hash64(self._key, numbers) % np.uint64(self.shards)).astype(np.int64), numbers
+        return (hash64(key, numbers) % np.uint64(logical_shards)).astype(np.int64), numbers
 
-    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
-        """See `Samples`."""
+    def spans(shards: np.ndarray, numbers: np.ndarray) -> Spans:
         rows = len(numbers)
-        lengths = np.full(rows, self._seq_length + 1)
-        return Spans(numbers, np.zeros(rows, dtype=np.int64), lengths, np.arange(rows + 1))
+        return Spans(numbers, np.zeros(rows, dtype=np.int64), np.full(rows, seq_length + 1), np.arange(rows + 1))
 
-    def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """See `Samples`."""
-        first = (hash64(self._key, spans.documents) % np.uint64(self._vocab_size)).astype(np.int64)
-        target[rows] = (np.arange(target.shape[1]) + first[:, None]) % self._vocab_size
+    def read(spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
+        first = (hash64(key, spans.documents) % np.uint64(vocab_size)).astype(np.int64)
+        target[rows] = (np.arange(target.shape[1]) + first[:, None]) % vocab_size
+
+    return Samples("dummy", logical_shards, {"dummy": True, "vocab_size": vocab_size}, samples, spans, read)

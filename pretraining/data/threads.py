@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -16,7 +16,10 @@ Value = TypeVar("Value")
 def map_in_order(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int
 ) -> Generator[Result, None, None]:
-    """Like `map`, on threads, never more than a few items ahead of what is taken."""
+    """Return what `map` returns, made on threads, at most two results per thread ahead; without threads, made here."""
+    if not threads:
+        yield from map(function, items)
+        return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map")
     waiting: deque[Future[Result]] = deque()
     try:
@@ -31,7 +34,7 @@ def map_in_order(
 
 
 class RecentlyUsed(Generic[Value]):
-    """Keeps values up to a total cost; past it, those that were not used for longest go first, never the newest.
+    """Values up to a total cost; past it, those that were not used for longest go first, never the newest.
 
     Values must be pure functions of their keys: two threads that miss at once both make the value.
     """
@@ -40,11 +43,11 @@ class RecentlyUsed(Generic[Value]):
         self._limit = limit
         self._cost = cost
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.total_cost = 0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Returns the value of a key, made if it is not there."""
+        """Return the value of a key, made if it is not there."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)

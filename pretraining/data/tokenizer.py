@@ -24,12 +24,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import from_hub, is_file, is_folder, read_file, read_json, write_atomic
+from pretraining.files import from_hub, is_folder, read_file, read_json, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-SENTENCEPIECE_FILE = "tokenizer.model"
 
 # What the end of a document is called where a lone tokenizer.json comes without the files that say so.
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json")
@@ -108,14 +107,14 @@ class Tokenizer:
         return hashlib.sha256(self.definition).hexdigest()
 
     def with_settings(self, context: int, pad_token: int | None) -> Tokenizer:
-        """Returns the same tokenizer for a model: how many tokens it takes at once, and which one fills up rows."""
+        """Return the same tokenizer for a model: how many tokens it takes at once, and which one fills up rows."""
         settings = {**json.loads(self.config), "model_max_length": context}
         if pad_token is not None:
             settings["pad_token"] = self.library.id_to_token(pad_token)
         return replace(self, config=_as_json(settings), pad_token=pad_token)
 
     def save(self, folder: Path) -> None:
-        """Writes the files that `load_tokenizer` and AutoTokenizer read into a folder."""
+        """Write the files that `load_tokenizer` and AutoTokenizer read into a folder."""
         for name, content in ((TOKENIZER_CONFIG_FILE, self.config), (TOKENIZER_FILE, self.definition)):
             write_atomic(folder / name, content)
 
@@ -131,13 +130,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = from_hub(path, TOKENIZER_FILES, DataError)
     try:
-        _refuse_sentencepiece(file)
         file = file / TOKENIZER_FILE if is_folder(file) else file
         definition = read_file(file)
     except (OSError, ValueError) as error:
         raise DataError(
             f"there is no tokenizer to read ({getattr(error, 'strerror', None) or error}). Give the folder or the "
-            "tokenizer.json of a Hugging Face fast tokenizer, or let `pretrain prepare` train one",
+            "tokenizer.json of a Hugging Face fast tokenizer (transformers saves one of a tokenizer.model), or let "
+            "`pretrain prepare` train one",
             path=file,
         ) from error
     try:
@@ -177,21 +176,8 @@ def _vocab_size(library: tokenizers.Tokenizer) -> int:
     return max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def _refuse_sentencepiece(path: Path) -> None:
-    """Says how to convert a tokenizer that is there in SentencePiece's form alone."""
-    folder = path.parent if path.name == SENTENCEPIECE_FILE else path
-    if is_file(folder / SENTENCEPIECE_FILE) and not is_file(folder / TOKENIZER_FILE):
-        raise DataError(
-            f"a {SENTENCEPIECE_FILE} of SentencePiece, and no {TOKENIZER_FILE}, which is what is read here. "
-            "Convert it once, with the packages transformers, sentencepiece and protobuf: "
-            f"python -c \"from transformers import AutoTokenizer as A; A.from_pretrained('{folder}').save_pretrained("
-            f"'{folder}')\"",
-            path=folder,
-        )
-
-
 def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
-    """Reads a tokenizer as `load_tokenizer`; a ConfigError where it has more entries than the model's vocabulary."""
+    """Read a tokenizer as `load_tokenizer`; a ConfigError where it has more entries than the model's vocabulary."""
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -213,7 +199,7 @@ def _bytes_of_sentencepiece(token: str) -> int:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
+    """Train a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
 
     `vocab_size` counts the end-of-text token and 256 bytes; a small text gives fewer entries.
     """
@@ -230,7 +216,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 @contextmanager
 def _panics_refused() -> Iterator[None]:
-    """Turns a panic of the library into an error; a regular expression of tokenizer.json may give up on a text."""
+    """Turn a panic of the library into an error; a regular expression of tokenizer.json may give up on a text."""
     try:
         yield
     except BaseException as error:  # a panic is no Exception, and its class cannot be imported
@@ -243,7 +229,7 @@ def _panics_refused() -> Iterator[None]:
 
 @contextmanager
 def library_threads(enabled: bool) -> Iterator[None]:
-    """Lets the library use all cores inside one call, or only the calling thread, by its environment variable."""
+    """Let the library use all cores inside one call, or only the calling thread, by its environment variable."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if enabled else "false"
     try:
@@ -258,7 +244,7 @@ def library_threads(enabled: bool) -> Iterator[None]:
 def _wrap(
     library: tokenizers.Tokenizer, vocab_size: int, definition: bytes, config: dict[str, Any], end_of_text: str | None
 ) -> Tokenizer:
-    """Puts the library's tokenizer into the state that this module promises, whatever its file says."""
+    """Put the library's tokenizer into the state that this module promises, whatever its file says."""
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True

@@ -302,7 +302,7 @@ from pretraining.cli import main
 try:
     main(sys.argv[1:])
 finally:
-    known = ("fire", "numpy", "pyarrow", "rich", "sympy", "tensorboard", "torch", "torchdata")
+    known = ("fire", "numpy", "pyarrow", "rich", "sympy", "tensorboard", "torch")
     print(json.dumps([name for name in known if name in sys.modules]), file=sys.stderr)
 """
 

@@ -88,11 +88,8 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_that_a_page_names_exist(page: Path) -> None:
-    known = (
-        {name for command in COMMANDS.values() for name in settings_of(command.settings)}
-        | ALIASES.keys()
-        | REMOVED.keys()
-    )
+    known = {name for command in COMMANDS.values() for name in settings_of(command.settings)}
+    known |= ALIASES.keys() | REMOVED.keys()
     known |= {"recipe", "config", "help"} | {name.partition(".")[0] for name in FOREIGN}
     assert (
         sorted(

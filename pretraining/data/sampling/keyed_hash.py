@@ -39,14 +39,14 @@ class Purpose(IntEnum):
 
 
 def mix64(value: int) -> int:
-    """Mixes one 64-bit integer."""
+    """Mix one 64-bit integer."""
     value = ((value ^ (value >> 30)) * _FIRST_MULTIPLIER) & _MASK
     value = ((value ^ (value >> 27)) * _SECOND_MULTIPLIER) & _MASK
     return value ^ (value >> 31)
 
 
 def derive_key(*parts: int) -> int:
-    """Makes a key from non-negative integers below 2**64, all of which matter, as does their order."""
+    """Make a key from non-negative integers below 2**64, all of which matter, as does their order."""
     key = 0
     for part in parts:
         key = mix64(key ^ mix64((part + GOLDEN) & _MASK))
@@ -54,7 +54,7 @@ def derive_key(*parts: int) -> int:
 
 
 def text_key(*texts: str) -> int:
-    """Makes a 64-bit integer from texts, for use as a part of a key."""
+    """Make a 64-bit integer from texts, for use as a part of a key."""
     digest = hashlib.blake2b(digest_size=8)
     for text in texts:
         digest.update(text.encode("utf-8", "surrogateescape") + b"\0")
@@ -62,7 +62,7 @@ def text_key(*texts: str) -> int:
 
 
 def hash64(keys: int | np.ndarray, items: np.ndarray) -> np.ndarray:
-    """Hashes non-negative integers under a key, or under several (uint64) that broadcast against them; uint64."""
+    """Hash non-negative integers under a key, or under several (uint64) that broadcast against them; uint64."""
     hashes = items.astype(np.uint64)
     hashes += np.uint64(GOLDEN)
     _mix64_in_place(hashes)
@@ -72,7 +72,7 @@ def hash64(keys: int | np.ndarray, items: np.ndarray) -> np.ndarray:
 
 
 def keyed_order(key: int, items: np.ndarray) -> np.ndarray:
-    """Returns the positions of distinct items in the order of their hashes, [len(items)] int64."""
+    """Return the positions of distinct items in the order of their hashes, [len(items)] int64."""
     return np.argsort(hash64(key, items))
 
 

@@ -28,7 +28,7 @@ _LARGEST_RANGE = 1 << 20  # 2 * range * total stays below 2**63
 
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
-    """Turns proportions into integers with the same ratios.
+    """Turn proportions into integers with the same ratios.
 
     Decimal fractions are taken as they are written, 0.1 as 1/10. Ratios are exact where the total stays up to 2**40;
     otherwise they are rounded to that total, and no positive weight becomes zero.
@@ -75,7 +75,7 @@ class WeightTree:
             self._nodes.append(_Node(left_weight + right_weight, left=left, right=right))
 
     def assign(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the datasets of samples [begin, end), and their numbers within these, both [end - begin] int64."""
+        """Return the datasets of samples [begin, end), and their numbers within these, both [end - begin] int64."""
         datasets, numbers = np.empty(end - begin, dtype=np.int64), np.empty(end - begin, dtype=np.int64)
         for low in range(begin, end, _LARGEST_RANGE):
             high = min(low + _LARGEST_RANGE, end)
@@ -100,7 +100,7 @@ class WeightTree:
         return datasets, numbers
 
     def counts(self, samples: int) -> list[int]:
-        """Counts what each dataset gives of the first `samples` samples, [datasets]."""
+        """Count what each dataset gives of the first `samples` samples, [datasets]."""
         counts = [0] * self._datasets
         waiting = [(len(self._nodes) - 1, samples)]
         while waiting:
@@ -133,11 +133,11 @@ class Phase:
 
     @staticmethod
     def first(global_batch_size: int, weights: Mapping[str, int]) -> Phase:
-        """Returns the phase that a run begins with."""
+        """Return the phase that a run begins with."""
         return Phase(0, 0, global_batch_size, dict(weights), dict.fromkeys(sorted(weights), 0))
 
     def same_data(self, other: Phase) -> bool:
-        """Tells whether two phases mix alike and take as much a step."""
+        """Return whether two phases mix alike and take as much a step."""
         return (self.weights, self.global_batch_size) == (other.weights, other.global_batch_size)
 
 
@@ -163,7 +163,7 @@ class Mixture:
         return self.skipped.advance(phase.first_sample, (step - phase.first_step) * phase.global_batch_size)
 
     def step_of_sample(self, sample: int) -> int:
-        """Returns the step that takes a sample, which is not skipped."""
+        """Return the step that takes a sample, which is not skipped."""
         phase = [phase for phase in self.phases if phase.first_sample <= sample][-1]
         return phase.first_step + self.skipped.count(phase.first_sample, sample) // phase.global_batch_size
 
@@ -172,7 +172,7 @@ class Mixture:
         return self.phases[self._phase_of_step(step)].global_batch_size
 
     def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns samples of a step, ascending, their datasets, and numbers in these, [global batch] int64 each."""
+        """Return samples of a step, ascending, their datasets, and numbers in these, [global batch] int64 each."""
         number = self._phase_of_step(step)
         tree, bases, first_sample = self._trees[number], self._bases[number], self.phases[number].first_sample
         samples, datasets, numbers = [], [], []
@@ -184,7 +184,7 @@ class Mixture:
         return np.concatenate(samples), np.concatenate(datasets), np.concatenate(numbers)
 
     def taken(self, first_step: int, end_step: int) -> Iterator[tuple[Phase, dict[str, tuple[int, int]]]]:
-        """Yields what steps [first_step, end_step) take: a phase, and (first, end) of each dataset's samples in it.
+        """Yield what steps [first_step, end_step) take: a phase, and (first, end) of each dataset's samples in it.
 
         A phase comes several times where samples are skipped in it.
         """
@@ -195,11 +195,11 @@ class Mixture:
                 yield phase, {name: (before[name], after[name]) for name in phase.base_counts}
 
     def counts_before_step(self, step: int) -> dict[str, int]:
-        """Counts samples that each dataset has given, or skipped, before a step."""
+        """Count samples that each dataset has given, or skipped, before a step."""
         return self._counts(self._phase_of_step(step), self.first_sample(step))
 
     def phase_from(self, step: int, wanted: Phase) -> Phase:
-        """Returns a phase that begins at a step of the last phase, with the weights and batch size of `wanted`.
+        """Return a phase that begins at a step of the last phase, with the weights and batch size of `wanted`.
 
         Every dataset goes on where this mixture leaves it at that step.
         """
@@ -208,13 +208,13 @@ class Mixture:
         return Phase(step, self.first_sample(step), wanted.global_batch_size, dict(wanted.weights), counts)
 
     def _counts(self, number: int, sample: int) -> dict[str, int]:
-        """Counts what each dataset has given before a sample of a phase."""
+        """Count what each dataset has given before a sample of a phase."""
         given = self._trees[number].counts(sample - self.phases[number].first_sample)
         bases = self._bases[number].tolist()
         return {name: base + count for name, base, count in zip(self.names, bases, given, strict=True)}
 
     def _ranges(self, first_step: int, end_step: int) -> Iterator[tuple[int, int]]:
-        """Yields the samples that steps [first_step, end_step) of one phase take, as (first, end) of ranges."""
+        """Yield the samples that steps [first_step, end_step) of one phase take, as (first, end) of ranges."""
         if first_step < end_step:
             begin, last = self.first_sample(first_step), self.first_sample(end_step - 1)
             # The end is found from the last sample: where it is skipped on, that belongs to the next step.
@@ -239,7 +239,7 @@ class Skipped:
         self.ranges = tuple(merged)
 
     def advance(self, sample: int, count: int) -> int:
-        """Returns the sample `count` samples after the first one that is taken at or after `sample`."""
+        """Return the sample `count` samples after the first one that is taken at or after `sample`."""
         for begin, end in self.ranges:
             if end <= sample:
                 continue
@@ -250,7 +250,7 @@ class Skipped:
         return sample + count
 
     def taken(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yields the parts of [begin, end) that are taken, ascending; none is empty."""
+        """Yield the parts of [begin, end) that are taken, ascending; none is empty."""
         for skipped_begin, skipped_end in self.ranges:
             if begin < min(skipped_begin, end):
                 yield begin, min(skipped_begin, end)
@@ -259,9 +259,9 @@ class Skipped:
             yield begin, end
 
     def count(self, begin: int, end: int) -> int:
-        """Counts the samples of [begin, end) that are taken."""
+        """Count the samples of [begin, end) that are taken."""
         return sum(last - first for first, last in self.taken(begin, end))
 
     def without(self, other: Skipped) -> list[tuple[int, int]]:
-        """Returns the ranges, or parts of them, that another one has not."""
+        """Return the ranges, or parts of them, that another one has not."""
         return [part for begin, end in self.ranges for part in other.taken(begin, end)]

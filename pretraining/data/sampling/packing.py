@@ -61,7 +61,7 @@ class PackedBlock:
         return sum(array.nbytes for array in arrays)
 
     def bin(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns what a bin holds, [n] int64 each: documents, from the block's first on, first tokens, and lengths."""
+        """Return what a bin holds, [n] int64 each: documents, from the block's first on, first tokens, and lengths."""
         place = int(np.searchsorted(self.shared, number))
         if place == len(self.shared) or self.shared[place] != number:
             piece = number - place  # among all full pieces, as `place` shared bins come before
@@ -75,7 +75,7 @@ class PackedBlock:
 
 
 def pack_block(lengths: np.ndarray, seq_length: int, packing: Packing) -> PackedBlock:
-    """Packs the documents of a block into bins of at most S + 1 tokens.
+    """Pack the documents of a block into bins of at most S + 1 tokens.
 
     Args:
         lengths: [documents] int64, tokens of each; empty ones are left out.
@@ -177,12 +177,12 @@ BinCache = RecentlyUsed[tuple[PackedBlock, np.ndarray]]
 
 
 def bin_cache(limit_bytes: int = 64 * 2**20) -> BinCache:
-    """Makes a memory for packed blocks, to be shared by all the streams of a process."""
+    """Make a memory for packed blocks, to be shared by all the streams of a process."""
     return RecentlyUsed(limit_bytes, cost=lambda bins: bins[0].nbytes + bins[1].nbytes + 1024)
 
 
 def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
-    """Cuts a dataset between blocks into shards of nearly equal bins; returns the first block of each, then all blocks.
+    """Cut a dataset between blocks into shards of nearly equal bins; returns the first block of each, then all blocks.
 
     Of `total` bins, shard s of `count` starts with the first block whose first bin is at or after s * total / count.
     There are fewer than `logical_shards` where these would hold less than `SAMPLES_A_SHARD` bins, or no whole block.
@@ -218,7 +218,7 @@ class PackedStream(TokenStream):
         self.bins = shards.tokens
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
-        """Returns the pieces of documents that make samples, as `TokenStream.spans`: at most S + 1 tokens each."""
+        """Return the pieces of documents that make samples, as `TokenStream.spans`: at most S + 1 tokens each."""
         nothing = np.zeros(0, dtype=np.int64)
         documents, starts, lengths, first_spans = [nothing], [nothing], [nothing], [0]
         passes, positions = np.divmod(samples, self.bins[shards])
@@ -237,7 +237,7 @@ class PackedStream(TokenStream):
         )
 
     def _bins(self, shard: int, pass_number: int, block: int) -> tuple[PackedBlock, np.ndarray]:
-        """Returns the bins of a block, and their order in a pass."""
+        """Return the bins of a block, and their order in a pass."""
 
         def make() -> tuple[PackedBlock, np.ndarray]:
             begin = block * self._lengths.block_documents

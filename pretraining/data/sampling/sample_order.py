@@ -66,7 +66,7 @@ class SampleOrder:
         self._stretches: RecentlyUsed[tuple[np.ndarray, np.ndarray]] = RecentlyUsed(4, cost=lambda _: 1)
 
     def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the shards of samples [begin, end), and their numbers j within these, both [end - begin] int64."""
+        """Return the shards of samples [begin, end), and their numbers j within these, both [end - begin] int64."""
         first, size = begin // self._stretch, self._stretch
         stretches = [
             self._stretches.get(number, partial(self._find, number * size, (number + 1) * size))
@@ -77,7 +77,7 @@ class SampleOrder:
         return shards, numbers
 
     def _find(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the shards and numbers of samples [begin, end), from nothing."""
+        """Find the shards and numbers of samples [begin, end), from nothing."""
         shards, numbers = np.empty(end - begin, dtype=np.int64), np.empty(end - begin, dtype=np.int64)
         at = begin
         while at < end:
@@ -97,7 +97,7 @@ class SampleOrder:
         return shards, numbers
 
     def samples_before_pass(self, pass_number: int) -> int:
-        """Counts the samples of the passes before one."""
+        """Count the samples of the passes before one."""
         return int(self._first_of_shard(pass_number).sum())
 
     def _first_of_shard(self, pass_number: int) -> np.ndarray:
@@ -106,12 +106,12 @@ class SampleOrder:
         return firsts
 
     def _visit(self, pass_number: int, rounds: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Returns the shards that rounds visit, each in its own order: [rounds, active]."""
+        """Return the shards that rounds visit, each in its own order: [rounds, active]."""
         keys = hash64(derive_key(Purpose.ROUNDS, *self._key, pass_number), rounds)
         return active[np.argsort(hash64(keys[:, None], active[None, :]), axis=1)]
 
     def _pass_of(self, sample: int) -> _Pass:
-        """Finds the pass that holds a sample of the dataset."""
+        """Find the pass that holds a sample of the dataset."""
         # The samples before pass e number at most eT / S and, as each of N shards rounds down, more than eT / S - N, T
         # of the whole dataset: the pass is searched for between these.
         low = sample * self._seq_length // self._tokens

@@ -31,7 +31,7 @@ class Lengths(Protocol):
     block_bounds: np.ndarray
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Returns the tokens of documents [begin, end), int64, as far as there are such documents."""
+        """Return the tokens of documents [begin, end), int64, as far as there are such documents."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Spans:
         return np.diff(np.concatenate(([0], np.cumsum(self.lengths)))[self.first_spans])
 
     def places(self, row_places: np.ndarray) -> np.ndarray:
-        """Returns where each piece begins, [n], if rows begin at `row_places`, [rows]."""
+        """Return where each piece begins, [n], if rows begin at `row_places`, [rows]."""
         ends = np.cumsum(self.lengths)
         before_row = np.concatenate(([0], ends))[self.first_spans[:-1]]
         begins: np.ndarray = ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
@@ -91,17 +91,17 @@ OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
 
 
 def order_cache(limit_bytes: int = 64 * 2**20) -> OrderCache:
-    """Makes a memory for the orders of blocks and documents, to be shared by all the streams of a process."""
+    """Make a memory for the orders of blocks and documents, to be shared by all the streams of a process."""
     return RecentlyUsed(limit_bytes, cost=lambda order: sum(array.nbytes for array in order) + 512)
 
 
 def shard_count(tokens: int, seq_length: int, logical_shards: int) -> int:
-    """Returns how many pieces a dataset is cut into."""
+    """Return how many pieces a dataset is cut into."""
     return max(1, min(logical_shards, tokens // (SAMPLES_A_SHARD * seq_length)))
 
 
 def cut_shards(lengths: Lengths, count: int) -> Shards:
-    """Cuts a dataset between documents into pieces of nearly equal tokens; some are empty where documents are few.
+    """Cut a dataset between documents into pieces of nearly equal tokens; some are empty where documents are few.
 
     Of `total` tokens, shard s starts with the first document whose first token is at or after s * total / count.
     """
@@ -133,13 +133,14 @@ class TokenStream:
     def __init__(
         self, lengths: Lengths, shards: Shards, seq_length: int, key: tuple[int, int], orders: OrderCache
     ) -> None:
+        self.shards = len(shards)
         self._lengths, self._shards, self._tokens = lengths, shards, shards.tokens
         self._block_bounds = lengths.block_bounds
         self._seq_length, self._key, self._orders = seq_length, key, orders
         self._identity: tuple[Any, ...] = (key, len(shards))  # keeps streams apart that share memory
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
-        """Returns the pieces, S + 1 tokens a row, of samples j >= 0 of shards that are not empty, both [rows]."""
+        """Return the pieces, S + 1 tokens a row, of samples j >= 0 of shards that are not empty, both [rows]."""
         if not len(shards):
             nothing = np.zeros(0, dtype=np.int64)
             return Spans(nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
@@ -155,7 +156,7 @@ class TokenStream:
         return _cut(parts, row_parts)
 
     def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: list[_Part]) -> int:
-        """Collects tokens [position, position + count) of a pass as far as it goes; returns how many."""
+        """Collect tokens [position, position + count) of a pass as far as it goes; returns how many."""
         blocks, block_starts = self._blocks(shard, pass_number)
         visit = int(block_starts.searchsorted(position, "right")) - 1
         left = count
@@ -173,7 +174,7 @@ class TokenStream:
         return count - left
 
     def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the blocks of a shard in the order of a pass, [n], and the tokens before each, [n + 1]."""
+        """Return the blocks of a shard in the order of a pass, [n], and the tokens before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             begin, end = self._shards.documents[shard : shard + 2]
@@ -189,7 +190,7 @@ class TokenStream:
         return self._orders.get((self._identity, shard, pass_number), make)
 
     def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a block's documents that have tokens, in the order of a pass, and the tokens before each, [n + 1]."""
+        """Return a block's documents that have tokens, in the order of a pass, and the tokens before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             size = self._lengths.block_documents
@@ -204,14 +205,14 @@ class TokenStream:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Sums what comes before each place, then all: [n + 1] int64."""
+    """Sum what comes before each place, then all: [n + 1] int64."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
 def _cut(parts: list[_Part], row_parts: list[int]) -> Spans:
-    """Cuts the pieces of many rows out of their parts at once; `row_parts` counts the parts before each row."""
+    """Cut the pieces of many rows out of their parts at once; `row_parts` counts the parts before each row."""
     documents, all_bounds, begins, ends = zip(*parts, strict=True)
     counts = np.array([len(each) for each in documents])
     lows = np.concatenate([bounds[:-1] for bounds in all_bounds])

@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import zlib
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -27,7 +26,8 @@ import numpy as np
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, write_once
+from pretraining.data.storage.index import SPLITS, Index, index_places, write_once
+from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 from pretraining.files import check_regular, exists, parse_json
 from pretraining.launch.machine import usable_cores
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 BLOCKS_A_PROCESS = 1024
 """Blocks that are worth a process of its own: to start one takes about as long as to count them."""
-_BLOCKS_LOOKED_AT = 64
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ class BinCounts:
     bounds: dict[str, np.ndarray]
 
     def bins(self, split: str) -> int:
-        """Counts the bins of a split."""
+        """Count the bins of a split."""
         return int(self.bounds[split][-1])
 
 
 def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, workers: int | None = None) -> BinCounts:
-    """Returns the bins of a dataset, counted first where that was not done yet, by at most `workers` processes.
+    """Return the bins of a dataset, counted first where that was not done yet, by at most `workers` processes.
 
     Raises:
         DataError: a process that counts ends early, or there is no place to write the counts.
@@ -81,7 +80,7 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
 
 
 def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
-    """Opens the counts of a dataset if there are valid ones."""
+    """Open the counts of a dataset if there are valid ones."""
     header = _header(index, config)
     for place in _places(files, index, config):
         bounds = _open(place, header)
@@ -91,7 +90,7 @@ def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> Bi
 
 
 def count_bins(index: Index, seq_length: int, packing: Packing, begin: int, end: int) -> np.ndarray:
-    """Counts bins of blocks [begin, end) in each split, [splits, end - begin] int64."""
+    """Count bins of blocks [begin, end) in each split, [splits, end - begin] int64."""
     counts = np.zeros((len(SPLITS), end - begin), dtype="<i8")
     for row, name in zip(counts, SPLITS, strict=True):
         split = index.split(name)
@@ -103,64 +102,51 @@ def count_bins(index: Index, seq_length: int, packing: Packing, begin: int, end:
 
 
 def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packing, workers: int | None) -> np.ndarray:
-    """`count_bins` of all blocks, in several processes for large datasets."""
+    """Return `count_bins` of all blocks, from several processes for large datasets."""
     # Not those of `multiprocessing`, which run the caller's main module again.
     blocks = len(index.split(SPLITS[0]).block_bounds) - 1
     processes = min(workers or usable_cores(), blocks // BLOCKS_A_PROCESS)
     if processes < 2:
         return count_bins(index, seq_length, packing, 0, blocks)
-    index.check(0, len(index.documents))  # they open it by its path, and know no files to mend it from
-    ranges = list(pairwise(blocks * number // processes for number in range(processes + 1)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with ExitStack() as running:
-        started = []
-        for begin, end in ranges:
-            task = [str(index.path), str(seq_length), packing, str(begin), str(end)]
-            command = [sys.executable, "-m", "pretraining.data.storage.bin_counts", *task]
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-            started.append(running.enter_context(process))
-            running.callback(process.kill)  # before its end is waited for, where another one failed
-        parts = []
-        for process, (begin, end) in zip(started, ranges, strict=True):
-            output, _ = process.communicate()
-            if process.returncode or len(output) != len(SPLITS) * (end - begin) * 8:
-                raise DataError(
-                    f"packing dataset '{name}': the process for blocks {begin} to {end - 1} ended with status "
-                    f"{process.returncode}; what it printed is above"
-                )
-            parts.append(np.frombuffer(output, dtype="<i8").reshape(len(SPLITS), end - begin))
-    return np.concatenate(parts, axis=1)
+
+    def count(bounds: tuple[int, int]) -> np.ndarray:
+        begin, end = bounds
+        task = [str(index.path), str(seq_length), packing, str(begin), str(end)]
+        command = [sys.executable, "-m", "pretraining.data.storage.bin_counts", *task]
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+        if done.returncode or len(done.stdout) != len(SPLITS) * (end - begin) * 8:
+            raise DataError(
+                f"packing dataset '{name}': the process for blocks {begin} to {end - 1} ended with status "
+                f"{done.returncode}; what it printed is above"
+            )
+        return np.frombuffer(done.stdout, dtype="<i8").reshape(len(SPLITS), end - begin)
+
+    ranges = pairwise(blocks * number // processes for number in range(processes + 1))
+    return np.concatenate(list(map_in_order(count, ranges, processes)), axis=1)
 
 
 def _places(files: DatasetFiles, index: Index, config: DataConfig) -> list[Path]:
-    """Returns where the counts may be: beside the index, else where an index could be as well."""
+    """Return where the counts may be: beside the index, else where an index could be as well."""
     name = f"{index.path.stem}-{config.packing}-{config.seq_length}.bins"
     return list(dict.fromkeys(place.with_name(name) for place in (index.path, *index_places(files, config))))
 
 
 def _header(index: Index, config: DataConfig) -> dict[str, Any]:
-    """Says what counts are of."""
-    # The index may have been made again from files of the same names and sizes with other documents: look at its
-    # blocks' tokens, and at the documents of some blocks.
-    checksum = 0
-    for name in SPLITS:
-        checksum = zlib.crc32(index.split(name).block_bounds.tobytes(), checksum)
-    count = len(index.documents)
-    for begin in np.linspace(0, max(count - BLOCK_DOCUMENTS, 0), _BLOCKS_LOOKED_AT, dtype=np.int64).tolist():
-        index.check(begin, min(begin + BLOCK_DOCUMENTS, count))
-        checksum = zlib.crc32(index.documents[begin : begin + BLOCK_DOCUMENTS].tobytes(), checksum)
+    """Return what counts are of."""
+    # The index may have been made again from files of the same names and sizes with other documents.
     return {
         "algorithm": ALGORITHM_VERSION,
         "settings": index.header["settings"],
         "files": index.header["files"],
-        "documents": checksum,
+        "documents": index.checksum,
         "seq_length": config.seq_length,
         "packing": config.packing,
     }
 
 
 def _open(place: Path, header: dict[str, Any]) -> np.ndarray | None:
-    """Maps the counts at a place, [splits, blocks + 1]; None where there are none, of these, or they are damaged."""
+    """Map the counts at a place, [splits, blocks + 1]; None where there are none, of these, or they are damaged."""
     try:
         check_regular(place)
         with place.open("rb") as file:

@@ -6,7 +6,6 @@ folders (names that start with a dot) are not data: an index may be there. Symbo
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import logging
 import os
@@ -15,14 +14,14 @@ import stat
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
+from pretraining.config.values import did_you_mean
 from pretraining.data.storage.token_format import format_class
 from pretraining.errors import ConfigError, DataError, PathError
-from pretraining.files import entries_of, exists, is_file, is_folder, read_json
+from pretraining.files import entries_of, is_file, is_folder, read_json
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -31,11 +30,8 @@ MANIFEST_FILE = "prepare.json"
 """Says what a folder of token files holds that `pretrain prepare` made; a folder that has it is complete."""
 COUNTS_FILES = "meta/*counts*.csv"
 """What other tools write beside their datasets: how many documents and tokens there are in each file."""
-_SAVED_TO_DISK = ("state.json", "dataset_dict.json")
-"""Beside the Arrow streams that `save_to_disk` of Hugging Face's datasets writes."""
-_NAMES_SHOWN = 12
 _NAMES_OF_A_FOLDER = 64
-"""Under so many a folder is listed. More have only folders with links to each other, whose ways are without number."""
+"""A folder is listed under so many names. More have only folders with links to each other, whose paths are endless."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +53,12 @@ class DatasetFiles:
     is_file: bool = False
 
     def path(self, number: int) -> str:
-        """Returns the absolute path of a file by its number in the canonical order."""
+        """Return the absolute path of a file by its number in the canonical order."""
         return f"{self.folder}/{self.paths[number]}"
 
 
 def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
-    """Finds the configured datasets, sorted by name: without `datasets`, every sub-folder that holds token files.
+    """Find the configured datasets, sorted by name: without `datasets`, every sub-folder that holds token files.
 
     Raises:
         DataError: a folder is missing, holds no token files, or files of two formats.
@@ -71,32 +67,36 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     if config.data_path is None:
         raise DataError("no data: give --data_path=<folder with a sub-folder a dataset>, or --use_dummy_dataset=true")
     root = Path(config.data_path).expanduser().absolute()
-    formats = _suffixes(config.file_type)
     if not is_folder(root):
-        hint = how_to_prepare(root) if is_file(root) else _what_is_in(root.parent)
-        if is_file(root) and root.name.endswith(tuple(formats.values())):
-            hint = f"give --data_path={root.parent} --datasets={root.name}"
-        raise DataError(f"--data_path is not a folder; {hint}", path=root)
+        itself = f"--data_path={root.parent} --datasets={root.name} is this file. {how_to_prepare(root)}"
+        raise DataError(
+            f"--data_path is not a folder; {itself if is_file(root) else _what_is_in(root.parent)}", path=root
+        )
+    formats = _suffixes(config.file_type)
+    patterns = " or ".join(f"*{suffix}" for suffix in formats.values())
     if config.datasets:
         names = [name.strip("/") for name in config.datasets]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise DataError(f"--datasets names {', '.join(twice)} more than once")
+        if len(set(names)) < len(names):
+            raise DataError(f"--datasets names one more than once: {', '.join(names)}")
         found = {name: _scan(_existing(root, name), formats) for name in names}
-        for name, files in found.items():
-            if not files:
-                kinds = _patterns(formats)
-                raise DataError(
-                    f"dataset '{name}' has no {kinds} files; {_what_is_in(root / name)}. {how_to_prepare(root / name)}",
-                    path=root / name,
-                )
+        empty = next((name for name, files in found.items() if not files), None)
+        if empty is not None:
+            place = root / empty
+            raise DataError(
+                f"dataset '{empty}' has no {patterns} files; {_what_is_in(place)}. {how_to_prepare(place)}", path=place
+            )
     else:
         has_counts = any(root.glob(COUNTS_FILES))
-        names = [name for name in _sub_folders(root) if not (has_counts and name == "meta")]
-        found = {name: _scan(root / name, formats) for name in names}
-        found = {name: files for name, files in found.items() if files}
+        scanned = {
+            name: _scan(root / name, formats) for name in _sub_folders(root) if not (has_counts and name == "meta")
+        }
+        found = {name: files for name, files in scanned.items() if files}
         if not found:
-            raise DataError(_nothing_found(root, formats))
+            raise DataError(
+                f"no sub-folder holds {patterns} files; {_what_is_in(root)}. This folder itself is "
+                f"--data_path={root.parent} --datasets={root.name}. {how_to_prepare(root)}",
+                path=root,
+            )
     datasets = tuple(_dataset(root, name, found[name], formats) for name in sorted(found))
     if config.token_dtype is not None and {files.file_type for files in datasets} <= {"arrow", "npy"}:
         raise ConfigError(f"--token_dtype={config.token_dtype} is for *.bin files, and there are none: leave it out")
@@ -110,14 +110,13 @@ def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) ->
         ConfigError: datasets name different tokens.
         DataError: a prepare.json cannot be read.
     """
-    folders = [Path(folder) for folder in eval_datasets]
+    places = [Path(folder).expanduser() for folder in eval_datasets]
     if config.data_path is not None:
         root = Path(config.data_path).expanduser()
         prepared = (path.parent for path in sorted(root.glob(f"[!.]*/{MANIFEST_FILE}")))
-        folders = [*([root / name.strip("/") for name in config.datasets] or prepared), *folders]
+        places = [*([root / name.strip("/") for name in config.datasets] or prepared), *places]
     found: dict[str, int] = {}
-    for folder in folders:
-        place = folder.expanduser()
+    for place in places:
         path = (place.parent if is_file(place) else place) / MANIFEST_FILE
         try:
             token = read_json(path)["tokenizer"]["end_of_text"]
@@ -132,44 +131,35 @@ def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) ->
                 path=path,
             ) from error
         if token is not None:
-            found[str(folder)] = token
+            found[str(place)] = token
     if len(set(found.values())) > 1:
         named = ", ".join(f"{folder}: {token}" for folder, token in found.items())
         raise ConfigError(f"datasets end their documents with different tokens ({named}): give --sep_token")
     separator = next(iter(found.values()), None)
     if separator is not None:
-        names = list_some(list(found), _NAMES_SHOWN)
-        log.info("sep_token   %s, the end_of_text of %s in %s", separator, MANIFEST_FILE, names)
+        log.info("sep_token   %s, the end_of_text of %s in %s", separator, MANIFEST_FILE, list_some(list(found), 12))
     return separator
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
-    """Says what differs between two listings (path -> bytes); empty where nothing does."""
+    """Return what differs between two listings (path -> bytes); empty if nothing does."""
     added = sorted(after.keys() - before.keys())
     removed = sorted(before.keys() - after.keys())
     resized = sorted(path for path in before.keys() & after.keys() if before[path] != after[path])
     changes = (("added", added), ("removed", removed), ("changed in size", resized))
-    return "; ".join(f"{what}: {list_some(paths, _NAMES_SHOWN)}" for what, paths in changes if paths)
+    return "; ".join(f"{what}: {list_some(paths, 12)}" for what, paths in changes if paths)
 
 
 def _suffixes(file_type: str) -> dict[str, str]:
-    """Returns how files of each format that is looked for end, by the format's name."""
+    """Return how files of each format that is looked for end, by the format's name."""
     return {name: format_class(name).suffix for name in (TOKEN_FORMATS if file_type == "auto" else (file_type,))}
 
 
-def _patterns(formats: dict[str, str]) -> str:
-    *others, last = (f"*{suffix}" for suffix in formats.values())
-    return f"{', '.join(others)} or {last}" if others else last
-
-
 def _dataset(root: Path, name: str, files: dict[str, int], formats: dict[str, str]) -> DatasetFiles:
-    counts = {kind: sum(path.endswith(suffix) for path in files) for kind, suffix in formats.items()}
-    kinds = [kind for kind, count in counts.items() if count]
+    kinds = [kind for kind, suffix in formats.items() if any(path.endswith(suffix) for path in files)]
     if len(kinds) > 1:
-        held = " and ".join(f"{counts[kind]:,} *{formats[kind]}" for kind in kinds)
         raise DataError(
-            f"dataset '{name}' holds files of two kinds: {held}. Say which are its tokens, as in "
-            f"--file_type={kinds[0]}, or give each kind a dataset of its own",
+            f"dataset '{name}' holds files of {' and '.join(kinds)}: give --file_type={kinds[0]}, or each a dataset",
             path=root / name,
         )
     paths = tuple(sorted(files))
@@ -240,49 +230,21 @@ def _existing(root: Path, name: str) -> Path:
 
 
 def did_you_mean_dataset(root: Path, name: str) -> str:
-    """Return a hint at the dataset in a folder whose name is nearest; empty where none is near."""
+    """Return a hint at the dataset in a folder whose name is nearest; empty if none is near."""
     files = [child.name for child in entries_of(root) if child.suffix in _suffixes("auto").values()]
-    same = [file for file in files if Path(file).stem == name]
-    near = same or difflib.get_close_matches(name, [*_sub_folders(root), *files], n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return did_you_mean(name, [*_sub_folders(root), *files], "; did you mean '{}'?")
 
 
 def how_to_prepare(path: str | Path) -> str:
     """Return the command that makes token files of a folder or file that holds none."""
-    source = Path(path)
-    shards = [shard for pattern in ("*.mds*", "*/*.mds*") for shard in islice(source.glob(pattern), 1)]
-    if shards:
-        source = Path(f"{shards[0].parent}.parquet")
-        script = (
-            "from datasets import Dataset as D; from streaming import LocalDataset as L; "
-            f"D.from_generator(lambda: (row for row in L('{shards[0].parent}'))).to_parquet('{source}')"
-        )
-        return f'MDS is read by its own library: python -c "{script}" && pretrain prepare --input_path={source}'
-    command = f"pretrain prepare --input_path={shlex.quote(str(source))}"
+    command = f"pretrain prepare --input_path={shlex.quote(str(path))}"
     return f"`{command}` makes token files of text, Parquet and saved datasets"
 
 
-def _nothing_found(root: Path, formats: dict[str, str]) -> str:
-    files = sorted(child.name for child in entries_of(root) if child.name.endswith(tuple(formats.values())))
-    if files and not any(exists(root / name) for name in _SAVED_TO_DISK):
-        return (
-            f"data_path {root} holds {_patterns(formats)} files itself: give --datasets={files[0]} for one of them, or "
-            f"--data_path={root.parent} --datasets={root.name} for all"
-        )
-    return (
-        f"no dataset in {root}: none of its sub-folders holds {_patterns(formats)} files; {_what_is_in(root)}. "
-        f"{how_to_prepare(root)}"
-    )
-
-
 def _what_is_in(folder: Path) -> str:
-    """Says what a folder holds, for an error message."""
+    """Return what a folder holds, for an error message."""
     try:
-        if not is_folder(folder):
-            if is_file(folder):
-                return f"{folder} is a file"
-            return f"{folder} does not exist either"
-        names = sorted(child.name + ("/" if is_folder(child) else "") for child in entries_of(folder))
+        names = sorted(child.name for child in entries_of(folder))
     except PathError as error:  # what is wrong was found elsewhere
         return str(error)
-    return f"{folder} holds {list_some(names, _NAMES_SHOWN)}" if names else f"{folder} is empty"
+    return f"{folder} holds {list_some(names, 12) or 'nothing'}"

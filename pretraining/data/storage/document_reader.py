@@ -37,7 +37,7 @@ class OpenFile:
     """A file that is open for reading by position; closed when the last user lets go of it."""
 
     def __init__(self, path: str, size: int, token_format: TokenFormat) -> None:
-        """Opens a token file; a DataError where it is gone, has another size, or does not end as its format does."""
+        """Open a token file; a DataError where it is gone, has another size, or does not end as its format does."""
         self._descriptor = -1
         self.path = path
         try:
@@ -54,7 +54,7 @@ class OpenFile:
             raise DataError(f"damaged: it does not end as {token_format.title} does", path=path)
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fills `target` (bytes) from a position of the file; a DataError where it cannot be read, or ends before."""
+        """Fill `target` (bytes) from a position of the file; a DataError where it cannot be read, or ends before."""
         while len(target):
             try:
                 count = os.preadv(self._descriptor, [target], offset)
@@ -75,7 +75,7 @@ OpenFiles = RecentlyUsed[OpenFile]
 
 
 def open_files(limit: int | None = None) -> OpenFiles:
-    """Makes a bounded set of open files: without a limit half of what the process may open, at most 4096."""
+    """Make a bounded set of open files: without a limit half of what the process may open, at most 4096."""
     if limit is None:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 2))
@@ -114,7 +114,10 @@ class DocumentReader:
         self._types = np.where(is_extended, -index.token_bytes, index.token_bytes)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
-        """See `Samples.read`; `target` is contiguous, of an integer type that holds every id of the vocabulary."""
+        """Fill rows of a batch with samples (`Samples.read`).
+
+        `target` is contiguous, of an integer type that holds every id of the vocabulary.
+        """
         target = target.view(f"u{target.itemsize}")
         # Where files are wider than the batch, tokens are checked before they are narrowed.
         narrowed = target.itemsize != self._token_bytes
@@ -133,7 +136,7 @@ class DocumentReader:
             target[rows] = wide
 
     def _copy(self, spans: Spans, places: np.ndarray, target: np.ndarray) -> None:
-        """Brings the spans, each to its place, into the flat `target`, which is as wide as the widest file."""
+        """Bring the spans, each to its place, into the flat `target`, which is as wide as the widest file."""
         documents = self._index.documents_at(spans.documents)
         files = self._index.files_of(spans.documents)
         ends = spans.starts + spans.lengths
@@ -150,7 +153,7 @@ class DocumentReader:
             target[(places + spans.lengths - 1)[has_bos + counts < spans.lengths]] = self._sep_token
 
     def _copy_stored(self, pieces: _Pieces, rows: np.ndarray, target: np.ndarray) -> None:
-        """Reads run by run: pieces of a row that follow each other and lie in one file."""
+        """Read run by run: pieces of a row that follow each other and lie in one file."""
         if not len(rows):
             return
         begins_run = np.concatenate(([True], (np.diff(rows) != 0) | (np.diff(pieces.files) != 0)))
@@ -211,7 +214,7 @@ def _read_singly(file: OpenFile, dtype: np.dtype[Any], pieces: _Pieces, run: sli
 
 
 def _gather(stretch: np.ndarray, begin: int, pieces: _Pieces, run: slice, target: np.ndarray) -> None:
-    """Copies the pieces of a run out of the stretch of the file, from byte `begin`, that holds them."""
+    """Copy the pieces of a run out of the stretch of the file, from byte `begin`, that holds them."""
     places, last = pieces.places[run], int(pieces.counts[run.stop - 1])
     sources = (pieces.offsets[run] - begin) // stretch.itemsize
     # Between pieces are places of virtual tokens: whatever is brought there, and be it from beyond the stretch, they

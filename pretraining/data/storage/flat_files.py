@@ -21,7 +21,6 @@ BIN_WIDTHS = {1: 2, 7: 4}
 _BIN_HEADER_BYTES = 1024
 
 _TOKENS_AT_ONCE = 1 << 22
-_TOKENS_SHOWN = 5
 
 
 class NpyFormat:
@@ -33,12 +32,10 @@ class NpyFormat:
         self._separator = _separator(config, self.suffix)
 
     def documents(self, path: str) -> DocumentLayout:
-        """Finds the documents of a file; see `TokenFormat`."""
+        """Find the documents of a file; see `TokenFormat`."""
         if read_bytes(path)[:6].tobytes() != np.lib.format.MAGIC_PREFIX:
             raise DataError(
-                "truncated or damaged: it has no NumPy header. If it holds tokens alone, name it *.bin, as in "
-                f"`mv {path} {path.removesuffix(self.suffix)}.bin`, and give --token_dtype=uint16 or uint32",
-                path=path,
+                "truncated or damaged: it has no NumPy header (a file of tokens alone is named *.bin)", path=path
             )
         try:
             array = np.lib.format.open_memmap(path, mode="r")
@@ -66,7 +63,7 @@ class BinFormat:
         self.identity = f"bin {self._dtype}" if self._dtype else "bin"
 
     def documents(self, path: str) -> DocumentLayout:
-        """Finds the documents of a file; see `TokenFormat`."""
+        """Find the documents of a file; see `TokenFormat`."""
         content = read_bytes(path)
         if content[:4].tobytes() != BIN_MAGIC.to_bytes(4, "little"):
             return self._without_header(path, len(content))
@@ -102,7 +99,7 @@ class BinFormat:
 
 
 def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
-    """Finds where documents that end at a separator begin, and their tokens without it, both [n] int64.
+    """Find where documents that end at a separator begin, and their tokens without it, both [n] int64.
 
     What follows the last separator is a document too, where there is anything.
     """
@@ -127,18 +124,9 @@ def _documents(path: str, offset: int, count: int, dtype: np.dtype[Any], separat
     begins, lengths = find_documents(tokens, separator)
     if len(tokens) and lengths[0] == len(tokens):
         raise DataError(
-            f"no sep_token={separator} in its {len(tokens):,} tokens, so no document ends: see --sep_token. "
-            f"{_most_common(tokens[:_TOKENS_AT_ONCE])}",
-            path=path,
+            f"no sep_token={separator} in its {len(tokens):,} tokens, so no document ends: see --sep_token", path=path
         )
     return DocumentLayout(offset + begins * width, lengths, width, whole)
-
-
-def _most_common(tokens: np.ndarray) -> str:
-    values, counts = np.unique(tokens, return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:_TOKENS_SHOWN]
-    most = ", ".join(f"{values[one]} ({counts[one]:,} times)" for one in order)
-    return f"The tokens that occur most are {most}"
 
 
 def _separator(config: DataConfig, suffix: str) -> int:

@@ -14,16 +14,14 @@ hash of (dataset, path, row), so adding files or rows moves no other document; d
 empty. What is put around documents are virtual tokens: they count in lengths and are made when tokens are read, never
 stored. A document of which no stored token is left has length 0, and no virtual tokens.
 
-An index is valid for exactly one listing and one `settings_digest`. `index_build.py` makes it. It is checked when it is
-opened, except for the documents, of which each block is checked when it is first looked at, and read from the token
-files again where it is damaged.
+An index is valid for exactly one listing and one `settings_digest`. It is checked when it is opened, all of it, and
+`index_build.py` makes it again if it is damaged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import mmap
 import os
 import struct
@@ -39,10 +37,10 @@ import numpy as np
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.token_format import load_format
+from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 from pretraining.files import check_regular, parse_json, reason_of
-
-log = logging.getLogger(__name__)
+from pretraining.launch.machine import usable_cores
 
 Made = TypeVar("Made")
 
@@ -50,6 +48,8 @@ BLOCK_DOCUMENTS = 1024
 """Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
 SPLITS = ("train", "held_out")
 
+_BLOCKS_AT_ONCE = 1024
+"""Blocks that a thread checks before it gives its result."""
 _BLOCKS_MAPPED = 1024
 """Blocks that a process keeps mapped, over all indices; the system maps 64 KiB or more with each."""
 
@@ -62,7 +62,7 @@ VIRTUAL_SEP, HELD_OUT, VIRTUAL_BOS = 1, 2, 4  # flags of a document
 
 
 def settings_digest(files: DatasetFiles, config: DataConfig) -> str:
-    """Returns 64 bits of hexadecimal over what decides, besides the files, which documents a dataset has."""
+    """Return 64 bits of hexadecimal over what decides, besides the files, which documents a dataset has."""
     values = {
         "block_documents": BLOCK_DOCUMENTS,
         "dataset": files.name,
@@ -78,7 +78,7 @@ def settings_digest(files: DatasetFiles, config: DataConfig) -> str:
 
 
 def index_digest(files: DatasetFiles, config: DataConfig) -> str:
-    """Returns the digest of the settings and of the present format of index files."""
+    """Return the digest of the settings and of the present format of index files."""
     return _digest({"format": FORMAT_VERSION, "settings": settings_digest(files, config)})
 
 
@@ -95,14 +95,11 @@ class Index:
         first_documents: [files + 1], number of each file's first document, then n.
         token_bytes: [files], bytes a token.
         is_signed: [files], whether tokens are of a signed type.
-        read_again: reads documents [begin, end) from the token files, for a block that is damaged; None where whoever
-            has opened the index does not know them.
+        checksum: of the documents.
     """
 
-    read_again: Callable[[int, int], np.ndarray] | None = None
-
     def __init__(self, path: Path) -> None:
-        """Maps an index; a DataError where the file is no whole one, an OSError where it cannot be read."""
+        """Map an index; a DataError if it is damaged, an OSError if it cannot be read."""
         self.path = path
         _open_indices.add(self)
         check_regular(path)
@@ -116,7 +113,6 @@ class Index:
         with memoryview(self._content) as content:
             if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != checksum:
                 raise DataError("the index is damaged", path=path)
-        self._let_go()
         self.header: dict[str, Any] = parse_json(self._content[header_end - header_bytes : header_end])
         self.documents = self._part("documents", DOCUMENT)
         files = self._part("files", FILE)
@@ -124,25 +120,35 @@ class Index:
         self.token_bytes = np.abs(files["token_bytes"][:-1])
         self.is_signed = files["token_bytes"][:-1] < 0
         self._checksums = self._part("checksums", np.dtype("<u4"))
-        self._checked = np.zeros(len(self._checksums), dtype=bool)
+        self.checksum = zlib.crc32(self._checksums.data)
+        numbers = range(len(self._checksums))
+        groups = (numbers[first : first + _BLOCKS_AT_ONCE] for first in numbers[::_BLOCKS_AT_ONCE])
+        if not all(map_in_order(self._are_whole, groups, usable_cores())):
+            raise DataError("the index is damaged", path=path)
+        self._let_go()
+
+    def _are_whole(self, blocks: range) -> bool:
+        size = BLOCK_DOCUMENTS
+        checksums = (zlib.crc32(self.documents[block * size : (block + 1) * size].data) for block in blocks)
+        return all(checksum == self._checksums[block] for block, checksum in zip(blocks, checksums, strict=True))
 
     def _part(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         part = self.header["parts"][name]
         return np.ndarray(part["count"], dtype=dtype, buffer=self._content, offset=part["offset"])
 
     def is_for(self, files: DatasetFiles, config: DataConfig) -> bool:
-        """Tells whether it was made from these files with these settings."""
+        """Return whether it was made from these files with these settings."""
         return bool(self.header["files"] == files.digest and self.header["index"] == index_digest(files, config))
 
     def documents_at(self, numbers: np.ndarray) -> np.ndarray:
-        """Copies the `DOCUMENT`s with these canonical numbers."""
+        """Copy the `DOCUMENT`s with these canonical numbers."""
         blocks = numbers // BLOCK_DOCUMENTS
         self.note_looks(1 + int(np.count_nonzero(blocks[1:] != blocks[:-1])))
         documents: np.ndarray = self.documents[numbers]
         return documents
 
     def note_looks(self, blocks: int) -> None:
-        """Counts blocks that were looked at, and lets go of them once they are many.
+        """Count blocks that were looked at, and lets go of them once they are many.
 
         What is looked at in a mapped file counts as memory of this process until it is let go; it stays in the system's
         file cache, and is mapped again within microseconds.
@@ -156,54 +162,12 @@ class Index:
         if hasattr(mmap, "MADV_DONTNEED"):
             self._content.madvise(mmap.MADV_DONTNEED)
 
-    def check(self, begin: int, end: int) -> None:
-        """Checks the blocks of documents [begin, end) that were not yet, and mends those that are damaged.
-
-        Raises:
-            DataError: one is damaged, and cannot be mended.
-        """
-        for block in range(begin // BLOCK_DOCUMENTS, -(-end // BLOCK_DOCUMENTS)):
-            if not self._checked[block]:
-                if not self._is_whole(block, self._block(block)):
-                    self._mend(block)
-                self._checked[block] = True
-
-    def _block(self, number: int) -> np.ndarray:
-        return self.documents[number * BLOCK_DOCUMENTS : (number + 1) * BLOCK_DOCUMENTS]
-
-    def _is_whole(self, block: int, documents: np.ndarray) -> bool:
-        return zlib.crc32(documents.data) == int(self._checksums[block])
-
-    def _mend(self, block: int) -> None:
-        """Writes a block's documents into the file, where every process of the machine that has it mapped sees them."""
-        begin = block * BLOCK_DOCUMENTS
-        hopeless = DataError("the index is damaged: delete it, and it is made anew at the next start", path=self.path)
-        if self.read_again is None:
-            raise hopeless
-        documents = self.read_again(begin, min(begin + BLOCK_DOCUMENTS, len(self.documents)))
-        if not self._is_whole(block, documents):  # the token files have changed since
-            raise hopeless
-        try:
-            with self.path.open("r+b", buffering=0) as file:
-                file.seek(self.header["parts"]["documents"]["offset"] + begin * DOCUMENT.itemsize)
-                file.write(documents.tobytes())
-        except OSError:
-            raise hopeless from None
-        if not self._is_whole(
-            block, self._block(block)
-        ):  # the file has been replaced, and is not the one that is mapped
-            raise hopeless
-        log.warning(
-            "index %s is damaged: documents %d to %d were read from the token files again",
-            *(self.path, begin, begin + len(documents) - 1),
-        )
-
     def files_of(self, documents: np.ndarray) -> np.ndarray:
-        """Returns the number of the file that holds each document."""
+        """Return the number of the file that holds each document."""
         return np.searchsorted(self.first_documents, documents, side="right") - 1
 
     def place(self, document: int) -> tuple[int, int]:
-        """Returns the number of the file that holds a document, and the document's row in it."""
+        """Return the number of the file that holds a document, and the document's row in it."""
         file = int(self.files_of(np.asarray(document)))
         return file, document - int(self.first_documents[file])
 
@@ -238,14 +202,13 @@ class Split:
         return int(self.block_bounds[-1])
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Tokens of documents [begin, end), virtual ones included, int64; a DataError where the index is damaged."""
+        """Tokens of documents [begin, end), virtual ones included, int64."""
         self._index.note_looks(1)
-        self._index.check(begin, end)
         return split_lengths(self._index.documents[begin:end], self._held_out)
 
 
 def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
-    """Returns tokens of documents in the split of `held_out` (0 or `HELD_OUT`), int64: 0 for the other split's."""
+    """Return tokens of documents in the split of `held_out` (0 or `HELD_OUT`), int64: 0 for the other split's."""
     flags = documents["flags"]
     lengths = documents["tokens"].astype(np.int64)
     lengths += (flags & VIRTUAL_SEP) // VIRTUAL_SEP + (flags & VIRTUAL_BOS) // VIRTUAL_BOS
@@ -254,7 +217,7 @@ def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
 
 
 def index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
-    """Returns where an index may be, in order: in `index_path` or, without one, beside the data or in a cache."""
+    """Return where an index may be, in order: in `index_path` or, without one, beside the data or in a cache."""
     # A file of its own for each list of files: one that is mapped by a running job is never replaced under it.
     name = f"{index_digest(files, config)}-{files.digest[:16]}.index"
     if config.index_path is not None:
@@ -265,7 +228,7 @@ def index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
 
 
 def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
-    """Opens the index of a dataset if there is a valid one."""
+    """Open the index of a dataset if there is a valid one."""
     for place in index_places(files, config):
         index = open_any_index(place)
         if index is not None and index.is_for(files, config):
@@ -274,7 +237,7 @@ def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
 
 
 def open_any_index(place: Path) -> Index | None:
-    """Opens the index at a place; None where there is none or it is damaged (it is made again then)."""
+    """Open the index at a place; None where there is none or it is damaged (it is made again then)."""
     try:
         return Index(place)
     except (OSError, DataError, ValueError, KeyError, TypeError):
@@ -284,7 +247,7 @@ def open_any_index(place: Path) -> Index | None:
 def write_once(
     places: Sequence[Path], what: str, write: Callable[[IO[bytes]], None], find: Callable[[], Made | None]
 ) -> Made:
-    """Writes a file at the first of several places that can be written to, complete or not at all, and opens it.
+    """Write a file at the first of several places that can be written to, complete or not at all, and opens it.
 
     Args:
         what: the file, for messages: "the index of dataset 'web'".

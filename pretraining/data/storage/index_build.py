@@ -8,16 +8,13 @@ the first that is done stays. Memory does not grow with the dataset.
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -25,7 +22,7 @@ import numpy as np
 from pretraining.config.plugins import plugin_errors
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
-from pretraining.data.storage.dataset_files import COUNTS_FILES, DatasetFiles, describe_changes
+from pretraining.data.storage.dataset_files import DatasetFiles, describe_changes
 from pretraining.data.storage.index import (
     BLOCK_DOCUMENTS,
     DOCUMENT,
@@ -48,30 +45,29 @@ from pretraining.data.storage.index import (
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
-from pretraining.files import check_regular, exists
+from pretraining.files import exists
 from pretraining.launch.machine import usable_cores
-from pretraining.text import count_of, format_bytes, list_some
+from pretraining.text import count_of, format_bytes
 
 log = logging.getLogger(__name__)
 
-_FileDocuments = tuple[np.ndarray, int, int]
-"""The documents of a file, [rows] `DOCUMENT`, its bytes a token, and the tokens stored in it."""
+_FileDocuments = tuple[np.ndarray, int]
+"""The documents of a file, [rows] `DOCUMENT`, and its bytes a token, negative if tokens are of a signed type."""
 
 _PROBLEMS_SHOWN = 10
 _BLOCKS_AT_ONCE = 4096
-_FILES_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 24  # of tiny files, handing over each one would cost as much as reading it
 _LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may come on top
 
 
 def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index:
-    """Returns the dataset's index, made first where there is no valid one.
+    """Return the dataset's index, made first where there is no valid one.
 
     `workers` are threads that look at files; None = as many as cores, at most 32.
 
     Raises:
         DataError: a file cannot be used, or there is no place to write the index.
     """
-    index = open_index(files, config)
+    index = find_index(files, config)
     if index is not None:
         return index
     damaged = next((place for place in index_places(files, config) if exists(place)), None)
@@ -83,41 +79,16 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     log.info(
         "indexing dataset '%s': %s, %s", files.name, count_of(len(files.paths), "file"), format_bytes(sum(files.sizes))
     )
-    held: dict[str, tuple[int, int]] = {}
 
     def write(file: IO[bytes]) -> None:
-        held.update(_write_index(file, files, config, change, _read_files(files, config, workers)))
+        _write_index(file, files, config, change, _read_files(files, config, workers))
 
-    find = partial(open_index, files, config)
-    index = write_once(index_places(files, config), f"the index of dataset '{files.name}'", write, find)
-    contradictions = describe_contradictions(files, held)
-    if contradictions:
-        log.info(contradictions)
-    return index
-
-
-def open_index(files: DatasetFiles, config: DataConfig) -> Index | None:
-    """Opens the index of a dataset, if there is a valid one, as one that mends itself from the dataset's files."""
-    index = find_index(files, config)
-    if index is not None:
-        index.read_again = partial(_read_again, files, config, index.first_documents)
-    return index
-
-
-def _read_again(
-    files: DatasetFiles, config: DataConfig, first_documents: np.ndarray, begin: int, end: int
-) -> np.ndarray:
-    """Reads documents [begin, end) as the index has them, [end - begin] `DOCUMENT`."""
-    token_format = load_format(files.file_type, config)
-    first, last = (np.searchsorted(first_documents, (begin, end - 1), side="right") - 1).tolist()
-    found = [_read_file(files, config, token_format, number)[0] for number in range(first, last + 1)]
-    skipped = begin - int(first_documents[first])
-    documents: np.ndarray = np.concatenate(found)[skipped : skipped + end - begin]
-    return documents
+    find = partial(find_index, files, config)
+    return write_once(index_places(files, config), f"the index of dataset '{files.name}'", write, find)
 
 
 def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:
-    """Tells which rows of a file are held out, [rows] bool: those whose hash is below the fraction."""
+    """Return which rows of a file are held out, [rows] bool: those whose hash is below the fraction."""
     threshold = int(fraction * 2**64)
     if threshold == 0:
         return np.zeros(rows, dtype=bool)
@@ -128,7 +99,7 @@ def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.nda
 
 
 def _what_changed(files: DatasetFiles, config: DataConfig) -> str:
-    """Says which files differ from those of the newest older index at one of the places."""
+    """Return which files differ from those of the newest older index at one of the places."""
     for place in index_places(files, config):
         found = place.parent.glob(f"{index_digest(files, config)}-*.index")
         for older_place in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -144,8 +115,8 @@ def _write_index(
     config: DataConfig,
     change: str,
     documents_of_files: Iterable[_FileDocuments],
-) -> dict[str, tuple[int, int]]:
-    """Writes a whole index; returns documents and tokens that each file holds, by path."""
+) -> None:
+    """Write a whole index."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
@@ -155,9 +126,7 @@ def _write_index(
 
     first_documents: list[int] = [0]
     token_bytes: list[int] = []
-    held: dict[str, tuple[int, int]] = {}
-    for documents, width, stored_tokens in documents_of_files:
-        held[files.paths[len(token_bytes)]] = (len(documents), stored_tokens)
+    for documents, width in documents_of_files:
         file.write(documents.tobytes())
         first_documents.append(first_documents[-1] + len(documents))
         token_bytes.append(width)
@@ -188,7 +157,6 @@ def _write_index(
     documents_end = count * DOCUMENT.itemsize
     checksum = zlib.crc32(os.pread(file.fileno(), file.tell() - documents_end, documents_end))
     file.write(TRAILER.pack(documents_end, len(text), checksum, MAGIC))
-    return held
 
 
 def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> _FileDocuments:
@@ -207,11 +175,11 @@ def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenForma
     held_out = held_out_mask(files.name, config.held_out_fraction, files.paths[number], len(documents))
     documents["flags"][held_out] |= HELD_OUT
     width = -layout.width if layout.tokens.dtype.kind == "i" else layout.width
-    return documents, width, int(layout.lengths.sum())
+    return documents, width
 
 
 def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns the documents' tokens before each block, [blocks + 1] for every split, and the blocks' checksums."""
+    """Return the documents' tokens before each block, [blocks + 1] for every split, and the blocks' checksums."""
     starts = np.arange(0, count, BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE)
     checksums: list[int] = []
     block_bytes = BLOCK_DOCUMENTS * DOCUMENT.itemsize
@@ -228,22 +196,19 @@ def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.n
 
 
 def _read_files(files: DatasetFiles, config: DataConfig, workers: int | None) -> Iterator[_FileDocuments]:
-    """Yields the documents of each file, in order; a DataError names files that cannot be used, up to a number."""
+    """Yield the documents of each file, in order; a DataError names files that cannot be used, up to a number."""
     token_format = load_format(files.file_type, config)
 
-    def read(numbers: range) -> list[_FileDocuments | DataError]:
-        found: list[_FileDocuments | DataError] = []
-        for number in numbers:
-            try:
-                found.append(_read_file(files, config, token_format, number))
-            except DataError as problem:
-                found.append(problem)
-        return found
+    def read(number: int) -> _FileDocuments | DataError:
+        try:
+            return _read_file(files, config, token_format, number)
+        except DataError as problem:
+            return problem
 
     problems: list[DataError] = []
     threads = workers or min(32, usable_cores())
-    with closing(map_in_order(read, _groups(files.sizes), threads)) as groups:
-        for result in chain.from_iterable(groups):
+    with closing(map_in_order(read, range(len(files.paths)), threads)) as results:
+        for result in results:
             if isinstance(result, DataError):
                 problems.append(result)
             elif not problems:
@@ -254,23 +219,11 @@ def _read_files(files: DatasetFiles, config: DataConfig, workers: int | None) ->
         raise problems[0] if len(problems) == 1 else DataError("\n".join(map(str, problems)))
 
 
-def _groups(sizes: Sequence[int]) -> Iterator[range]:
-    """Yields numbers of files that follow each other, as many as a thread looks at before it hands over the results."""
-    begin = group_bytes = 0
-    for number, size in enumerate(sizes):
-        if number - begin == _FILES_AT_ONCE or (number > begin and group_bytes + size > _BYTES_AT_ONCE):
-            yield range(begin, number)
-            begin, group_bytes = number, 0
-        group_bytes += size
-    if begin < len(sizes):
-        yield range(begin, len(sizes))
-
-
 _LOOKED_AT_ONCE = 1 << 20
 
 
 def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarray:
-    """Returns the documents of a file as the index has them, [n] `DOCUMENT`, without the flag of their split.
+    """Return the documents of a file as the index has them, [n] `DOCUMENT`, without the flag of their split.
 
     stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
     kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document
@@ -292,7 +245,7 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
 def _strip(
     tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, strip_tokens: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Takes the tokens of a set off both ends of every document, [begin, end) in `tokens` each, however many."""
+    """Take the tokens of a set off both ends of every document, [begin, end) in `tokens` each, however many."""
     if not strip_tokens:
         return begins, ends
     begins = begins + _run_lengths(tokens, begins, 1, ends - begins, strip_tokens)
@@ -302,7 +255,7 @@ def _strip(
 def _run_lengths(
     tokens: np.ndarray, firsts: np.ndarray, direction: int, limits: np.ndarray, wanted: Collection[int]
 ) -> np.ndarray:
-    """Counts wanted tokens that follow each other from `firsts` in a direction, at most `limits`, [n] int64.
+    """Count wanted tokens that follow each other from `firsts` in a direction, at most `limits`, [n] int64.
 
     All documents are looked at together: one token deep, then two more, four more, ... where they still go on.
     """
@@ -324,60 +277,9 @@ def _run_lengths(
 
 
 def _is_any_of(tokens: np.ndarray, wanted: Collection[int]) -> np.ndarray:
-    """Tells which tokens are among the wanted ones, some of which the type of the tokens may not hold."""
+    """Return which tokens are among the wanted ones, some of which the type of the tokens may not hold."""
     found = np.zeros(tokens.shape, dtype=bool)
     for token in wanted:
         if token <= np.iinfo(tokens.dtype).max:
             found |= tokens == token
     return found
-
-
-_FILES_SHOWN = 3
-
-
-def describe_contradictions(files: DatasetFiles, held: Mapping[str, tuple[int, int]]) -> str | None:
-    """Says in a line how the counts files contradict what a dataset's files hold; None where nothing does.
-
-    fms-fsdp keeps a table `meta/*counts*.csv` beside its datasets, with the header `dataset/filename,documents,tokens`.
-    It tells of files that were cut short, swapped or lost since it was made. `held` are documents and tokens by path.
-    """
-    lines = []
-    for place, dataset in _places(files):
-        try:
-            counts = _read(place, dataset)
-        except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-            lines.append(f"{place} cannot be read ({type(error).__name__}: {error}), so nothing is compared with it")
-            continue
-        wrong = [text for path, count in counts.items() if (text := _contradiction(files, path, count, held.get(path)))]
-        if wrong:
-            found = list_some(wrong, _FILES_SHOWN, "; ")
-            lines.append(f"{place} contradicts the files, which are believed: {found}")
-    return f"dataset '{files.name}': {'; '.join(lines)}" if lines else None
-
-
-def _places(files: DatasetFiles) -> Iterator[tuple[Path, str]]:
-    """Counts files, from beside the dataset up to data_path, each with the name that the dataset has there."""
-    folder = Path(files.folder)
-    for parent in folder.parents[: len(Path(files.name).parts)]:
-        for place in sorted(parent.glob(COUNTS_FILES)):
-            yield place, folder.relative_to(parent).as_posix()
-
-
-def _read(place: Path, dataset: str) -> dict[str, tuple[int, int]]:
-    """Documents and tokens of the dataset's files, by path. A row names `dataset/path`, whatever stands before that."""
-    counts = {}
-    check_regular(place)
-    with place.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            _, found, path = f"/{row['dataset/filename']}".partition(f"/{dataset}/")
-            if found:
-                counts[path] = (int(row["documents"]), int(row["tokens"]))
-    return counts
-
-
-def _contradiction(files: DatasetFiles, path: str, count: tuple[int, int], held: tuple[int, int] | None) -> str | None:
-    if held is None:
-        return None if exists(Path(files.folder, path)) else f"{path} is gone"
-    if count == held:
-        return None
-    return f"{path} has {held[0]:,} documents of {held[1]:,} tokens, not {count[0]:,} of {count[1]:,}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -59,14 +60,14 @@ class TokenFormat(Protocol):
     identity: str
 
     def __init__(self, config: DataConfig) -> None:
-        """Takes what the format needs of the settings; a ConfigError where one is missing."""
+        """Take what the format needs of the settings; a ConfigError where one is missing."""
 
     def documents(self, path: str) -> DocumentLayout:
-        """Finds the documents of a file; a DataError names one that is damaged, or not of this format."""
+        """Find the documents of a file; a DataError names one that is damaged, or not of this format."""
 
 
 def format_class(file_type: str) -> type[TokenFormat]:
-    """Returns the class of a format: one of `TOKEN_FORMATS`, or a user's own as `package.module:Class`.
+    """Return the class of a format: one of `TOKEN_FORMATS`, or a user's own as `package.module:Class`.
 
     Raises:
         ConfigError: it cannot be imported, or is something else.
@@ -80,7 +81,7 @@ def format_class(file_type: str) -> type[TokenFormat]:
 
 
 def load_format(file_type: str, config: DataConfig) -> TokenFormat:
-    """Makes a format for a run's settings.
+    """Make a format for a run's settings.
 
     Raises:
         ConfigError: it cannot be imported, is something else, fails, or misses a setting.
@@ -91,17 +92,15 @@ def load_format(file_type: str, config: DataConfig) -> TokenFormat:
 
 
 def read_bytes(path: str) -> np.ndarray:
-    """Returns the bytes of a file, [size] uint8, a large one mapped; a DataError where it cannot be read."""
+    """Return the bytes of a file, [size] uint8, a large one mapped; a DataError where it cannot be read."""
     try:
         check_regular(path)
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            size = os.fstat(descriptor).st_size
-            if size <= _SMALL_FILE_BYTES:
-                return np.frombuffer(os.read(descriptor, size), dtype=np.uint8)
-            return np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
-        finally:
-            os.close(descriptor)
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            is_small = size <= _SMALL_FILE_BYTES
+            return np.frombuffer(
+                file.read() if is_small else mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), dtype=np.uint8
+            )
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", path=path) from error
 

@@ -84,6 +84,7 @@ def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
         (["max_tokens=5k", "--num_steps=5ktok"], "num_steps", Duration(5000, "tokens")),
         (["--report_to=none"], "tracker", ()),
         (["--local-rank=3", "--seed=4"], "seed", 4),
+        (["--bol_token=None", "--eol_token=none"], "bos_token", None),
         ([], "seed", 2023),
     ],
 )
@@ -96,21 +97,19 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
     [
         (["--learning_rat=1"], "--learning_rat is not known: did you mean learning_rate?"),
         (["--lr=1"], "did you mean learning_rate?"),
-        (["--bf16"], "--mixed_precision=true"),
-        (["--gradient-checkpointing"], "--fsdp_activation_checkpointing=true"),
-        (["--context_parallel=2"], "--sharding_strategy"),
         (["--recipes=demo"], "did you mean recipe?"),
+        (["--eol_token=3"], "--eol_token is not known"),
         (["--optimizer.learning_rat=1"], "did you mean learning_rate?"),
         (["--model.seed=1"], "--model.seed is not known: seed is a setting of run"),
         (["--checkpoint=a"], "checkpoint.<setting>"),
         (["xyzzy=1"], "xyzzy is not known: --help lists every setting"),
         (["--seed=x"], "--seed=x: a whole number is needed"),
-        *(([word], f"{word} is given no value") for word in ("--seed", "--data_path", "--max_tokens", "--recipe")),
+        *(([word], f"{word} is given no value") for word in ("--seed", "--data_path", "--max_tokens")),
+        (["--recipe"], "--recipe=a.yaml,b.yaml"),
         (["--noseed"], "--seed is given no value"),
         (["demo"], "'demo' sets nothing"),
         (["mine.yaml"], "--recipe=mine.yaml: there is no such file"),
         (["seed=1", "mine.yaml"], "'mine.yaml' sets nothing: write --recipe=mine.yaml"),
-        (["--accept_llama"], "--accept_llama"),
         (["--accept_llama=perhaps"], "--accept_llama=perhaps: true or false"),
         (["--num_steps=10", "--max_tokens=5B"], "two run lengths, --num_steps=10 and --max_tokens=5B"),
         (["seed=1", "--seed=2"], "seed=1 and --seed=2"),
@@ -154,9 +153,7 @@ def test_a_path_with_a_comma_is_one_recipe_where_it_is_there(tmp_path: Path) -> 
     path = tmp_path / "a,b.yaml"
     path.write_text("use_dummy_dataset: true\nseed: 5")
     assert load_train_config([], {"recipe": str(path)}).run.seed == 5
-    problems = problems_of(recipe=f"{path},demo")
-    assert len(problems) == 2
-    assert problems[1].startswith("--recipe=b.yaml: there is no such file. (A comma parts recipes.")
+    assert len(problems_of(recipe=f"{path},demo")) == 2
 
 
 def test_later_recipes_win_and_flags_win_over_all(tmp_path: Path) -> None:
@@ -191,12 +188,6 @@ class Flat:
 
 def test_a_flat_dataclass_is_parsed_by_the_same_rules() -> None:
     assert parse_config(Flat, ["count=4"], {"output-path": "x", "local-rank": "0"}) == Flat("x", 4)
-
-
-def test_a_folder_of_groups_is_said_to_have_a_main_file(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("defaults: []\n")
-    with pytest.raises(ConfigError, match=r"sets nothing: write --recipe=.*/config\.yaml, the main file"):
-        load_train_config([str(tmp_path)])
 
 
 def test_the_first_word_may_be_a_path_alone(tmp_path: Path) -> None:

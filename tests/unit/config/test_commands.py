@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from pretraining.cli import COMMANDS
@@ -35,26 +33,24 @@ def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) 
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "named"),
     [
-        (PrepareConfig(), "no text to prepare"),
-        (PrepareConfig(input_path=("a",), source="stdlib"), "--input_path=a and --source=stdlib all say which text"),
-        (PrepareConfig(hf_dataset="a", source="stdlib"), "--source=stdlib and --hf_dataset=a all say which text"),
-        (PrepareConfig(source="stdlib", hf_config="en"), "--hf_config=en with --hf_dataset=none"),
-        (
-            PrepareConfig(source="stdlib", tokenizer_path="t", vocab_size=300),
-            "--vocab_size=300 with --tok",
-        ),
-        (PrepareConfig(input_path=("a", "b")), "give --dataset="),
-        (PrepareConfig(input_path=("a/*.txt",)), "give --dataset="),
-        (PrepareConfig(input_path=("a",), dataset="x/y"), "'x/y' cannot be a dataset's name"),
-        (PrepareConfig(input_path=("a",), dataset=""), "'' cannot be a dataset's name"),
-        (PrepareConfig(input_path=("a/.hidden",)), r"'\.hidden' cannot be a dataset's name"),
-        (PrepareConfig(input_path=("a",), extensions=()), "--extensions= with --input_path=a"),
+        (PrepareConfig(), "input_path"),
+        (PrepareConfig(input_path=("a",), source="stdlib"), "input_path"),
+        (PrepareConfig(hf_dataset="a", source="stdlib"), "source"),
+        (PrepareConfig(source="stdlib", hf_config="en"), "hf_config"),
+        (PrepareConfig(source="stdlib", tokenizer_path="t", vocab_size=300), "vocab_size"),
+        (PrepareConfig(input_path=("a", "b")), "dataset"),
+        (PrepareConfig(input_path=("a/*.txt",)), "dataset"),
+        (PrepareConfig(input_path=("a",), dataset="x/y"), "dataset"),
+        (PrepareConfig(input_path=("a",), dataset=""), "dataset"),
+        (PrepareConfig(input_path=("a/.hidden",)), "dataset"),
+        (PrepareConfig(input_path=("a",), extensions=()), "extensions"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(config: PrepareConfig, message: str) -> None:
-    assert [problem for problem in find_problems(config) if re.search(message, problem)]
+def test_settings_that_contradict_each_other_are_refused(config: PrepareConfig, named: str) -> None:
+    [problem] = find_problems(config)
+    assert ConfigError(problem).settings[0] == named
 
 
 def test_all_problems_come_at_once() -> None:

@@ -40,12 +40,6 @@ def test_help_explains_every_flag() -> None:
     assert "\nDURATION " in text
 
 
-@pytest.mark.parametrize("width", [60, 80, 110])
-def test_help_fits_the_terminal(width: int) -> None:
-    text = help_text(TrainConfig, "pretrain train", "train a model", width=width)
-    assert max(map(len, text.splitlines())) <= width
-
-
 def test_a_group_that_is_not_there_is_an_error() -> None:
     for root in (TrainConfig, PrepareConfig):
         with pytest.raises(ConfigError) as error:

@@ -59,8 +59,9 @@ def test_options_that_are_none_are_refused(text: str, said: str) -> None:
 
 
 def test_options_of_a_shipped_optimizer_are_settings() -> None:
-    with pytest.raises(ConfigError, match="adamw reads the settings learning_rate, weight_decay, adam_beta1, adam_b"):
+    with pytest.raises(ConfigError) as error:
         load_train_config([*COMMON, "optimizer_options=momentum=0.9"], {})
+    assert error.value.settings == ("optimizer_options",)
 
 
 def test_a_module_that_fails_while_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

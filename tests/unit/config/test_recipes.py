@@ -84,13 +84,14 @@ def test_a_recipe_is_read_like_flags(tmp_path: Path, text: str, name: str) -> No
         ("seed: 1\nseed: 2", "a.yaml", "seed stands there twice"),
         ("seed: 1\n? [1]\n: 2", "a.yaml", "line 2"),
         ("? " * 31 + "a", "a.yaml", "line 1"),
-        ("{<<: 3}", "a.yaml", "<< takes a mapping"),
+        ("{<<: 3}", "a.yaml", "is not valid YAML"),
         ("seed: *unknown", "a.yaml", "is not valid YAML"),
         ("{", "a.json", "is not valid JSON"),
         ('{"seed": 1, "seed": 2}', "a.json", "seed stands there twice"),
         ('{"learning_rate": NaN}', "a.json", "learning_rate: NaN"),
         ("a: " + "[" * 31 + "]" * 31, "a.yaml", "a list holds plain values"),
-        *(("a: " + "[" * depth, "a.yaml", "more than 32 deep") for depth in (32, 100_000)),
+        ("a: " + "[" * 100_000, "a.yaml", "nested too deep"),
+        ("a: &a [*a]", "a.yaml", "nested too deep"),
         (f"skip_samples: [{'1, ' * 2**14}]", "a.yaml", "more than 16,384 values"),
         ("#" * (LARGEST_FILE_BYTES + 1), "a.yaml", "more than 1,048,576 bytes"),
         ("\udcff\udcfe", "a.yaml", "cannot be read"),
@@ -119,6 +120,8 @@ def test_merged_mappings_stand_beneath_a_mappings_own_keys_and_the_first_one_cou
         "a.yaml",
     )
     assert tree["optimizer"] == {"learning_rate": "1e-3", "weight_decay": "0.5", "grad_clip_thresh": "3"}
+    deep = parse_tree("b: &b {k: 1}\nx: {deep: &d {<<: *b, k: 2}}\ny: {<<: *d}", "a.yaml")
+    assert deep["y"] == deep["x"]["deep"] == {"k": "2"}
     assert tree["one"] == tree["b"] and tree["<<"] == "text"
 
 

@@ -109,16 +109,8 @@ def test_a_model_that_cannot_be_is_refused_with_the_arithmetic(model: ModelConfi
         (ModelConfig(), "7b"),
         (ModelConfig(model_variant="125M", vocab_size=50257, max_position_embeddings=4096), "125m"),
         (ModelConfig(model_variant="medium", tie_word_embeddings=True), "medium"),
-        (ModelConfig(num_hidden_layers=4), "7b with num_hidden_layers=4"),
-        (
-            ModelConfig(model_variant="7b", hidden_size=5120, num_attention_heads=40),
-            "7b with hidden_size=5120, num_attention_heads=40",
-        ),
-        (
-            ModelConfig(model_variant="llama3_8b", num_key_value_heads=4, rope_theta=1e6),
-            "llama3_8b with num_key_value_heads=4, rope_theta=1e+06",
-        ),
-        (ModelConfig(model_variant="llama3.2_1b", rope_scaling=(1, 1, 4, 8192)), "llama3.2_1b with rope_scaling=none"),
+        (ModelConfig(num_hidden_layers=4), "llama"),
+        (ModelConfig(model_variant="llama3.2_1b", rope_scaling=(1, 1, 4, 8192)), "llama"),
         (
             ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4),
             "llama",

@@ -126,7 +126,7 @@ def test_a_damaged_file_is_indexed_and_read_or_named_and_always_found_by_verify(
 
 
 @pytest.mark.parametrize("packing", first_quick("best_fit", "stream"))
-def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_path: Path, packing: Packing) -> None:
+def test_a_damaged_index_is_made_anew_and_no_other_tokens_are_read(tmp_path: Path, packing: Packing) -> None:
     """Nor do damaged counts of bins change any."""
     root = make_root(tmp_path / "data", web=60, code=40)
     config = DataConfig(
@@ -135,7 +135,6 @@ def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_
     whole = loader(config, plan(30))
     expected = [rows(next(whole)) for _ in range(3)]
     kept = {path: path.read_bytes() for path in (root / "web/.index").iterdir()}
-    outcomes = set()
 
     @settings(max_examples=100)
     @given(attacks(), st.sampled_from(sorted(kept)))
@@ -143,16 +142,10 @@ def test_a_damaged_index_is_made_anew_or_named_and_no_other_tokens_are_read(tmp_
         for path, content in kept.items():
             path.unlink(missing_ok=True)  # it may be mapped
             path.write_bytes(attack(content) if path == damaged else content)
-        try:
-            made = loader(config, plan(30))
-            assert [rows(next(made)) for _ in range(3)] == expected
-            outcomes.add("read")
-        except DataError as error:
-            assert f"index {damaged} is damaged: delete it, and it is made anew at the next start" in str(error)
-            outcomes.add("refused")
+        made = loader(config, plan(30))
+        assert [rows(next(made)) for _ in range(3)] == expected
 
     survive()
-    assert "read" in outcomes
 
 
 @pytest.mark.parametrize("ranks", first_quick(3, 1))

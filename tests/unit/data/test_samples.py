@@ -4,7 +4,7 @@ import numpy as np
 from unit.data.token_files import loader
 
 from pretraining.config.training import DataConfig
-from pretraining.data.samples import DummySamples
+from pretraining.data.samples import dummy_samples
 
 CONFIG = DataConfig(use_dummy_dataset=True, seq_length=16, num_workers=0)
 
@@ -19,7 +19,7 @@ def test_every_token_is_followed_by_the_next_number() -> None:
 def test_a_sample_is_a_function_of_its_number_seed_and_split() -> None:
     def read(seed: int, split: str, number: int) -> list[int]:
         target = np.zeros((1, 5), dtype=np.uint16)
-        samples = DummySamples(4, 4, seed, split, 40_000)
+        samples = dummy_samples(4, 4, seed, split, 40_000)
         samples.read(samples.spans(np.array([0]), np.array([number])), target, np.array([0]))
         return [int(token) for token in target[0]]
 

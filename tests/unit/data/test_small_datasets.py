@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -61,16 +60,3 @@ def test_every_token_comes_once_a_pass_whatever_else_is_empty(
     passes = 2 * seq_length  # then no shard has tokens left over, and a sample has begun at every place
     seen = Counter(inputs(loader(asked, plan(total)), 2))
     assert seen == dict.fromkeys(range(total), passes)
-
-
-def test_thousands_of_passes_over_the_smallest_dataset(tmp_path: Path) -> None:
-    """It has S + 1 tokens; with any fewer it would be refused."""
-    total = write_numbered(tmp_path, [[3, 1], [], [5, 0, 7]])
-    passes, seq_length = 3000, 15
-    asked = config(tmp_path, seq_length=seq_length, logical_shards=1)
-    tokens = inputs(loader(asked, plan(passes * total // seq_length // 10)), 10)
-    whole = np.array(tokens[: len(tokens) // total * total]).reshape(-1, total)
-    assert len(whole) >= passes - 20 and (np.sort(whole, axis=1) == np.arange(total)).all()
-    _, counts = np.unique(whole, axis=0, return_counts=True)
-    assert len(counts) == 24  # the orders of four documents, each as often as the others
-    assert np.abs(counts - len(whole) / 24).max() < 5 * np.sqrt(len(whole) / 24)

@@ -125,7 +125,7 @@ DEFINITION = TRAINED.definition.decode()
         ("tokenizer_config.json", {"tokenizer.json": DEFINITION, "tokenizer_config.json": "{"}),
         ("special_tokens_map.json", {"tokenizer.json": DEFINITION, "special_tokens_map.json": "[]"}),
         ("", {"tokenizer.json": DEFINITION, "tokenizer_config.json": '{"eos_token": "x!"}'}),
-        ("", {"tokenizer.model": "of SentencePiece"}),
+        ("tokenizer.json", {"tokenizer.model": "of SentencePiece"}),
     ],
 )
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, named: str, files: dict[str, str]) -> None:

@@ -162,7 +162,7 @@ def test_annealing_goes_from_the_peak_straight_to_zero() -> None:
         (("schedule=wsd", "stable_steps=97", AFTER_FOUR), "stable_steps"),
         (("schedule=wsd", "decay_steps=101%"), "decay_steps"),
         (("schedule=wsd", "warmup_steps=101%"), "warmup_steps"),
-        (("schedule=wsd", "decay_steps=1ep"), "decay_steps"),
+        (("schedule=wsd", "decay_steps=1ep"), None),
     ],
 )
 def test_what_a_schedule_cannot_use_is_refused(flags: tuple[str, ...], named: str | None) -> None:

@@ -185,8 +185,6 @@ def test_a_recipe_is_planned_as_it_would_be_trained(capsys: pytest.CaptureFixtur
     [
         (("--gpu=h1000",), "--gpu=h1000: not known (did you mean h100?), use one of h100, h200"),
         (("--sharding_strategy=hsdp", "--gpus=12", "--hsdp_group_size=8"), "set --hsdp_group_size to a divisor of 12"),
-        (("--simulate=true",), "--simulate is gone"),
-        (("--picture=plan.svg",), "--picture is gone here"),
         (("--network=0",), "--network=0: the smallest value is 0.001"),
         (("--gpus=1e12",), "--gpus=1e12: the largest value is 1e+06"),
         (("--optimizer_state_bytes=1e308",), "--optimizer_state_bytes=1e308: the largest value is 1024"),

@@ -73,9 +73,6 @@ def test_names_are_those_of_folders_and_differ(tmp_path: Path) -> None:
         (["seed=1,2", "dry_run=true"], "--dry_run"),
         (["seed=1,2", "only=2"], "--only=2"),
         (["seed=1,2", "alone"], "'alone' sets nothing"),
-        (["seed=1,2", "collect=true"], "--collect is gone"),
-        (["seed=1,2", "retry_failed=true"], "--retry_failed is gone"),
-        (["seed=1,2", "print_slurm=true"], "--print_slurm is gone"),
         (["optimizer=adamw,muon", "muon_ns_steps=3"], "optimizer=adamw: --muon_ns_steps"),
     ],
 )

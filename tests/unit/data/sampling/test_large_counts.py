@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from unit.data.token_files import plan
 
 from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
+from pretraining.data.samples import Samples
 from pretraining.data.sampling.keyed_hash import text_key
 from pretraining.data.sampling.mixture import Mixture, Phase
 from pretraining.data.sampling.sample_order import SampleOrder
@@ -44,14 +44,8 @@ class Synthetic:
         self.order = SampleOrder(self.cut.tokens, SEQ_LENGTH, self.key)
         self.stream = TokenStream(self.known, self.cut, SEQ_LENGTH, self.key, order_cache(2**20))
 
-    def fingerprint(self) -> dict[str, Any]:
-        return {}
-
-    def samples(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.order.samples(begin, end)
-
-    def spans(self, shards: np.ndarray, numbers: np.ndarray) -> Spans:
-        return self.stream.spans(shards, numbers)
+    def samples(self) -> Samples:
+        return Samples(self.name, self.shards, {}, self.order.samples, self.stream.spans, self.read)
 
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
         target[rows] = np.repeat(spans.documents % 2**31, spans.lengths).reshape(len(rows), -1)
@@ -89,7 +83,7 @@ def expected_documents(source: Synthetic, shard: int, number: int) -> tuple[int,
 @pytest.mark.parametrize("step", [0, 2**31 // BATCH, 2**32, 10**9, 10**14])
 def test_steps_are_exact_far_beyond_32_bits_of_samples_and_tokens(step: int) -> None:
     reader = BatchReader(
-        SOURCES,
+        [source.samples() for source in SOURCES],
         Mixture([Phase.first(BATCH, WEIGHTS)]),
         plan(BATCH),
         0,
@@ -111,7 +105,7 @@ def test_steps_are_exact_far_beyond_32_bits_of_samples_and_tokens(step: int) -> 
     source = SOURCES[int(slots.datasets[row])]
     pass_number, pieces = expected_documents(source, int(slots.shards[row]), int(slots.numbers[row]))
     assert pass_number >= step * BATCH * SEQ_LENGTH * 10 // 13 // int(SOURCES[1].cut.tokens.sum()) - 1
-    spans = source.spans(slots.shards[row : row + 1], slots.numbers[row : row + 1])
+    spans = source.stream.spans(slots.shards[row : row + 1], slots.numbers[row : row + 1])
     found = list(zip(spans.documents.tolist(), spans.starts.tolist(), strict=True))
     assert found[: len(pieces)] == pieces and int(spans.lengths.sum()) == SEQ_LENGTH + 1
     read = reader.read(step).micro_batches[0].tokens_BT[row].tolist()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -57,15 +56,6 @@ def test_the_order_is_the_same_however_many_samples_are_found_at_once(monkeypatc
         monkeypatch.setattr(rounds, "_SHORTEST_STRETCH", samples)
         assert pairs(SampleOrder(tokens, 7, KEY), 0, 700) == whole
     assert pairs(SampleOrder(tokens, 7, KEY), 350, 350) == []
-
-
-def test_a_stretch_is_found_once_for_all_the_batches_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = SampleOrder(np.full(1000, 10_000), 10, KEY)
-    find = Mock(wraps=order._find)
-    monkeypatch.setattr(order, "_find", find)
-    for begin in range(4_000, 6_000, 8):
-        order.samples(begin, begin + 8)
-    assert find.call_args_list == [call(4_000, 5_000), call(5_000, 6_000)]
 
 
 @pytest.mark.parametrize("first", [0, 10**9, 10**12, 2**50 + 12345])

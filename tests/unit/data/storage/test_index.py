@@ -24,7 +24,7 @@ from pretraining.data.storage.index import (
     index_places,
     settings_digest,
 )
-from pretraining.data.storage.index_build import build_index, held_out_mask, open_index
+from pretraining.data.storage.index_build import build_index, held_out_mask
 from pretraining.errors import DataError
 
 CONFIG = DataConfig()
@@ -62,25 +62,6 @@ def test_it_holds_every_document_in_canonical_order(tmp_path: Path) -> None:
     assert index.first_documents.tolist() == [0, 2, 4, 4, 5]
     assert [index.place(document) for document in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)]
     assert index.split("train").tokens == 15 and index.split("held_out").tokens == 0
-
-
-def test_blocks_are_totals_of_their_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = random_documents(2 * BLOCK_DOCUMENTS + 100, largest=5)
-    write_documents(tmp_path / "web/x.arrow", documents)
-    config = dataclasses.replace(CONFIG, held_out_fraction=0.3)
-    for at_once in (4096, 1):
-        monkeypatch.setattr(index_build, "_BLOCKS_AT_ONCE", at_once)
-        index = build_index(files(tmp_path), dataclasses.replace(config, index_path=str(tmp_path / f"index{at_once}")))
-        for split in ("train", "held_out"):
-            starts = np.concatenate(([0], np.cumsum(lengths_of(index, split))))
-            expected = [*starts[:-1:BLOCK_DOCUMENTS].tolist(), int(starts[-1])]
-            assert index.split(split).block_bounds.tolist() == expected
-
-
-def test_a_separator_is_counted_where_it_is_not_there_already(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 9], [1, 2], [], [9]])
-    index = build_index(files(tmp_path), dataclasses.replace(CONFIG, sep_token=9))
-    assert lengths_of(index) == [2, 3, 0, 1]
 
 
 def test_which_documents_are_held_out_is_the_same_in_every_release() -> None:
@@ -126,61 +107,27 @@ def test_changed_files_are_indexed_anew_and_named(tmp_path: Path) -> None:
     assert lengths_of(index) == [999, 1]
 
 
-@pytest.mark.parametrize("keep", [0, 5, 40, -1])
-def test_a_damaged_index_is_made_anew(root: Path, keep: int) -> None:
-    path = build_index(files(root), CONFIG).path
-    path.write_bytes(path.read_bytes()[:keep])
-    assert find_index(files(root), CONFIG) is None
-    assert lengths_of(build_index(files(root), CONFIG)) == [2]
-
-
 @pytest.mark.parametrize("documents", [30, BLOCK_DOCUMENTS + 700])
-def test_a_flipped_bit_anywhere_in_an_index_is_mended(
-    tmp_path: Path, documents: int, caplog: pytest.LogCaptureFixture
+def test_an_index_that_is_damaged_anywhere_is_made_anew(
+    tmp_path: Path, documents: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(index_module, "_BLOCKS_AT_ONCE", 1)
     for name, part in (("x", 20), ("y", documents - 20)):
         write_documents(tmp_path / f"web/{name}.arrow", random_documents(part, seed=part))
     path = build_index(files(tmp_path), CONFIG).path
     content = path.read_bytes()
     end_of_documents = documents * DOCUMENT.itemsize
     places = {0, 5, 321, end_of_documents - 1, *range(end_of_documents, len(content), 7 if documents == 30 else 97)}
-    for at in sorted(places):
+    damaged = [content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :] for at in sorted(places)]
+    for damage in (*damaged, b"", content[:5], content[:-1]):
         path.unlink()
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        path.write_bytes(damage)
+        assert find_index(files(tmp_path), CONFIG) is None
         caplog.clear()
-        build_index(files(tmp_path), CONFIG)  # in the process that makes indices
-        index = open_index(files(tmp_path), CONFIG)  # in each process
-        assert index is not None
-        index.split("train").lengths(0, documents)
+        build_index(files(tmp_path), CONFIG)
         assert path.read_bytes() == content
         (said,) = caplog.messages
-        assert str(path) in said and ("read from the token files again" in said) == (at < end_of_documents)
-
-
-def test_an_index_that_cannot_be_mended_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 2], [3]])
-    index = build_index(files(tmp_path), CONFIG)
-    content = index.path.read_bytes()
-    hopeless = pytest.raises(DataError, match="delete it")
-
-    def damaged() -> Index:
-        index.path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-        opened = open_index(files(tmp_path), CONFIG)
-        assert opened is not None
-        return opened
-
-    write_documents(tmp_path / "web/x.arrow", [[3], [1, 2]])  # of the same size
-    with hopeless:
-        damaged().check(0, 2)
-    write_documents(tmp_path / "web/x.arrow", [[1, 2], [3]])
-    opened = damaged()
-    monkeypatch.setattr(Path, "open", read_only)
-    with hopeless:
-        opened.check(0, 2)
-
-
-def read_only(path: Path, *arguments: object, **more: object) -> object:
-    raise PermissionError(13, "Permission denied", str(path))
+        assert str(path) in said
 
 
 def test_indices_of_read_only_data_lie_in_the_cache_folder(root: Path, cache_folder: Path) -> None:
@@ -250,20 +197,6 @@ def test_a_running_job_keeps_its_index_when_another_finds_more_files(root: Path)
     second = build_index(files(root), CONFIG)
     assert second.path != first.path and first.path.read_bytes() == content
     assert second.split("train").tokens == 5 and first.split("train").tokens == 2
-
-
-@pytest.mark.parametrize(("files_at_once", "bytes_at_once"), [(1, 10**9), (3, 10**9), (64, 1), (64, 4000)])
-def test_how_files_are_grouped_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files_at_once: int, bytes_at_once: int
-) -> None:
-    for number in range(10):
-        write_documents(tmp_path / f"web/{number}.arrow", random_documents(number * 20, seed=number))
-    expected = build_index(
-        files(tmp_path), dataclasses.replace(CONFIG, index_path=str(tmp_path / "expected"))
-    ).path.read_bytes()
-    monkeypatch.setattr(index_build, "_FILES_AT_ONCE", files_at_once)
-    monkeypatch.setattr(index_build, "_BYTES_AT_ONCE", bytes_at_once)
-    assert build_index(files(tmp_path), CONFIG, workers=3).path.read_bytes() == expected
 
 
 @pytest.mark.parametrize("workers", [1, 3])
