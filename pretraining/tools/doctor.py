@@ -323,7 +323,7 @@ def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Ro
         began = time.perf_counter()
         on_every_rank(lambda: plan.write(where))
         rate = buffer.nbytes * pieces / GIB / _slowest(time.perf_counter() - began)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         raise ConfigError(f"--ckpt_save_path={path}: no checkpoint can be saved in {folder} ({error})") from None
     finally:
         on_rank_zero(lambda: shutil.rmtree(where, ignore_errors=True))

@@ -77,7 +77,7 @@ def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixt
     error = capsys.readouterr().err
     assert "weigths" in error and "weights" in error
     with pytest.raises(SystemExit):
-        main(["train", "--use_dummy_dataset=false", "--data_path=12345e67", "--tracker=none", "--num_steps=1"])
+        main(["train", "--model_variant=tiny", "--use_dummy_dataset=false", "--data_path=12345e67", "--num_steps=1"])
     assert "12345e67: " in capsys.readouterr().err
 
 
