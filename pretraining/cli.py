@@ -179,7 +179,7 @@ HEAD_START = 3.0
 
 
 def run_console_script() -> NoReturn:
-    """The program `pretrain`: run the command of this process's arguments, and end the process."""
+    """Run the command of this process's arguments, and end the process."""
     run_as_program(main)
 
 

@@ -118,13 +118,13 @@ def with_run_path(config: AnyTrainConfig, now: datetime | None = None) -> AnyTra
 
 
 def newest_run_path(pattern: str) -> str:
-    """The newest folder that a pattern made, whatever its settings; the pattern itself where it has made none."""
+    """Return the newest folder that a pattern made, whatever its settings; else the pattern itself."""
     folders = folders_of(pattern) if TIMESTAMP in pattern else []
     return str(folders[0]) if folders else pattern
 
 
 def folders_of(pattern: str) -> list[Path]:
-    """The folders that a pattern has made, the newest first."""
+    """Return the folders that a pattern has made, the newest first."""
     path = Path(pattern)
     root = Path(path.anchor)
     written = str(path.relative_to(root)).split(TIMESTAMP)
@@ -163,7 +163,7 @@ def _is_finished(folder: Path) -> bool:
 
 
 def make_run_folder(run: Path) -> None:
-    """Makes the run's folder, unless it is there; a CheckpointError if it cannot be written."""
+    """Make the run's folder, unless it is there; a CheckpointError if it cannot be written."""
     try:
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -171,7 +171,7 @@ def make_run_folder(run: Path) -> None:
 
 
 def check_run_folder(run: Path) -> None:
-    """Raises the CheckpointError of `make_run_folder` where that is sure to fail, and makes nothing."""
+    """Raise the CheckpointError of `make_run_folder` where that is sure to fail, and make nothing."""
     there = next(folder for folder in (run, *run.absolute().parents) if exists(folder))
     if not is_folder(there):
         raise run_not_writable(run, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there)))
@@ -359,7 +359,7 @@ def is_within(path: Path, folder: Path) -> bool:
 
 
 def manifest_at(path: Path) -> Manifest:
-    """Reads what a checkpoint is: from its manifest, from its four .pt files, or from a Hugging Face folder.
+    """Read what a checkpoint is: from its manifest, from its four .pt files, or from a Hugging Face folder.
 
     Names and sizes of its files are compared; their content is not read.
 
@@ -472,7 +472,7 @@ def _adopt_separator(config: TrainConfig, start: CheckpointRef | None) -> DataCo
 
 
 def _vocabulary_for(tokenizer_path: str) -> int:
-    """The size of an embedding for a tokenizer: of a multiple of 128 rows, matrix products are faster."""
+    """Return the size of an embedding for a tokenizer: of a multiple of 128 rows, matrix products are faster."""
     from pretraining.data.tokenizer import load_tokenizer
 
     entries = _on_rank_zero(lambda: load_tokenizer(tokenizer_path).vocab_size)
@@ -495,7 +495,7 @@ def _on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Reads tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
+    """Read tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
     from pretraining.checkpoint.reader import load_tensors
 
     manifest = checkpoint.manifest if _is_of_ours(checkpoint.path) else None
@@ -503,7 +503,7 @@ def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[CheckpointRef, Llama]:
-    """Loads a model into one process: of a checkpoint, of a run's newest sound one, or of a Hugging Face folder.
+    """Load a model into one process: of a checkpoint, of a run's newest sound one, or of a Hugging Face folder.
 
     Returns:
         Where it comes from, and the model in evaluation mode.
@@ -531,14 +531,14 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[Che
 
 
 def open_tensors(checkpoint: CheckpointRef) -> TensorFiles:
-    """The tensors of a checkpoint, compared with the manifest's checksums before use; raises as `TensorFiles`."""
+    """Return the tensors of a checkpoint, compared with its checksums before use; raises as `TensorFiles`."""
     from pretraining.checkpoint.reader import TensorFiles
 
     return TensorFiles(checkpoint.path, files_of(checkpoint))
 
 
 def files_of(checkpoint: CheckpointRef) -> Files:
-    """The files that hold a checkpoint's tensors, with sizes and checksums where it has a manifest."""
+    """Return the files that hold a checkpoint's tensors, with sizes and checksums where it has a manifest."""
     path = checkpoint.path
     if checkpoint.manifest.files or is_file(path / MANIFEST):
         return checkpoint.manifest.files

@@ -79,7 +79,7 @@ def _shape(
 
 
 def _llama32(hidden: int, heads: int, layers: int) -> LlamaShape:
-    """A small Llama 3.2: tied embeddings and a context of 131072 tokens stretched from 8192."""
+    """Return a small Llama 3.2: tied embeddings and a context of 131072 tokens stretched from 8192."""
     return replace(
         _shape(hidden, heads, 8, layers, 8192, 131072, 5e5, 128256),
         tie_word_embeddings=True,
@@ -90,7 +90,7 @@ def _llama32(hidden: int, heads: int, layers: int) -> LlamaShape:
 
 
 def _research(hidden: int, heads: int, layers: int) -> LlamaShape:
-    """A size for experiments: full attention heads, feed-forward 8/3 of the width rounded up to a multiple of 256."""
+    """Return a size for experiments: full attention heads, feed-forward 8/3 of the width, rounded up to 256."""
     feed_forward = -(-hidden * 8 // (3 * 256)) * 256
     return _shape(hidden, heads, heads, layers, feed_forward, 2048, 1e4, 32000)
 

@@ -166,13 +166,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 @functools.lru_cache(maxsize=1)
 def _parse(definition: bytes) -> tuple[tokenizers.Tokenizer, int]:
-    """What a tokenizer.json says, and its `vocab_size`; kept, since a command loads it from several places."""
+    """Return what a tokenizer.json says, and its `vocab_size`; kept, since a command loads it from several places."""
     library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
     return library, _vocab_size(library)
 
 
 def _vocab_size(library: tokenizers.Tokenizer) -> int:
-    """The largest id plus one, not the number of entries: ids may have gaps."""
+    """Return the largest id plus one, not the number of entries: ids may have gaps."""
     return max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
@@ -266,7 +266,7 @@ def _as_json(document: dict[str, Any]) -> bytes:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where there is no file."""
+    """Return a JSON object from a file; empty where there is no file."""
     try:
         content = read_json(path)
     except FileNotFoundError:
@@ -279,7 +279,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _token_name(config: dict[str, Any], name: str) -> str | None:
-    """A special token in a Hugging Face file, which is a string or an object with the string in it."""
+    """Return a special token in a Hugging Face file, which is a string or an object with the string in it."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")

@@ -286,7 +286,7 @@ def _at_loss(step: _Step) -> _Moment:
 
 
 def _in_block(step: _Step, index: int, kept: int) -> _Moment:
-    """The backward pass is in a block, behind its last matrix product: three gradients of activations are there."""
+    """Estimate the backward pass in a block, behind its last matrix product: with three gradients of activations."""
     shape, itemsize, done = step.shape, step.itemsize, step.shape.num_hidden_layers - 1 - index
     width, feed_forward = shape.hidden_size, shape.intermediate_size
     temporary = itemsize * step.tokens * (width + 2 * feed_forward)  # of its result; of gate and up, for their product
@@ -324,7 +324,7 @@ def _after_blocks(step: _Step) -> Iterator[_Moment]:
 
 
 def _update_bytes(step: _Step) -> int:
-    """What an update takes on its way, which is done group by group: matrices, then embedding and norms."""
+    """Return what an update takes on its way, which is done group by group: matrices, then embedding and norms."""
     entry = OPTIMIZERS.get(step.config.optimizer.optimizer)
     if entry is None:
         return 0
@@ -338,7 +338,7 @@ def _update_bytes(step: _Step) -> int:
 
 
 def _loss_bytes(step: _Step) -> int:
-    """What the loss takes, besides hidden states and their gradient: most for a chunk, or for the head's gradient.
+    """Return what the loss takes besides hidden states and their gradient: most for a chunk or the head's gradient.
 
     A chunk has its logits, as computed and in float32, and the logarithms of their softmax. The gradient of the head is
     in float32 from the second chunk on.

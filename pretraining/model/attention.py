@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 
 def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, is_causal: bool = True) -> Tensor:
-    """Returns softmax(q k / sqrt(E)) v over the tokens up to and including each one: [B, S, H, E].
+    """Return softmax(q k / sqrt(E)) v over the tokens up to and including each one: [B, S, H, E].
 
     Without `is_causal` each of the S tokens sees all keys [B, T, K, E].
     """
@@ -116,7 +116,7 @@ def _repeat_heads(x: Tensor, query_heads: int, dim: int) -> Tensor:
 
 
 def locate_documents(document_lengths: tuple[int, ...] | None, x: Tensor, head_dim: int) -> Documents | None:
-    """Returns documents in the form that suits `document_attention` best; called once a forward pass, for all blocks.
+    """Return documents in the form that suits `document_attention` best; called once a forward pass, for all blocks.
 
     Args:
         document_lengths: tokens of the documents that lie end to end in the flattened [B * S] tokens, none across two
@@ -144,7 +144,7 @@ def has_kernel_for_documents(device: torch.device, dtype: torch.dtype, head_dim:
 
 
 def bounds_of(document_lengths: tuple[int, ...]) -> DocumentBounds:
-    """Returns the bounds of documents, on the host.
+    """Return the bounds of documents, on the host.
 
     The longest is rounded up to a power of two: the kernel only makes room by it, and compiled code for one value then
     serves most batches. It is never 1, for which the kernel takes another way, made for decoding.
@@ -154,7 +154,7 @@ def bounds_of(document_lengths: tuple[int, ...]) -> DocumentBounds:
 
 
 def document_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents: Documents) -> Tensor:
-    """Returns causal attention that reaches tokens of the same document only: [B, S, H, E]."""
+    """Return causal attention that reaches tokens of the same document only: [B, S, H, E]."""
     q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
     if isinstance(documents, DocumentBounds):
         mixed_NHE = _at_once(q_NHE, k_NKE, v_NKE, documents)
@@ -164,7 +164,7 @@ def document_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents
 
 
 def _at_once(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBounds) -> Tensor:
-    """Calls the kernel once, telling it where each document begins."""
+    """Call the kernel once, telling it where each document begins."""
     from torch.nn.attention.varlen import varlen_attn  # here, since it takes a second to import
 
     kernel: Callable[..., Any] = varlen_attn
@@ -180,7 +180,7 @@ def _at_once(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBou
 
 
 def _one_by_one(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, document_lengths: tuple[int, ...]) -> Tensor:
-    """Calls the kernel for each document, which computes nothing that a mask would throw away.
+    """Call the kernel for each document, which computes nothing that a mask would throw away.
 
     On a CPU this is far faster than a masked S x S matrix for long rows, and faster than calls for documents of similar
     lengths padded to one, even where they are short (docs/model.md has the numbers).

@@ -29,7 +29,7 @@ class KeyValueCache:
         return causal_attention(q_BSHE, *self._extend(k_BSKE, v_BSKE), is_causal=is_first)
 
     def _extend(self, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds keys and values of the next tokens; returns those of all of them, [B, T, K, E] each."""
+        """Add keys and values of the next tokens; returns those of all of them, [B, T, K, E] each."""
         begin, self.length = self.length, self.length + k_BSKE.size(1)
         assert self.length <= self._capacity
         if self._memory is None:

@@ -44,7 +44,7 @@ _SUPPORTED: dict[str, tuple[Any, str]] = {
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, torch.Size]:
-    """Returns the shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
+    """Return the shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
     import torch  # here: what a config.json says is read without
 
     from pretraining.model.llama import Llama
@@ -62,7 +62,7 @@ def config_document(
     eos_token: int | list[int] | None,
     pad_token: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the config.json of a Llama.
+    """Return the config.json of a Llama.
 
     Rotary embedding and dtype are spelled twice: as transformers 5 does (`rope_parameters`, `dtype`), and as earlier
     versions and other programs do (`rope_theta`, `rope_scaling`, `torch_dtype`).
@@ -100,12 +100,12 @@ def config_document(
 def generation_document(
     bos_token: int | None, eos_token: int | list[int] | None, pad_token: int | None = None
 ) -> dict[str, Any]:
-    """Returns the generation_config.json: which token begins a text, which one ends it, and which one fills up rows."""
+    """Return the generation_config.json: which token begins a text, which one ends it, and which one fills up rows."""
     return {"bos_token_id": bos_token, "eos_token_id": eos_token, "pad_token_id": pad_token}
 
 
 def shape_of_document(document: Any, path: str) -> LlamaShape:
-    """Returns the dimensions in a config.json; messages call it by `path`.
+    """Return the dimensions in a config.json; messages call it by `path`.
 
     Raises:
         CheckpointError: it is not one of a Llama that can be trained here; names every entry that stands against it.
@@ -125,7 +125,7 @@ def shape_of_document(document: Any, path: str) -> LlamaShape:
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what stands against a model, an entry at a time."""
+    """Yield what stands against a model, an entry at a time."""
     kind, architectures = document.get("model_type"), document.get("architectures") or ["LlamaForCausalLM"]
     if kind != "llama" or architectures != ["LlamaForCausalLM"]:
         yield f"model_type {shown(kind)}, architectures {shown(architectures)}: only llama, LlamaForCausalLM is"
@@ -163,7 +163,7 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
-    """Returns the shape of a document without problems; defaults are those of `LlamaConfig`."""
+    """Return the shape of a document without problems; defaults are those of `LlamaConfig`."""
     rope = _rope(document)
 
     def value(name: str, default: Any) -> Any:
@@ -187,6 +187,6 @@ def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
 
 
 def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the entries about the rotary embedding, in the spelling of transformers 5 or of earlier ones."""
+    """Return the entries about the rotary embedding, in the spelling of transformers 5 or of earlier ones."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     return rope if isinstance(rope, Mapping) else {"rope_type": rope}

@@ -33,7 +33,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def initialize_weights(model: Llama, shape: LlamaShape, seed: int, device: torch.device) -> None:
-    """Fills every parameter of a model in place, and ties the head to the embedding where the shape says so.
+    """Fill every parameter of a model in place, and ties the head to the embedding where the shape says so.
 
     Args:
         model: with materialised parameters (after `to_empty`).
@@ -47,7 +47,7 @@ def initialize_weights(model: Llama, shape: LlamaShape, seed: int, device: torch
 
 @torch.no_grad()
 def initialize_parameters(parameters: Mapping[str, Tensor], shape: LlamaShape, seed: int, device: torch.device) -> None:
-    """Fills parameters in place, as `initialize_weights`.
+    """Fill parameters in place, as `initialize_weights`.
 
     Every rank draws each full tensor, one at a time, and keeps its part: no communication, and the same on any layout.
     (A sharded tensor's own initialisation on a CPU mesh would fill every rank's shard with the same numbers.)
@@ -71,7 +71,7 @@ def initialize_parameters(parameters: Mapping[str, Tensor], shape: LlamaShape, s
 
 
 def initial_values(name: str, size: torch.Size, shape: LlamaShape, seed: int, device: torch.device) -> Tensor:
-    """Returns the full float32 tensor that a parameter starts from; `name` is without wrappers."""
+    """Return the full float32 tensor that a parameter starts from; `name` is without wrappers."""
     full = torch.empty(size, dtype=torch.float32, device=device)
     if name.endswith("norm.weight"):
         return full.fill_(1.0)
@@ -80,18 +80,18 @@ def initial_values(name: str, size: torch.Size, shape: LlamaShape, seed: int, de
 
 
 def standard_deviation(name: str, shape: LlamaShape) -> float:
-    """Returns that of the normal distribution that a matrix is drawn from."""
+    """Return that of the normal distribution that a matrix is drawn from."""
     writes_to_residual_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
     return BASE_STD / math.sqrt(2 * shape.num_hidden_layers) if writes_to_residual_stream else BASE_STD
 
 
 def stream_seed(seed: int, name: str) -> int:
-    """Returns the 64-bit seed of a parameter's random stream, the same in every process (`hash` of a text is not)."""
+    """Return the 64-bit seed of a parameter's random stream, the same in every process (`hash` of a text is not)."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
 
 
 def parameter_name(wrapped_name: str) -> str:
-    """Returns a parameter's name without the prefixes of activation checkpointing and compilation."""
+    """Return a parameter's name without the prefixes of activation checkpointing and compilation."""
     for wrapper in _WRAPPERS:
         wrapped_name = wrapped_name.replace(wrapper, "")
     return wrapped_name

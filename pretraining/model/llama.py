@@ -47,7 +47,7 @@ class Llama(nn.Module):
         return list(self.model.layers)
 
     def tie_weights(self) -> None:
-        """Makes the head use the embedding's parameter, where the shape says so.
+        """Make the head use the embedding's parameter, where the shape says so.
 
         Needed again after `to_empty`, which gives every module with a shared meta tensor its own. FSDP gathers and
         updates the embedding's, and needs embedding and head in one group, the root's.

@@ -46,7 +46,7 @@ class HeadLoss(NamedTuple):
 def head_loss(
     hidden_BSD: Tensor, head_VD: Tensor, labels_BS: Tensor, chunk_tokens: int | None = None, z_loss_weight: float = 0.0
 ) -> HeadLoss:
-    """Returns the summed negative log-likelihood of the labels under softmax(hidden head^T), plus z-loss.
+    """Return the summed negative log-likelihood of the labels under softmax(hidden head^T), plus z-loss.
 
     Matrix products use the inputs' dtype; softmax, losses, and the sum over chunks of the head's gradient use float32
     (float64 where inputs do).
@@ -87,7 +87,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        """Sums over chunks, and what stays of each token; arguments are those of `_sum_over_chunks`."""
+        """Sum over chunks, and what stays of each token; arguments are those of `_sum_over_chunks`."""
         sums, gradients = _sum_over_chunks(True, *arguments)
         # As attributes of ctx they would live as long as the loss does: into the next micro-batch.
         ctx.save_for_backward(*gradients)
@@ -109,7 +109,7 @@ class _HeadLoss(torch.autograd.Function):
 def _sum_over_chunks(
     with_gradients: bool, hidden_ND: Tensor, head_VD: Tensor, labels_N: Tensor, chunk_tokens: int, z_loss_weight: float
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Returns objective, z-loss and tokens_N2, and the objective's gradients by hidden states and head where wanted."""
+    """Return objective, z-loss and tokens_N2, and the objective's gradients by hidden states and head where wanted."""
     sum_dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     objective_sum, z_loss_sum = (hidden_ND.new_zeros((), dtype=sum_dtype) for _ in range(2))
     tokens_N2 = hidden_ND.new_empty((len(labels_N), 2), dtype=sum_dtype)
@@ -131,7 +131,7 @@ def _sum_over_chunks(
 def _take_loss(
     logits_nV: Tensor, labels_n: Tensor, z_loss_weight: float, with_gradients: bool, tokens_n2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns a chunk's objective and the z-loss in it, and writes what stays of each token.
+    """Return a chunk's objective and the z-loss in it, and writes what stays of each token.
 
     Overwrites logits with their gradients where those are wanted. With p the softmax and y the label: the gradient of
     -ln p_y is p - [y], that of weight x ln(Z)^2 is 2 x weight x ln(Z) x p.
@@ -157,7 +157,7 @@ def _take_loss(
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """Adds a product to the sum of earlier ones; a single product keeps the dtype it is computed in."""
+    """Add a product to the sum of earlier ones; a single product keeps the dtype it is computed in."""
     if total is None:
         return left @ right
     if left.dtype == sum_dtype:

@@ -24,14 +24,14 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def compute_rotation(shape: LlamaShape, positions_BS: Tensor) -> Rotation:
-    """Returns the angles of tokens at integer positions [B, S], or [1, S] for all sequences, as cosine and sine."""
+    """Return the angles of tokens at integer positions [B, S], or [1, S] for all sequences, as cosine and sine."""
     frequencies_P = rotary_frequencies(shape, positions_BS.device)
     angles_BS1P = positions_BS[:, :, None, None].float() * frequencies_P
     return angles_BS1P.cos(), angles_BS1P.sin()
 
 
 def rotary_frequencies(shape: LlamaShape, device: torch.device | None = None) -> Tensor:
-    """Returns radians a position of each pair of head dims, float32 [P]: theta^(-2i/E), from 1 to nearly 1/theta.
+    """Return radians a position of each pair of head dims, float32 [P]: theta^(-2i/E), from 1 to nearly 1/theta.
 
     Computed on the device, without a copy from the host, by the same operations as Hugging Face: weights that were
     trained there expect the same roundings.
@@ -42,7 +42,7 @@ def rotary_frequencies(shape: LlamaShape, device: torch.device | None = None) ->
 
 
 def rotate(x_BSHE: Tensor, rotation: Rotation) -> Tensor:
-    """Turns each pair of head dims by its token's angle, in float32; the result has the dtype of `x_BSHE`."""
+    """Turn each pair of head dims by its token's angle, in float32; the result has the dtype of `x_BSHE`."""
     cos_BS1P, sin_BS1P = rotation
     first_BSHP, second_BSHP = x_BSHE.float().chunk(2, dim=-1)
     rotated = (first_BSHP * cos_BS1P - second_BSHP * sin_BS1P, second_BSHP * cos_BS1P + first_BSHP * sin_BS1P)
@@ -50,7 +50,7 @@ def rotate(x_BSHE: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _stretch(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
-    """Makes frequencies fit a context `factor` times as long (Llama 3.1; "llama3" in Hugging Face configurations).
+    """Make frequencies fit a context `factor` times as long (Llama 3.1; "llama3" in Hugging Face configurations).
 
     A pair that turns more than `high_freq_factor` times within the original context tells near tokens apart, and stays.
     One that turns less than `low_freq_factor` times tells regions apart, and is slowed down by `factor`. In between,

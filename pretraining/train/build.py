@@ -332,7 +332,7 @@ def _step_context(plan: Plan, trained: Trained, metrics: NoMetrics, scores: Scor
 
 
 def use_deterministic_kernels() -> None:
-    """Makes PyTorch choose kernels that give the same bits each time."""
+    """Make PyTorch choose kernels that give the same bits each time."""
     # Libraries read these when they are first used, which is later. NCCL would choose algorithms by what it measures.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")

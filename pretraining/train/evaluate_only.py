@@ -112,7 +112,7 @@ def evaluate_only(
 
 
 def print_evaluation(evaluated: Evaluated) -> None:
-    """Prints a table, and as the last line the JSON object."""
+    """Print a table, and as the last line the JSON object."""
     for line in table(evaluated.evaluation):
         print_text(line)
     print(json.dumps(evaluated.document()), flush=True)
@@ -141,7 +141,7 @@ def _check_never_trained_on(config: TrainConfig, before: float | None) -> None:
 
 
 def table(found: Evaluation) -> list[str]:
-    """A line a set, and the mean over the tokens of all."""
+    """Return a line a set, and the mean over the tokens of all."""
     names = list(found.numbers())
     rows = [("set", "tokens", *(name.replace("_", " ") for name in names))]
     for name, label in [(name, name) for name in found.sets] + [(None, MEAN)]:

@@ -37,6 +37,6 @@ class GarbageCollection:
                 gc.enable()
 
     def after_step(self, state: TrainState) -> None:
-        """Collects if it is time."""
+        """Collect if it is time."""
         if self._interval_steps and state.progress.steps % self._interval_steps == 0:
             gc.collect()

@@ -71,6 +71,6 @@ def train_loop(run: Run) -> None:
 
 
 def _finish_pending_evaluation(run: Run) -> None:
-    """Evaluates first if the last run stopped before its evaluation."""
+    """Evaluate first if the last run stopped before its evaluation."""
     if run.evaluator.pending and (evaluation_loss := run.evaluator.maybe_run(run.state)) is not None:
         run.checkpoints.maybe_save(run.state, evaluation_loss)

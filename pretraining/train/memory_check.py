@@ -39,7 +39,7 @@ class MemoryLimit:
 
 
 def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, processes: Processes) -> None:
-    """Logs what one process will take, by its parts; call it on every rank, before the model is built.
+    """Log what one process will take, by its parts; call it on every rank, before the model is built.
 
     Args:
         shape: of the model; `config` may name dimensions that a checkpoint overrides.

@@ -178,7 +178,7 @@ def _describe_flops(plan: Plan) -> list[str]:
 
 
 def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
-    """What is done to the model's blocks, a line each."""
+    """Return what is done to the model's blocks, a line each."""
     if parallel.float8 is not None:
         yield f"linear layers of the blocks multiply in float8, {parallel.float8} scaled"
     selective = parallel.selective_checkpointing
@@ -273,7 +273,7 @@ def changed_settings(manifest: Manifest, config: TrainConfig) -> list[str]:
 
 
 def _texts_of(document: str) -> dict[str, Raw]:
-    """The settings in a configuration, with the optimizer's own in place of none."""
+    """Return the settings in a configuration, with the optimizer's own in place of none."""
     texts = {given.section_and_name[1]: given.raw for given in parse_recipe(document, "settings")}
     chosen = vars(settings_in(document, "settings").optimizer.resolved())
     return texts | {name: format_value(value) for name, value in chosen.items() if name in texts}

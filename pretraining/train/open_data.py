@@ -45,7 +45,7 @@ class OpenedData:
 
 
 def open_data(config: TrainConfig, processes: Processes, index_folder: str | None = None) -> OpenedData:
-    """Opens a job's datasets and evaluation folders, in every process.
+    """Open a job's datasets and evaluation folders, in every process.
 
     Args:
         index_folder: where indices go that are not there yet; None = where the settings say.
@@ -83,7 +83,7 @@ def _open(
 def evaluation_sources(
     config: TrainConfig, data: OpenedData, batch: BatchSizes, processes: Processes, vocab_size: int
 ) -> list[EvaluationSource]:
-    """Opens what is evaluated on: the held-out documents of all datasets, and each folder of `--eval_datasets`.
+    """Open what is evaluated on: the held-out documents of all datasets, and each folder of `--eval_datasets`.
 
     At once: too few documents should not show after a thousand steps.
 
@@ -159,7 +159,7 @@ def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> 
 
 
 def _opener(loader: Loader, processes: Processes) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]]:
-    """Returns what opens a loader's batches, from the first."""
+    """Return what opens a loader's batches, from the first."""
 
     @contextmanager
     def open_batches() -> Iterator[Iterable[StepBatch]]:
@@ -171,7 +171,7 @@ def _opener(loader: Loader, processes: Processes) -> Callable[[], AbstractContex
 
 
 def batches_of(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
-    """Yields the loader's batches until closed; an error in reading them, which no other rank knows of, names the rank.
+    """Yield the loader's batches until closed; an error in reading them, which no other rank knows of, names the rank.
 
     An error that ends a reading thread arrives here, too, when its step comes.
     """

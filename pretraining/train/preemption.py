@@ -41,13 +41,13 @@ class StopRequests:
     clock: Callable[[], float] = time.time
 
     def pending(self) -> int:
-        """Returns the request of this rank, for `HostSync.exchange`: 0 = none, else what `reason_of` explains."""
+        """Return the request of this rank, for `HostSync.exchange`: 0 = none, else what `reason_of` explains."""
         if self.signals.first is not None:
             return int(self.signals.first)
         return TIME_LIMIT if self.deadline is not None and self.clock() >= self.deadline else 0
 
     def end_before_training(self) -> None:
-        """Raises `Preempted` if a request is pending before the first step."""
+        """Raise `Preempted` if a request is pending before the first step."""
         pending = self.pending()
         if pending:
             raise ending(
@@ -56,7 +56,7 @@ class StopRequests:
 
 
 def ending(stop: int, text: str) -> Preempted:
-    """Makes what a run ends with on request, which decides about the first word of its text and the exit code."""
+    """Make what a run ends with on request, which decides about the first word of its text and the exit code."""
     if stop == signal.SIGINT:
         return Interrupted(f"Interrupted {text}")
     preempted = Preempted(f"Preempted {text}")
@@ -65,7 +65,7 @@ def ending(stop: int, text: str) -> Preempted:
 
 
 def reason_of(stop: int) -> str:
-    """Puts a request of any rank into words."""
+    """Put a request of any rank into words."""
     if stop == TIME_LIMIT:
         return "the time limit is near"
     if stop == signal.SIGINT:
@@ -81,7 +81,7 @@ def is_out_of_time(stop: int) -> bool:
 def stop_requests(
     signals: ReceivedSignals, time_limit: Duration | None, environ: Mapping[str, str] = os.environ
 ) -> StopRequests:
-    """The requests of a process whose signals are listened to.
+    """Return the requests of a process whose signals are listened to.
 
     Args:
         time_limit: from the start of the job to the end of training, 0 = none; None = what SLURM says.
@@ -105,7 +105,7 @@ def _slurm_deadline(environ: Mapping[str, str]) -> float | None:
 
 
 def _unix_time(environ: Mapping[str, str], name: str) -> float | None:
-    """A moment; None where the variable is missing or no number (SLURM may write "Unknown")."""
+    """Return a moment; None where the variable is missing or no number (SLURM may write "Unknown")."""
     try:
         return float(environ.get(name, ""))
     except ValueError:

@@ -93,7 +93,7 @@ def train_to_the_end(
 
 
 def _train(run: Run) -> DivergenceError | None:
-    """Returns how the run diverged, if it did; not raised, since an exception would keep the run's memory alive."""
+    """Return how the run diverged, if it did; not raised, since an exception would keep the run's memory alive."""
     try:
         train_loop(run)
     except DivergenceError as divergence:

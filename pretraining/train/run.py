@@ -185,7 +185,7 @@ def evaluate(
     hook: MetricsHook | None = None,
     is_guest: bool = False,
 ) -> Evaluated:
-    """Evaluates a checkpoint, in every process of a job, and writes nothing; arguments and errors are as in `train`.
+    """Evaluate a checkpoint, in every process of a job, and write nothing; arguments and errors are as in `train`.
 
     Args:
         config: with `eval_only`.
@@ -217,7 +217,7 @@ def _ending_for_good() -> Iterator[None]:
 def working_together(
     config: TrainConfig, layout: ProcessLayout, end_at_signal: Callable[[], None], is_guest: bool
 ) -> Iterator[Processes]:
-    """Joins the processes of a job for the time of a `with` block, and has threads look after them."""
+    """Join the processes of a job for the time of a `with` block, and have threads look after them."""
     for line in remarks(config):
         log.info(line)
     waiting = config.guard.first_step_timeout.amount or collective_timeout(config.guard).total_seconds()
@@ -292,7 +292,7 @@ def _result(run: Run, run_path: str | None, status: Literal["finished", "preempt
 
 
 def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
-    """What samples text from the model, or None where no text is asked for; errors are as in `read_prompt`.
+    """Return what samples text from the model, or None where no text is asked for; errors are as in `read_prompt`.
 
     Rank 0 keeps the tokenizer, since its files may move while a run goes on for months.
     """

@@ -127,7 +127,7 @@ class StatusKeeper:
         return crashes
 
     def training(self, state: TrainState) -> None:
-        """Counts any error from now on as a crash; `state` tells how far the run is."""
+        """Count any error from now on as a crash; `state` tells how far the run is."""
         self._state = state
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -197,7 +197,7 @@ def _add_start(events: Events, begun: RunStatus, previous: RunStatus) -> None:
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """Returns the status in a file; None where there is none, or a line says that it is damaged.
+    """Return the status in a file; None where there is none, or a line says that it is damaged.
 
     Counting must not keep a run from starting.
     """

@@ -55,12 +55,12 @@ class SpikeDetector:
         return SpikeVerdict(is_spike, loss, mean, deviation)
 
     def remember(self, loss: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Adds a step's loss to the window, unless its update was left out."""
+        """Add a step's loss to the window, unless its update was left out."""
         moved = torch.cat((self._losses[1:], loss.reshape(1)))
         self._losses = torch.where(skipped, self._losses, moved)
 
     def state_dict(self) -> dict[str, Any]:
-        """The window, JSON-able; waits for the device."""
+        """Return the window, JSON-able; waits for the device."""
         losses = self._losses[~self._losses.isnan()].tolist()
         return {"losses": losses, "conditions": self._conditions}
 

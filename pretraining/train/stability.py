@@ -77,7 +77,7 @@ class Guards:
         self._last_step = 0
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
-        """Takes note of a step, and judges the one before it.
+        """Take note of a step, and judge the one before it.
 
         Raises:
             DivergenceError: too many updates in a row were left out; the same on all ranks.
@@ -94,7 +94,7 @@ class Guards:
             self._compare_replicas(state.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, JSON-able; waits for the device."""
+        """Return what a checkpoint keeps, JSON-able; waits for the device."""
         self._learn()
         return {"skipped_in_a_row": self._in_a_row}
 
@@ -153,7 +153,7 @@ class Guards:
 
 
 def _ask(step: int, outcome: StepOutcome) -> _Pending:
-    """Starts to copy what the host asks of a step, without waiting."""
+    """Start to copy what the host asks of a step, without waiting."""
     verdict = outcome.verdict
     # A skipped update that lowers the loss scale is no failure: the next steps will show.
     skipped = outcome.skipped if outcome.rescaled is None else outcome.skipped & ~outcome.rescaled

@@ -105,7 +105,7 @@ def pack_block(lengths: np.ndarray, seq_length: int, packing: Packing) -> Packed
 
 
 def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each item, [items] int64, numbered in the order of their first items."""
+    """Return the bin of each item, [items] int64, numbered in the order of their first items."""
     ends = [0, *np.cumsum(sizes).tolist()]
     firsts = [0]
     while firsts[-1] < len(sizes):

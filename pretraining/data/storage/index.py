@@ -172,7 +172,7 @@ class Index:
         return file, document - int(self.first_documents[file])
 
     def split(self, name: str) -> Split:
-        """The documents of one split."""
+        """Return the documents of one split."""
         return Split(self, name, self._part(f"bounds_{name}", np.dtype("<i8")))
 
     @property
