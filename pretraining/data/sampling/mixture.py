@@ -168,7 +168,7 @@ class Mixture:
         return phase.first_step + self.skipped.count(phase.first_sample, sample) // phase.global_batch_size
 
     def global_batch_size(self, step: int) -> int:
-        """Return the samples of a step."""
+        """Return how many samples a step has."""
         return self.phases[self._phase_of_step(step)].global_batch_size
 
     def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
