@@ -194,23 +194,7 @@ def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
     host_sync = HostSync()
     scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
     trackers = _open_trackers(plan)
-    observer = build_observer(
-        config,
-        plan.shape,
-        processes,
-        state,
-        stopwatch,
-        tokens,
-        trackers,
-        optimizer=trained.optimizer,
-        shard_group=plan.mesh["shard"].get_group(),
-        events=job.events,
-        datasets=tuple(source.name for source in plan.loader.reader.sources),
-        score_columns=scores.columns,
-        score_values=scores.values,
-    )
-    if plan.restored is not None:
-        observer.last_loss = plan.restored.manifest.loss
+    observer = _observer(plan, trained, job, stopwatch, trackers, scores)
     metrics = custom_metrics(job.hook, trained.model.module, processes.device)
     context = _step_context(plan, trained, metrics, scores)
 
@@ -231,15 +215,7 @@ def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
         states["spikes"] = context.spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
-    saver = None
-    if config.checkpoint.ckpt_save_path is not None:
-        timeout = collective_timeout(config.guard)
-        saver = Saver(config.checkpoint, trained.parameters, trained.optimizer, job.lease, timeout)
-    checkpoints = CheckpointManager(
-        config.checkpoint, saver, manifest_of_run(config), plan.loader, states, observer, tokens
-    )
-    if plan.restored is not None:
-        checkpoints.restore(plan.restored, _decided_by(plan) if plan.sources else None)
+    checkpoints = _checkpoints(plan, trained, job, states, observer)
     evaluator.early_stopping.end_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # without one, there is nothing to profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
@@ -258,6 +234,45 @@ def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
         profiler=profiler,
         mesh=plan.mesh,
     )
+
+
+def _observer(
+    plan: Plan, trained: Trained, job: Job, stopwatch: Stopwatch, trackers: Trackers, scores: Scores
+) -> Observer:
+    observer = build_observer(
+        plan.config,
+        plan.shape,
+        plan.processes,
+        plan.state,
+        stopwatch,
+        plan.training_tokens,
+        trackers,
+        optimizer=trained.optimizer,
+        shard_group=plan.mesh["shard"].get_group(),
+        events=job.events,
+        datasets=tuple(source.name for source in plan.loader.reader.sources),
+        score_columns=scores.columns,
+        score_values=scores.values,
+    )
+    if plan.restored is not None:
+        observer.last_loss = plan.restored.manifest.loss
+    return observer
+
+
+def _checkpoints(
+    plan: Plan, trained: Trained, job: Job, states: dict[str, Stateful], observer: Observer
+) -> CheckpointManager:
+    config, saver = plan.config, None
+    if config.checkpoint.ckpt_save_path is not None:
+        saver = Saver(
+            config.checkpoint, trained.parameters, trained.optimizer, job.lease, collective_timeout(config.guard)
+        )
+    checkpoints = CheckpointManager(
+        config.checkpoint, saver, manifest_of_run(config), plan.loader, states, observer, plan.training_tokens
+    )
+    if plan.restored is not None:
+        checkpoints.restore(plan.restored, _decided_by(plan) if plan.sources else None)
+    return checkpoints
 
 
 def _evaluator(
