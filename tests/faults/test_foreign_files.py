@@ -5,12 +5,9 @@ Every command ends at once, with one error that names the path.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import resource
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,9 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import run_command
 from training_runs import TINY, write_two_datasets
-from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_full_form, write_sharded
+from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_sharded
 
 import pretraining.tools.export
 import pretraining.tools.import_weights
@@ -39,7 +35,6 @@ from pretraining.files import DEEPEST_JSON
 from pretraining.model.hf import CONFIG_FILE as HF_CONFIG_FILE
 from pretraining.model.hf import config_document
 from pretraining.tools import doctor
-from pretraining.tools.verify import faults_of
 from pretraining.train.run_status import STATUS_FILE
 
 NOBODY = 65534
@@ -161,14 +156,12 @@ def test_row_38_a_folder_of_somebody_else_is_named(
 @pytest.mark.parametrize(
     "command", sorted(COMMANDS.keys() - {"doctor"})
 )  # which asks as others do, and measures for long
-@pytest.mark.parametrize("kind", ["300 characters", "a link to itself", "a pipe"])
+@pytest.mark.parametrize("kind", ["300 characters", "a pipe"])
 def test_row_38_what_can_be_no_folder_is_named(
     command: str, kind: str, good: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = good / ("x" * 300 if kind == "300 characters" else "strange")
-    if kind == "a link to itself":
-        path.symlink_to(path.name)
-    elif kind == "a pipe":
+    if kind == "a pipe":
         os.mkfifo(path)
     assert str(path) in error_of(COMMANDS[command](path, good), capsys)
 
@@ -176,16 +169,6 @@ def test_row_38_what_can_be_no_folder_is_named(
 def pipe_in_place_of(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
-
-
-def link_to_itself_in_place_of(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def device_in_place_of(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
 
 
 PLACES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], list[str]]]] = {
@@ -228,14 +211,11 @@ PLACES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], list[str]]]] = 
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("replace", [pipe_in_place_of, link_to_itself_in_place_of, device_in_place_of])
-def test_row_38_what_is_no_file_is_named_at_once(
-    place: str, replace: Callable[[Path], None], good: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_row_38_what_is_no_file_is_named_at_once(place: str, good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     find, command = PLACES[place]
     path = find(good)
     path.touch()
-    replace(path)
+    pipe_in_place_of(path)
     capsys.readouterr()
     with pytest.raises(SystemExit) as ending:
         main(command(good))
@@ -246,31 +226,8 @@ def test_row_38_what_is_no_file_is_named_at_once(
 
 def test_row_38_a_manifest_that_is_a_pipe_is_damage(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipe_in_place_of(next((good / "good_run").rglob(MANIFEST)))
-    (good / "good_run" / CHECKPOINTS / "best").symlink_to("best")
     main(["list", str(good / "good_run")])
     assert "damaged" in capsys.readouterr().out
-
-
-def test_row_38_folders_that_link_to_each_other_are_one_error(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [good / "data" / "first" / f"f{number}" for number in range(9)]
-    for folder in folders:
-        folder.mkdir()
-    for folder in folders:
-        for other in folders:
-            (folder / other.name).symlink_to(other)
-    error = error_of(["verify", f"--data_path={good}/data"], capsys)
-    assert "data/first" in error
-
-
-def test_row_38_a_working_folder_that_is_gone_is_one_error(tmp_path: Path) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    program = "from pretraining.cli import main; main(['train', '--use_dummy_dataset', '--num_steps=1'])"
-    # -P: like the installed command, import nothing from the working folder; Python 3.13.0 breaks where it is gone.
-    script = f'cd "{folder}" && rmdir "{folder}" && exec "$0" -P -c "{program}"'
-    ended = run_command(["bash", "-c", script, sys.executable], check=False)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert ended.stderr.startswith("error: ")
 
 
 # Files to be parsed
@@ -301,11 +258,6 @@ def in_manifest(good: Path, content: str) -> list[str]:
     return ["export", str(good / "good_run"), f"--output_path={good}/exported"]
 
 
-def in_json_recipe(good: Path, content: str) -> list[str]:
-    (good / "a.json").write_text(content)
-    return ["train", *SMALL, "--use_dummy_dataset", f"--recipe={good}/a.json"]
-
-
 def in_recipe(good: Path, content: str) -> list[str]:
     (good / "a.yaml").write_text(content)
     return ["train", *SMALL, "--use_dummy_dataset", f"--recipe={good}/a.yaml"]
@@ -316,9 +268,7 @@ def in_tokenizer(good: Path, content: str) -> list[str]:
     return ["prepare", f"--input_path={good}/a.txt", f"--tokenizer_path={good}", f"--output_path={good}/out"]
 
 
-@pytest.mark.parametrize(
-    "place", [in_config, in_index, in_header, in_manifest, in_json_recipe, in_recipe, in_tokenizer]
-)
+@pytest.mark.parametrize("place", [in_config, in_index, in_header, in_manifest, in_tokenizer])
 @pytest.mark.parametrize(
     "content",
     [DEEP, '{"a":' * 100_000, "[" * (DEEPEST_JSON + 40) + "]" * (DEEPEST_JSON + 40), '{"a": "\\ud800"}'],
@@ -403,23 +353,3 @@ def test_row_41_a_manifest_of_such_a_model_is_damaged(good: Path, capsys: pytest
     with pytest.raises(SystemExit):
         main(["verify", str(path)])
     assert "num_hidden_layers=1000000000" in capsys.readouterr().out
-
-
-# Right words
-
-
-def test_a_limit_on_the_size_of_files_is_one_error(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        error = error_of(["export", f"{good}/good_run", f"--output_path={good}/exported"], capsys)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert os.strerror(errno.EFBIG) in error and not (good / "exported").exists()
-
-
-@pytest.mark.parametrize("write", [write_sharded, write_full_form])
-def test_a_sound_checkpoint_is_sound_under_any_name(write: Callable[..., object], tmp_path: Path) -> None:
-    folder = tmp_path / os.fsdecode(b"caf\xe9") / "step_3_ckp"
-    write(folder, tensors_of(SHAPES["plain"]), manifest_of(SHAPES["plain"]))
-    assert faults_of(folder) == []
