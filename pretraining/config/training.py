@@ -320,7 +320,7 @@ class OptimizerConfig:
     optimizer_options: tuple[str, ...] = setting((), "arguments of an optimizer of your own: key=value, comma list")
     learning_rate: NonNegativeFloat | None = setting(
         None,
-        "the peak, reached after warm-up; none = the optimizer's own: 3e-4, muon 1e-3, sgd, sgdm and normalized_sgdm 0.1",
+        "the peak, after warm-up; none = the optimizer's own: 3e-4, muon 1e-3, sgd, sgdm and normalized_sgdm 0.1",
     )
     weight_decay: NonNegativeFloat | None = setting(
         None,
