@@ -160,6 +160,6 @@ def test_a_python_without_sources_is_refused_with_a_way_out(tmp_path: Path) -> N
 
 def test_a_name_with_a_comma_is_given_as_a_glob(tmp_path: Path) -> None:
     (tmp_path / "a,b.txt").write_text("text")
-    with pytest.raises(DataError, match=r"/a: .*write it as \?"):
+    with pytest.raises(DataError, match="/a: .*write"):
         list_files([f"{tmp_path}/a", "b.txt"], ["txt"])
     assert [file.name for file in list_files([f"{tmp_path}/a?b.txt"], ["txt"])] == ["a,b.txt"]

@@ -35,7 +35,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
     monkeypatch.setattr(units, "UNIT_BYTES", 3000)
     monkeypatch.setitem(encode.THREADS_PER_PROCESS, "fastokens", 1)
     monkeypatch.setitem(encode.THREADS_PER_PROCESS, "tokenizers", 1)
-    monkeypatch.setattr(encode, "POLL_SECONDS", 0.001)
     return PrepareConfig(
         input_path=(str(tmp_path / "in.jsonl"),),
         output_path=str(tmp_path / "out"),
@@ -137,7 +136,7 @@ def test_workers_do_not_outlive_a_killed_call(config: PrepareConfig) -> None:
 import os, signal
 from pretraining.cli import main
 from pretraining.tools.prepare import encode, prepare as run, units
-units.UNIT_BYTES, encode.POLL_SECONDS = 3000, 0.001
+units.UNIT_BYTES = 3000
 encode.THREADS_PER_PROCESS.update(fastokens=1, tokenizers=1)
 encode_units = run.encode_units
 def killed(*args):
