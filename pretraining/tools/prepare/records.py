@@ -262,12 +262,6 @@ def read_summary(folder: Path) -> PrepareSummary:
         raise DataError(f"{problem}. {_way_out(folder)}", path=file) from error
 
 
-def read_summaries(root: Path) -> list[PrepareSummary]:
-    """Read all datasets in a root that have a prepare.json, by name."""
-    folders = sorted(path.parent for path in root.glob(f"*/{MANIFEST_FILE}"))
-    return [read_summary(folder) for folder in folders if not folder.name.startswith(".")]
-
-
 def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> PrepareSummary | None:
     """Read a finished dataset made with the same settings; None if the folder is not there, or empty.
 

@@ -12,12 +12,13 @@ from itertools import chain
 from pathlib import Path
 
 from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
+from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS
 from pretraining.tools.prepare.encode import cut
-from pretraining.tools.prepare.records import read_summaries
+from pretraining.tools.prepare.records import read_summary
 from pretraining.tools.prepare.units import Input, read_part
 
 log = logging.getLogger(__name__)
@@ -61,12 +62,12 @@ def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokeni
     if not SMALLEST_VOCABULARY <= wanted <= LARGEST_TRAINED_VOCABULARY:
         limits = f"{SMALLEST_VOCABULARY} to {LARGEST_TRAINED_VOCABULARY}"
         raise ConfigError(f"--vocab_size={wanted}: a tokenizer trained here has {limits} entries")
-    foreign = [summary.folder for summary in read_summaries(root) if summary.tokenizer is None]
-    if foreign:
-        raise DataError(
-            "it holds token ids of an unknown tokenizer: give that by --tokenizer_path, or another --output_path",
-            path=foreign[0],
-        )
+    for path in sorted(root.glob(f"*/{MANIFEST_FILE}")):
+        if read_summary(path.parent).tokenizer is None:
+            raise DataError(
+                "it holds token ids of an unknown tokenizer: give that by --tokenizer_path, or another --output_path",
+                path=path.parent,
+            )
     log.info("Training a tokenizer of %s entries (byte-level BPE) on the text.", f"{wanted:,}")
     with library_threads(config.num_workers != 1):
         tokenizer = train_tokenizer(training_sample(found, config.text_field), wanted)

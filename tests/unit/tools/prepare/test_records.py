@@ -23,7 +23,6 @@ from pretraining.tools.prepare.records import (
     UnitRecord,
     median_length,
     read_finished,
-    read_summaries,
     read_summary,
 )
 
@@ -85,16 +84,6 @@ def test_a_dataset_of_an_older_release_is_read(config: PrepareConfig, capsys: py
     capsys.readouterr()
     assert prepare(config).tokens == summary.tokens
     assert "median" not in capsys.readouterr().out
-
-
-def test_all_datasets_of_a_root_are_found_but_not_hidden_ones(config: PrepareConfig) -> None:
-    summary = prepare(config)
-    root = summary.folder.parent
-    for name in (".hidden", "b", "a"):
-        (root / name).mkdir()
-        (root / name / "prepare.json").write_bytes((summary.folder / "prepare.json").read_bytes())
-    assert [found.folder.name for found in read_summaries(root)] == ["a", "b", "texts"]
-    assert read_summaries(root / "nowhere") == []
 
 
 def test_where_there_is_nothing_nothing_is_finished(tmp_path: Path) -> None:
