@@ -38,7 +38,7 @@ SHOWN = 15
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutEstimate:
     """What one way to lay a run out comes to.
 
     Attributes:
@@ -95,7 +95,7 @@ def plan(config: PlanConfig) -> None:
         print("\n".join(_account(config, shape, cluster, chosen)))
 
 
-def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Plan:
+def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> LayoutEstimate:
     """Work out what the settings come to on a cluster.
 
     Raises:
@@ -122,7 +122,7 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Plan:
     step = estimate_step_time(config, shape, batch, cluster, shard_size)
     tokens = batch.global_batch_size * config.data.seq_length
     flops = flops_per_token(shape, config.data.seq_length) * tokens
-    return Plan(
+    return LayoutEstimate(
         shard_size=shard_size,
         parallel=config.parallel,
         batch=batch,
@@ -154,7 +154,7 @@ def not_counted(config: PlanConfig) -> list[str]:
     return [line for line, is_set in lines.items() if is_set]
 
 
-def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[Plan]:
+def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[LayoutEstimate]:
     """Return what fits of all strategies, groups, kinds of checkpointing and micro-batches, the fastest first.
 
     All have the global batch of the settings; where nothing fits with it, smaller ones without accumulation, which
@@ -174,7 +174,7 @@ def _global_batch_size(config: PlanConfig, cluster: Cluster) -> int:
     return batch.global_batch_size or batch.batch_size * (batch.grad_accum_steps or 1) * cluster.gpus
 
 
-def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterator[Plan]:
+def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterator[LayoutEstimate]:
     for parallel in _layouts(config, cluster):
         for size in _micro_batches(config, cluster):
             tried = replace(config, parallel=parallel, batch=replace(config.batch, batch_size=size))
@@ -232,7 +232,7 @@ def cluster_of(config: PlanConfig) -> Cluster:
     )
 
 
-def as_document(config: PlanConfig, shape: LlamaShape, chosen: Plan) -> dict[str, object]:
+def as_document(config: PlanConfig, shape: LlamaShape, chosen: LayoutEstimate) -> dict[str, object]:
     """Return a plan as what `--json` prints; seconds and bytes."""
     length = _length(config, chosen)
     return {
@@ -268,7 +268,7 @@ class _Length:
     gpu_hours: float | None = None
 
 
-def _length(config: PlanConfig, chosen: Plan) -> _Length:
+def _length(config: PlanConfig, chosen: LayoutEstimate) -> _Length:
     if config.run.num_steps.unit == "epochs":
         return _Length()
     steps = config.run.num_steps.to_steps(TokenSchedule.steady(chosen.tokens), None)
@@ -276,7 +276,7 @@ def _length(config: PlanConfig, chosen: Plan) -> _Length:
     return _Length(steps, steps * chosen.tokens, seconds, seconds / 3600 * config.plan.gpus)
 
 
-def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Plan) -> Iterator[str]:
+def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: LayoutEstimate) -> Iterator[str]:
     """Yield the lines about one plan."""
     yield _heading(config, shape, cluster)
     yield f"layout      {_layout(chosen)}; {chosen.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"
@@ -309,7 +309,7 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Pl
             yield f"            {_batch_of_search(config, cluster, fitting)}"
 
 
-def _run(config: PlanConfig, chosen: Plan) -> str:
+def _run(config: PlanConfig, chosen: LayoutEstimate) -> str:
     length = _length(config, chosen)
     if length.steps is None or length.seconds is None:
         return f"{config.run.num_steps} are passes over the data, which a plan does not read: give steps or tokens"
@@ -317,7 +317,7 @@ def _run(config: PlanConfig, chosen: Plan) -> str:
     return f"{size}: {_time(length.seconds)}, {length.gpu_hours:,.1f} GPU-hours"
 
 
-def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Sequence[Plan]) -> Iterator[str]:
+def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Sequence[LayoutEstimate]) -> Iterator[str]:
     """Yield the lines of a search."""
     yield _heading(config, shape, cluster)
     yield f"batch       {_batch_of_search(config, cluster, plans)}"
@@ -331,7 +331,7 @@ def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Seque
         yield f"{'':14}  and {len(plans) - SHOWN} slower ones; --json=true prints all"
 
 
-def _batch_of_search(config: PlanConfig, cluster: Cluster, plans: Sequence[Plan]) -> str:
+def _batch_of_search(config: PlanConfig, cluster: Cluster, plans: Sequence[LayoutEstimate]) -> str:
     size = _global_batch_size(config, cluster)
     if any(each.batch.global_batch_size != size for each in plans):
         return f"nothing fits with a global batch of {size} sequences; these have others, and learn otherwise"
@@ -352,13 +352,13 @@ def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
     return "\n".join([heading, *(f"            {line}" for line in not_counted(config))])
 
 
-def _layout(chosen: Plan) -> str:
+def _layout(chosen: LayoutEstimate) -> str:
     strategy, recomputed = chosen.parallel.sharding_strategy, _checkpointing(chosen.parallel)
     group = f", groups of {chosen.shard_size}" if STRATEGIES[strategy].in_groups else ""
     return f"{strategy}{group}, checkpointing {recomputed}"
 
 
-def _flags(config: PlanConfig, chosen: Plan) -> str:
+def _flags(config: PlanConfig, chosen: LayoutEstimate) -> str:
     """Write the flags that make a layout of the settings as they are given, whatever these say of it."""
     given, parallel = config.parallel, chosen.parallel
     flags = [f"--sharding_strategy={parallel.sharding_strategy}"]

@@ -67,10 +67,10 @@ class Combination:
     @property
     def name(self) -> str:
         """The name of the run's folder."""
-        told = ",".join(f"{name}={value}" for name, value in self.values.items())
-        safe = "".join(letter if letter.isalnum() or letter in "=,.+-_" else "-" for letter in told)
-        if safe != told or len(safe) > LONGEST_NAME:
-            safe = f"{safe[:LONGEST_NAME]}-{sha256(told.encode()).hexdigest()[:8]}"
+        text = ",".join(f"{name}={value}" for name, value in self.values.items())
+        safe = "".join(letter if letter.isalnum() or letter in "=,.+-_" else "-" for letter in text)
+        if safe != text or len(safe) > LONGEST_NAME:
+            safe = f"{safe[:LONGEST_NAME]}-{sha256(text.encode()).hexdigest()[:8]}"
         return safe
 
 
@@ -132,13 +132,13 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
     settings = SweepSettings()
     for each in itertools.product(*varied.values()) if not problems else ():
         chosen = dict(zip(varied, each, strict=True))
-        told = [f"{name}={value}" for name, value in chosen.items()]
-        combinations.append(Combination(chosen, (*trained, *told)))
+        varying = [f"{name}={value}" for name, value in chosen.items()]
+        combinations.append(Combination(chosen, (*trained, *varying)))
         try:
-            words = [*arguments, *told, "ckpt_save_path=run"]
+            words = [*arguments, *varying, "ckpt_save_path=run"]
             settings = parse_config(SweepConfig, words, translate=translate_when_needed).sweep
         except ConfigError as error:
-            problems += [f"{','.join(told)}: {problem}" for problem in error.problems]
+            problems += [f"{','.join(varying)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):
         problems.append(f"--only={settings.only}: the combinations are numbered 0 to {len(combinations) - 1}")
     if problems:
@@ -194,11 +194,11 @@ def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -
     child = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent
     )
-    is_told = False
+    is_sent = False
     while child.poll() is None:
-        if received.first is not None and not is_told:
+        if received.first is not None and not is_sent:
             child.send_signal(received.first)
-            is_told = True
+            is_sent = True
         time.sleep(POLL_SECONDS)
     return child.returncode
 
