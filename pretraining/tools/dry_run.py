@@ -55,7 +55,7 @@ def dry_run(
     stop_requests: StopRequests | None = None,
     threads: CpuThreads | None = None,
 ) -> None:
-    """Shows what `train` would do with these settings, in every process of a job; arguments are as there.
+    """Show what `train` would do with these settings, in every process of a job; arguments are as there.
 
     Raises:
         Preempted: a signal came.
@@ -99,7 +99,7 @@ def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> tuple[tup
 def describe_settings(
     config: TrainConfig, resolved: ResolvedConfig[TrainConfig], found: CheckpointRef | None
 ) -> Iterator[str]:
-    """Yields a table of the settings that something has set, each with its source, and the defaults by section.
+    """Yield a table of the settings that something has set, each with its source, and the defaults by section.
 
     Args:
         config: as the run takes it, with what it adopts from its start point.
@@ -136,7 +136,7 @@ def _describe_source(name: str, chosen: Mapping[str, Assignment]) -> str:
 
 
 def _derived(name: str, config: TrainConfig, found: CheckpointRef | None) -> str:
-    """Says where a value comes from that nobody has given as it is."""
+    """Say where a value comes from that nobody has given as it is."""
     if name == "ckpt_save_path":
         return "the newest folder of this pattern with these settings whose run is not finished"
     if name == "sep_token" and (found is None or found.weights_only):
@@ -149,7 +149,7 @@ def _derived(name: str, config: TrainConfig, found: CheckpointRef | None) -> str
 
 
 def _describe_next_step(plan: Plan) -> Iterator[str]:
-    """Yields what the first step of this start trains on, and what comes of a start without `dry_run`."""
+    """Yield what the first step of this start trains on, and what comes of a start without `dry_run`."""
     state, data = plan.state, plan.config.data
     if state.step >= state.total_steps:
         yield f"dry run     nothing was written; the run is at step {state.step} of {state.total_steps}: none is left"
@@ -173,7 +173,7 @@ def _print(lines: Iterator[str]) -> None:
 
 @contextmanager
 def _temporary_folder(processes: Processes) -> Iterator[str]:
-    """Gives all processes the path of a folder of their own on each machine, for the time of a `with` block."""
+    """Give all processes the path of a folder of their own on each machine, for the time of a `with` block."""
     folder = on_rank_zero(lambda: tempfile.mkdtemp(prefix="pretrain-dry-run-"))
     try:
         yield folder

@@ -24,7 +24,7 @@ from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.devices import GPUS, Gpu
 from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
-from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
+from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime
 from pretraining.progress import TokenSchedule
 from pretraining.text import count_of, format_gib, format_seconds
 
@@ -38,7 +38,7 @@ SHOWN = 15
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutEstimate:
     """What one way to lay a run out comes to.
 
     Attributes:
@@ -72,7 +72,7 @@ class Plan:
 
 
 def plan(config: PlanConfig) -> None:
-    """Prints the plan of a run, or those that fit.
+    """Print the plan of a run, or those that fit.
 
     Raises:
         ConfigError: GPUs do not make groups, nothing fits, or flags ask for what does not go together.
@@ -95,8 +95,8 @@ def plan(config: PlanConfig) -> None:
         print("\n".join(_account(config, shape, cluster, chosen)))
 
 
-def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Plan:
-    """Works out what the settings come to on a cluster.
+def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> LayoutEstimate:
+    """Work out what the settings come to on a cluster.
 
     Raises:
         ConfigError: GPUs do not make groups, or the batch does not fit the number of GPUs.
@@ -122,7 +122,7 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Plan:
     step = estimate_step_time(config, shape, batch, cluster, shard_size)
     tokens = batch.global_batch_size * config.data.seq_length
     flops = flops_per_token(shape, config.data.seq_length) * tokens
-    return Plan(
+    return LayoutEstimate(
         shard_size=shard_size,
         parallel=config.parallel,
         batch=batch,
@@ -139,26 +139,23 @@ def _compute_bytes(config: PlanConfig) -> int:
 
 
 def not_counted(config: PlanConfig) -> list[str]:
-    """Returns a line for each setting that a run would feel, and of which a plan's numbers know nothing."""
+    """Return a line for each setting that a run would feel, and of which a plan's numbers know nothing."""
     parallel = config.parallel
-    lines = []
-    if parallel.mixed_precision is False:
-        lines.append("--mixed_precision=false is counted in the memory, and not in the time: float32 is slower")
-    if parallel.float8 is not None:
-        lines.append(f"--float8={parallel.float8} is not counted: memory and time are those without it")
-    if config.data.document_mask:
-        lines.append("--document_mask=true is not counted: attention is taken to cover whole sequences")
-    if config.run.deterministic:
-        lines.append("--deterministic=true is not counted: kernels that give the same bits each time are slower")
-    if not parallel.low_cpu_fsdp:
-        lines.append("--low_cpu_fsdp=false is not counted: each GPU holds the whole model at the start")
-    if parallel.device == "cpu":
-        lines.append("--device=cpu is not counted: a plan is of GPUs")
-    return lines
+    lines = {
+        "--mixed_precision=false is counted in the memory, and not in the time: float32 is slower": (
+            parallel.mixed_precision is False
+        ),
+        f"--float8={parallel.float8} is not counted: memory and time are those without it": bool(parallel.float8),
+        "--document_mask=true is not counted: attention is taken to cover whole sequences": config.data.document_mask,
+        "--deterministic=true is not counted: its kernels are slower": config.run.deterministic,
+        "--low_cpu_fsdp=false is not counted: each GPU holds the whole model at the start": not parallel.low_cpu_fsdp,
+        "--device=cpu is not counted: a plan is of GPUs": parallel.device == "cpu",
+    }
+    return [line for line, is_set in lines.items() if is_set]
 
 
-def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[Plan]:
-    """Returns what fits of all strategies, groups, kinds of checkpointing and micro-batches, the fastest first.
+def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[LayoutEstimate]:
+    """Return what fits of all strategies, groups, kinds of checkpointing and micro-batches, the fastest first.
 
     All have the global batch of the settings; where nothing fits with it, smaller ones without accumulation, which
     needs less memory. Of those that are equally fast, the one that takes least memory is first.
@@ -172,12 +169,12 @@ def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[Plan
 
 
 def _global_batch_size(config: PlanConfig, cluster: Cluster) -> int:
-    """Returns the sequences of a step by the settings as they are given."""
+    """Return the sequences of a step by the settings as they are given."""
     batch = config.batch
     return batch.global_batch_size or batch.batch_size * (batch.grad_accum_steps or 1) * cluster.gpus
 
 
-def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterator[Plan]:
+def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterator[LayoutEstimate]:
     for parallel in _layouts(config, cluster):
         for size in _micro_batches(config, cluster):
             tried = replace(config, parallel=parallel, batch=replace(config.batch, batch_size=size))
@@ -190,7 +187,7 @@ def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterato
 
 
 def _micro_batches(config: PlanConfig, cluster: Cluster) -> list[int]:
-    """Returns powers of two, and what divides a GPU's share of the global batch."""
+    """Return powers of two, and what divides a GPU's share of the global batch."""
     largest = max(1, LARGEST_MICRO_BATCH_TOKENS // config.data.seq_length)
     sizes = {2**power for power in range(largest.bit_length())}
     if config.batch.global_batch_size is not None:
@@ -235,8 +232,8 @@ def cluster_of(config: PlanConfig) -> Cluster:
     )
 
 
-def as_document(config: PlanConfig, shape: LlamaShape, chosen: Plan) -> dict[str, object]:
-    """Returns a plan as what `--json` prints; seconds and bytes."""
+def as_document(config: PlanConfig, shape: LlamaShape, chosen: LayoutEstimate) -> dict[str, object]:
+    """Return a plan as what `--json` prints; seconds and bytes."""
     length = _length(config, chosen)
     return {
         "model": name_of_model(config.model),
@@ -255,10 +252,7 @@ def as_document(config: PlanConfig, shape: LlamaShape, chosen: Plan) -> dict[str
         "step_seconds": {**asdict(chosen.step), "total": chosen.step.total},
         "tokens_per_second_per_gpu": chosen.tokens_per_second_per_gpu,
         "mfu": chosen.mfu,
-        "steps": None if length is None else length.steps,
-        "tokens": None if length is None else length.tokens,
-        "seconds": None if length is None else length.seconds,
-        "gpu_hours": None if length is None else length.seconds / 3600 * config.plan.gpus,
+        **asdict(length),
         "checkpoint_bytes": _checkpoint_bytes(config, shape),
         "not_counted": not_counted(config),
     }
@@ -266,29 +260,33 @@ def as_document(config: PlanConfig, shape: LlamaShape, chosen: Plan) -> dict[str
 
 @dataclass(frozen=True)
 class _Length:
-    steps: int
-    tokens: int
-    seconds: float
+    """The length of a run; all None if it is in epochs, which only the data could tell."""
+
+    steps: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    gpu_hours: float | None = None
 
 
-def _length(config: PlanConfig, chosen: Plan) -> _Length | None:
-    """Returns the length of the run; None where it is in epochs, which only the data could tell."""
+def _length(config: PlanConfig, chosen: LayoutEstimate) -> _Length:
     if config.run.num_steps.unit == "epochs":
-        return None
+        return _Length()
     steps = config.run.num_steps.to_steps(TokenSchedule.steady(chosen.tokens), None)
-    return _Length(steps, steps * chosen.tokens, steps * chosen.step.total)
+    seconds = steps * chosen.step.total
+    return _Length(steps, steps * chosen.tokens, seconds, seconds / 3600 * config.plan.gpus)
 
 
-def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Plan) -> Iterator[str]:
-    """Yields the lines about one plan."""
+def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: LayoutEstimate) -> Iterator[str]:
+    """Yield the lines about one plan."""
     yield _heading(config, shape, cluster)
     yield f"layout      {_layout(chosen)}; {chosen.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"
     room = chosen.memory.total / chosen.memory_bytes
     verdict = "fits" if room <= ROOM else "may fit, with little room" if chosen.fits else "does not fit"
     needed, available = format_gib(chosen.memory.total), format_gib(chosen.memory_bytes)
     yield f"memory      {needed} of {available} a GPU, {room:.0%}: {verdict}"
-    for name, size in _parts(chosen.memory).items():
-        yield f"  {name.replace('_', ' '):16}{format_gib(size):>12}"
+    for name, size in asdict(chosen.memory).items():
+        if name != "later_gradients":
+            yield f"  {name.replace('_', ' '):16}{format_gib(size):>12}"
     if chosen.memory.later_gradients:
         later = format_gib(-chosen.memory.later_gradients)
         yield f"  {'not at once':16}{later:>12}  of gradients: they come after the peak"
@@ -304,7 +302,7 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Pl
         f"{chosen.tokens_per_second_per_gpu * cluster.gpus:,.0f} in all; MFU {chosen.mfu:.0%} of "
         f"{cluster.gpu.peak_tflops:g} TFLOP/s"
     )
-    yield f"run         {_run(config, cluster, chosen)}"
+    yield f"run         {_run(config, chosen)}"
     yield f"checkpoint  {format_gib(_checkpoint_bytes(config, shape))} each"
     if not chosen.fits:
         fitting = search(config, shape, cluster)
@@ -313,50 +311,33 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Pl
             yield f"            {_batch_of_search(config, cluster, fitting)}"
 
 
-def _run(config: PlanConfig, cluster: Cluster, chosen: Plan) -> str:
+def _run(config: PlanConfig, chosen: LayoutEstimate) -> str:
     length = _length(config, chosen)
-    if length is None:
-        return (
-            f"{config.run.num_steps} are passes over the data, which a plan does not read: give --num_steps=1000 "
-            "(steps) or 5Btok (tokens) for days and GPU-hours"
-        )
-    return (
-        f"{count_of(length.steps, 'step')}, {length.tokens:,} tokens: {format_seconds(length.seconds)}, "
-        f"{length.seconds / 3600 * cluster.gpus:,.1f} GPU-hours"
-    )
+    if length.steps is None or length.seconds is None:
+        return f"{config.run.num_steps} are passes over the data, which a plan does not read: give steps or tokens"
+    size = f"{count_of(length.steps, 'step')}, {length.tokens:,} tokens"
+    return f"{size}: {format_seconds(length.seconds)}, {length.gpu_hours:,.1f} GPU-hours"
 
 
-def _parts(memory: MemoryEstimate) -> dict[str, int]:
-    parts = asdict(memory)
-    parts.pop("later_gradients")
-    return parts
-
-
-def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Sequence[Plan]) -> Iterator[str]:
-    """Yields the lines of a search."""
+def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Sequence[LayoutEstimate]) -> Iterator[str]:
+    """Yield the lines of a search."""
     yield _heading(config, shape, cluster)
     yield f"batch       {_batch_of_search(config, cluster, plans)}"
     yield f"{'tokens/s a GPU':>14}  {'MFU':>4}  {'GiB':>5}  {'run':>9}  flags"
     for each in plans[:SHOWN]:
-        length = _length(config, each)
-        run = "-" if length is None else format_seconds(length.seconds)
+        seconds = _length(config, each).seconds
+        run = "-" if seconds is None else format_seconds(seconds)
         speed, memory = f"{each.tokens_per_second_per_gpu:,.0f}", f"{each.memory.total / 2**30:.1f}"
         yield f"{speed:>14}  {each.mfu:>4.0%}  {memory:>5}  {run:>9}  {_flags(config, each)}"
     if len(plans) > SHOWN:
         yield f"{'':14}  and {len(plans) - SHOWN} slower ones; --json=true prints all"
 
 
-def _batch_of_search(config: PlanConfig, cluster: Cluster, plans: Sequence[Plan]) -> str:
-    size, batch = _global_batch_size(config, cluster), config.batch
+def _batch_of_search(config: PlanConfig, cluster: Cluster, plans: Sequence[LayoutEstimate]) -> str:
+    size = _global_batch_size(config, cluster)
     if any(each.batch.global_batch_size != size for each in plans):
         return f"nothing fits with a global batch of {size} sequences; these have others, and learn otherwise"
-    if batch.global_batch_size is not None:
-        return f"{size} sequences a step in each row, as given"
-    accumulation = f" x {batch.grad_accum_steps} micro-batches" if (batch.grad_accum_steps or 1) > 1 else ""
-    return (
-        f"{size} sequences a step in each row: --batch_size={batch.batch_size}{accumulation} x {cluster.gpus} GPUs; "
-        "--global_batch_size sets another"
-    )
+    return f"{size} sequences a step in each row; --global_batch_size sets another"
 
 
 def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
@@ -373,14 +354,14 @@ def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
     return "\n".join([heading, *(f"            {line}" for line in not_counted(config))])
 
 
-def _layout(chosen: Plan) -> str:
+def _layout(chosen: LayoutEstimate) -> str:
     strategy, recomputed = chosen.parallel.sharding_strategy, _checkpointing(chosen.parallel)
     group = f", groups of {chosen.shard_size}" if STRATEGIES[strategy].in_groups else ""
     return f"{strategy}{group}, checkpointing {recomputed}"
 
 
-def _flags(config: PlanConfig, chosen: Plan) -> str:
-    """Writes the flags that make a layout of the settings as they are given, whatever these say of it."""
+def _flags(config: PlanConfig, chosen: LayoutEstimate) -> str:
+    """Write the flags that make a layout of the settings as they are given, whatever these say of it."""
     given, parallel = config.parallel, chosen.parallel
     flags = [f"--sharding_strategy={parallel.sharding_strategy}"]
     if parallel.hsdp_group_size != given.hsdp_group_size or parallel.hsdp_group_size is not None:

@@ -184,10 +184,8 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     damaged = 0
     with path.open("rb") as file:
         for line in file:
-            # Plain lines need none of the checks of `parse_json`, which take as long as reading them.
-            is_plain = line.count(b"{") == 1 and b"[" not in line and b"\\u" not in line
             try:
-                found = json.loads(line) if is_plain else parse_json(line)
+                found = parse_json(line)
             except ValueError:
                 found = None
             if isinstance(found, dict) and math.isfinite(number_of(found.get("step"))):
@@ -273,16 +271,13 @@ def mixture_of(manifest: Manifest) -> list[MixturePart]:
     mixture = restored_mixture(manifest.data)
     if len(mixture.names) < 2:
         return []
-    taken: dict[int, dict[str, int]] = {}
-    for phase, ranges in mixture.taken(0, manifest.step):
-        of_phase = taken.setdefault(phase.first_step, dict.fromkeys(phase.weights, 0))
-        for name in of_phase:
-            first, end = ranges[name]
-            of_phase[name] += end - first
     ends = [*(phase.first_step for phase in mixture.phases[1:]), manifest.step]
     parts = []
     for phase, end in zip(mixture.phases, ends, strict=True):
-        samples = taken.get(phase.first_step, {})
+        samples = dict.fromkeys(phase.weights, 0)
+        for _, ranges in mixture.taken(phase.first_step, end):
+            for name in samples:
+                samples[name] += ranges[name][1] - ranges[name][0]
         total, weights = sum(samples.values()), sum(phase.weights.values())
         parts += [
             MixturePart(phase.first_step, end, name, phase.weights[name] / weights, count, count / total)

@@ -27,8 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
 from pretraining.config.command_line import name_first_words, parse_config, read_arguments
@@ -36,7 +35,7 @@ from pretraining.config.commands import SweepConfig, SweepSettings
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_json, write_atomic
-from pretraining.launch.signals import PREEMPTION_SIGNALS, end_with_parent
+from pretraining.launch.signals import ReceivedSignals, end_with_parent
 from pretraining.launch.terminal import outlive_readers, print_text
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import format_table
@@ -48,12 +47,9 @@ log = logging.getLogger(__name__)
 
 ARGUMENTS_FILE, OUTCOME_FILE, OUTPUT_FILE = "arguments.json", "outcome.json", "output.log"
 LONGEST_NAME = 120
+POLL_SECONDS = 0.2
 RESULTS = ("status", "step", "tokens_seen", "loss", "evaluation_loss", "tokens_per_second_per_gpu_overall")
-OTHERS_SET = {
-    "ckpt_save_path": "is set by the sweep, a folder per run under --sweep_path: leave it out",
-    "run_steps": "ends runs before they are done, and a sweep compares their ends: leave it out",
-    "dry_run": "trains nothing, and a sweep compares what was trained: leave it out",
-}
+NOT_IN_A_SWEEP = ("ckpt_save_path", "run_steps", "dry_run")
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,10 @@ class Combination:
     @property
     def name(self) -> str:
         """The name of the run's folder."""
-        told = ",".join(f"{name}={value}" for name, value in self.values.items())
-        safe = "".join(letter if letter.isalnum() or letter in "=,.+-_" else "-" for letter in told)
-        if safe != told or len(safe) > LONGEST_NAME:
-            safe = f"{safe[:LONGEST_NAME]}-{sha256(told.encode()).hexdigest()[:8]}"
+        text = ",".join(f"{name}={value}" for name, value in self.values.items())
+        safe = "".join(letter if letter.isalnum() or letter in "=,.+-_" else "-" for letter in text)
+        if safe != text or len(safe) > LONGEST_NAME:
+            safe = f"{safe[:LONGEST_NAME]}-{sha256(text.encode()).hexdigest()[:8]}"
         return safe
 
 
@@ -125,13 +121,10 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
             problems.append(f"{given.where}: two grids for {name}, or a value twice: keep one")
         else:
             varied[name] = values
-        if name in OTHERS_SET:
-            problems.append(f"--{name} {OTHERS_SET[name]}")
+        if name in NOT_IN_A_SWEEP:
+            problems.append(f"--{name}: a sweep trains each run to its end, in a folder of its own: leave it out")
     if not varied and not problems:
-        problems.append(
-            "nothing varies: give one setting several values, as in --learning_rate=1e-4,3e-4; those of a list or a "
-            "text stand between semicolons, as in '--model_variant=125m;350m'"
-        )
+        problems.append("nothing varies: give values as in --learning_rate=1e-4,3e-4; of lists and text as in 'a;b'")
     own = {setting.name for setting in settings_of(SweepConfig).values() if setting.section == "sweep"}
     arguments = [f"{given.name}={given.raw}" for given in fixed]
     trained = [text for text, given in zip(arguments, fixed, strict=True) if given.section_and_name[1] not in own]
@@ -139,13 +132,13 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
     settings = SweepSettings()
     for each in itertools.product(*varied.values()) if not problems else ():
         chosen = dict(zip(varied, each, strict=True))
-        told = [f"{name}={value}" for name, value in chosen.items()]
-        combinations.append(Combination(chosen, (*trained, *told)))
+        varying = [f"{name}={value}" for name, value in chosen.items()]
+        combinations.append(Combination(chosen, (*trained, *varying)))
         try:
-            words = [*arguments, *told, "ckpt_save_path=run"]
+            words = [*arguments, *varying, "ckpt_save_path=run"]
             settings = parse_config(SweepConfig, words, translate=translate_when_needed).sweep
         except ConfigError as error:
-            problems += [f"{','.join(told)}: {problem}" for problem in error.problems]
+            problems += [f"{','.join(varying)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):
         problems.append(f"--only={settings.only}: the combinations are numbered 0 to {len(combinations) - 1}")
     if problems:
@@ -177,34 +170,16 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
     if processes > 1:
         torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python")
         command = [sys.executable, "-m", *torchrun, *command]
-    received: list[int] = []
-    children: list[subprocess.Popen[bytes]] = []
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        for child in children:
-            child.send_signal(number)
-
     with output_errors(run):
         run.mkdir(parents=True, exist_ok=True)
         write_atomic(run / ARGUMENTS_FILE, json.dumps({"arguments": combination.arguments}, indent=1) + "\n")
-        before = {number: signal.signal(number, pass_on) for number in (*PREEMPTION_SIGNALS, signal.SIGINT)}
-        try:
-            with (run / OUTPUT_FILE).open("ab") as output:
-                begun, printed = time.monotonic(), output.seek(0, os.SEEK_END)
-                pipes: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
-                child = subprocess.Popen(command, **pipes, start_new_session=True, preexec_fn=end_with_parent)
-                children.append(child)
-                for number in received:  # those that came before there was a child
-                    child.send_signal(number)
-                code = child.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if received:
-            ending = Interrupted if received[0] == signal.SIGINT else Preempted
-            name = signal.Signals(received[0]).name
-            raise ending(f"{combination.name} was stopped by {name}: the same command resumes it")
+        with (run / OUTPUT_FILE).open("ab") as output, ReceivedSignals().listening() as received:
+            begun, printed = time.monotonic(), output.seek(0, os.SEEK_END)
+            with received.remembering_interrupts():
+                code = _run(command, output, received)
+        if received.first is not None:
+            ending = Interrupted if received.first == signal.SIGINT else Preempted
+            raise ending(f"{combination.name} was stopped by {received.first.name}: the same command resumes it")
         outcome = {"status": _status_of(code, run), "seconds": round(time.monotonic() - begun, 1)}
         if outcome["status"] == "failed":
             outcome["reason"] = _last_error((run / OUTPUT_FILE).read_bytes()[printed:])
@@ -212,6 +187,20 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
             log.warning("%s was killed (exit code %d): the same command resumes it", combination.name, code)
         else:
             write_atomic(run / OUTCOME_FILE, json.dumps(outcome, indent=1) + "\n")
+
+
+def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -> int:
+    """Run a command to its end and return its exit code; the first signal is passed on, and ends it in its own way."""
+    child = subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent
+    )
+    is_sent = False
+    while child.poll() is None:
+        if received.first is not None and not is_sent:
+            child.send_signal(received.first)
+            is_sent = True
+        time.sleep(POLL_SECONDS)
+    return child.returncode
 
 
 def _status_of(code: int, run: Path) -> str:
@@ -274,13 +263,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     kind = "evaluation_loss" if finished and all(row["evaluation_loss"] is not None for row in finished) else "loss"
     varied = list(rows[0])[: list(rows[0]).index("status")]
     ordered = sorted(rows, key=lambda row: (row["status"] != "finished", row[kind] is None, row[kind] or 0.0))
-    cells = [
-        [
-            *(str(row[name]) for name in varied),
-            "" if row[kind] is None else f"{row[kind]:.4f}",
-            row["status"],
-            row["reason"],
-        ]
-        for row in ordered
-    ]
-    return format_table([[*varied, kind, "status", ""], *cells], right=[len(varied)])
+    table = [[*varied, kind, "status", ""]]
+    for row in ordered:
+        loss = "" if row[kind] is None else f"{row[kind]:.4f}"
+        table.append([*(str(row[name]) for name in varied), loss, row["status"], row["reason"]])
+    return format_table(table, right=[len(varied)])

@@ -6,11 +6,9 @@ import logging
 import shlex
 import time
 
-from pretraining.config.training import ModelConfig, TrainConfig
+from pretraining.config.training import ModelConfig
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.data.tokenizer import load_tokenizer
-from pretraining.estimate.memory import estimate_memory
-from pretraining.launch.machine import has_gpu, machine_memory
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_seconds
 from pretraining.tools.prepare.records import Counts, PrepareSummary
@@ -86,22 +84,19 @@ def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float
 
 
 def suggested_variant(tokens: int, vocab_size: int) -> str:
-    """Return the largest model for which the tokens and, without a GPU, the memory are enough: `tiny` at least.
+    """Return the largest model for which the tokens are enough: `tiny` at least.
 
     Enough are 20 tokens per parameter (Hoffmann et al. 2022, Training Compute-Optimal Large Language Models, table 3).
     """
-    here = None if has_gpu() else machine_memory().total
     for name in SUGGESTED_VARIANTS:
-        config = TrainConfig(model=ModelConfig(model_variant=name, vocab_size=vocab_size))
-        shape = resolve_shape(config.model)
-        needed = estimate_memory(config, shape, shard_size=1, compute_bytes=4, device_type="cpu").total
-        if parameter_count(shape) * TOKENS_PER_PARAMETER <= tokens and (here is None or needed <= here / 2):
+        shape = resolve_shape(ModelConfig(model_variant=name, vocab_size=vocab_size))
+        if parameter_count(shape) * TOKENS_PER_PARAMETER <= tokens:
             break
     return name
 
 
 def describe_training(summary: PrepareSummary, begin_of_text: int | None = None) -> str:
-    """Say how to train on a dataset, with a model that suits it and this machine.
+    """Say how to train on a dataset, with a model that suits it.
 
     Args:
         begin_of_text: the token that its tokenizer begins texts with, if any.

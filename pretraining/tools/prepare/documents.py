@@ -142,13 +142,8 @@ def _open(file: InputFile, begin: int = 0) -> Iterator[tuple[BinaryIO, Callable[
 def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile, path: str, row: int | None = None) -> DataError:
     """Make the error for bytes that begin at an offset of the unpacked file."""
     unpacked = " of the unpacked text" if file.compression else ""
-    return DataError(
-        f"not UTF-8 at byte {offset + error.start:,}{unpacked} (0x{error.object[error.start]:02x}, {error.reason}). "
-        "Convert it (for Latin-1: iconv -f latin1 -t utf-8) or leave it out; besides plain text only JSON lines "
-        "(.jsonl), .parquet, .arrow, .feather, and .gz and .zst files are read",
-        path=path,
-        row=row,
-    )
+    place = f"at byte {offset + error.start:,}{unpacked} (0x{error.object[error.start]:02x}, {error.reason})"
+    return DataError(f"not UTF-8 {place}. Convert it, as iconv does, or leave it out", path=path, row=row)
 
 
 def _text_of(line: str, text_field: str) -> str:
@@ -157,16 +152,14 @@ def _text_of(line: str, text_field: str) -> str:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON ({error})") from error
-    if not isinstance(row, dict) or text_field not in row:
-        fields = ", ".join(map(repr, list(row)[:10])) if isinstance(row, dict) else f"none, this is no object: {row!r}"
-        raise ValueError(
-            f"no field {text_field!r}. The fields are: {fields[:400]}; name the one with the text by --text_field"
-        )
-    text = row[text_field]
+    if not isinstance(row, dict):
+        raise ValueError("no object: a line must be one with a field of text")
+    text = row.get(text_field, 0)
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise ValueError(f"field {text_field!r} must be a string, this is {str(text)[:40]}: --text_field names another")
+        fields = ", ".join(map(repr, row))[:400]
+        raise ValueError(f"no text in a field {text_field!r}. The fields are: {fields}; name one by --text_field")
     if not text.isascii():
         text.encode("utf-8")  # JSON can spell half of a surrogate pair, which is no text: a UnicodeEncodeError
     return text

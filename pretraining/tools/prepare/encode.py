@@ -14,7 +14,6 @@ same ids, many times as fast. Nothing is taken on trust: the first texts of ever
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import multiprocessing
@@ -22,9 +21,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import astuple
 from importlib.metadata import version
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -50,15 +48,13 @@ log = logging.getLogger(__name__)
 
 THREADS_PER_PROCESS: dict[Encoder | None, int] = {"fastokens": 2, "tokenizers": 8, None: 8}
 """Two threads of fastokens encode more than one thread of Python reads and writes."""
-POLL_SECONDS = 0.5
-"""Between two looks at what the processes have done."""
 BATCH_CHARACTERS = 1 << 19
 """Text that a thread encodes at once: long enough to hand over cheaply, short enough to share a small corpus evenly."""
 _CHARACTERS_PER_TOKEN = 4
 CHECKED_ONE_IN = 1000
 CHECKED_FIRST_CHARACTERS = 1 << 17
 """How much of the beginning of a unit is checked: the library takes some 60 ms for it."""
-_WITHOUT_FASTOKENS = "Start the command again with --encoder=tokenizers: it encodes everything by the library, slower"
+_WITHOUT_FASTOKENS = "Start the command again with --encoder=tokenizers, which is slower"
 
 Report = Callable[[Counts], None]
 """Takes what was done since it was last called."""
@@ -138,24 +134,15 @@ def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, th
             encode_unit(unit, encoding, work, threads, report)
         return
     context = multiprocessing.get_context("spawn")
-    counters = context.Array(ctypes.c_int64, len(astuple(Counts())))
     theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(processes, context, _begin_process, (counters, theirs))
+    pool = ProcessPoolExecutor(processes, context, _begin_process, (theirs,))
     each = -(-threads // processes)
-    pending = {pool.submit(_encode_in_process, unit, encoding, work, each) for unit in units}
-    shown = Counts()
     try:
-        while pending:
-            done, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
-            so_far = Counts(*counters.get_obj())
-            report(so_far - shown)
-            shown = so_far
-            for future in done:
-                future.result()
+        for done in as_completed([pool.submit(_encode_in_process, unit, encoding, work, each) for unit in units]):
+            report(done.result())
     except BrokenProcessPool:
         raise DataError(
-            "a process that encodes was killed. If memory ran out, give fewer --num_workers. The same command goes on "
-            "after the units that are done"
+            "a process that encodes was killed. The same command goes on; if memory ran out, give fewer --num_workers"
         ) from None
     finally:
         ours.close()  # ends the processes at once, in the middle of a unit too
@@ -163,13 +150,7 @@ def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, th
         pool.shutdown(cancel_futures=True)
 
 
-_counters: Any
-"""In a process of the pool: an array of int64 that all of them share, one for each field of `Counts`."""
-
-
-def _begin_process(counters: Any, parent: Connection) -> None:
-    global _counters
-    _counters = counters
+def _begin_process(parent: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends its processes
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
@@ -180,22 +161,16 @@ def _end_with(parent: Connection) -> None:
     os._exit(0)
 
 
-def _encode_in_process(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int) -> None:
+def _encode_in_process(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int) -> Counts:
     with output_errors(work.root):
-        encode_unit(unit, encoding, work, threads, _add_to_counters)
-
-
-def _add_to_counters(counts: Counts) -> None:
-    with _counters.get_lock():
-        for index, count in enumerate(astuple(counts)):
-            _counters[index] += count
+        return encode_unit(unit, encoding, work, threads, lambda counts: None)
 
 
 # One unit
 
 
-def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> None:
-    """Write the token files of a unit, and last its done file."""
+def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> Counts:
+    """Write the token files of a unit, and last its done file; return what was done."""
     work.clear(unit)
     record = UnitRecord(encoding.key(unit))
     documents = chain.from_iterable(read_part(part, encoding.text_field) for part in unit.parts)
@@ -206,15 +181,14 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
         for batch, tokens, lengths, counts in map_in_order(
             _encoder(unit, encoding, work), _batches(documents), threads
         ):
-            ends = np.cumsum(lengths)[[piece.ends_document for piece in batch.pieces]] + sum(map(len, begun))
+            ends = np.cumsum(lengths)[[piece.is_last_part for piece in batch.pieces]] + sum(map(len, begun))
             begun.append(tokens)
             held = sum(map(len, begun))
             lengths = np.diff(ends, prepend=0)
             end = int(ends[-1]) if len(ends) else 0
             if max(lengths.max(initial=0), held - end) > LARGEST_DOCUMENT_TOKENS:
-                raise batch.pieces[-1].document.error(
-                    f"a document here, or shortly before, has more than {LARGEST_DOCUMENT_TOKENS:,} tokens, too many "
-                    "for a row of a token file. Split it, for example into a .jsonl with a part per line"
+                raise batch.pieces[-1].error(
+                    f"a document here, or shortly before, has more than {LARGEST_DOCUMENT_TOKENS:,} tokens: split it"
                 )
             if len(ends):  # a long document is put together once, at its end
                 tokens = np.concatenate(begun) if len(begun) > 1 else tokens
@@ -226,21 +200,14 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
             report(counts)
     record.files = writer.files
     work.write_record(unit, record)
-
-
-class Piece(NamedTuple):
-    """A document, or a part of a long one: text, at most `PIECE_CHARACTERS`, or token ids."""
-
-    content: str | np.ndarray
-    ends_document: bool
-    document: Document
+    return record.counts
 
 
 class _Batch(NamedTuple):
-    """Pieces, and the number of the first of them in the unit."""
+    """Pieces of documents, each at most `PIECE_CHARACTERS`, and the number of the first of them in the unit."""
 
     number: int
-    pieces: list[Piece]
+    pieces: list[Document]
 
 
 _Encoded = tuple[_Batch, np.ndarray, np.ndarray, Counts]
@@ -249,7 +216,7 @@ _Encoded = tuple[_Batch, np.ndarray, np.ndarray, Counts]
 
 def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
     """Group pieces to about `BATCH_CHARACTERS` of text."""
-    batch: list[Piece] = []
+    batch: list[Document] = []
     number = characters = 0
     for document in documents:
         is_text = isinstance(document.content, str)
@@ -264,14 +231,14 @@ def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
         yield _Batch(number, batch)
 
 
-def cut(document: Document) -> Iterator[Piece]:
-    """Cut a document into pieces that end where no word goes across; one is the rule."""
+def cut(document: Document) -> Iterator[Document]:
+    """Cut a document into parts that end where no word goes across; one is the rule."""
     text, begin = document.content, 0
     while isinstance(text, str) and len(text) - begin > PIECE_CHARACTERS:
         end = end_of_piece(text, begin, PIECE_CHARACTERS)
-        yield Piece(text[begin:end], False, document._replace(bytes_read=0))
+        yield document._replace(content=text[begin:end], bytes_read=0, is_last_part=False)
         begin = end
-    yield Piece(text[begin:] if begin else text, document.is_last_part, document)
+    yield document._replace(content=text[begin:]) if begin else document
 
 
 def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Batch], _Encoded]:
@@ -283,18 +250,16 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
 
     def encode_batch(batch: _Batch) -> _Encoded:
         texts = [_checked_kind(piece, str, encoding) for piece in batch.pieces]
-        first = batch.pieces[0].document
         try:
             ids, lengths = encode(texts)
         except ValueError as error:
-            raise first.error(
+            raise batch.pieces[0].error(
                 f"fastokens cannot encode one of {len(texts)} documents from here on ({error}). {_WITHOUT_FASTOKENS}"
             ) from error
         ends = np.cumsum(lengths)
         for index in _checked(texts, unit.number, batch.number) if encode is not by_library else ():
             if not np.array_equal(ids[ends[index] - lengths[index] : ends[index]], by_library([texts[index]])[0]):
-                document = batch.pieces[index].document
-                raise document.error(
+                raise batch.pieces[index].error(
                     f"fastokens {version('fastokens')} encodes this document differently from tokenizers "
                     f"{version('tokenizers')}, which is right by definition. {_WITHOUT_FASTOKENS}"
                 )
@@ -332,24 +297,23 @@ def _take_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
         ids = _checked_kind(piece, np.ndarray, encoding) if len(piece.content) else np.zeros(0, encoding.dtype)
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
             wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
-            raise piece.document.error(
+            raise piece.error(
                 f"token {wrong:,} of the document is {int(ids[wrong])}, but ids go from 0 to "
-                f"{encoding.largest_vocabulary - 1}: give the --vocab_size or the --tokenizer_path that they were made "
-                "for"
+                f"{encoding.largest_vocabulary - 1}: give the right --vocab_size or --tokenizer_path"
             )
         tokens.append(ids.astype(encoding.dtype))
     lengths = np.array([len(ids) for ids in tokens])
     return batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch))
 
 
-def _checked_kind(piece: Piece, kind: type, encoding: Encoding) -> Any:
+def _checked_kind(piece: Document, kind: type, encoding: Encoding) -> Any:
     """Return the content of a piece; a DataError if it is text where ids are expected, or the other way round."""
     if isinstance(piece.content, kind):
         return piece.content
-    raise piece.document.error(
+    raise piece.error(
         f"{encoding.text_field!r} holds text in some inputs, token ids in others: prepare them as two datasets"
     )
 
 
 def _bytes_read(batch: _Batch) -> int:
-    return sum(piece.document.bytes_read for piece in batch.pieces)
+    return sum(piece.bytes_read for piece in batch.pieces)

@@ -106,11 +106,8 @@ def _errors_named(split: HubSplit, problem: str) -> Iterator[None]:
         raise
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
-        raise DataError(
-            f"{problem}: {type(error).__name__}: {first_line}. Look at --hf_dataset (a name on the Hub or a folder), "
-            "--hf_config and --hf_split",
-            path=str(split),
-        ) from error
+        cause = f"{problem}: {type(error).__name__}: {first_line}"
+        raise DataError(f"{cause}. Check --hf_dataset, --hf_config and --hf_split", path=str(split)) from error
 
 
 @functools.lru_cache(maxsize=4)

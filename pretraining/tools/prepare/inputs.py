@@ -93,15 +93,13 @@ def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFi
                     files.append(InputFile(path, name, status.st_size))
         except OSError as error:
             raise DataError(
-                f"--input_path: it cannot be read: {error.strerror}. Mend it (a broken link? permissions?) or give "
-                "another one",
+                f"--input_path: it cannot be read: {error.strerror}. Mend it, or leave it out",
                 path=error.filename or given,
             ) from error
         if len(files) == before:
             raise DataError(
                 "--input_path: there is no such file or folder, or no text in it that is not listed already. Folders "
-                f"are searched for {', '.join(plain)}; --extensions changes that. A comma parts inputs: of a name "
-                "that has one, write it as ?",
+                f"are searched for {', '.join(plain)} (--extensions); for a comma in a name write ?",
                 path=given,
             )
     return files
@@ -179,9 +177,6 @@ def standard_library_files(root: Path | None = None) -> list[InputFile]:
         and not LEFT_OUT_FOLDERS.intersection(file.name.split("/")[:-1])
     ]
     if not modules:
-        raise DataError(
-            "--source=stdlib: this Python came without its sources. Install the full one (Debian: libpython3-stdlib) "
-            "or give your own text with --input_path",
-            path=root,
-        )
+        problem = "--source=stdlib: this Python came without its sources"
+        raise DataError(f"{problem}. Install them, or give text with --input_path", path=root)
     return modules

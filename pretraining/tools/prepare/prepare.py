@@ -132,45 +132,36 @@ class _Job:
             if summary is not None:
                 print_summary(summary, progress.done, time.monotonic() - began)
             return summary
-        log.info(
-            "%s of %s are done: the process that ends last finishes the dataset. If none does, start the same command "
-            "again; all processes need the same settings and see the same input and output.",
-            f"{len(complete):,}",
-            count_of(len(records), "unit"),
-        )
+        done = f"{len(complete):,} of {count_of(len(records), 'unit')} are done"
+        log.info("%s: the last process finishes the dataset. If none does, start the same command again.", done)
         return None
 
     def _plan(self) -> Encoding | None:
         """Agree on the tokenizer and the encoding: rank 0 decides and writes them, the others wait for that.
 
-        What an interrupted job has decided for the same input and settings is as good. Returns None if the dataset has
-        been finished meanwhile.
+        The tokenizer that an interrupted job has trained for the same input and settings is as good. Returns None if
+        the dataset has been finished meanwhile.
         """
         work, config, deadline = self.work, self.config, time.monotonic() + PLAN_SECONDS
         given = self.tokenizer and self.tokenizer.sha256
         asked = {**self.found.settings, "vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
-        while (encoder := self._read_plan(asked)) is None and self.rank > 0:
-            if exists(work.dataset / MANIFEST_FILE):
-                return None
+        encoder = self._read_plan(asked)
+        while self.rank > 0 and encoder is None and not exists(work.dataset / MANIFEST_FILE):
             if time.monotonic() > deadline:
                 raise DataError(
                     f"rank 0 has decided nothing for these settings and this input within {PLAN_SECONDS:.0f} s. Start "
-                    "all processes together, with the same flags; all must see the same input and --output_path",
+                    "all processes together, with the same flags, input and --output_path",
                     path=work.plan,
                 )
             time.sleep(POLL_SECONDS)
+            encoder = self._read_plan(asked)
         if exists(work.dataset / MANIFEST_FILE):
             return None
         if self.rank > 0 and encoder is not None:
             return self._encoding(encoder)
         if self.tokenizer is None and self.found.token_type is None:
             self.tokenizer = trained_tokenizer(config, self.found, work.root)
-        try:
-            encoding = self._encoding(encoder or config.encoder)
-        except PretrainError:  # the encoder of an interrupted attempt is not installed any more
-            if encoder is None:
-                raise
-            encoding = self._encoding(config.encoder)
+        encoding = self._encoding(config.encoder)
         work.files.mkdir(parents=True, exist_ok=True)
         if self.tokenizer is not None:
             self.tokenizer.save(work.path)
@@ -235,8 +226,7 @@ class _Job:
                         Path(own, name).replace(work.root / name)
             if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:
                 raise DataError(
-                    "another tokenizer has come there meanwhile, and all datasets of a root share one. Start the same "
-                    "command again to encode with that one, or give another --output_path",
+                    "another tokenizer has come there meanwhile: start the same command again to encode with that one",
                     path=work.root / TOKENIZER_FILE,
                 )
             flush_folder(work.files)

@@ -60,9 +60,6 @@ class Counts:
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
 
 @dataclass(frozen=True)
 class Encoding:
@@ -265,12 +262,6 @@ def read_summary(folder: Path) -> PrepareSummary:
         raise DataError(f"{problem}. {_way_out(folder)}", path=file) from error
 
 
-def read_summaries(root: Path) -> list[PrepareSummary]:
-    """Read all datasets in a root that have a prepare.json, by name."""
-    folders = sorted(path.parent for path in root.glob(f"*/{MANIFEST_FILE}"))
-    return [read_summary(folder) for folder in folders if not folder.name.startswith(".")]
-
-
 def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> PrepareSummary | None:
     """Read a finished dataset made with the same settings; None if the folder is not there, or empty.
 
@@ -284,11 +275,8 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
         is_empty = is_folder(folder) and not entries_of(folder)
         if is_empty or not (exists(folder) or folder.is_symlink()):
             return None
-        raise DataError(
-            f"it is there already and was not made by `pretrain prepare` (it has no {MANIFEST_FILE}). It is left as it "
-            "is: choose another --dataset or --output_path",
-            path=folder,
-        ) from None
+        problem = f"it is there already and was not made by `pretrain prepare` (it has no {MANIFEST_FILE})"
+        raise DataError(f"{problem}. Choose another --dataset or --output_path", path=folder) from None
     made, wanted = dict(summary.settings), dict(settings)
     if summary.tokenizer is not None:
         made["tokenizer"] = summary.tokenizer
@@ -304,8 +292,7 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
     for file in summary.files:
         if _size(folder / file.name) != file.bytes:
             raise DataError(
-                f"it is gone, or has not the {file.bytes:,} bytes that were written. Delete {folder} and prepare it "
-                "again",
+                f"it is gone, or has not the {file.bytes:,} bytes that were written. {_way_out(folder)}",
                 path=folder / file.name,
             )
     return summary

@@ -90,11 +90,7 @@ def field_type(schema: pa.Schema, column: str, path: str | Path) -> pa.DataType:
     if schema.names.count(column) != 1:
         columns = ", ".join(f"{field.name!r} ({field.type})" for field in schema) or "none"
         count = "several columns" if column in schema.names else "no column"
-        raise DataError(
-            f"{count} {column!r}. The columns are: {columns}; name the one with the text, or with lists of token ids, "
-            "by --text_field",
-            path=path,
-        )
+        raise DataError(f"{count} {column!r}. The columns are: {columns}; name one by --text_field", path=path)
     return schema.field(column).type
 
 
@@ -105,11 +101,8 @@ def token_type(kind: pa.DataType, column: str, path: str | Path) -> pa.DataType 
         return None
     if any(is_list(kind) for is_list in _LIST_TYPES) and pa.types.is_integer(kind.value_type):
         return kind.value_type
-    raise DataError(
-        f"column {column!r} holds {kind}, but text (string) or token ids (a list of integers per row) are expected. "
-        "Name another one by --text_field",
-        path=path,
-    )
+    expected = "neither text (string) nor token ids (lists of integers)"
+    raise DataError(f"column {column!r} holds {kind}, {expected}. Name another one by --text_field", path=path)
 
 
 def documents_of_rows(rows: pa.Array, column: str, path: str, first_row: int, bytes_read: int) -> Iterator[Document]:
@@ -182,7 +175,5 @@ def _open_table(file: InputFile, column: str | None = None) -> Iterator[Any]:
             yield table
     except (pa.ArrowException, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"it cannot be read, or is damaged, or no {file.kind} file ({reason}). Fetch or write it again",
-            path=file.path,
-        ) from error
+        problem = f"it cannot be read, or is damaged, or no {file.kind} file ({reason})"
+        raise DataError(f"{problem}. Fetch or write it again", path=file.path) from error

@@ -12,12 +12,13 @@ from itertools import chain
 from pathlib import Path
 
 from pretraining.config.commands import SMALLEST_VOCABULARY, PrepareConfig
+from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, library_threads, load_tokenizer, train_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS
 from pretraining.tools.prepare.encode import cut
-from pretraining.tools.prepare.records import read_summaries
+from pretraining.tools.prepare.records import read_summary
 from pretraining.tools.prepare.units import Input, read_part
 
 log = logging.getLogger(__name__)
@@ -45,11 +46,8 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     elif config.vocab_size not in (None, present.vocab_size):
         wrong = f"it has {present.vocab_size} entries, not --vocab_size={config.vocab_size}"
     if wrong:
-        raise DataError(
-            f"{wrong}. All datasets of a root share one tokenizer: drop the flag to use it, or give another "
-            "--output_path",
-            path=root / TOKENIZER_FILE,
-        )
+        remedy = "All datasets of a root share one tokenizer: drop the flag, or give another --output_path"
+        raise DataError(f"{wrong}. {remedy}", path=root / TOKENIZER_FILE)
     return present
 
 
@@ -62,24 +60,20 @@ def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokeni
     """
     wanted = config.vocab_size or DEFAULT_VOCABULARY
     if not SMALLEST_VOCABULARY <= wanted <= LARGEST_TRAINED_VOCABULARY:
-        raise ConfigError(
-            f"--vocab_size={wanted}: a tokenizer trained here has from {SMALLEST_VOCABULARY} (all bytes and the end of "
-            f"text) to {LARGEST_TRAINED_VOCABULARY} entries"
-        )
-    foreign = [summary.folder for summary in read_summaries(root) if summary.tokenizer is None]
-    if foreign:
-        raise DataError(
-            f"it holds token ids of a tokenizer that is not in {root}, and all datasets of a root share one: give that "
-            "by --tokenizer_path, or another --output_path",
-            path=foreign[0],
-        )
+        limits = f"{SMALLEST_VOCABULARY} to {LARGEST_TRAINED_VOCABULARY}"
+        raise ConfigError(f"--vocab_size={wanted}: a tokenizer trained here has {limits} entries")
+    for path in sorted(root.glob(f"*/{MANIFEST_FILE}")):
+        if read_summary(path.parent).tokenizer is None:
+            raise DataError(
+                "it holds token ids of an unknown tokenizer: give that by --tokenizer_path, or another --output_path",
+                path=path.parent,
+            )
     log.info("Training a tokenizer of %s entries (byte-level BPE) on the text.", f"{wanted:,}")
     with library_threads(config.num_workers != 1):
         tokenizer = train_tokenizer(training_sample(found, config.text_field), wanted)
     if tokenizer.vocab_size < wanted and config.vocab_size is not None:
         raise DataError(
-            f"--vocab_size={wanted}: the text has only enough different words for {tokenizer.vocab_size} entries. "
-            f"Give --vocab_size={tokenizer.vocab_size} or less, or more text"
+            f"--vocab_size={wanted}: the text gives no more than {tokenizer.vocab_size} entries. Give as many, or less"
         )
     return tokenizer
 

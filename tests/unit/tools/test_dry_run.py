@@ -229,10 +229,8 @@ def test_a_lease_of_a_process_that_is_gone_refuses_nothing_and_one_from_elsewher
         look_at_lease(tmp_path)
 
 
-def test_a_trainer_and_a_sweep_do_not_take_it(tmp_path: Path) -> None:
+def test_a_trainer_does_not_take_it() -> None:
     from pretraining import Trainer
 
     with pytest.raises(ConfigError, match="leave it out"):
         Trainer.from_recipe(use_dummy_dataset=True, dry_run=True).train()
-    with pytest.raises(SystemExit):
-        main(["sweep", "--use_dummy_dataset", "--learning_rate=1e-3,1e-4", "--dry_run=true"])

@@ -132,6 +132,9 @@ def test_the_realised_mixture_is_counted_from_the_state_of_the_data(tmp_path: Pa
     code, web = mixture_of(manifest)
     assert (code.dataset, code.asked, code.samples, code.realised) == ("code", 0.25, 25, 0.25)
     assert (web.samples, web.first_step, web.end_step) == (75, 0, 10)
+    manifest.data = {**data, "skipped": [[20, 40]]}  # the first 20 and the last 60 of the 100 samples, and 20 more
+    code, web = mixture_of(manifest)
+    assert code.samples + web.samples == 100 and code.samples in (24, 25, 26)
     manifest.data = {}
     assert mixture_of(manifest) == []
 

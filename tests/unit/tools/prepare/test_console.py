@@ -9,12 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.launch.machine import MachineMemory
 from pretraining.tools.prepare import console
 from pretraining.tools.prepare.console import (
     LINE_INTERVAL_SECONDS,
     Progress,
-    describe,
     describe_training,
     suggested_variant,
 )
@@ -49,29 +47,17 @@ IDS = replace(
 
 
 @pytest.mark.parametrize(
-    ("total", "done", "lines"),
-    [
-        (
-            2000,
-            1000,
-            [
-                "encoding: 60% of the input, 30 documents (2/s), 6,000 tokens (400/s), 4.0 MB/s, 1m 00s left",
-                "encoding: 70% of the input, 60 documents (2/s), 12,000 tokens (400/s), 4.0 MB/s, 45s left",
-            ],
-        ),
-        (
-            0,
-            0,
-            [
-                "encoding: 30 documents (2/s), 6,000 tokens (400/s), 4.0 MB/s",
-                "encoding: 60 documents (2/s), 12,000 tokens (400/s), 4.0 MB/s",
-            ],
-        ),
-    ],
+    ("total", "done", "share", "left"),
+    [(2000, 1000, ("60% of the input", "70% of the input"), (" 1m 00s left", " 45s left")), (0, 0, ("", ""), ("", ""))],
     ids=["known size", "unknown size"],
 )
 def test_progress_is_a_line_now_and_then(
-    total: int, done: int, lines: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    total: int,
+    done: int,
+    share: tuple[str, str],
+    left: tuple[str, str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     now = 0.0
@@ -80,22 +66,9 @@ def test_progress_is_a_line_now_and_then(
     for step in range(1, 5):
         now = step * LINE_INTERVAL_SECONDS / 2
         progress.add(Counts(documents=15, tokens=3000, text_bytes=30_000_000, input_bytes=100))
-    assert caplog.messages == lines
-
-
-def test_a_dataset_in_a_few_lines() -> None:
-    assert describe(WEB, Counts(documents=500, tokens=200_000), seconds=4.0).splitlines() == [
-        "  documents  1,000 (12 empty ones left out)",
-        "  tokens     400,000 (400 per document, median about 350)",
-        "  text       1.7 MB (4.00 characters per token)",
-        "  written    0.8 MB in 2 files below data/web",
-        "  time       4.0 s (125 documents/s, 50,000 tokens/s)",
-    ]
-    assert describe(IDS).splitlines() == [
-        "  documents  1,000",
-        "  tokens     100,000 (100 per document)",
-        "  written    0.8 MB in 2 files below data/ids",
-    ]
+    first, second = caplog.messages
+    assert "30 documents (2/s), 6,000 tokens (400/s), 4.0 MB/s" in first
+    assert share[0] in first and share[1] in second and first.endswith(left[0]) and second.endswith(left[1])
 
 
 def test_the_flags_to_train_with() -> None:
@@ -105,21 +78,10 @@ def test_the_flags_to_train_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "gpu", "gib", "variant"),
-    [
-        (400_000, True, 64, "tiny"),  # 20 tokens a parameter are not there for any
-        (3_000_000_000, True, 64, "125m"),
-        (10**12, True, 64, "1b"),
-        (10**12, False, 64, "350m"),  # half of the memory is for others
-        (10**12, False, 2, "tiny"),
-    ],
+    ("tokens", "variant"),
+    [(400_000, "tiny"), (3_000_000_000, "125m"), (10**12, "1b")],  # of 400,000, none has 20 per parameter
 )
-def test_the_suggested_model_suits_the_tokens_and_the_machine(
-    tokens: int, gpu: bool, gib: int, variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(console, "has_gpu", lambda: gpu)
-    memory = MachineMemory(gib * 2**30, gib * 2**30, "this machine")
-    monkeypatch.setattr(console, "machine_memory", lambda: memory)
+def test_the_suggested_model_suits_the_tokens(tokens: int, variant: str) -> None:
     assert suggested_variant(tokens, 32000) == variant
 
 

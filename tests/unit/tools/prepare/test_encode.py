@@ -273,5 +273,5 @@ def test_pieces_make_the_text_again_and_only_the_last_ends_it(text: str, limit: 
         patch.setattr(module, "PIECE_CHARACTERS", limit)
         found = list(module.cut(Document(text, 0, "a")))
     assert "".join(str(piece.content) for piece in found) == text
-    assert [piece.ends_document for piece in found] == [False] * (len(found) - 1) + [True]
+    assert [piece.is_last_part for piece in found] == [False] * (len(found) - 1) + [True]
     assert max(len(piece.content) for piece in found) <= limit

@@ -82,16 +82,6 @@ def test_a_folder_of_save_to_disk_is_read_in_ranges_of_rows(tmp_path: Path, want
         texts_in(HubSplit(str(tmp_path / "dict"), None, "dev"))
 
 
-def test_bytes_of_ranges_of_rows_add_up(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "one")
-    split = HubSplit(str(tmp_path / "one"), None, "train")
-    ranges = shards_of(split, 100)[0]
-    size = sum(path.stat().st_size for path in (tmp_path / "one").glob("*.arrow"))
-    assert len(ranges) > 3 and sum(bounds[2] for bounds in ranges) == size
-    read = sum(document.bytes_read for bounds in ranges for document in read_shards(split, "text", *bounds))
-    assert 0.9 * size < read <= size
-
-
 def test_columns_of_token_ids_are_known(tmp_path: Path) -> None:
     (tmp_path / "ids").mkdir()
     pq.write_table(pa.table({"input_ids": [[1, 2], [3]]}), tmp_path / "ids/train.parquet")
@@ -132,15 +122,6 @@ def test_what_is_not_there_is_named_with_what_is(folder: Path, change: dict[str,
         prepare(config)
     assert error.value.path is not None and error.value.path.name == path
     assert what in str(error.value)
-
-
-def test_files_that_cannot_be_listed_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
-    with pytest.raises(DataError, match=r"mine \(train\): its files cannot be listed: ConnectionError: no network"):
-        shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE)
 
 
 def test_a_dataset_of_the_hub_is_known_by_its_files_with_their_revision(

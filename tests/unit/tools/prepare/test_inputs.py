@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import os
-import sys
 from pathlib import Path
 
 import pytest
-from unit.tools.prepare.prepare_files import texts_of
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare.documents import read_text
 from pretraining.tools.prepare.inputs import InputFile, fingerprint, list_files, standard_library_files
 
 ENDINGS = ("txt", "jsonl")
@@ -64,12 +60,6 @@ def test_an_input_that_gives_no_text_or_cannot_be_read_is_named(tmp_path: Path, 
         list_files([str(tmp_path / name)], ENDINGS)
     assert error.value.path in (tmp_path / name, tmp_path / name / "gone.txt")
     assert "input_path" in error.value.settings
-
-
-def test_an_input_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
-    tree(tmp_path, "a.txt")
-    with pytest.raises(DataError, match="not listed already"):
-        list_files([str(tmp_path), str(tmp_path / "a.txt")], ENDINGS)
 
 
 def test_a_folder_that_cannot_be_searched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,17 +124,6 @@ def test_the_running_python_has_megabytes_of_code_in_an_order_that_does_not_chan
     assert {"argparse.py", "json/decoder.py"} <= {file.name for file in files}
 
 
-def test_no_tests_no_tables_and_no_installed_packages() -> None:
-    names = [file.name for file in standard_library_files()]
-    assert not [name for name in names if {"test", "tests", "encodings", "site-packages"} & set(name.split("/"))]
-    assert all(name.split("/")[0].removesuffix(".py") in sys.stdlib_module_names for name in names)
-
-
-def test_documents_are_python() -> None:
-    for file in standard_library_files()[:20]:
-        ast.parse(*texts_of(read_text(file)))
-
-
 def test_only_modules_that_python_names_its_own_and_that_say_something(tmp_path: Path) -> None:
     code = "x = 1\n" * 100
     for name in ("heapq.py", "json/decoder.py", "json/tests/case.py", "json/__init__.py", "yourpackage.py"):
@@ -156,10 +135,3 @@ def test_only_modules_that_python_names_its_own_and_that_say_something(tmp_path:
 def test_a_python_without_sources_is_refused_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"without its sources.*--input_path"):
         standard_library_files(tmp_path)
-
-
-def test_a_name_with_a_comma_is_given_as_a_glob(tmp_path: Path) -> None:
-    (tmp_path / "a,b.txt").write_text("text")
-    with pytest.raises(DataError, match=r"/a: .*write it as \?"):
-        list_files([f"{tmp_path}/a", "b.txt"], ["txt"])
-    assert [file.name for file in list_files([f"{tmp_path}/a?b.txt"], ["txt"])] == ["a,b.txt"]

@@ -35,7 +35,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
     monkeypatch.setattr(units, "UNIT_BYTES", 3000)
     monkeypatch.setitem(encode.THREADS_PER_PROCESS, "fastokens", 1)
     monkeypatch.setitem(encode.THREADS_PER_PROCESS, "tokenizers", 1)
-    monkeypatch.setattr(encode, "POLL_SECONDS", 0.001)
     return PrepareConfig(
         input_path=(str(tmp_path / "in.jsonl"),),
         output_path=str(tmp_path / "out"),
@@ -61,9 +60,9 @@ def test_processes_give_the_same_bytes_as_threads(config: PrepareConfig, monkeyp
 
 def test_an_error_in_a_process_is_the_error_of_the_call(config: PrepareConfig) -> None:
     Path(config.input_path[0]).write_bytes(json_lines(TEXTS) + b"nonsense\n")
-    with pytest.raises(DataError, match=r"in\.jsonl from byte 16,966, row 9: not valid JSON") as error:
+    with pytest.raises(DataError) as error:
         prepare(config)
-    assert error.value.row == 9
+    assert str(error.value.path).endswith("in.jsonl from byte 16,966") and error.value.row == 9
     assert not multiprocessing.active_children()
 
 
@@ -78,8 +77,9 @@ def test_an_output_that_one_process_cannot_write_is_an_error(
         encode_units(units, encoding, work, *args)
 
     monkeypatch.setattr(run, "encode_units", with_file_in_the_way)
-    with pytest.raises(DataError, match=r"cannot be written: .*--output_path"):
+    with pytest.raises(DataError) as error:
         prepare(config)
+    assert error.value.settings == ("output_path",)
     assert not multiprocessing.active_children()
 
 
@@ -137,7 +137,7 @@ def test_workers_do_not_outlive_a_killed_call(config: PrepareConfig) -> None:
 import os, signal
 from pretraining.cli import main
 from pretraining.tools.prepare import encode, prepare as run, units
-units.UNIT_BYTES, encode.POLL_SECONDS = 3000, 0.001
+units.UNIT_BYTES = 3000
 encode.THREADS_PER_PROCESS.update(fastokens=1, tokenizers=1)
 encode_units = run.encode_units
 def killed(*args):

@@ -23,7 +23,6 @@ from pretraining.tools.prepare.records import (
     UnitRecord,
     median_length,
     read_finished,
-    read_summaries,
     read_summary,
 )
 
@@ -47,29 +46,29 @@ def change_manifest(**changes: Any) -> Callable[[Path], object]:
 
 
 FILE = "part_000000_000000.arrow"
-# What is done to a finished dataset, the path that the error names below the root, what it says
-CHANGES: list[tuple[Callable[[Path], object], str, str]] = [
-    (lambda folder: (folder / "prepare.json").write_text("{"), "texts/prepare.json", "JSONDecodeError"),
-    (lambda folder: (folder / "prepare.json").write_text('{"format_version": 1}'), "texts/prepare.json", "KeyError"),
-    (change_manifest(format_version=0), "texts/prepare.json", "reads format 1"),
-    (change_manifest(tokens={}), "texts/prepare.json", "another type"),
-    (lambda folder: (folder / FILE).write_bytes(b"short"), f"texts/{FILE}", "bytes that were written"),
-    (lambda folder: (folder / FILE).unlink(), f"texts/{FILE}", "it is gone"),
-    (lambda folder: (folder.parent / "tokenizer.json").unlink(), "texts", "tokenizer: it has"),
-    (lambda folder: train_tokenizer(["other"], 300).save(folder.parent), "texts", "tokenizer: it has"),
+# What is done to a finished dataset, the path that the error names below the root
+CHANGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / "prepare.json").write_text("{"), "texts/prepare.json"),
+    (lambda folder: (folder / "prepare.json").write_text('{"format_version": 1}'), "texts/prepare.json"),
+    (change_manifest(format_version=0), "texts/prepare.json"),
+    (change_manifest(tokens={}), "texts/prepare.json"),
+    (lambda folder: (folder / FILE).write_bytes(b"short"), f"texts/{FILE}"),
+    (lambda folder: (folder / FILE).unlink(), f"texts/{FILE}"),
+    (lambda folder: (folder.parent / "tokenizer.json").unlink(), "texts"),
+    (lambda folder: train_tokenizer(["other"], 300).save(folder.parent), "texts"),
 ]
 
 
-@pytest.mark.parametrize(("change", "path", "what"), CHANGES, ids=range(len(CHANGES)))
+@pytest.mark.parametrize(("change", "path"), CHANGES, ids=range(len(CHANGES)))
 def test_a_finished_dataset_that_has_changed_is_refused(
-    config: PrepareConfig, change: Callable[[Path], object], path: str, what: str
+    config: PrepareConfig, change: Callable[[Path], object], path: str
 ) -> None:
     change(prepare(config).folder)
     before = contents(Path(config.output_path))
     with pytest.raises(DataError) as error:
         prepare(config)
     assert error.value.path == Path(config.output_path) / path
-    assert what in str(error.value) and "elete" in str(error.value)
+    assert set(error.value.settings) == {"dataset", "output_path"}
     assert contents(Path(config.output_path)) == before
 
 
@@ -85,16 +84,6 @@ def test_a_dataset_of_an_older_release_is_read(config: PrepareConfig, capsys: py
     capsys.readouterr()
     assert prepare(config).tokens == summary.tokens
     assert "median" not in capsys.readouterr().out
-
-
-def test_all_datasets_of_a_root_are_found_but_not_hidden_ones(config: PrepareConfig) -> None:
-    summary = prepare(config)
-    root = summary.folder.parent
-    for name in (".hidden", "b", "a"):
-        (root / name).mkdir()
-        (root / name / "prepare.json").write_bytes((summary.folder / "prepare.json").read_bytes())
-    assert [found.folder.name for found in read_summaries(root)] == ["a", "b", "texts"]
-    assert read_summaries(root / "nowhere") == []
 
 
 def test_where_there_is_nothing_nothing_is_finished(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -83,11 +84,10 @@ def start(
     return done
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_any_number_of_processes_makes_the_same_bytes_and_one_says_so(config: PrepareConfig, processes: int) -> None:
+def test_any_number_of_processes_makes_the_same_bytes_and_one_says_so(config: PrepareConfig) -> None:
     wanted = expected(config)
-    done = start(config, processes)
-    assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * processes
+    done = start(config, 3)
+    assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 3
     assert "".join(one.stdout for one in done).count("Train on it with") == 1
     assert contents(Path(config.output_path)) == wanted
 
@@ -158,6 +158,21 @@ def test_without_the_plan_of_rank_0_a_process_does_not_wait_for_ever(config: Pre
     with pytest.raises(DataError):
         ranks(replace(config, tokens_per_file=7), 2, 1)
     assert ranks(config, 2, 1) != [None]
+
+
+@pytest.mark.usefixtures("small_units")
+def test_rank_0_alone_decides_what_encodes(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    choose = run.choose_encoder
+
+    def watched(tokenizer: Any, encoder: Any) -> Any:
+        asked.append(encoder)
+        return choose(tokenizer, encoder)
+
+    monkeypatch.setattr(run, "choose_encoder", watched)
+    ranks(config, 3, 0, 1)
+    plan = json.loads(Path(config.output_path, ".in.preparing", "plan.json").read_text())
+    assert asked == ["auto", plan["encoder"]] and plan["encoder"] != "auto"
 
 
 @pytest.mark.usefixtures("small_units")
