@@ -79,7 +79,7 @@ def _tokens_of(micro_batch: MicroBatch) -> int:
 
 def measure_reading(folder: Path, mean: int, rounds: int) -> None:
     """Print tokens/s of every way to read documents of some mean length, in steps of several sizes."""
-    contenders = {}
+    contenders: dict[tuple[str, int], Callable[[], int]] = {}
     for way, changes in WAYS.items():
         config = settings_of(folder, f"mean{mean}", **changes)
         opened = open_data(config)

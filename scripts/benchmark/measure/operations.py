@@ -11,7 +11,7 @@ that of the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -110,9 +110,17 @@ def attention(rows: int, length: int, mean: int, dtype: torch.dtype) -> dict[str
         q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSHE, v_BSHE))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1SS).transpose(1, 2)
 
-    ways = {"project": partial(document_attention, documents=documents), "whole rows": causal_attention, "mask": dense}
+    ways: dict[str, Callable[..., Tensor]] = {
+        "project": partial(document_attention, documents=documents),
+        "whole rows": causal_attention,
+        "dense mask": dense,
+    }
     torch.testing.assert_close(ways["project"](*inputs), dense(*inputs), atol=3e-2, rtol=1e-2)
-    return {name: lambda way=way: torch.autograd.grad(way(*inputs), inputs, gradient) for name, way in ways.items()}
+    return {name: partial(_gradients, way, inputs, gradient) for name, way in ways.items()}
+
+
+def _gradients(way: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor | None = None) -> object:
+    return torch.autograd.grad(way(*inputs), inputs, gradient)
 
 
 def loss(tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> dict[str, Work]:
@@ -122,17 +130,20 @@ def loss(tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> 
     labels_N = torch.randint(vocab_size, (tokens,), device=device())
     labels_N[::10] = IGNORED_LABEL
 
-    def plain() -> Tensor:
+    def in_chunks(hidden_ND: Tensor, head_VD: Tensor) -> Tensor:
+        return head_loss(hidden_ND[None], head_VD, labels_N[None])[0]
+
+    def plain(hidden_ND: Tensor, head_VD: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(hidden_ND, head_VD).float(), labels_N, ignore_index=IGNORED_LABEL)
 
-    def of_pytorch() -> Tensor:
+    def of_pytorch(hidden_ND: Tensor, head_VD: Tensor) -> Tensor:
         options = torch.nn.LinearCrossEntropyOptions()
         return F.linear_cross_entropy(hidden_ND, head_VD, labels_N, ignore_index=IGNORED_LABEL, options=options)
 
-    ways = {"project": lambda: head_loss(hidden_ND[None], head_VD, labels_N[None])[0], "plain": plain}
+    ways = {"project": in_chunks, "plain": plain}
     if hasattr(F, "linear_cross_entropy"):  # since PyTorch 2.13
         ways["linear_cross_entropy"] = of_pytorch
-    return {name: lambda way=way: torch.autograd.grad(way(), (hidden_ND, head_VD)) for name, way in ways.items()}
+    return {name: partial(_gradients, way, (hidden_ND, head_VD)) for name, way in ways.items()}
 
 
 def updates() -> dict[str, Work]:

@@ -56,23 +56,23 @@ class Contender:
     def __init__(self, process: subprocess.Popen[bytes], metrics: Path) -> None:
         self._process, self._metrics = process, metrics
 
-    def wait_for_first_step(self) -> None:
-        """Wait until it trains, and stop it."""
-        while not self._steps():
-            if self._process.poll() is not None:
-                sys.exit("a measured process failed: its error stands above")
-            time.sleep(0.05)
-        self._process.send_signal(signal.SIGSTOP)
-
     def train(self, seconds: float) -> float:
         """Let it train that long, once it has settled; return its steps per second."""
         self._process.send_signal(signal.SIGCONT)
-        time.sleep(SETTLING_SECONDS)
+        settled = self._reports_after(SETTLING_SECONDS)  # among them the step in which it stood still
+        reports = self._reports_after(seconds)[len(settled) :]
+        self._process.send_signal(signal.SIGSTOP)
+        return len(reports) / sum(float(json.loads(report)["step_seconds"]) for report in reports)
+
+    def _reports_after(self, seconds: float) -> list[str]:
+        """Wait that long, and until a step is done; return the reports of all steps."""
         before = len(self._steps())
         time.sleep(seconds)
-        self._process.send_signal(signal.SIGSTOP)
-        steps = [json.loads(line)["step_seconds"] for line in self._steps()[before:]]
-        return len(steps) / sum(steps) if steps else 0.0
+        while len(self._steps()) == before:
+            if self._process.poll() is not None:
+                sys.exit("a measured process failed: its error stands above")
+            time.sleep(0.05)
+        return self._steps()
 
     def _steps(self) -> list[str]:
         """Return the run's reports of its steps."""
@@ -95,7 +95,7 @@ def contender(variables: dict[str, str], settings: list[str]) -> Iterator[Conten
         with process:
             try:
                 started = Contender(process, Path(folder, "run", "logs", "metrics.jsonl"))
-                started.wait_for_first_step()
+                started.train(0)
                 yield started
             finally:
                 process.kill()
