@@ -6,7 +6,7 @@
 All encode the same documents with the same tokenizer, in turns, on one core and on all. The library gets them as
 strings in memory, in one call, and what it gives is thrown away; `prepare` reads them from a file, encodes them, and
 writes token files with their checksums. The text is the standard library's own sources, cut into documents of 2000
-characters and repeated to the size asked for; or the Python sources of `--text`, a folder.
+characters and repeated to the size asked for.
 
 Before that, a tokenizer is trained on the standard library.
 """
@@ -44,7 +44,6 @@ def main() -> None:
         vocabulary=Number(32_000, "entries of the tokenizer", least=SMALLEST_VOCABULARY),
         rounds=Number(5, "turns of each that count"),
     )
-    parser.add_argument("--text", type=Path, help="folder with Python sources to encode (default: standard library)")
     flags = parser.parse_args()
     announce(flags)
     modules = [file.path.read_text(encoding="utf-8") for file in standard_library_files()]
@@ -53,10 +52,7 @@ def main() -> None:
         tokenizer = train_tokenizer(modules, flags.vocabulary)
     seconds = time.perf_counter() - began
     print(f"tokenizer {tokenizer.vocab_size:,} entries of {sum(map(len, modules)):,} characters: {seconds:.2f} s")
-    texts = cycle(modules)
-    if flags.text is not None:
-        texts = cycle([path.read_bytes().decode("utf-8", "ignore") for path in sorted(flags.text.rglob("*.py"))])
-    documents = list(_documents(texts, flags.megabytes * 1_000_000))
+    documents = list(_documents(cycle(modules), flags.megabytes * 1_000_000))
     print(f"text      {len(documents):,} documents, {sum(map(len, documents)):,} characters", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         tokenizer.save(Path(folder))
