@@ -43,6 +43,7 @@ def test_runs_differ_in_tensors_metrics_manifests_and_checkpoints(tmp_path: Path
     for name, run in (
         ("loss", write_run(tmp_path / "d", loss=3.0000000001)),
         ("evaluation_loss", write_run(tmp_path / "e", evaluation_loss=2.5)),
+        ("data", write_run(tmp_path / "g", skipped=[[3, 4]])),
     ):
         [found] = soak.differences(reference, run)
         assert name in found
