@@ -1,42 +1,58 @@
-"""Kills a training run at random moments, again and again, and compares its end with that of an uninterrupted run.
+"""Kill a training run at random moments, again and again, and compare its end with that of an uninterrupted run.
 
     python -m scripts.soak                                        # 200 kills, 2 processes, a tiny model on the CPU
     python -m scripts.soak --kills=1000 --folder=/shared/scratch  # on the file system that is to be trusted
     python -m scripts.soak --elastic                              # other processes, another strategy at each start
 
     reference  a run to its end, twice: equal, or nothing below would mean anything
-    tortured   start -> kill -> check what is there -> start again -> ... -> the end -> compare; a new run, until N
+    killed     start -> kill -> check its checkpoints -> start again -> ... -> the end -> compare; a new run, until N
 
-Whom a kill hits (SIGKILL to a rank, SIGKILL to all, SIGTERM to a rank) and when (in start-up, at a step, as long as a
-dice says after a save began or was committed) is drawn at random. After each, every committed checkpoint must be sound,
-and the newest no older than before. At the end checkpoints must be equal bit for bit, and every loss be there once and
-the same. Runs with asynchronous saves and without come in turn. Any other --name=value is a setting of training; on
-GPUs add --deterministic.
+A kill is SIGKILL to a rank, SIGKILL to all or SIGTERM to a rank, in start-up, at a step, or a moment after a save began
+or was committed. After each kill, every committed checkpoint must be sound, and the newest no older than before. At the
+end checkpoints must be equal bit for bit, and every loss be there once and the same; what the clock or the machine
+decides may differ. Runs with asynchronous saves and without come in turn. Any other --name=value is a setting of
+training; on GPUs add --deterministic.
 
-A kill takes some 2 seconds on two cores. Exit code 0: all was equal. Otherwise it says what was not, and keeps the
-folders, with the output of each start.
+A kill takes some 2 seconds on two cores. Exit code 0: all was equal. Otherwise the script says what was not, and keeps
+the folders, with the output of each start.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import multiprocessing
+import os
 import random
+import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
-from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, committed_checkpoints
+from pretraining.checkpoint.manifest import (
+    BEST,
+    CHECKPOINTS,
+    UNFINISHED_SUFFIX,
+    committed_checkpoints,
+    read_document,
+    step_of,
+)
+from pretraining.checkpoint.start_point import CheckpointRef, open_tensors
+from pretraining.launch.layout import free_port
 from pretraining.tools.verify import faults_of
-from scripts.soak_compare import differences
-from scripts.soak_job import Job, Shot, View
 
 # Small enough for many starts, with an interval of every kind.
 RUN = (
@@ -46,167 +62,243 @@ RUN = (
     *("preempt_interval=7", "eval_interval=5", "eval_batches=2", "report_interval=1", "tracker=none", "progress=plain"),
     "max_starts_without_progress=0",
 )
-WHOM = {"rank": "SIGKILL to a rank", "all": "SIGKILL to all", "term": "SIGTERM to a rank"}
+KINDS = ("SIGKILL to a rank", "SIGKILL to all", "SIGTERM to a rank")
 STRATEGIES = ("fsdp", "ddp", "zero2")
-OWN_SETTINGS = ("ckpt_save_path", "index_path", "ckpt_name", "run_steps", "report_interval", "progress")
-SHOWN_FAULTS = 20
-PREEMPTED = 75  # the exit code of a run that has saved because it was told to end
+PREEMPTED = 75  # the exit code of a run that has saved because it was told to stop
+POLL_SECONDS = 0.001
+STEP_NAME = re.compile(r"step_(\d+)_ckp")
+REPORTED_STEP = re.compile(r"^step (\d+)/", re.MULTILINE)
+
+IN_MANIFESTS = ("step", "tokens_seen", "loss", "evaluation_loss", "best_evaluation_loss", "data", "state")
+IN_METRICS = ("tokens_seen", "loss", "learning_rate", "grad_norm", "skipped_updates", "evaluation_loss")
+# Where the layout changes, sums are taken in another order: a few 1e-7 after 40 steps in float32.
+LOSS_TOLERANCE = 1e-5
+TENSOR_TOLERANCE = 1e-4
 
 
 class Broken(Exception):
     """A promise was broken; the message says which, and where to look."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Kill a training run at random and compare.", allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=200, help="how many (default 200)")
-    parser.add_argument("--processes", type=int, default=2, help="of the run (default 2)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    parser.add_argument("--whom", default=",".join(WHOM), help="kinds of kills, comma list (default rank,all,term)")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to make a folder for the runs")
-    parser.add_argument("--patience", type=float, default=10, help="seconds for peers of a killed rank to notice")
-    parser.add_argument("--elastic", action="store_true", help="change processes and strategy at each start")
-    flags, settings = parser.parse_known_args(arguments)
-    if not set(flags.whom.split(",")) <= WHOM.keys():
-        parser.error(f"--whom={flags.whom}: give any of {', '.join(WHOM)}")
-    settings = [setting.lstrip("-") for setting in settings]
-    for name in OWN_SETTINGS:
-        if any(setting.partition("=")[0].replace("-", "_") == name for setting in settings):
-            parser.error(f"--{name} is set here, since what happens is told from it: leave it out")
-    root = Path(tempfile.mkdtemp(prefix="soak-", dir=flags.folder))
-    soak = Soak(flags, [*RUN, *settings], root)
-    try:
-        soak.run()
-    except Broken as broken:
-        sys.exit(f"{soak.summary()}\nBROKEN: {broken}\nThe runs, and what each start printed, are kept in {root}")
-    print(soak.summary())
-    shutil.rmtree(root)
+@dataclass(frozen=True)
+class Kill:
+    """A kill to come.
+
+    Attributes:
+        kind: one of `KINDS`.
+        rank: that is hit, unless all are.
+        event: what it waits for: "start-up", a "step" that is reported, a "save" that begins, a "commit".
+        count: how many of them in this start.
+        delay_seconds: from then on.
+    """
+
+    kind: str
+    rank: int
+    event: str
+    count: int
+    delay_seconds: float
+
+
+class Job:
+    """The processes of one start; end them with `close`.
+
+    The processes are forked from one that has imported everything, so a start takes half a second.
+
+    Args:
+        run: folder of the run.
+        logs: a file for each process's output.
+        settings: of training, `name=value`.
+        limit_seconds: a job that takes longer hangs, and is killed.
+    """
+
+    def __init__(self, run: Path, logs: list[Path], settings: list[str], limit_seconds: float = math.inf) -> None:
+        self._limit = time.monotonic() + limit_seconds
+        self._run, self._log = run, logs[0]
+        self._checkpoints_before = set(self._checkpoint_names())
+        context = multiprocessing.get_context("forkserver")
+        # The last one is imported at some later point of every run, and takes longer than all the rest.
+        context.set_forkserver_preload([__name__, "pretraining.train.run", "pyarrow", "torch._dynamo"])
+        port = free_port()
+        self._processes: list[BaseProcess] = [
+            context.Process(target=_train, args=(rank, len(logs), port, log, settings), daemon=True)
+            for rank, log in enumerate(logs)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def reported_steps(self) -> list[int]:
+        """Return the steps that this start has reported."""
+        return [int(step) for step in REPORTED_STEP.findall(self._log.read_text() if self._log.exists() else "")]
+
+    def wait_for(self, happened: Callable[[], bool]) -> bool:
+        """Wait until something has happened; return False if the processes end before, or hang."""
+        while any(process.is_alive() for process in self._processes) and time.monotonic() < self._limit:
+            if happened():
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def kill(self, kill: Kill, last_step: int) -> bool:
+        """Wait for the kill's moment; return whether there was anybody left to hit."""
+        if not self.wait_for(lambda: self._has_happened(kill, last_step)):
+            return False
+        time.sleep(kill.delay_seconds)
+        if not any(process.is_alive() for process in self._processes):
+            return False
+        for process in self._processes if kill.kind == "SIGKILL to all" else [self._processes[kill.rank]]:
+            if kill.kind.startswith("SIGTERM"):
+                process.terminate()
+            else:
+                process.kill()
+        return True
+
+    def await_end(self, patience_seconds: float = math.inf) -> list[int]:
+        """Return exit codes; a process that does not end within that time is killed."""
+        deadline = min(time.monotonic() + patience_seconds, self._limit)
+        for process in self._processes:
+            process.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        self.close()
+        return [process.exitcode or 0 for process in self._processes]
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _has_happened(self, kill: Kill, last_step: int) -> bool:
+        """Return whether a kill's event is over; after the save of the last step none is to come."""
+        if kill.event == "start-up":
+            return True
+        if kill.event == "step":
+            return len(self.reported_steps()) >= kill.count
+        new = set(self._checkpoint_names()) - self._checkpoints_before
+        steps = {step for name, step in new if kill.event == "save" or not name.endswith(UNFINISHED_SUFFIX)}
+        return len(steps) >= kill.count or last_step in steps
+
+    def _checkpoint_names(self) -> list[tuple[str, int]]:
+        """Return the names in the folder of checkpoints, unfinished ones included, with their steps."""
+        folder = self._run / CHECKPOINTS
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return [(name, int(match[1])) for name in names if (match := STEP_NAME.match(name))]
+
+
+def _train(rank: int, world_size: int, port: int, log: Path, settings: list[str]) -> None:
+    """Run a process of the job, as a launcher would start it."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that kills
+    from pretraining.cli import main
+
+    torch.set_num_threads(1)
+    main(["train", *settings])
 
 
 class Soak:
-    """A reference, tortured runs, and what was counted.
+    """A reference, runs that are killed, and what was counted."""
 
-    Args:
-        flags: of the command line.
-        settings: of training, `name=value`.
-        root: folder for all of it.
-    """
-
-    def __init__(self, flags: argparse.Namespace, settings: Sequence[str], root: Path) -> None:
-        self._flags, self._settings, self._root = flags, list(settings), root
+    def __init__(self, flags: argparse.Namespace, settings: list[str], root: Path) -> None:
+        self._flags, self._settings, self._root = flags, settings, root
         self._random = random.Random(flags.seed)
         self._began = time.monotonic()
-        self._kills = self._starts = self._runs = self._last_step = 0
+        self._starts = self._runs = self._last_step = 0
         self._start_up_seconds = self._step_seconds = 0.0
         self._limit_seconds = math.inf
         self._kinds: Counter[str] = Counter()
+        self._preempted = 0
 
     def run(self) -> None:
-        """All of it.
+        """Make the reference, then kill runs until the number is reached.
 
         Raises:
             Broken: a promise was broken.
         """
         write_dataset(self._root / "data" / "documents")
         reference, again = self._root / "reference", self._root / "again"
-        self._run_reference(reference, beside_training=False)
-        self._run_reference(again, beside_training=True)  # everything is imported now: times are what they will be
+        self._run_reference(reference, asynchronous=False)
+        self._run_reference(again, asynchronous=True)  # everything is imported now: times are what they will be
         self._compare(reference, again)
         seconds = f"{self._start_up_seconds:.1f} s to the first"
         print(f"reference: {self._last_step} steps, {seconds}; twice, equal", flush=True)
-        while self._kills < self._flags.kills:
+        while self._kinds.total() < self._flags.kills:
             run = self._root / f"run-{self._runs + 1}"
-            self._torture(run, beside_training=self._runs % 2 == 0)
+            while not self._start_and_kill(run, asynchronous=self._runs % 2 == 0):
+                pass
             self._compare(reference, run)
             self._runs += 1
-            print(f"{self._kills} kills, {self._runs} runs, all equal, {self._seconds():.0f} s", flush=True)
+            print(self.summary(), flush=True)
 
     def summary(self) -> str:
-        """What was done, in lines."""
-        what = f"{self._kills} kills in {self._starts} starts; {self._runs} runs ended equal, {self._seconds():.0f} s"
-        return "\n  ".join([what, *(f"{kind} {count}" for kind, count in self._kinds.most_common())])
+        """Return what was done, in a line."""
+        seconds = time.monotonic() - self._began
+        done = f"{self._kinds.total()} kills in {self._starts} starts; {self._runs} runs ended equal, {seconds:.0f} s"
+        kinds = ", ".join(f"{kind} {count}" for kind, count in self._kinds.most_common())
+        return f"{done}; {kinds}; {self._preempted} saved and ended with {PREEMPTED}"
 
-    def _compare(self, reference: Path, run: Path) -> None:
-        """Makes sure that two runs are equal, and removes the second."""
-        faults = differences(reference, run, exact=not self._flags.elastic)
-        if faults:
-            shown = [*faults[:SHOWN_FAULTS], *(["..."] if len(faults) > SHOWN_FAULTS else [])]
-            raise Broken(f"{run} differs from {reference} in {len(faults)} ways:\n  " + "\n  ".join(shown))
-        shutil.rmtree(run)
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
-
-    def _run_reference(self, run: Path, beside_training: bool) -> None:
-        """An uninterrupted run, which tells also how long things take."""
+    def _run_reference(self, run: Path, asynchronous: bool) -> None:
+        """Train without a kill, and measure how long things take."""
         began = time.monotonic()
-        job = self._start(run, self._flags.processes, [_saves(beside_training)])
+        job = self._start(run, self._flags.processes, [f"async_save={asynchronous}"])
         try:
-            job.wait_for(lambda view: len(view.steps) > 0)
+            job.wait_for(lambda: bool(job.reported_steps()))
             self._start_up_seconds = time.monotonic() - began
-            statuses = job.await_end()
+            codes = job.await_end()
         finally:
             job.close()
-        if any(statuses):
-            raise Broken(f"{run}, which nothing was done to, ended with {statuses}: see {run / 'starts'}")
+        if any(codes):
+            raise Broken(f"{run}, which nothing was done to, ended with {codes}: see {run / 'starts'}")
         self._limit_seconds = 120 + 20 * (time.monotonic() - began)
-        self._last_step = job.look().newest
+        self._last_step = newest_step(run)
         self._step_seconds = (time.monotonic() - began - self._start_up_seconds) / self._last_step
 
-    def _torture(self, run: Path, beside_training: bool) -> None:
-        """Starts a run again and again until it is done."""
-        while True:
-            before = View.of(run).newest
-            processes, layout = self._flags.processes, []
-            if self._flags.elastic:
-                processes = self._random.randint(1, processes + 1)
-                layout = [f"sharding_strategy={self._random.choice(STRATEGIES)}"]
-            job = self._start(run, processes, [_saves(beside_training), *layout])
-            try:
-                is_done = self._shoot(job, run, processes)
-            finally:
-                job.close()
-            check_checkpoints(run, before)
-            if is_done:
-                return
-
-    def _shoot(self, job: Job, run: Path, processes: int) -> bool:
-        """Kills a job, if there are kills left; returns whether its run came to its end.
+    def _start_and_kill(self, run: Path, asynchronous: bool) -> bool:
+        """Start a run, kill it if kills are left, check its checkpoints; return whether it came to its end.
 
         Raises:
-            Broken: it failed by itself, or was told to end and has lost a step.
+            Broken: the run failed by itself, was told to stop and lost a step, or its checkpoints are not sound.
         """
-        shot = self._draw(processes) if self._kills < self._flags.kills else None
-        is_hit = shot is not None and job.fire(shot, self._last_step)
-        statuses = job.await_end(self._flags.patience if is_hit else math.inf)
-        if not any(statuses):
-            return True  # a shot that came was too late
-        if shot is None or not is_hit:
+        before, processes, settings = newest_step(run), self._flags.processes, [f"async_save={asynchronous}"]
+        if self._flags.elastic:
+            processes = self._random.randint(1, processes + 1)
+            settings.append(f"sharding_strategy={self._random.choice(STRATEGIES)}")
+        kill = self._draw(processes) if self._kinds.total() < self._flags.kills else None
+        job = self._start(run, processes, settings)
+        try:
+            is_hit = kill is not None and job.kill(kill, self._last_step)
+            codes = job.await_end(self._flags.patience if is_hit else math.inf)
+        finally:
+            job.close()
+        check_checkpoints(run, before)
+        if not any(codes):
+            return True  # a kill that came was too late
+        if kill is None or not is_hit:
             raise Broken(
-                f"start {self._starts} of {run} failed by itself, with {statuses} (-9: it hung): see {run / 'starts'}"
+                f"start {self._starts} of {run} failed by itself, with {codes} (-9: it hung): see {run / 'starts'}"
             )
-        self._kills += 1
-        self._kinds[WHOM[shot.whom]] += 1
-        if PREEMPTED in statuses:
-            self._kinds["of which it saved and ended with 75"] += 1
-            view = job.look()
-            if view.newest < max(view.steps, default=0):
-                raise Broken(f"{run} was told to end and saved step {view.newest}, though it had reported more")
+        self._kinds[kill.kind] += 1
+        if PREEMPTED in codes:
+            self._preempted += 1
+            if newest_step(run) < max(job.reported_steps(), default=0):
+                raise Broken(f"{run} was told to stop and saved step {newest_step(run)}, though it had reported more")
         return False
 
-    def _draw(self, processes: int) -> Shot:
-        """The next shot."""
+    def _draw(self, processes: int) -> Kill:
+        """Return the next kill."""
         draw = self._random
         event = draw.choices(("start-up", "step", "save", "commit"), (2, 3, 4, 2))[0]
         # A save of a small model takes tens of milliseconds; to rename a folder, or remove one, takes a few.
-        delay = {
+        delay_seconds = {
             "start-up": draw.uniform(0, self._start_up_seconds),
             "step": draw.uniform(0, 2 * self._step_seconds),
             "save": 10 ** draw.uniform(-4, -1),
             "commit": 10 ** draw.uniform(-5, -1.5),
         }[event]
         count = draw.randint(1, 12 if event == "step" else 3)
-        return Shot(draw.choice(self._flags.whom.split(",")), draw.randrange(processes), event, count, delay)
+        return Kill(draw.choice(KINDS), draw.randrange(processes), event, count, delay_seconds)
 
     def _start(self, run: Path, processes: int, settings: list[str]) -> Job:
         self._starts += 1
@@ -215,36 +307,92 @@ class Soak:
         # Each run makes its own index: a kill may come then, too.
         places = [f"data_path={self._root / 'data'}", f"ckpt_save_path={run}", f"index_path={run / 'index'}"]
         names = [logs / f"{self._starts}-rank-{rank}.log" for rank in range(processes)]
-        return Job(run, names, [*places, *settings, *self._settings], self._limit_seconds)
+        return Job(run, names, [*RUN, *settings, *self._settings, *places], self._limit_seconds)
+
+    def _compare(self, reference: Path, run: Path) -> None:
+        """Check that two runs are equal, and remove the second."""
+        if faults := differences(reference, run, exact=not self._flags.elastic):
+            raise Broken(f"{run} differs from {reference} in {len(faults)} ways:\n  " + "\n  ".join(faults[:20]))
+        shutil.rmtree(run)
+
+
+def newest_step(run: Path) -> int:
+    """Return the highest committed step of a run; 0 if there is none."""
+    return max(map(step_of, committed_checkpoints(run)), default=0)
 
 
 def check_checkpoints(run: Path, before: int) -> None:
-    """Whether every committed checkpoint is sound, and the newest one no older than it was.
-
-    Args:
-        run: folder of a run.
-        before: step of its newest checkpoint before the last start.
+    """Check that every committed checkpoint of a run is sound, and the newest no older than step `before`.
 
     Raises:
         Broken: one is not.
     """
     paths = committed_checkpoints(run)
-    faults = [fault for path in paths for fault in faults_of(path, threads=1)]
+    faults = [fault for path in paths for fault in faults_of(path)]
     best = run / CHECKPOINTS / BEST
     if best.is_symlink() and not (best.is_dir() and best.resolve().name in {path.name for path in paths}):
         faults.append(f"{best} leads to {best.readlink()}, which is no checkpoint")
-    if View.of(run).newest < before:
-        faults.append(f"the newest checkpoint of {run} was of step {before}, and is now of {View.of(run).newest}")
+    if newest_step(run) < before:
+        faults.append(f"the newest checkpoint of {run} was of step {before}, and is now of {newest_step(run)}")
     if faults:
         raise Broken("\n  ".join(faults))
 
 
-def _saves(beside_training: bool) -> str:
-    return f"async_save={str(beside_training).lower()}"
+def differences(reference: Path, run: Path, exact: bool = True) -> list[str]:
+    """Return what is different at the end of two runs, a line per difference.
+
+    Args:
+        reference: folder of a run.
+        run: folder of the other.
+        exact: tensors and losses have to be equal bit for bit; otherwise to rounding, and all the rest exactly.
+    """
+    theirs, ours = ({step_of(path): path for path in committed_checkpoints(each)} for each in (reference, run))
+    if max(theirs) not in ours:
+        return [f"there is no checkpoint of the last step, {max(theirs)}"]
+    faults = [f"checkpoints of {sorted(ours)} in place of {sorted(theirs)}"] if len(ours) > len(theirs) else []
+    both = theirs.keys() & ours.keys()
+    expected = _facts(reference, {step: theirs[step] for step in both}, exact)
+    found = _facts(run, {step: ours[step] for step in both}, exact)
+    for what in sorted(expected.keys() | found.keys()):
+        value, other = expected.get(what), found.get(what)
+        if not _is_same(what, value, other, exact):
+            faults.append(what if isinstance(value, torch.Tensor) else f"{what}: {other} in place of {value}")
+    return faults
+
+
+def _facts(run: Path, checkpoints: dict[int, Path], exact: bool) -> dict[str, Any]:
+    """Return every value of a run that neither the clock nor the machine decides, by what it is."""
+    facts: dict[str, Any] = {"the best": (run / CHECKPOINTS / BEST).resolve().name} if exact else {}
+    lines: Counter[str] = Counter()
+    for text in (run / "logs" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        where = f"step {line['step']}, {'evaluation' if 'evaluation_loss' in line else 'report'}"
+        lines[where] += 1
+        facts |= {f"{where} {lines[where]}: {name}": line.get(name) for name in IN_METRICS}
+    for step, path in checkpoints.items():
+        manifest = read_document(path)
+        facts |= {f"checkpoint {step}: {name}": getattr(manifest, name) for name in IN_MANIFESTS}
+        tensors = open_tensors(CheckpointRef(path, manifest))
+        facts |= {f"checkpoint {step}: {name}": tensors.read(name) for name in tensors.shapes()}
+    return facts | {f"{where}, lines": count for where, count in lines.items()}
+
+
+def _is_same(what: str, value: Any, other: Any, exact: bool) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        if (other.shape, other.dtype) != (value.shape, value.dtype):
+            return False
+        if exact:  # as bytes: NaN equals itself, and zeros of both signs differ
+            return torch.equal(other.flatten().view(torch.uint8), value.flatten().view(torch.uint8))
+        norm = value.double().norm().clamp(min=1e-6)
+        return bool((other.double() - value.double()).norm() <= TENSOR_TOLERANCE * norm)
+    is_rounded = "loss" in what or "grad_norm" in what
+    if not exact and is_rounded and isinstance(value, float) and isinstance(other, float):
+        return abs(other - value) <= LOSS_TOLERANCE * abs(value)
+    return bool(value == other)
 
 
 def write_dataset(folder: Path, documents: int = 2000) -> None:
-    """Writes documents whose next token mostly follows from the last one: something to learn."""
+    """Write documents whose next token mostly follows from the last one: something to learn."""
     generator = np.random.default_rng(0)
     folder.mkdir(parents=True)
     rows = []
@@ -254,6 +402,25 @@ def write_dataset(folder: Path, documents: int = 2000) -> None:
     table = pa.table({"tokens": pa.array(rows, pa.list_(pa.uint16()))})
     with pa.ipc.new_file(folder / "part-0.arrow", table.schema) as writer:
         writer.write_table(table, max_chunksize=100)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Kill a training run at random and compare.", allow_abbrev=False)
+    parser.add_argument("--kills", type=int, default=200, help="how many (default 200)")
+    parser.add_argument("--processes", type=int, default=2, help="of the run (default 2)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to make a folder for the runs")
+    parser.add_argument("--patience", type=float, default=10, help="seconds for peers of a killed rank to notice")
+    parser.add_argument("--elastic", action="store_true", help="change processes and strategy at each start")
+    flags, settings = parser.parse_known_args(arguments)
+    root = Path(tempfile.mkdtemp(prefix="soak-", dir=flags.folder))
+    soak = Soak(flags, [setting.lstrip("-") for setting in settings], root)
+    try:
+        soak.run()
+    except Broken as broken:
+        sys.exit(f"{soak.summary()}\nBROKEN: {broken}\nThe runs, and what each start printed, are kept in {root}")
+    print(soak.summary())
+    shutil.rmtree(root)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.devices import GPUS, Gpu
 from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
-from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime
+from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
 from pretraining.text import count_of, format_gib, format_seconds
 

@@ -95,14 +95,6 @@ PARTS = {
         Task(80, f"{COMPARE}.against_ddp {SMALL} --batch_size=16 --processes=1 --rounds=8"),
     ),
     "checkpoints": (Task(540, f"{MEASURE}.checkpoints {SMALL} --batch_size=16 --rounds=5 --runs=3"),),
-    "kernels": (
-        Task(90, f"{MEASURE}.operations {ONE_B} --batch_size=8 {COMPILED}"),
-        Task(80, f"{MEASURE}.operations {SMALL} --batch_size=64 {COMPILED}"),
-        Task(90, f"{MEASURE}.operations {EIGHT_B} --batch_size=2 {COMPILED} --float8=rowwise"),
-        Task(110, f"{MEASURE}.document_mask --heads=16 --rounds=14"),
-        Task(90, f"{MEASURE}.loss --rounds=7"),
-        Task(80, f"{MEASURE}.optimizers --model_variant=350m --processes=1 --rounds=5"),
-    ),
 }
 
 

@@ -30,23 +30,22 @@ from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import TrainConfig
 from pretraining.launch.layout import port_of_name
 from scripts.benchmark.common import (
-    ON_CPU,
-    ON_GPU,
     Number,
     Over,
     Table,
     announce,
-    announce_rest,
-    check_processes,
     describe,
     end_if_checked,
-    parse,
+    flag_parser,
+    parse_with_settings,
     read_settings,
     spread,
     synchronize,
     train_project,
 )
 
+ON_GPU = ("model_variant=125m", "seq_length=1024", "batch_size=16")
+ON_CPU = ("model_variant=tiny", "vocab_size=4096", "seq_length=256", "batch_size=2", "global_batch_size=4")
 # A constant learning rate and no decay: contenders whose schedules and parameter groups differ in details then still
 # do the same updates, and their losses can be compared. Nothing is evaluated or saved before the race is over.
 RACE = ("use_dummy_dataset=true", "warmup_steps=0", "min_lr_ratio=1", "weight_decay=0", "report_interval=10")
@@ -67,7 +66,7 @@ class Turn:
         self._began = 0.0
 
     def before_step(self, loss: float | None) -> None:
-        """Calls before each optimizer step: between turns, tells how long the last one took, and waits for the next.
+        """Before each optimizer step: report a finished turn to the referee, and wait for the next one.
 
         Args:
             loss: the mean loss that was last reported, if any; rank 0's is shown.
@@ -102,22 +101,23 @@ class Lane:
 
 
 def project(config: TrainConfig, turn: Turn) -> None:
-    """The contender that most races have: the project's own loop and everything that belongs to it."""
+    """Train as a contender with the project's own loop and everything that belongs to it."""
     train_project(config, turn.before_step)
 
 
 def parse_race(description: str, processes: int = 1) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the flags of a race; the rest are settings of training. `processes`: of each contender, by default."""
-    return parse(
+    """Return the flags of a race, and settings of training. `processes`: of each contender, by default."""
+    parser = flag_parser(
         description,
         rounds=Number(16, "turns of each that count"),
         steps=Number(10, "optimizer steps of a turn"),
         processes=Number(processes, "of each contender, on this machine"),
     )
+    return parse_with_settings(parser)
 
 
 def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: argparse.Namespace) -> None:
-    """Lets two contenders train in turns, and prints what came of it.
+    """Let two contenders train in turns, and print their speeds, their ratio and their losses.
 
     Args:
         contenders: name -> function that trains, with a call of `turn.before_step` before each step; the first one's
@@ -137,7 +137,8 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: ar
     tokens = resolve_batch_sizes(config.batch, processes).global_batch_size * config.data.seq_length * steps
     table = Table("", "tokens/s", "quartiles", "loss at the end")
     for name, lane in lanes.items():
-        table.add(name, *spread([tokens / s for s in lane.seconds], ",.0f"), f"{lane.loss:.4f}")
+        median, quartiles = spread([tokens / seconds for seconds in lane.seconds], ",.0f")
+        table.add(name, median, quartiles, f"{lane.loss:.4f}")
     table.print()
     first, second = lanes.values()
     median, quartiles = spread([b / a for a, b in zip(first.seconds, second.seconds, strict=True)], ".3f")
@@ -147,17 +148,17 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: ar
 
 
 def race_settings(settings: Sequence[str], flags: argparse.Namespace) -> TrainConfig:
-    """The configuration of a race; ends it where that cannot be raced."""
+    """Return the configuration of a race; one that cannot be raced ends the benchmark."""
     rounds, steps = flags.rounds, flags.steps
-    check_processes(flags.processes)
+    if torch.cuda.is_available() and flags.processes > torch.cuda.device_count():
+        sys.exit(f"error: --processes={flags.processes}: each takes a GPU, and there are {torch.cuda.device_count()}")
     defaults = ON_GPU if torch.cuda.is_available() else ON_CPU
     total = f"num_steps={(rounds + 1) * steps + 1}"
     config = read_settings([*RACE, *defaults, total, *settings], flags.processes)
     interval = config.report.report_interval
     if interval.unit != "steps" or not 0 < interval.amount <= rounds * steps:
         sys.exit(
-            f"error: a race ends with the loss that was last reported: --report_interval={interval} must be 1 to "
-            f"{rounds * steps}, the steps of {rounds} rounds"
+            f"error: a race shows the last reported loss: --report_interval={interval} must be 1 to {rounds * steps}"
         )
     return config
 
@@ -165,16 +166,14 @@ def race_settings(settings: Sequence[str], flags: argparse.Namespace) -> TrainCo
 def run_race(
     contenders: Mapping[str, Contender], config: TrainConfig, folder: Path, rounds: int, steps: int, processes: int = 1
 ) -> dict[str, Lane]:
-    """Lets contenders train in turns, each in its own folder under `folder`; returns their results."""
+    """Let contenders train in turns, each in its own folder under `folder`; return their results."""
     teams: dict[str, list[Connection]] = {}
     for name, contender in contenders.items():
         own = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(folder / name)))
         teams[name] = _start(contender, own, steps, processes, folder / name)
     turns: dict[str, list[tuple[float, float | None]]] = {name: [] for name in contenders}
     try:
-        for number in range(rounds + 1):
-            if number == 1:
-                announce_rest(rounds * sum(seconds for ((seconds, _),) in turns.values()))
+        for _ in range(rounds + 1):
             for name, team in teams.items():
                 turns[name].append(_take_turn(team))
         for name in teams:
@@ -194,7 +193,7 @@ def run_race(
 
 
 def _start(contender: Contender, config: TrainConfig, steps: int, processes: int, log: Path) -> list[Connection]:
-    """Starts a contender's processes; returns the referee's ends of their pipes, in the order of ranks."""
+    """Start a contender's processes; return the referee's ends of their pipes, in the order of ranks."""
     context = multiprocessing.get_context("spawn")
     port = port_of_name(str(log))  # the folder is new, and outgoing connections are given none of these ports
     ends: list[Connection] = []
@@ -209,7 +208,7 @@ def _start(contender: Contender, config: TrainConfig, steps: int, processes: int
 
 
 def _take_turn(team: list[Connection]) -> tuple[float, float | None]:
-    """Lets a contender train; seconds until the last of its processes was done, and the loss that rank 0 reported."""
+    """Let a contender train; return the seconds until its last process was done, and the loss that rank 0 reported."""
     for end in team:
         end.send(True)
     outcomes: dict[Connection, tuple[float, float | None]] = {}
@@ -223,7 +222,7 @@ def _take_turn(team: list[Connection]) -> tuple[float, float | None]:
 def _contend(
     contender: Contender, config: TrainConfig, connection: Connection, steps: int, variables: dict[str, str], log: Path
 ) -> None:
-    """A contender's process; what it prints goes to a file, on both sides alike."""
+    """Run a contender's process; what it prints goes to a file, on both sides alike."""
     os.environ.update(variables)
     with log.open("w") as file, redirect_stdout(file):
         try:
@@ -236,7 +235,7 @@ def _contend(
 
 
 def _launcher_variables(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What torchrun would set; nothing for one process, which is started without it."""
+    """Return what torchrun would set; nothing for one process, which is started without it."""
     if processes == 1:
         return {}
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
@@ -247,6 +246,6 @@ def _launcher_variables(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 def _share_cores(processes: int) -> None:
-    """A contender's processes compute at the same time: together they have the threads that one would have."""
+    """Share out threads: a contender's processes compute at the same time, with as many together as one would have."""
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
     torch.set_num_threads(int(threads))

@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import multiprocessing
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from helpers import ROOT, run_command
+from training_runs import losses_of, train_runs
 
-SCRIPT = ROOT / "scripts" / "check_levers.py"
+PROCESSES = (1, 2, 4)
+STRATEGIES = ("ddp", "fsdp", "zero2", "hsdp", "hsdp_zero2")
+CHECKPOINTING = ("none", "1", "op", "2", "2/3")
+COMMON = ["num_steps=50", "global_batch_size=6", "checkpoint_interval=0"]
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return importlib.import_module("check_levers")
+def levers(strategy: int, checkpointing: int) -> tuple[int, list[str]]:
+    """Return a number of processes and settings: over all arguments, any two values of any two levers meet."""
+    number = strategy + checkpointing  # 0 to 8: each remainder of 3, of 2, and of its half meets each other one
+    processes = PROCESSES[number % 3]
+    settings = [f"sharding_strategy={STRATEGIES[strategy]}", f"batch_size={1 + number % 2}"]
+    settings += [f"use_torch_compile={number // 2 % 2 == 1}"]
+    if STRATEGIES[strategy].startswith("hsdp"):
+        settings += [f"hsdp_group_size={max(1, processes // 2)}"]
+    if CHECKPOINTING[checkpointing] != "none":
+        settings += ["fsdp_activation_checkpointing=true", f"selective_checkpointing={CHECKPOINTING[checkpointing]}"]
+    return processes, settings
 
 
 @pytest.mark.slow
-def test_fifty_losses_are_the_same_whatever_two_levers_meet() -> None:
-    done = run_command([sys.executable, SCRIPT, "--cover"])
-    assert " runs of 50 steps; the reference's loss goes from " in done.stdout
-
-
-def test_a_run_that_fails_ends_all_processes_of_its_launch_with_its_error(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_fifty_losses_are_the_same_whatever_two_levers_meet(
+    data_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        script, "settings_of", lambda combination: [*script.SETTINGS, "hsdp_group_size=3", "sharding_strategy=hsdp"]
-    )
-    with pytest.raises(SystemExit, match="needs groups of equal size"):
-        script.train_all([("2", "hsdp", "none", "1", "false")], 1, tmp_path)
-    assert not multiprocessing.active_children()
-
-
-def test_in_the_cover_any_two_values_of_any_two_factors_meet(script: ModuleType) -> None:
-    everything = list(itertools.product(*script.FACTORS.values()))
-    cover = script.cover_pairs(everything)
-    assert cover[0] == everything[0] and set(cover) <= set(everything)
-    assert len(cover) == len(set(cover)) <= 30
-    for (first, ones), (second, others) in itertools.combinations(enumerate(script.FACTORS.values()), 2):
-        met = {(combination[first], combination[second]) for combination in cover}
-        assert met == set(itertools.product(ones, others))
-
-
-def test_a_curve_that_differs_or_ends_early_fails_the_check(
-    script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reference = [4.0, 3.0, 2.0]
-    same, other = tuple("abcde"), tuple("vwxyz")
-    for curve, shown in (([4.0, 3.0001, 2.0], "3.3e-05   TOO LARGE"), ([4.0, 3.0], "inf   TOO LARGE")):
-        assert script.report({same: reference, other: curve}, reference) == 1
-        assert shown in capsys.readouterr().out
-    assert script.report({same: reference, other: [4.0, 3.00001, 2.0]}, reference) == 0
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each of the compiler's processes would import torch
+    train_runs(1, data_path, [[*COMMON, "batch_size=6", f"ckpt_save_path={tmp_path / 'reference'}"]])
+    runs: dict[int, list[list[str]]] = {processes: [] for processes in PROCESSES}
+    for number, (strategy, checkpointing) in enumerate(itertools.product(range(5), repeat=2)):
+        processes, settings = levers(strategy, checkpointing)
+        runs[processes].append([*COMMON, *settings, f"ckpt_save_path={tmp_path / str(number)}"])
+    for processes, several in runs.items():
+        train_runs(processes, data_path, several)
+    reference = losses_of(tmp_path / "reference")
+    assert len(reference) == 50 and reference[-1] < reference[0]
+    for run in itertools.chain.from_iterable(runs.values()):
+        folder = Path(run[-1].partition("=")[2])
+        assert losses_of(folder) == pytest.approx(reference, rel=1e-5), run

@@ -92,7 +92,12 @@ def data_parallel(config: TrainConfig, turn: Turn) -> None:
         alone = dist.new_group([processes.rank], use_local_synchronization=True)
         # It averages gradients over ranks.
         contender = Contender(
-            *(wrapped, parameters, before_micro_batch, lambda: local_gradients(parameters.values()), alone, 1.0)
+            module=wrapped,
+            parameters=parameters,
+            before_micro_batch=before_micro_batch,
+            gradients=lambda: local_gradients(parameters.values()),
+            shard_group=alone,
+            loss_share=1.0,
         )
         train(config, turn, processes, contender)
 

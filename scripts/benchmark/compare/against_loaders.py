@@ -25,17 +25,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from scripts.benchmark.common import Number, Table, announce, flag_parser, in_turn, spread
+from scripts.benchmark.common import Number, Table, announce, flag_parser, spread
 from scripts.benchmark.documents import (
     SEQ_LENGTH,
     VOCABULARY,
@@ -53,31 +50,28 @@ ROW = SEQ_LENGTH + 1
 FMS_WINDOW = 10_000
 """Rows that fms-fsdp's loader shuffles among; until it has them, it reads two for each that it gives."""
 Batches = Iterator[int]
-Contender = Callable[[Path, str], Batches]
+"""The number of tokens of each batch."""
 
 
-def project(folder: Path, name: str, global_batch: int) -> Batches:
-    """Read with the project, in micro-batches of 8."""
+def project(folder: Path, name: str) -> Batches:
     config = settings_of(folder, name)
-    for step in open_loader(config, open_data(config), global_batch):
+    for step in open_loader(config, open_data(config), BATCH):
         for micro_batch in step.micro_batches:
             yield micro_batch.tokens_BT.size(0) * SEQ_LENGTH
 
 
 def fms_fsdp(folder: Path, name: str) -> Batches:
-    """fms-fsdp's loader with its defaults, once its window is full."""
+    """Read with fms-fsdp's loader and its defaults, once its window is full."""
     from fms_fsdp.utils import dataloader_utils, dataset_utils
 
     # It hands over the class where it needs an object, and then fails.
     dataloader_utils._handler_map["arrow"] = dataset_utils.ArrowHandler()
-    settings = SimpleNamespace(
-        data_path=str(folder / "fms" / name),
-        **{"datasets": "documents", "weights": "1", "file_type": "arrow", "col_name": "tokens"},
-        **{"seq_length": SEQ_LENGTH, "batch_size": BATCH, "logical_shards": 1024, "num_workers": 0, "seed": 2023},
-        **{"bos_token": None, "eos_token": 0, "bol_token": None, "eol_token": None, "strip_tokens": ""},
-        **{"vocab_size": VOCABULARY, "resuming_dataset": False, "checkpoint_interval": sys.maxsize},
-        **dict.fromkeys(("ckpt_load_path", "ckpt_save_path"), str(folder / "none")),
-    )
+    data = {"datasets": "documents", "weights": "1", "file_type": "arrow", "col_name": "tokens", "seed": 2023}
+    sizes = {"seq_length": SEQ_LENGTH, "batch_size": BATCH, "logical_shards": 1024, "num_workers": 0}
+    tokens_of = {"vocab_size": VOCABULARY, "eos_token": 0, "bos_token": None, "bol_token": None, "eol_token": None}
+    saves = {"checkpoint_interval": sys.maxsize, "resuming_dataset": False, "strip_tokens": ""}
+    paths = dict.fromkeys(("ckpt_load_path", "ckpt_save_path"), str(folder / "none"))
+    settings = SimpleNamespace(data_path=str(folder / "fms" / name), **data, **sizes, **tokens_of, **saves, **paths)
     batches = iter(dataloader_utils.get_data_loader(settings, 0, 1))
     for _ in range(FMS_WINDOW // BATCH):
         next(batches)
@@ -86,15 +80,16 @@ def fms_fsdp(folder: Path, name: str) -> Batches:
 
 
 def mosaic_rows(folder: Path, name: str) -> Batches:
-    """Mosaic Streaming on rows that are packed already."""
-    for batch in _endless(DataLoader(_mosaic(folder / "mds_rows" / name), batch_size=BATCH)):
+    """Read rows that are packed already."""
+    loader = DataLoader(_mosaic(folder / "mds_rows" / name), batch_size=BATCH)
+    for batch in itertools.chain.from_iterable(itertools.repeat(loader)):
         yield batch["tokens"].shape[0] * SEQ_LENGTH
 
 
 def mosaic_documents(folder: Path, name: str) -> Batches:
-    """Mosaic Streaming on documents, packed when they are read."""
-    documents = _endless(_mosaic(folder / "mds_documents" / name))
-    return _batches_of(Rows(document["tokens"] for document in documents))
+    """Read documents, and pack them by hand."""
+    documents = itertools.chain.from_iterable(itertools.repeat(_mosaic(folder / "mds_documents" / name)))
+    return _packed(document["tokens"] for document in documents)
 
 
 def _mosaic(folder: Path) -> IterableDataset[dict[str, np.ndarray]]:
@@ -106,40 +101,20 @@ def _mosaic(folder: Path) -> IterableDataset[dict[str, np.ndarray]]:
     return dataset
 
 
-def datasets_lists(folder: Path, name: str) -> Batches:
-    """Hugging Face datasets as its documentation has it: streamed, shuffled in a buffer, grouped as lists."""
-    from datasets import load_dataset
-
-    def group(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        tokens = list(itertools.chain.from_iterable(examples["tokens"]))
-        return {"input_ids": [tokens[at : at + ROW] for at in range(0, len(tokens) - ROW + 1, ROW)]}
-
-    def stack(examples: list[dict[str, list[int]]]) -> torch.Tensor:
-        return torch.tensor([example["input_ids"] for example in examples])
-
-    files = [str(path) for path in token_files(folder / name)]
-    documents = load_dataset("arrow", data_files=files, split="train", streaming=True)
-    rows = documents.shuffle(seed=0, buffer_size=10_000).map(group, batched=True, remove_columns=["tokens"])
-    # `rows.with_format("torch")` in place of `stack` takes fifteen times as long.
-    for batch in _endless(DataLoader(rows, batch_size=BATCH, collate_fn=stack)):
-        yield batch.shape[0] * SEQ_LENGTH
-
-
 def datasets_arrays(folder: Path, name: str) -> Batches:
-    """Hugging Face datasets with more care: mapped into memory, shuffled wholly, read and packed as numpy arrays."""
+    """Read Hugging Face datasets, mapped into memory, shuffled wholly, as numpy arrays, and pack them by hand."""
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
     files = [str(path) for path in token_files(folder / name)]
     documents = load_dataset("arrow", data_files=files, split="train", cache_dir=str(folder / "datasets_cache"))
     documents = documents.with_format("numpy")
-
-    def read() -> Iterator[np.ndarray]:
-        for seed in itertools.count():
-            for examples in documents.shuffle(seed=seed).iter(batch_size=1000):
-                yield from examples["tokens"]
-
-    return _batches_of(Rows(read()))
+    return _packed(
+        document
+        for seed in itertools.count()
+        for examples in documents.shuffle(seed=seed).iter(batch_size=1000)
+        for document in examples["tokens"]
+    )
 
 
 class Rows(IterableDataset[np.ndarray]):
@@ -162,38 +137,9 @@ class Rows(IterableDataset[np.ndarray]):
                 parts = [tokens[len(tokens) - held :]]
 
 
-def _batches_of(rows: Rows) -> Batches:
-    for batch in DataLoader(rows, batch_size=BATCH):
+def _packed(documents: Iterator[np.ndarray]) -> Batches:
+    for batch in DataLoader(Rows(documents), batch_size=BATCH):
         yield batch.shape[0] * SEQ_LENGTH
-
-
-def _endless(passes: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from passes
-
-
-CONTENDERS: dict[str, tuple[Contender, tuple[str, ...]]] = {
-    "project, 8 samples a step": (partial(project, global_batch=BATCH), ()),
-    "project, 512 samples a step": (partial(project, global_batch=512), ()),
-    "fms-fsdp": (fms_fsdp, ("fms_fsdp", "transformers")),
-    "Mosaic Streaming, packed rows": (mosaic_rows, ("streaming",)),
-    "Mosaic Streaming, documents": (mosaic_documents, ("streaming",)),
-    "datasets, streamed lists": (datasets_lists, ("datasets",)),
-    "datasets, shuffled arrays": (datasets_arrays, ("datasets",)),
-}
-"""By name, with the packages that each takes."""
-WRITERS: dict[str, tuple[str, Callable[[list[Path], Path], None]]] = {
-    "fms": ("fms-fsdp", lambda files, target: _write_one_a_record_batch(files, target)),
-    "mds_rows": (
-        "Mosaic Streaming, packed rows",
-        lambda files, target: _write_mds(Rows(read_documents(files)), f"uint16:{ROW}", target),
-    ),
-    "mds_documents": (
-        "Mosaic Streaming, documents",
-        lambda files, target: _write_mds(read_documents(files), "uint16", target),
-    ),
-}
-"""Folders of documents in other forms, with the contender that reads them."""
 
 
 def _write_one_a_record_batch(files: list[Path], folder: Path) -> None:
@@ -220,6 +166,27 @@ def _write_mds(arrays: Iterable[np.ndarray], dtype: str, folder: Path) -> None:
             writer.write({"tokens": np.ascontiguousarray(tokens)})
 
 
+CONTENDERS: dict[str, tuple[Callable[[Path, str], Batches], tuple[str, ...]]] = {
+    "project": (project, ()),
+    "fms-fsdp": (fms_fsdp, ("fms_fsdp", "transformers")),
+    "Mosaic Streaming, packed rows": (mosaic_rows, ("streaming",)),
+    "Mosaic Streaming, documents": (mosaic_documents, ("streaming",)),
+    "datasets, shuffled arrays": (datasets_arrays, ("datasets",)),
+}
+"""By name, with the packages that each takes; the first is what the others are compared with."""
+WRITERS: dict[str, tuple[str, Callable[[list[Path], Path], None]]] = {
+    "fms": ("fms-fsdp", _write_one_a_record_batch),
+    "mds_rows": (
+        "Mosaic Streaming, packed rows",
+        lambda files, target: _write_mds(Rows(read_documents(files)), f"uint16:{ROW}", target),
+    ),
+    "mds_documents": (
+        "Mosaic Streaming, documents",
+        lambda files, target: _write_mds(read_documents(files), "uint16", target),
+    ),
+}
+"""Folders of documents in other forms, with the contender that reads them."""
+
 _opened: list[Batches] = []
 """In a contender's process, what it reads from."""
 
@@ -245,9 +212,7 @@ def race(contenders: list[str], folder: Path, name: str, rounds: int) -> dict[st
             each: stack.enter_context(ProcessPoolExecutor(1, spawn, initializer=_open, initargs=(each, folder, name)))
             for each in contenders
         }
-        turns = [
-            {each: pool.submit(_read).result() for each, pool in pools.items()} for _ in in_turn(range(rounds + 1))
-        ]
+        turns = [{each: pool.submit(_read).result() for each, pool in pools.items()} for _ in range(rounds + 1)]
     return {each: [turn[each] for turn in turns[1:]] for each in contenders}
 
 
@@ -277,10 +242,9 @@ def main() -> None:
                 if reader in contenders:
                     write(token_files(folder / name), folder / form / name)
             rates = race(contenders, folder, name, flags.rounds)
-            own = rates[contenders[0]]
-            table = Table(f"documents of {mean} tokens", "M tokens/s", "quartiles", "project, 8 / it")
+            table = Table(f"documents of {mean} tokens", "M tokens/s", "quartiles", "project / it")
             for contender, each in rates.items():
-                ratio, _ = spread([a / b for a, b in zip(own, each, strict=True)], ".1f")
+                ratio, _ = spread([a / b for a, b in zip(rates["project"], each, strict=True)], ".1f")
                 table.add(contender, *spread([rate / 1e6 for rate in each], ".1f"), ratio)
             table.print()
 

@@ -12,20 +12,27 @@ shard them. All contenders flush every file to the disk before a save is over (`
     DCP, 4 threads    and with four files per process, written by as many threads
     DCP, safetensors  HuggingFaceStorageWriter, each process its own shards, with four threads for loads
 
-Memory is what a process that does nothing else takes beyond its tensors, mapped files included. What was loaded is
-compared with what was saved. Then runs are trained that save in place and beside the training (`async_saves.py`), and
-runs are killed and resumed (`resume.py`).
+What was loaded is compared with what was saved. Then runs train in turns, with saves in place and beside the training;
+each saves twice, since the first save also takes the memory for the copies. At last, runs are killed by SIGKILL soon
+after a save, and the same command starts at once.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,31 +40,35 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from pretraining.checkpoint.manifest import Manifest, checkpoint_path, tensor_state
+from pretraining.checkpoint.manifest import Manifest, checkpoint_path, committed_checkpoints, tensor_state
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.start_point import find_start
 from pretraining.checkpoint.writer import local_tensor, plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.mesh import build_mesh
-from pretraining.distributed.processes import Processes
+from pretraining.distributed.processes import Processes, join_processes
+from pretraining.launch.layout import free_port, resolve_layout
 from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
+from pretraining.train.loop import train_loop
 from scripts.benchmark.common import (
     LENGTH,
     Number,
     Table,
+    announce,
     flag_parser,
-    in_turn,
+    join,
     parse_with_settings,
+    print_table,
     read_settings,
     spread,
+    start_run,
     synchronize,
 )
-from scripts.benchmark.job import add_folder_flag, drop_from_memory, measured_folder, memory_for, run_job, world_sizes
-from scripts.benchmark.measure import async_saves, resume
+from scripts.benchmark.measure import startup
 
 DEFAULTS = ("use_dummy_dataset=true", "model_variant=tiny", "seq_length=64", "batch_size=1", "tracker=none")
 QUIET = ("report_interval=0", "progress=plain")
@@ -70,7 +81,10 @@ THREADS = 4
 DAMAGES = 8
 """Bytes, spread over the largest file, that are changed one at a time."""
 KINDS = ("save", "load", "load, file cache")
+SAVE_STEPS, LAST_STEP, FOLLOWING_STEPS = (5, 15), 21, 5
 Tensors = Mapping[str, torch.Tensor]
+Seconds = dict[tuple[str, str], list[float]]
+"""Of each turn, by contender and kind."""
 
 
 @dataclass(frozen=True)
@@ -139,59 +153,95 @@ def main() -> None:
         rounds=Number(11, "turns of each"),
         runs=Number(5, "runs of each kind that train and save, and of those killed"),
     )
-    add_folder_flag(parser)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure (default %(default)s)")
     flags, settings = parse_with_settings(parser, OWN)
     settings = [*DEFAULTS, *QUIET, *settings]
     config = read_settings(settings)
-    with measured_folder(flags) as root:
-        print(f"model     {parameter_count(resolve_shape(config.model)):,} parameters", flush=True)
-        for world_size in world_sizes():
-            _compare(root, config, world_size, flags.rounds)
-        async_saves.compare(root / "training", config, flags.runs)
-        resume.measure(root / "killed", settings, flags.runs)
+    announce(flags)
+    print(f"model     {parameter_count(resolve_shape(config.model)):,} parameters; files in {flags.folder}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=flags.folder) as folder:
+        for world_size in (1, 2) if torch.cuda.device_count() != 1 else (1,):
+            compare(Path(folder), config, world_size, flags.rounds)
+        compare_blocking(Path(folder) / "training", config, flags.runs)
+        starts = [_kill_and_resume(Path(folder) / f"killed-{number}", settings) for number in range(flags.runs + 1)]
+    print_table(("after kill -9", "seconds"), startup.rows_of(starts[1:]))
 
 
-def _compare(root: Path, config: TrainConfig, world_size: int, rounds: int) -> None:
+def compare(root: Path, config: TrainConfig, world_size: int, rounds: int) -> None:
     """Print the tables of jobs of this size."""
-    payload, seconds = run_job(take_turns, world_size, root, config, rounds)
+    payload, seconds, noticed = run_job(world_size, root, config, rounds)
     of_processes = f"{world_size} process{'es' if world_size > 1 else ''}"
-    rates = Table(of_processes, *(column for kind in KINDS for column in (f"{kind}, GB/s", f"{kind}, project / it")))
+    columns = [column for kind in KINDS for column in (f"{kind}, GB/s", f"{kind}, project / it")]
+    table = Table(of_processes, *columns, "damaged bytes noticed")
     for name in CONTENDERS:
         cells = []
         for kind in KINDS:
             own, its = seconds["project", kind], seconds[name, kind]
             middle, quartiles = spread([b / a for a, b in zip(own, its, strict=True)], ".2f")
             cells += [spread([payload / each / 1e9 for each in its], ".2f")[0], f"{middle} ({quartiles})"]
-        rates.add(name, *cells)
-    rates.print()
+        table.add(name, *cells, f"{noticed[name]} of {DAMAGES}" if name in noticed else "-")
+    table.print()
     print(f"\n{payload:,} bytes of tensors; median (quartiles) of {rounds} rounds", flush=True)
-    needs = Table(of_processes, "bytes on disk", "save, peak MiB", "load, peak MiB", "damaged bytes noticed")
-    for name in in_turn([name for name in CONTENDERS if name != RAW]):
-        disk_bytes, peaks, noticed = run_job(measure_needs, world_size, root, config, name)
-        cells = ["-" if peak is None else f"{peak / 2**20:,.0f}" for peak in peaks]
-        needs.add(name, f"{disk_bytes:,}", *cells, f"{noticed} of {DAMAGES}")
-    needs.print()
 
 
-def take_turns(
-    processes: Processes, root: Path, config: TrainConfig, rounds: int
-) -> tuple[int, dict[tuple[str, str], list[float]]]:
-    """In each process, let all contenders save, then load, in an order that changes.
+def run_job(world_size: int, root: Path, config: TrainConfig, rounds: int) -> tuple[int, Seconds, dict[str, int]]:
+    """Return what `measure` returns on rank 0 of a job of new processes."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    port = free_port()
+    job = [
+        context.Process(target=_work, args=(rank, world_size, port, there, root, config, rounds))
+        for rank in range(world_size)
+    ]
+    for process in job:
+        process.start()
+    there.close()
+    try:
+        result: tuple[int, Seconds, dict[str, int]] = here.recv()
+    except EOFError:
+        sys.exit("the measured processes failed: their error stands above")
+    for process in job:
+        process.join()
+    return result
 
-    Returns:
-        The bytes of the tensors, and the seconds of each turn by contender and kind; a turn lasts until all are done.
-    """
-    tensors, names = tensors_of_a_run(config, processes), list(CONTENDERS)
-    seconds: dict[tuple[str, str], list[float]] = {}
-    numbers = range(rounds + 1)
-    for number in in_turn(numbers) if processes.rank == 0 else numbers:
+
+def _work(
+    rank: int, world_size: int, port: int, results: Connection, root: Path, config: TrainConfig, rounds: int
+) -> None:
+    layout = ProcessLayout(rank, world_size, rank, world_size, "environment", "127.0.0.1", port)
+    with join_processes(layout) as processes:
+        tensors = tensors_of_a_run(config, processes)
+        seconds = take_turns(root, tensors, config, rounds)
+        noticed = {name: count_noticed(root, tensors, config, name) for name in CONTENDERS if name != RAW}
+        if rank == 0:
+            results.send((plan_save(tensors).total_bytes, seconds, noticed))
+        dist.barrier()  # the store that all of them talk through ends with rank 0
+
+
+def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, torch.Tensor]:
+    """Return parameters and optimizer state, as a checkpoint holds them."""
+    mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
+    model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
+    optimizer = build_optimizer(model.parameters, config.optimizer)
+    materialise_state(optimizer)
+    parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
+    return tensor_state(parameters, optimizer)
+
+
+def take_turns(root: Path, tensors: Tensors, config: TrainConfig, rounds: int) -> Seconds:
+    """In each process, let all contenders save, then load, in an order that changes; a turn ends when all are done."""
+    names = list(CONTENDERS)
+    seconds: Seconds = {}
+    for number in range(rounds + 1):
         order = names[number % len(names) :] + names[: number % len(names)]
         for kind, name in ((kind, name) for kind in KINDS for name in order):
             folder, contender = root / name, CONTENDERS[name]
-            if kind == "save" and processes.rank == 0:
+            if kind == "save" and dist.get_rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-            if kind == "load" and processes.rank == 0:
-                drop_from_memory(list(_files_of(folder)))
+            if kind == "load" and dist.get_rank() == 0:
+                for path in _files_of(folder):
+                    with path.open("rb") as file:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             if kind == "load" and number == 0 and name != RAW:
                 _check_load(contender, folder, tensors, config)
             work = contender.save if kind == "save" else contender.load
@@ -202,49 +252,7 @@ def take_turns(
             dist.barrier()
             if number:  # the first round warms up
                 seconds.setdefault((name, kind), []).append(time.perf_counter() - began)
-    return plan_save(tensors).total_bytes, seconds
-
-
-def measure_needs(
-    processes: Processes, root: Path, config: TrainConfig, name: str
-) -> tuple[int, tuple[float | None, float | None], int]:
-    """In each process of a job that does nothing else, save once, load once, and load a damaged file.
-
-    Returns:
-        Bytes on disk, bytes of memory that rank 0 takes to save and to load, and how many damages a load noticed.
-    """
-    tensors = tensors_of_a_run(config, processes)
-    folder, contender = root / name, CONTENDERS[name]
-    if processes.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    dist.barrier()
-    saving = memory_for(lambda: contender.save(folder, tensors, config))
-    dist.barrier()
-    loading = memory_for(lambda: contender.load(folder, tensors, config))
-    dist.barrier()
-    largest = max(_files_of(folder), key=lambda path: path.stat().st_size)
-    noticed = sum(not _loads_damaged(contender, folder, largest, number, tensors, config) for number in range(DAMAGES))
-    return sum(path.stat().st_size for path in _files_of(folder)), (saving, loading), noticed
-
-
-def _loads_damaged(
-    contender: Contender, folder: Path, file: Path, number: int, tensors: Tensors, config: TrainConfig
-) -> bool:
-    """Return whether a load ends well although a byte of a file is not what was written."""
-    place = (2 * number + 1) * file.stat().st_size // (2 * DAMAGES)
-    if dist.get_rank() == 0:
-        flip(file, place)
-    dist.barrier()
-    try:
-        contender.load(folder, tensors, config)
-        return True
-    except (Exception, dcp.api.CheckpointException):  # the second is none of the first
-        return False
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            flip(file, place)
-        dist.barrier()
+    return seconds
 
 
 def _check_load(contender: Contender, folder: Path, tensors: Tensors, config: TrainConfig) -> None:
@@ -258,27 +266,99 @@ def _check_load(contender: Contender, folder: Path, tensors: Tensors, config: Tr
         assert torch.equal(local_tensor(tensor), saved[name]), f"{name} is not what was saved"
 
 
-def flip(file: Path, place: int) -> None:
-    """Change a bit of a byte of a file, or change it back."""
-    with file.open("r+b") as opened:
-        opened.seek(place)
-        byte = opened.read(1)[0]
-        opened.seek(place)
-        opened.write(bytes([byte ^ 1]))
+def count_noticed(root: Path, tensors: Tensors, config: TrainConfig, name: str) -> int:
+    """In each process, load files with one bit changed, at several places; return how often that fails."""
+    folder = root / name
+    largest = max(_files_of(folder), key=lambda path: path.stat().st_size)
+    noticed = 0
+    for number in range(DAMAGES):
+        place = (2 * number + 1) * largest.stat().st_size // (2 * DAMAGES)
+        _flip(largest, place)
+        try:
+            CONTENDERS[name].load(folder, tensors, config)
+        except (Exception, dcp.api.CheckpointException):  # the second is none of the first
+            noticed += 1
+        _flip(largest, place)
+    return noticed
+
+
+def _flip(file: Path, place: int) -> None:
+    """On rank 0, change a bit of a byte of a file, or change it back."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with file.open("r+b") as opened:
+            opened.seek(place)
+            byte = opened.read(1)[0]
+            opened.seek(place)
+            opened.write(bytes([byte ^ 1]))
+    dist.barrier()
 
 
 def _files_of(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, torch.Tensor]:
-    """Return parameters and optimizer state, as a checkpoint holds them."""
-    mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
-    model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
-    optimizer = build_optimizer(model.parameters, config.optimizer)
-    materialise_state(optimizer)
-    parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
-    return tensor_state(parameters, optimizer)
+def compare_blocking(folder: Path, config: TrainConfig, runs: int) -> None:
+    """Train in turns with saves in place and beside the training, and print how long these block the loop."""
+    blocked: dict[bool, list[float]] = {False: [], True: []}
+    with join() as processes:
+        for _ in range(runs + 1):
+            for asynchronous in blocked:
+                blocked[asynchronous].append(_blocked_seconds(folder, config, processes, asynchronous))
+    ratios = [beside / in_place for in_place, beside in list(zip(*blocked.values(), strict=True))[1:]]
+    table = Table("time that a save blocks, beside the training / in place", "median", "quartiles", "runs")
+    middle, quartiles = spread(ratios, ".3f")
+    table.add("beside / in place", middle, quartiles, str(runs))
+    table.print()
+
+
+def _blocked_seconds(folder: Path, config: TrainConfig, processes: Processes, asynchronous: bool) -> float:
+    """Train a run that saves twice; return the seconds that the second save blocks, the steps after it included."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    checkpoint = replace(config.checkpoint, ckpt_save_path=str(folder / "run"), async_save=asynchronous, keep_last=1)
+    length = replace(config.run, num_steps=type(config.run.num_steps)(LAST_STEP, "steps"))
+    waited = []
+    with (folder / "log").open("w") as log, redirect_stdout(log):
+        run = start_run(replace(config, checkpoint=checkpoint, run=length), processes)
+        maybe_save = run.checkpoints.maybe_save
+
+        def timed(state: Any, evaluation_loss: float | None) -> None:
+            synchronize()
+            began = time.perf_counter()
+            maybe_save(state, evaluation_loss)
+            waited.append(time.perf_counter() - began)
+
+        run.checkpoints.maybe_save = timed  # type: ignore[method-assign]
+        run.checkpoints._interval = _SaveSteps()  # type: ignore[assignment]
+        train_loop(run)
+    second = SAVE_STEPS[1] - 1
+    return sum(waited[second : second + 1 + FOLLOWING_STEPS])
+
+
+class _SaveSteps:
+    """An interval that is due at the steps of this benchmark."""
+
+    def is_due(self, state: Any) -> bool:
+        return state.progress.steps in SAVE_STEPS
+
+
+def _kill_and_resume(run: Path, settings: list[str]) -> dict[str, float]:
+    """Return the seconds of each phase of a start after `kill -9`, the first from the kill on."""
+    own = [*settings, "num_steps=1000000", "checkpoint_interval=5", "keep_last=2", f"ckpt_save_path={run}"]
+    command = [sys.executable, "-c", "from pretraining.cli import main; main()", "train", *own]
+    with run.with_suffix(".log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log)
+        try:
+            while not committed_checkpoints(run):
+                if process.poll() is not None:
+                    sys.exit("the run to be killed has ended by itself: its error stands above")
+                time.sleep(0.02)
+        finally:
+            process.kill()
+            killed = time.time()
+            process.wait()
+    return startup.start(own, since=killed)
 
 
 if __name__ == "__main__":

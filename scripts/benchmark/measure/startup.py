@@ -3,8 +3,8 @@
     pretrain prepare --source=stdlib --vocab_size=4096 --output_path=data/demo
     python -m scripts.benchmark.measure.startup
 
-It runs the demo (or what other flags make of it) for one step, again and again in new processes: each time first
-without an index of the data, then with the one that the run before left.
+The demo (or what other flags make of it) runs for one step, again and again in new processes: each time first without
+an index of the data, then with the one that the run before left.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,35 +24,25 @@ from typing import Any
 DEMO = ("recipe=demo", "tracker=tensorboard", "progress=plain")
 STARTED = "BENCHMARK_STARTED"
 """Variable that tells the measured process when it was started, in seconds since the epoch."""
-
-# Functions of `pretraining.train`, the phase that each begins, and the one that it ends with.
-MARKED = (
-    ("run.begin_start", "find", "rest"),
-    ("run.open_data", "data", "rest"),
-    ("build.build_model", "model", "rest"),
-    ("build.initialize_parameters", "model", "rest"),
-    ("build.load", "load", "rest"),
-    ("rollback.train_loop", "step", None),
-)
 PHASES = {
     "python": "interpreter, settings",
     "torch": "import torch",
     "imports": "import everything else",
-    "join": "join the processes, tokenizer, lease",
-    "find": "find a checkpoint",
-    "data": "list, index and map the data",
-    "model": "build, shard and initialise the model",
-    "rest": "optimizer, loader, trackers",
-    "load": "load the checkpoint, compare checksums",
+    "rest": "processes, data, model, optimizer",
+    "checkpoint": "find and load a checkpoint",
     "step": "first step",
 }
+"""By name, in words. They follow each other, so each lasts until the next begins; "rest" begins several times."""
+MARKED = {
+    "run.begin_start": ("checkpoint", "rest"),
+    "build.load": ("checkpoint", "rest"),
+    "rollback.train_loop": ("step", "end"),
+}
+"""Functions of `pretraining.train`, with the phase that each begins, and the one that follows it."""
 
 
 def measured_run(settings: list[str]) -> None:
-    """In the measured process: train a step as the command does, and print the seconds of each phase as JSON.
-
-    The phases follow each other, so each lasts until the next begins.
-    """
+    """In the measured process: train a step as the command does, and print the seconds of each phase as JSON."""
     marks = [("python", float(os.environ[STARTED]))]
 
     def mark(phase: str) -> None:
@@ -68,15 +58,14 @@ def measured_run(settings: list[str]) -> None:
     mark("imports")
     from pretraining.train import build, loop, rollback, run
 
-    def during(module: Any, name: str, phase: str, then: str | None) -> None:
-        """Lets a function begin a phase, and ends it if `then` names the next one."""
+    def during(module: Any, name: str, phase: str, then: str) -> None:
+        """Let a function begin a phase, and its end begin the next one."""
         function: Callable[..., Any] = getattr(module, name)
 
         def marked(*arguments: Any, **named: Any) -> Any:
             mark(phase)
             result = function(*arguments, **named)
-            if then is not None:
-                mark(then)
+            mark(then)
             return result
 
         setattr(module, name, marked)
@@ -95,16 +84,16 @@ def measured_run(settings: list[str]) -> None:
         raise SystemExit  # an error ends the loop without a checkpoint
 
     modules = {"build": build, "rollback": rollback, "run": run}
-    for name, phase, then in MARKED:
-        module, _, function_name = name.partition(".")
-        during(modules[module], function_name, phase, then)
+    for path, (phase, then) in MARKED.items():
+        module, _, name = path.partition(".")
+        during(modules[module], name, phase, then)
     loop.train_step = only_step  # type: ignore[assignment]
-    mark("join")
+    mark("rest")
     train_command(settings, {})
 
 
 def start(settings: list[str], since: float | None = None) -> dict[str, float]:
-    """Seconds of each phase in a process of its own.
+    """Return the seconds of each phase in a process of its own.
 
     Args:
         settings: of training, as name=value.
@@ -123,29 +112,40 @@ def start(settings: list[str], since: float | None = None) -> dict[str, float]:
     return seconds
 
 
-def main() -> None:
-    from scripts.benchmark.common import LENGTH, Number, announce, in_turn, parse, print_table, read_settings
+def rows_of(*kinds: Sequence[dict[str, float]]) -> list[tuple[str, ...]]:
+    """Return rows of a table: the median seconds of each phase, and of their sum, in a column per kind of start."""
+    phases = PHASES | {"all": "until the first step is done"}
+    columns = [[seconds | {"all": sum(seconds.values())} for seconds in starts] for starts in kinds]
+    return [
+        (text, *(f"{statistics.median(seconds[phase] for seconds in starts):.2f}" for starts in columns))
+        for phase, text in phases.items()
+    ]
 
-    own = (*LENGTH, "index_path")
-    flags, settings = parse("Seconds to the first step.", own, rounds=Number(3, "starts of each kind"))
+
+def main() -> None:
+    from scripts.benchmark.common import (
+        LENGTH,
+        Number,
+        announce,
+        flag_parser,
+        parse_with_settings,
+        print_table,
+        read_settings,
+    )
+
+    parser = flag_parser("Seconds to the first step.", rounds=Number(3, "starts of each kind"))
+    flags, settings = parse_with_settings(parser, (*LENGTH, "index_path"))
     read_settings([*DEMO, *settings])
     announce(flags)
     cold, warm = [], []
-    for _ in in_turn(range(flags.rounds)):
+    for _ in range(flags.rounds):
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             run = [*DEMO, f"ckpt_save_path={folder}/run", f"index_path={folder}/index", *settings]
             Path(folder, "index").mkdir()
             cold.append(start(run))
             warm.append(start(run))
     print(f"\nmedian of {flags.rounds} starts, in seconds")
-    new_run = {phase: text for phase, text in PHASES.items() if phase not in ("find", "load")}  # there is nothing to
-    rows = [(text, _median(cold, phase), _median(warm, phase)) for phase, text in new_run.items()]
-    totals = [f"{statistics.median(sum(run.values()) for run in runs):.2f}" for runs in (cold, warm)]
-    print_table(("", "without an index", "with an index"), [*rows, ("until the first step is done", *totals)])
-
-
-def _median(runs: list[dict[str, float]], phase: str) -> str:
-    return f"{statistics.median(run[phase] for run in runs):.2f}"
+    print_table(("", "without an index", "with an index"), rows_of(cold, warm))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from scripts.benchmark.common import (
     announce,
     describe,
     flag_parser,
-    in_turn,
     parse_with_settings,
     read_settings,
     setting_name,
@@ -100,7 +99,7 @@ def main() -> None:
     announce(flags)
     print(f"model     {describe(config, 1)}", flush=True)
     table = Table(*(names or ["model"]), *MEASURED)
-    for values, settings in in_turn(list(zip(combinations, all_settings, strict=True))):
+    for values, settings in zip(combinations, all_settings, strict=True):
         row = (*(values or [config.model.model_variant or "-"]), *measured_or_reason(settings, flags.steps))
         print("  ".join(row), flush=True)
         table.add(*row)

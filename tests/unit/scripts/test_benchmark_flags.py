@@ -37,8 +37,7 @@ def test_flags_can_be_checked_without_measuring(benchmark: str, monkeypatch: pyt
     ("benchmark", "flags", "named"),
     [
         ("measure.loader", ["--tokens=5"], "--tokens: must be 10,000,000"),
-        ("measure.optimizers", ["--optimizers=adamw,moun"], "moun"),
-        ("measure.loss", ["--seq_length=8"], "--seq_length"),
+        ("measure.operations", ["--seq_length=8"], "--seq_length"),
         ("measure.checkpoints", ["--save_total_limit=3"], "--keep_last is the benchmark's own choice"),
         ("measure.throughput", ["--vary=num_steps:3"], "--vary=num_steps"),
         ("measure.throughput", [], "--model_variant=tiny"),
@@ -54,7 +53,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
 
 
 def test_what_the_start_is_divided_by_exists() -> None:
-    for name, _, _ in MARKED:
+    for name in MARKED:
         module, _, function = name.partition(".")
         assert callable(getattr(importlib.import_module(f"pretraining.train.{module}"), function))
 

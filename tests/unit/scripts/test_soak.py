@@ -13,7 +13,7 @@ from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, checkpoint_path
 from pretraining.checkpoint.writer import plan_save, remove_checkpoint, save_checkpoint
-from scripts import soak, soak_compare
+from scripts import soak
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -37,23 +37,28 @@ def test_runs_differ_in_tensors_metrics_manifests_and_checkpoints(tmp_path: Path
     reference = write_run(tmp_path / "a")
     smallest = write_run(tmp_path / "b", lambda saved: saved["lm_head.weight"][3].mul_(1 + 2**-23))
     other = write_run(tmp_path / "c", lambda saved: saved["lm_head.weight"].fill_(float("nan")))
-    assert soak_compare.differences(reference, write_run(tmp_path / "same")) == []
+    assert soak.differences(reference, write_run(tmp_path / "same")) == []
     for run, exact, count in ((smallest, True, 1), (smallest, False, 0), (other, True, 1), (other, False, 1)):
-        assert len(soak_compare.differences(reference, run, exact)) == count
+        assert len(soak.differences(reference, run, exact)) == count
     for name, run in (
         ("loss", write_run(tmp_path / "d", loss=3.0000000001)),
         ("evaluation_loss", write_run(tmp_path / "e", evaluation_loss=2.5)),
+        ("data", write_run(tmp_path / "g", skipped=[[3, 4]])),
     ):
-        [found] = soak_compare.differences(reference, run)
+        [found] = soak.differences(reference, run)
         assert name in found
+    twice = write_run(tmp_path / "f")
+    metrics = twice / "logs" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 1, "loss": 4.0}\n')
+    assert any("lines: 2 in place of 1" in fault for fault in soak.differences(reference, twice))
     remove_checkpoint(checkpoint_path(smallest, 2))
-    assert soak_compare.differences(reference, smallest) == ["there is no checkpoint of the last step, 2"]
+    assert soak.differences(reference, smallest) == ["there is no checkpoint of the last step, 2"]
 
 
 def test_after_a_kill_every_checkpoint_must_be_sound_best_lead_to_one_and_the_newest_be_no_older(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soak, "faults_of", lambda path, threads: [])
+    monkeypatch.setattr(soak, "faults_of", lambda path: [])
     run = write_run(tmp_path / "run")
     soak.check_checkpoints(run, before=2)
     with pytest.raises(soak.Broken, match="step 3"):
@@ -61,6 +66,6 @@ def test_after_a_kill_every_checkpoint_must_be_sound_best_lead_to_one_and_the_ne
     remove_checkpoint(checkpoint_path(run, 2))
     with pytest.raises(soak.Broken, match="best leads to"):
         soak.check_checkpoints(run, before=1)
-    monkeypatch.setattr(soak, "faults_of", lambda path, threads: [f"{path.name} is damaged"])
+    monkeypatch.setattr(soak, "faults_of", lambda path: [f"{path.name} is damaged"])
     with pytest.raises(soak.Broken, match="step_1_ckp is damaged"):
         soak.check_checkpoints(run, before=1)
