@@ -48,7 +48,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes, join_processes
-from pretraining.launch.layout import free_port, resolve_layout
+from pretraining.launch.layout import ProcessLayout, free_port
 from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
