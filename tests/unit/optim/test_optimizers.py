@@ -81,12 +81,18 @@ BETAS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
     [
         (OptimizerConfig("adamw"), of_torch(torch.optim.AdamW, **BETAS)),
         (OptimizerConfig("adam"), of_torch(torch.optim.Adam, **BETAS)),
-        (OptimizerConfig("nadam"), of_torch(torch.optim.NAdam, decoupled_weight_decay=True, **BETAS)),
+        (
+            OptimizerConfig("nadam", adam_epsilon=0.1),
+            of_torch(torch.optim.NAdam, decoupled_weight_decay=True, betas=(0.9, 0.95), eps=0.1),
+        ),
         (OptimizerConfig("sgd"), of_torch(torch.optim.SGD)),
         (OptimizerConfig("sgdm", momentum=0.8), of_torch(torch.optim.SGD, momentum=0.8)),
         (OptimizerConfig("sgdm", nesterov=True), of_torch(torch.optim.SGD, momentum=0.9, nesterov=True)),
         (OptimizerConfig("rmsprop"), of_torch(torch.optim.RMSprop, alpha=0.99)),
-        (OptimizerConfig("rmsprop", rms_alpha=0.9), of_torch(torch.optim.RMSprop, alpha=0.9)),
+        (
+            OptimizerConfig("rmsprop", rms_alpha=0.9, adam_epsilon=0.1),
+            of_torch(torch.optim.RMSprop, alpha=0.9, eps=0.1),
+        ),
         (OptimizerConfig("rmsprop", momentum=0.9), of_torch(torch.optim.RMSprop, alpha=0.99, momentum=0.9)),
     ],
     ids=lambda value: str(value.optimizer) if isinstance(value, OptimizerConfig) else "",
