@@ -147,8 +147,9 @@ class CustomMetrics(NoMetrics):
                 raise
         else:
             measured = on_every_rank(lambda: self._measure(outputs, inputs))
-            for rank, names in enumerate(gather_from_every_rank(lambda: tuple(measured))):
-                _check_same_names(tuple(measured), names, f"on rank {dist.get_rank()}", f"on rank {rank}")
+            first, *others = gather_from_every_rank(lambda: tuple(measured))
+            for rank, names in enumerate(others, 1):
+                _check_same_names(first, names, "on rank 0", f"on rank {rank}")
             self.names, self._is_known = tuple(measured), True
         for name, pair in measured.items():
             sums[name] = sums[name] + pair if name in sums else pair

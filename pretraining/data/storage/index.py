@@ -95,7 +95,6 @@ class Index:
         first_documents: [files + 1], number of each file's first document, then n.
         token_bytes: [files], bytes a token.
         is_signed: [files], whether tokens are of a signed type.
-        checksum: of the documents.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +119,6 @@ class Index:
         self.token_bytes = np.abs(files["token_bytes"][:-1])
         self.is_signed = files["token_bytes"][:-1] < 0
         self._checksums = self._part("checksums", np.dtype("<u4"))
-        self.checksum = zlib.crc32(self._checksums.data)
         numbers = range(len(self._checksums))
         groups = (numbers[first : first + _BLOCKS_AT_ONCE] for first in numbers[::_BLOCKS_AT_ONCE])
         if not all(map_in_order(self._are_whole, groups, usable_cores())):
