@@ -384,13 +384,15 @@ def _embedded(config: TrainConfig) -> Iterator[tuple[ProcessLayout, StopRequests
 
 @contextmanager
 def _same_torch(threads: int | None, is_alone: bool) -> Iterator[None]:
-    """Put back the process group, the number of threads and determinism after a `with` block.
+    """Put back the process group, the number of threads, determinism and glibc's allocator after a `with` block.
 
     Raises:
         LaunchError: there is a process group already.
     """
     import torch
     import torch.distributed as dist
+
+    from pretraining.distributed.processes import return_freed_memory
 
     if dist.is_initialized():
         raise LaunchError(
@@ -408,5 +410,6 @@ def _same_torch(threads: int | None, is_alone: bool) -> Iterator[None]:
         # With other processes, leaving them after an error might wait for them for ever.
         if is_alone and dist.is_initialized():
             dist.destroy_process_group()
+        return_freed_memory()
         torch.set_num_threads(before)  # also what new threads begin with
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)

@@ -71,6 +71,13 @@ def read_yaml(content: str) -> Any:
         return _as_texts(yaml.load(content, Loader=_TextLoader))
     except RecursionError:
         raise ValueError("lists and mappings are nested too deep") from None
+    except (
+        KeyError,
+        IndexError,
+        AttributeError,
+        TypeError,
+    ) as error:  # PyYAML's, of a value that has not its tag's form
+        raise ValueError(f"a value does not have the form of its tag ({error!r})") from None
 
 
 def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

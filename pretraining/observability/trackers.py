@@ -105,7 +105,7 @@ class ReportSink:
         assert self.tracker is not None
         try:
             self.tracker.log(step, values)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # Python ends a thread at a SystemExit without a word
             if not self._is_failing:
                 where, why = getattr(error, "filename", None) or self.name, describe_failure(error)
                 log.warning("%s cannot be written since step %d (%s): training goes on", where, step, why)
@@ -120,7 +120,7 @@ class ReportSink:
         assert self.tracker is not None
         try:
             self.tracker.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where, why = getattr(error, "filename", None) or self.name, describe_failure(error)
             log.warning("%s cannot be written (%s)%s", where, why, self._missing())
 

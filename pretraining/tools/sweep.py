@@ -195,11 +195,16 @@ def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -
         command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent
     )
     is_sent = False
-    while child.poll() is None:
-        if received.first is not None and not is_sent:
-            child.send_signal(received.first)
-            is_sent = True
-        time.sleep(POLL_SECONDS)
+    try:
+        while child.poll() is None:
+            if received.first is not None and not is_sent:
+                child.send_signal(received.first)
+                is_sent = True
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:  # the second Ctrl-C, which ends the run at once, too
+        child.send_signal(signal.SIGINT)
+        child.wait()
+        raise
     return child.returncode
 
 

@@ -49,7 +49,7 @@ class ArrowFormat:
             return _find_documents(content, self._column)
         except DataError as error:
             raise DataError(str(error), path=path, row=error.row) from error
-        except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError, SystemError) as error:
             raise DataError(f"damaged: {error}", path=path) from error
 
 
@@ -68,6 +68,7 @@ def _find_documents(content: np.ndarray, name: str) -> DocumentLayout:
     numbers = _read_batches(reader, content, column)
     rows, validity_at, validity_bytes, offsets_at, offsets_bytes, nulls, tokens_at, tokens_bytes = numbers.T
     _check(rows > len(content), "has more rows than bytes")
+    _check(np.cumsum(rows) > len(content), "has more rows than bytes")  # a footer may name a batch many times
     for at, size in ((validity_at, validity_bytes), (offsets_at, offsets_bytes), (tokens_at, tokens_bytes)):
         _check((at < 0) | (at > len(content) - size), "is compressed, or in big-endian order: write it without")
     _check(nulls > 0, f"has missing tokens (null) in column '{name}'")

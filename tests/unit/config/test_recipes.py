@@ -86,6 +86,7 @@ def test_a_recipe_is_read_like_flags(tmp_path: Path, text: str, name: str) -> No
         ("? " * 31 + "a", "a.yaml", "line 1"),
         ("{<<: 3}", "a.yaml", "is not valid YAML"),
         ("seed: *unknown", "a.yaml", "is not valid YAML"),
+        ("seed: !!bool xyz", "a.yaml", "form of its tag"),
         ("{", "a.json", "is not valid JSON"),
         ('{"seed": 1, "seed": 2}', "a.json", "seed stands there twice"),
         ('{"learning_rate": NaN}', "a.json", "learning_rate: NaN"),

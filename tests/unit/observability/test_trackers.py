@@ -181,9 +181,11 @@ def queued(tracker: Any) -> QueuedSink:
     return QueuedSink("--tracker=mine", lambda: tracker)
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError("the service has hung up"), KeyError("a mistake of mine")])
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("the service has hung up"), KeyError("a mistake of mine"), SystemExit("it has left")]
+)
 def test_a_tracker_that_fails_ends_nothing_and_is_one_warning(
-    error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Service):
         def log(self, step: int, values: dict[str, Any]) -> None:

@@ -174,6 +174,31 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, unusable: str) -> N
     assert raised.value.row == (0 if unusable == "offsets backwards" else None)
 
 
+@pytest.mark.parametrize("is_broken", [False, True], ids=["named many times", "of no length"])
+def test_a_footer_that_misnames_batches_is_damage(
+    is_broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, open_file = tmp_path / "x.arrow", pa.ipc.open_file
+    write(path, {"tokens": pa.array([[]] * 1000, LISTS)})
+
+    class Misnaming:
+        num_record_batches = 50
+
+        def __init__(self, content: pa.Buffer) -> None:
+            self.file = open_file(content)
+            self.schema = self.file.schema
+
+        def get_batch(self, number: int) -> pa.RecordBatch:
+            if is_broken:
+                raise SystemError("error return without exception set")
+            return self.file.get_batch(0)
+
+    monkeypatch.setattr(pa.ipc, "open_file", Misnaming)
+    with pytest.raises(DataError) as raised:
+        layout_of(path)
+    assert raised.value.path == path
+
+
 def test_a_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "x.arrow"
     write_documents(path, random_documents(30), batch_documents=4)
