@@ -43,7 +43,8 @@ from pretraining.checkpoint.manifest import (
     step_of,
     tensor_state,
 )
-from pretraining.config.fields import settings_of, values_of
+from pretraining.checkpoint.rollback_file import ROLLBACK_FILE
+from pretraining.config.fields import values_of
 from pretraining.config.recipes import dump_config, load_config, settings_in
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
@@ -70,26 +71,31 @@ SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
-_WHERE_AND_HOW_LONG = {
-    *("ckpt_save_path", "init_from", "resume_from_checkpoint", "run_steps", "dry_run"),
-    *("time_limit", "max_starts_without_progress"),  # the errors of a crash loop ask for these by the same command
-}
+_WHERE_AND_HOW_LONG = frozenset(
+    {
+        *("ckpt_save_path", "init_from", "resume_from_checkpoint", "run_steps", "dry_run"),
+        *("time_limit", "max_starts_without_progress"),  # the errors of a crash loop ask for these by the same command
+    }
+)
 
 
 # In which folder
 
 
-def existing_run_path(config: TrainConfig) -> str | None:
+def existing_run_path(config: TrainConfig, ignored: frozenset[str] = frozenset()) -> str | None:
     """Return the folder that a start goes on in; None where it keeps nothing, or a {timestamp} has made none yet.
 
     A start with the same settings goes on in the newest such folder whose run is not finished, as a requeued job does.
     To go on with changed settings, name the folder itself.
+
+    Args:
+        ignored: settings that need not be the same.
     """
     pattern = config.checkpoint.ckpt_save_path
     if pattern is None or TIMESTAMP not in pattern:
         return pattern
     for folder in folders_of(pattern):
-        if _has_settings(folder, config) and not _is_finished(folder):
+        if _has_settings(folder, config, ignored | _WHERE_AND_HOW_LONG) and not _is_finished(folder):
             return str(folder)
     return None
 
@@ -139,18 +145,13 @@ def folders_of(pattern: str) -> list[Path]:
     return [folder for _, folder in sorted(found, reverse=True)]
 
 
-def _has_settings(folder: Path, config: TrainConfig) -> bool:
+def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) -> bool:
     """Return whether a folder's run has these settings, but for where it is and how long it goes."""
     try:
         there = values_of(load_config(folder / CONFIG_FILE))
     except ConfigError:
         return False  # none were written, or by a version with other settings
-    given, settings = values_of(config), settings_of(TrainConfig)
-    # What is left open is found at the start, and written into the folder.
-    found = {name for name, value in given.items() if settings[name].section == "model" and value in (None, ())}
-    if config.data.sep_token is None:
-        found.add("sep_token")
-    return all(value == there[name] for name, value in given.items() if name not in _WHERE_AND_HOW_LONG | found)
+    return all(value == there[name] for name, value in values_of(config).items() if name not in ignored)
 
 
 def _is_finished(folder: Path) -> bool:
@@ -202,7 +203,8 @@ class CheckpointRef:
         is_own: whether it is of this run, and not of another one that this one starts from.
         weights_only: whether a run takes nothing but the weights from it, and begins at step 0.
         damaged: newer ones that are damaged, and how, a line each.
-        newer: the run's own after it, if the run goes back to it: they are set aside.
+        goes_back: whether the run goes back to it by request.
+        newer: the run's own after it, which are set aside then.
         remarks: what a flag asks for that is not done, a line each.
     """
 
@@ -211,6 +213,7 @@ class CheckpointRef:
     is_own: bool = True
     weights_only: bool = False
     damaged: tuple[str, ...] = ()
+    goes_back: bool = False
     newer: tuple[Path, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -276,7 +279,10 @@ def _own_start(config: CheckpointConfig, own: list[Path], damaged: Mapping[Path,
         return replace(newest, remarks=(remark,))
     if named is not None:
         chosen = _newest_good([named], damaged, RESUME, named)
-        return replace(chosen, newer=tuple(path for path in reversed(own) if step_of(path) > step_of(named)))
+        newer = tuple(path for path in reversed(own) if step_of(path) > step_of(named))
+        return replace(chosen, damaged=newest.damaged, goes_back=True, newer=newer)
+    if exists(run / ROLLBACK_FILE):  # the run has gone back by itself, to before the one that is named
+        return newest
     if exists(Path(request)) and not is_within(Path(request), run):
         return replace(newest, remarks=(f"not from --resume_from_checkpoint={request}, which is not of this run",))
     raise CheckpointError(
@@ -419,8 +425,13 @@ def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef |
         CheckpointError: as `find_start`, or it is of a model with other dimensions.
         ConfigError, DataError: as `adopt_settings`.
     """
-    path = _on_rank_zero(lambda: existing_run_path(config)) or config.checkpoint.ckpt_save_path
-    config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
+    path = config.checkpoint.ckpt_save_path
+    if path is not None and TIMESTAMP in path:
+        # A folder's settings leave nothing open: compare them with what a new run would adopt.
+        new = adopt_settings(config, find_start(replace(config.checkpoint, init_from="auto")))
+        ignored = frozenset({"sep_token"} if config.data.sep_token is None else ())
+        path = _on_rank_zero(lambda: existing_run_path(new, ignored)) or path
+        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
     start = find_start(config.checkpoint)
     config = adopt_settings(config, start)
     if start is not None:

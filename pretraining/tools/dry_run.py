@@ -91,7 +91,7 @@ def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> tuple[tup
     look_at_lease(run)
     check_run_folder(run)
     status = StatusKeeper(config.run.max_starts_without_progress, is_writer=False)
-    status.refuse_crash_loop(run, step, goes_back=start is not None and bool(start.newer))
+    status.refuse_crash_loop(run, step, goes_back=start is not None and start.goes_back)
     rollback = read_rollback(run)
     return rollback.samples if rollback is not None else ()
 

@@ -87,7 +87,7 @@ def begin_start(
     if config.ckpt_save_path is not None:
         run, step = config.folder, start.step if start is not None else 0
         on_rank_zero(lambda: make_run_folder(run))
-        on_rank_zero(lambda: status.begin(run, step, goes_back=start is not None and bool(start.newer)))
+        on_rank_zero(lambda: status.begin(run, step, goes_back=start is not None and start.goes_back))
     return start
 
 

@@ -57,6 +57,8 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
         return
     if processes.is_main and config.checkpoint.ckpt_format == "full" and (device.type == "cuda" or shard_size > 1):
         gathered = STATE_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
+        if device.type == "cpu":  # which holds what trains, too
+            gathered += needed.total * processes.local_world_size
         check_host_memory(gathered, "Give --ckpt_format=sharded, or --ignore_memory=true to start all the same")
     if needed.total * (1 - TOLERANCE) <= limit.bytes:
         return

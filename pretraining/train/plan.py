@@ -197,7 +197,7 @@ def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
         now.optimizer in OPTIMIZERS and before.moments(in_matrix=True) != now.moments(in_matrix=True)
     )
     if not config.checkpoint.load_optimizer:
-        return start.is_own and not start.config.checkpoint.load_optimizer and not start.newer and not changes
+        return start.is_own and not start.config.checkpoint.load_optimizer and not start.goes_back and not changes
     if changes:
         was, is_now = before.optimizer, now.optimizer
         if was == is_now:  # with momentum, or without

@@ -120,7 +120,9 @@ class StatusKeeper:
 
     def _crashes_before(self, previous: RunStatus, restored_step: int, goes_back: bool) -> int:
         """Return how many starts in a row made no progress before one from a step; a CheckpointError if too many."""
-        gets_nowhere = restored_step <= previous.started_at_step and not goes_back
+        # Going back counts anew, but not again where the start before went back to the same step.
+        step = previous.started_at_step
+        gets_nowhere = restored_step == step or (restored_step < step and not goes_back)
         crashes = previous.starts_without_progress if gets_nowhere else 0
         if 0 < self._limit <= crashes:
             raise _crash_loop(self._path, previous, crashes)

@@ -71,6 +71,13 @@ def test_runs_with_other_settings_do_not_meet_and_each_finds_its_own(tmp_path: P
     assert start(pattern, "seed=3", now=later(1)).parent.name == "20261121-143105"
 
 
+def test_a_dimension_that_is_left_open_is_not_that_of_another_run(tmp_path: Path) -> None:
+    pattern = tmp_path / "try.{timestamp}"
+    first = start(pattern, "model_variant=tiny", "num_hidden_layers=2")
+    assert start(pattern, "model_variant=tiny", now=later(1)) != first
+    assert start(pattern, "model_variant=tiny", "num_hidden_layers=2", now=later(2)) == first
+
+
 @pytest.mark.usefixtures("single_process")
 def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
     pattern = tmp_path / "try.{timestamp}"

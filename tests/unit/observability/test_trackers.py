@@ -130,9 +130,10 @@ def test_tensorboard_gets_every_known_number_and_the_settings(tmp_path: Path) ->
 def test_a_tracker_that_cannot_be_found_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, package, None)
+    before = threading.active_count()
     with pytest.raises(ConfigError) as error:
         open_trackers(config_of(tmp_path, name), 0, {})
-    assert error.value.settings == ("tracker",) and threading.active_count() == 1
+    assert error.value.settings == ("tracker",) and threading.active_count() <= before
 
 
 # Disks that are full, services that are away

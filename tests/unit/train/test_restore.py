@@ -151,6 +151,30 @@ def test_load_optimizer_false_holds_until_a_save_was_made_with_it(run: Path, beg
     assert equal(checkpoint(run, 6), checkpoint(whole, 6)) and not equal(checkpoint(run, 6), checkpoint(kept, 6))
 
 
+def test_a_start_that_is_killed_after_it_went_back_begins_the_optimizer_anew_again(run: Path, tmp_path: Path) -> None:
+    start(run, "load_optimizer=false", EACH, "run_steps=1")  # a script may always pass it
+    back = ["resume_from_checkpoint=5", "load_optimizer=false", EACH]
+    killed, whole = (shutil.copytree(run, tmp_path / name) for name in ("killed", "whole"))
+    start(whole, *back)
+    start(killed, *back)
+    shutil.rmtree(checkpoint(killed, 6))  # as a kill before the first save leaves it
+    start(killed, *back)
+    assert equal(checkpoint(killed, 6), checkpoint(whole, 6))
+    start(run, EACH)
+    assert not equal(checkpoint(run, 6), checkpoint(whole, 6))
+
+
+def test_a_damaged_checkpoint_is_named_where_the_run_goes_back_again(run: Path) -> None:
+    back = ["resume_from_checkpoint=2", EACH]
+    start(run, *back, "run_steps=1")
+    damage(checkpoint(run, 3))
+    start(run, *back, "run_steps=1")
+    assert started_at(run) == 2
+    *_, restored = (event for event in events_of(run) if event["event"] == "restore")
+    (passed_over,) = restored["passed_over"]
+    assert str(checkpoint(run, 3)) in passed_over
+
+
 def test_state_without_momentum_is_no_start_with_it(tmp_path: Path) -> None:
     start(tmp_path, "optimizer=rmsprop", "run_steps=2")
     assert "load_optimizer" in refusal(tmp_path, "optimizer=rmsprop", "momentum=0.9").settings

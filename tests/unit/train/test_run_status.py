@@ -115,6 +115,17 @@ def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert (status_of(tmp_path)["starts"], status_of(tmp_path)["starts_without_progress"]) == (5, 3)
 
 
+def test_a_run_that_goes_back_to_a_step_counts_anew_once(tmp_path: Path) -> None:
+    start(tmp_path, 200, 204, ValueError("nan"))
+    for crashes in (1, 2):
+        with pytest.raises(ValueError), StatusKeeper(2, is_writer=True) as status:
+            status.begin(tmp_path, 100, goes_back=True)
+            raise ValueError
+        assert status_of(tmp_path)["starts_without_progress"] == crashes
+    with pytest.raises(CheckpointError), StatusKeeper(2, is_writer=True) as status:
+        status.begin(tmp_path, 100, goes_back=True)
+
+
 def test_a_run_whose_time_is_too_short_for_a_start_is_not_started_for_ever(tmp_path: Path) -> None:
     start(tmp_path, 3, None, out_of_time())
     start(tmp_path, 3, None, Preempted("SIGTERM"))  # somebody wanted the machine: that is no reason to give up

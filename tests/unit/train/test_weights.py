@@ -82,7 +82,10 @@ def test_without_dimensions_a_run_takes_those_of_its_checkpoint_and_7b_without_o
     assert error.path == checkpoint(run, 4) and "hidden_size: 32 in the checkpoint, 64 in this run" in str(error)
     # The vocabulary of the checkpoint, or without one that of 7b.
     for folder, vocabulary in ((run, 64), (tmp_path / "none", 32000)):
-        assert "sep_token" in refusal(folder, f"sep_token={vocabulary}", model=DIMENSIONLESS).settings
+        assert (
+            "sep_token"
+            in refusal(folder, f"sep_token={vocabulary}", "ignore_memory=true", model=DIMENSIONLESS).settings
+        )
 
 
 def test_inspect_begins_at_the_first_sample_of_a_run_from_weights(
