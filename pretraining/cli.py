@@ -156,7 +156,7 @@ COMMANDS = {
         ImportConfig, "tools.import_weights:import_weights", "make a run of a Hugging Face Llama", _STARTS_AGAIN
     ),
     "plan": Command(
-        PlanConfig, "tools.plan:plan", "say what a run takes of GPUs, and how fast it is, before it is started"
+        PlanConfig, "tools.planner:plan", "say what a run takes of GPUs, and how fast it is, before it is started"
     ),
     "sweep": Command(
         SweepConfig,

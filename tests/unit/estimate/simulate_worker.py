@@ -12,7 +12,7 @@ from pretraining.config.command_line import parse_config
 from pretraining.config.commands import PlanConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.launch.program import run_as_program
-from pretraining.tools.plan import cluster_of, make_plan
+from pretraining.tools.planner import cluster_of, make_plan
 
 
 def main() -> None:
