@@ -82,18 +82,14 @@ _WHERE_AND_HOW_LONG = frozenset(
 # In which folder
 
 
-def existing_run_path(config: TrainConfig, ignored: frozenset[str] = frozenset()) -> str | None:
-    """Return the folder that a start goes on in; None where it keeps nothing, or a {timestamp} has made none yet.
+def existing_run_path(pattern: str, config: TrainConfig, ignored: frozenset[str] = frozenset()) -> str | None:
+    """Return the newest folder that a {timestamp} made whose run has these settings and is not finished; None without.
 
-    A start with the same settings goes on in the newest such folder whose run is not finished, as a requeued job does.
-    To go on with changed settings, name the folder itself.
+    A requeued job resumes there. To resume with changed settings, name the folder itself.
 
     Args:
         ignored: settings that need not be the same.
     """
-    pattern = config.checkpoint.ckpt_save_path
-    if pattern is None or TIMESTAMP not in pattern:
-        return pattern
     for folder in folders_of(pattern):
         if _has_settings(folder, config, ignored | _WHERE_AND_HOW_LONG) and not _is_finished(folder):
             return str(folder)
@@ -425,13 +421,13 @@ def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef |
         CheckpointError: as `find_start`, or it is of a model with other dimensions.
         ConfigError, DataError: as `adopt_settings`.
     """
-    path = config.checkpoint.ckpt_save_path
-    if path is not None and TIMESTAMP in path:
+    pattern = config.checkpoint.ckpt_save_path
+    if pattern is not None and TIMESTAMP in pattern:
         # A folder's settings leave nothing open: compare them with what a new run would adopt.
         new = adopt_settings(config, find_start(replace(config.checkpoint, init_from="auto")))
         ignored = frozenset({"sep_token"} if config.data.sep_token is None else ())
-        path = _on_rank_zero(lambda: existing_run_path(new, ignored)) or path
-        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
+        path = _on_rank_zero(lambda: existing_run_path(pattern, new, ignored))
+        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path or pattern))
     start = find_start(config.checkpoint)
     config = adopt_settings(config, start)
     if start is not None:

@@ -245,6 +245,8 @@ def _read_recipes(
             recipes.append(recipe)
             from_arguments += recipe.from_arguments
             settings = [given for given in settings if given.name not in recipe.used]
+    if accepts and not problems and not any(recipe.system for recipe in recipes):
+        problems.append(f"--{accepts[0]} is about recipes of other systems, and none is given")
     if problems:  # what could not be read might have taken arguments that are none of ours
         settings = [given for given in settings if setting_named(given.name) is not None]
     return recipes, [*from_arguments, *settings], problems

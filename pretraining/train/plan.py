@@ -192,12 +192,13 @@ def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
     """
     if start.weights_only:
         return False
-    before, now = start.config.optimizer, config.optimizer
+    saved, now = start.config, config.optimizer
+    before = saved.optimizer
     changes = before.optimizer != now.optimizer or (
         now.optimizer in OPTIMIZERS and before.moments(in_matrix=True) != now.moments(in_matrix=True)
     )
     if not config.checkpoint.load_optimizer:
-        return start.is_own and not start.config.checkpoint.load_optimizer and not start.goes_back and not changes
+        return start.is_own and not saved.checkpoint.load_optimizer and not start.goes_back and not changes
     if changes:
         was, is_now = before.optimizer, now.optimizer
         if was == is_now:  # with momentum, or without

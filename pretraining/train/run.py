@@ -165,16 +165,7 @@ def train(
             if path is not None:
                 record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
             run, trained = train_to_the_end(job, start, skipped)
-        if trained:
-            _log_peak(config, run, processes)
-            if run.observer.step_times is not None:
-                log.info(describe_speed(run.observer, run.observer.step_times.seconds, processes))
-        if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
-            preempted = conclude_preempted(run.state, is_saved=path is not None)
-            preempted.result = _result(run, path, "preempted")
-            raise preempted
-        _finish(job, run, trained)
-        return _result(run, path, "finished")
+        return _conclude(job, run, trained)
 
 
 def evaluate(
@@ -274,8 +265,36 @@ def _log_peak(config: TrainConfig, run: Run, processes: Processes) -> None:
         log.info(describe_peak(config, shape, shard_size, processes.device, measured))
 
 
-def _result(run: Run, run_path: str | None, status: Literal["finished", "preempted"]) -> TrainResult:
-    state, checkpoints = run.state, run.checkpoints
+def _conclude(job: Job, run: Run, trained: bool) -> TrainResult:
+    """Log what a run has come to, and return it; a collective call.
+
+    Args:
+        trained: whether there was anything left to do.
+
+    Raises:
+        Preempted: the run was told to end before it was done.
+    """
+    if trained:
+        _log_peak(job.config, run, job.processes)
+        if run.observer.step_times is not None:
+            log.info(describe_speed(run.observer, run.observer.step_times.seconds, job.processes))
+    if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
+        preempted = conclude_preempted(run.state, is_saved=job.config.checkpoint.ckpt_save_path is not None)
+        preempted.result = _result(job, run, "preempted")
+        raise preempted
+    sample = None
+    if job.sampler is not None:
+        sample = job.sampler.sample(run.context.model.module, job.processes.device)
+    log.info(conclude(job.config, run, trained))
+    if sample is not None:
+        if trained:
+            job.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
+        log.info("  a sample of its text:\n%s", sample.indented())
+    return _result(job, run, "finished")
+
+
+def _result(job: Job, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
+    state, checkpoints, run_path = run.state, run.checkpoints, job.config.checkpoint.ckpt_save_path
     return TrainResult(
         status=status,
         step=state.step,
@@ -323,14 +342,3 @@ def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
     tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, resolve_shape(config.model).vocab_size)
     tokens = tokenizer.encode(config.evaluation.sample_prompt)
     return tokenizer, tokens or [tokenizer.end_of_text or 0]
-
-
-def _finish(job: Job, run: Run, trained: bool) -> None:
-    sample = None
-    if job.sampler is not None:
-        sample = job.sampler.sample(run.context.model.module, job.processes.device)
-    log.info(conclude(job.config, run, trained))
-    if sample is not None:
-        if trained:
-            job.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
-        log.info("  a sample of its text:\n%s", sample.indented())

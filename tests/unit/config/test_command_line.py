@@ -248,3 +248,10 @@ def test_parsing_needs_no_torch() -> None:
         "flags.load_train_config(['recipe=demo']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3]).returncode == 0
+
+
+@pytest.mark.parametrize("switch", ["accept_llama", "accept_unknown"])
+def test_what_to_accept_of_another_systems_file_is_refused_without_one(switch: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_train_config(["use_dummy_dataset=true", f"{switch}=true"])
+    assert switch in refused.value.settings
