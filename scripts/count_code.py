@@ -30,7 +30,7 @@ class Count:
 
 
 def count(path: Path) -> Count:
-    """Counts the lines of a Python file."""
+    """Count the lines of a Python file."""
     text = path.read_text(encoding="utf-8")
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -43,7 +43,7 @@ def count(path: Path) -> Count:
 
 
 def reading_path(readme: str) -> dict[str, int]:
-    """The files of the README's reading path, in order, with the lines of code that it says."""
+    """Return the files of the README's reading path, in order, with the lines of code that it says."""
     return {path: int(lines) for path, lines in READING_PATH.findall(readme)}
 
 

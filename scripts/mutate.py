@@ -51,7 +51,7 @@ class Change:
 
 
 def changes_of(path: Path, root: Path = ROOT) -> list[Change]:
-    """Returns every change that could be made in a file, in the order of the lines."""
+    """Return every change that could be made in a file, in the order of the lines."""
     text = (root / path).read_bytes()
     starts = [0]
     for line in text.splitlines(keepends=True):
@@ -79,7 +79,7 @@ def changes_of(path: Path, root: Path = ROOT) -> list[Change]:
 
 
 def _of_interest(node: ast.AST) -> Iterator[ast.AST]:
-    """Walks the nodes whose change should change what a program does: no types, decorators, messages or f-strings."""
+    """Walk the nodes whose change should change what a program does: no types, decorators, messages or f-strings."""
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
@@ -91,7 +91,7 @@ def _of_interest(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def draw(parts: Sequence[str], each: int, seed: int) -> dict[str, list[Change]]:
-    """Returns the changes of each part."""
+    """Return the changes of each part."""
     drawn = {}
     for part in parts:
         files = sorted((ROOT / "pretraining" / part).rglob("*.py"))
@@ -101,7 +101,7 @@ def draw(parts: Sequence[str], each: int, seed: int) -> dict[str, list[Change]]:
 
 
 def copy_repository(folder: Path) -> None:
-    """Copies the files of the repository that git knows."""
+    """Copy the files of the repository that git knows."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.splitlines():
         if (ROOT / name).is_file():
@@ -110,7 +110,7 @@ def copy_repository(folder: Path) -> None:
 
 
 def is_caught(folder: Path, part: str, workers: str) -> bool:
-    """Runs the tests of a part until the first fails."""
+    """Run the tests of a part until the first fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", workers]
     try:
         done = subprocess.run(
@@ -122,7 +122,7 @@ def is_caught(folder: Path, part: str, workers: str) -> bool:
 
 
 def main() -> None:
-    """Runs the program."""
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="comma list (default %(default)s)")
     parser.add_argument("--each", type=int, default=10, help="changes in each part (default %(default)s)")

@@ -41,7 +41,7 @@ CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
-    """Adds the pages of the top level, and the style."""
+    """Add the pages of the top level, and the style."""
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "site.css", content=STYLE))
@@ -51,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
-    """Turns the links of a page into links of the site."""
+    """Turn the links of a page into links of the site."""
     from mkdocs.exceptions import PluginError
 
     path = page.file.src_uri
@@ -63,7 +63,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 
 def outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
-    """Changes what stands outside of blocks of code."""
+    """Change what stands outside of blocks of code."""
     pieces, begin = [], 0
     for block in CODE.finditer(markdown):
         pieces += [change(markdown[begin : block.start()]), block[0]]
@@ -72,7 +72,7 @@ def outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def site_links(markdown: str, source: str, repository: str) -> str:
-    """Turns links of the repository's page view into links of the site.
+    """Turn links of the repository's page view into links of the site.
 
     Args:
         source: the file that they stand in, from the repository's root.
@@ -97,5 +97,5 @@ def site_links(markdown: str, source: str, repository: str) -> str:
 
 
 def page_of(path: str) -> str | None:
-    """The page, or the file, of the site that a file of the repository is; None where it is none."""
+    """Return the page, or the file, of the site that a file of the repository is; None where it is none."""
     return PAGES.get(path) or (path.removeprefix(DOCS) if path.startswith(DOCS) else None)

@@ -17,5 +17,6 @@ source scripts/setup.sh "$extras"
 unset PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which need not compile the package each time
 ruff check .
 ruff format --check .
+python scripts/check_sentences.py
 mypy
 exec python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -30,7 +30,7 @@ LLAMA3_SPLIT = "llama-bpe"
 
 
 def convert(folder: Path, output: Path) -> None:
-    """Writes the file beside its place first: what is there stays until the new one is whole.
+    """Write the file beside its place first: what is there stays until the new one is whole.
 
     Raises:
         SystemExit: the folder is no export of a Llama with a tokenizer, or the file cannot be written.
@@ -96,7 +96,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any])
 
 
 def split_of(pre_tokenizer: dict[str, Any]) -> str:
-    """The name that llama.cpp has for a tokenizer's way to split text."""
+    """Return the name that llama.cpp has for a tokenizer's way to split text."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]:

@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
-    """A signal before anything has begun."""
+    """Exit at a signal before anything has begun."""
     if number == signal.SIGINT:
         with suppress(OSError):  # nobody reads it
             os.write(2, b"interrupted; nothing has begun\n")
@@ -42,7 +42,7 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_script() -> None:
-    """Has Linux send SIGTERM to this process when the train.sh that started it dies, even by SIGKILL."""
+    """Have Linux send SIGTERM to this process when the train.sh that started it dies, even by SIGKILL."""
     script = os.environ.pop("PRETRAINING_SCRIPT_PID", "")
     if script and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
@@ -89,7 +89,7 @@ class Workers(SubprocessContext):
     are_elastic = False
 
     def start(self) -> None:
-        """Starts them."""
+        """Start the processes."""
         Workers.newest = self
         super().start()
 
@@ -102,11 +102,11 @@ class Workers(SubprocessContext):
         return result
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Ends them: on request, in their own time."""
+        """End them: on request, in their own time."""
         super().close(death_sig, UNTIL_KILLED if Stop.received is not None else timeout)
 
     def send(self, number: int) -> None:
-        """Sends a signal to those that run."""
+        """Send a signal to those that run."""
         for handler in self.subprocess_handlers.values():
             if handler.proc.poll() is None:
                 with suppress(ProcessLookupError):
@@ -128,7 +128,7 @@ class Stop(SignalException):
 
     @classmethod
     def come(cls, number: int, frame: FrameType | None) -> None:
-        """The handler of these signals."""
+        """Handle these signals."""
         for each in STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         signal.signal(signal.SIGINT, cls.hurry)
@@ -137,20 +137,20 @@ class Stop(SignalException):
 
     @classmethod
     def hurry(cls, number: int, frame: FrameType | None) -> None:
-        """The handler of Ctrl-C after that."""
+        """Handle Ctrl-C after that."""
         signal.signal(signal.SIGINT, cls.kill)
         if Workers.newest is not None:
             Workers.newest.send(signal.SIGINT)
 
     @classmethod
     def kill(cls, number: int, frame: FrameType | None) -> None:
-        """The handler of Ctrl-C where that was of no use."""
+        """Handle Ctrl-C if that did not help."""
         if Workers.newest is not None:
             Workers.newest.send(signal.SIGKILL)
 
 
 def exit_code_after_stop(number: int, codes: list[int | None]) -> int:
-    """The exit code of a job that was told to stop.
+    """Return the exit code of a job that was told to stop.
 
     Args:
         number: of the signal.
@@ -196,7 +196,7 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs torchrun to its end; returns the exit code."""
+    """Run torchrun to its end; return the exit code."""
     with tempfile.TemporaryDirectory(prefix="pretraining_") as notes:
         os.environ[TIME_IS_OVER] = str(Path(notes) / "time_is_over")
         return _run(arguments)

@@ -7,16 +7,15 @@ import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.start_point import CONFIG_FILE
-from pretraining.config.fields import settings_of
+from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.recipes import dump_config, parse_recipe, settings_in
 from pretraining.config.training import (
     PER_OPERATION,
     OptimizerConfig,
@@ -24,7 +23,7 @@ from pretraining.config.training import (
     TrainConfig,
     checkpointed_blocks,
 )
-from pretraining.config.values import Raw, format_value
+from pretraining.config.values import format_value
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
@@ -136,23 +135,23 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         if not plan.takes_optimizer:
             yield "the optimizer begins anew (--load_optimizer=false)"
         yield from start.remarks
-        changed = (*plan.loader.changes_at_resume, *changed_settings(start.manifest, plan.config))
+        changed = (*plan.loader.changes_at_resume, *changed_settings(start.config, plan.config))
         yield from (*changed, *filter(None, [plan.threads]))
-        yield from _describe_new_schedule(plan, start.manifest)
+        yield from _describe_new_schedule(plan, start.config)
         if state.stop_step < state.total_steps:
             yield f"this invocation ends at step {state.stop_step}"
 
 
-def _describe_new_schedule(plan: Plan, manifest: Manifest) -> Iterator[str]:
-    """Says what other settings of the schedule, or another length of the run, do to the learning rate from here on."""
+def _describe_new_schedule(plan: Plan, before: TrainConfig) -> Iterator[str]:
+    """Say what another schedule, or another length of the run, does to the learning rate from here on."""
     try:
-        before = settings_in(manifest.config, "config of the checkpoint")
         old = build_learning_rate(before.schedule, before.run.num_steps, plan.token_schedule, plan.training_tokens)
-    except ConfigError:  # a schedule of the user's own that is gone; the lines above name what was given then
+    except ConfigError:  # a user-defined schedule that is gone; the lines above name the one given then
         return
-    step, peak, new = plan.state.step, plan.config.optimizer.peak_learning_rate, plan.learning_rate
+    step, new = plan.state.step, plan.learning_rate
     if (before.schedule, old.horizon) != (plan.config.schedule, new.horizon) and step < plan.state.total_steps:
-        was, now = old.at(step, before.optimizer.peak_learning_rate), new.at(step, peak)
+        was = old.at(step, before.optimizer.peak_learning_rate)
+        now = new.at(step, plan.config.optimizer.peak_learning_rate)
         yield (
             f"learning rate here {now:.3g}, and {was:.3g} before: the rest is that of a run which had the new schedule "
             "all along"
@@ -241,13 +240,10 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     if "mlflow" in config.report.tracker and "MLFLOW_TRACKING_URI" not in os.environ:
         database = Path(config.report.tracker_dir or folder / "logs").absolute() / "mlflow.db"
         lines.append(f"  curves       mlflow ui --backend-store-uri {shlex.quote(f'sqlite:///{database}')}")
-    same_folder = shlex.quote(f"--ckpt_save_path={folder}")
-    if state.early_end:
-        lines.append(f"  go on        the same command with --early_stopping_evaluations=0 {same_folder}")
-        lines.append("  start anew   the same command with another --ckpt_save_path")
-    elif state.finished:
+    if state.finished:
         longer = f"--num_steps={2 * max(state.step, state.total_steps)}"
-        lines.append(f"  go on        the same command with {longer} {same_folder}")
+        change = "--early_stopping_evaluations=0" if state.early_end else longer
+        lines.append(f"  go on        the same command with {change} {shlex.quote(f'--ckpt_save_path={folder}')}")
         lines.append("  start anew   the same command with another --ckpt_save_path")
     return "\n".join(lines)
 
@@ -258,26 +254,15 @@ def conclude_preempted(state: TrainState, is_saved: bool) -> Preempted:
     return ending(state.stop, f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): {saved}.")
 
 
-def changed_settings(manifest: Manifest, config: TrainConfig) -> list[str]:
-    """How the settings differ from those that a checkpoint was made with, a line each.
+def changed_settings(before: TrainConfig, now: TrainConfig) -> list[str]:
+    """Return how the settings differ from those that a checkpoint was made with, a line each.
 
     What must not change was refused before. Settings that declare `silent_change` are left out.
     """
     settings = settings_of(TrainConfig)
-    before, now = _texts_of(manifest.config), _texts_of(dump_config(config))
+    was, is_now = (values_of(replace(each, optimizer=each.optimizer.resolved())) for each in (before, now))
     return [
-        f"{name} was {_shown(before[name])} and is {_shown(text)} from here on"
-        for name, text in now.items()
-        if name in before and before[name] != text and name in settings and not settings[name].silent_change
+        f"{name} was {format_value(was[name])} and is {format_value(value)} from here on"
+        for name, value in is_now.items()
+        if was[name] != value and not settings[name].silent_change
     ]
-
-
-def _texts_of(document: str) -> dict[str, Raw]:
-    """Return the settings in a configuration, with the optimizer's own in place of none."""
-    texts = {given.section_and_name[1]: given.raw for given in parse_recipe(document, "settings")}
-    chosen = vars(settings_in(document, "settings").optimizer.resolved())
-    return texts | {name: format_value(value) for name, value in chosen.items() if name in texts}
-
-
-def _shown(raw: Raw) -> str:
-    return "none" if raw is None else raw if isinstance(raw, str) else ",".join(raw)

@@ -35,7 +35,7 @@ class Outcome:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for documents; the first column is aligned left, numbers right."""
+    """Format a table for documents; the first column is aligned left, numbers right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
 

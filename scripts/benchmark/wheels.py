@@ -35,7 +35,7 @@ GLIBC_MINOR = range(17, 40)
 
 
 def collect(folder: Path, packages: Sequence[str], python: str, architecture: str) -> None:
-    """Downloads a wheel of each package, in the version of this environment where it is there.
+    """Download a wheel of each package, in the version of this environment where it is there.
 
     Raises:
         SystemExit: pip has no such wheel.
@@ -73,7 +73,7 @@ def install(folder: Path, site: Path) -> None:
 
 
 def package_of(wheel: Path) -> str:
-    """The package's name, in the form that is used for comparisons."""
+    """Return the package's name, in the form that is used for comparisons."""
     return re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower()
 
 

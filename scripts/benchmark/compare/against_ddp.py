@@ -122,7 +122,7 @@ class Contender:
 
 
 def train(config: TrainConfig, turn: Turn, processes: Processes, contender: Contender) -> None:
-    """A bare loop."""
+    """Run a bare loop."""
     device = processes.device
     optimizer = build_optimizer(contender.parameters, config.optimizer)
     assert contender.shard_group is not None
