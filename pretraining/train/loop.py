@@ -50,7 +50,7 @@ class Run:
 
 
 def train_loop(run: Run) -> None:
-    """Trains until the run or this invocation's part of it is done, or it is asked to stop; a collective call."""
+    """Train until the run or this invocation's part of it is done, or it is asked to stop; a collective call."""
     state = run.state
     batches = run.stopwatch.watch(run.batches, "data")
     earlier_seconds = state.progress.seconds

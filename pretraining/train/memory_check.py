@@ -82,7 +82,7 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
 def describe_peak(
     config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device, measured_gib: float
 ) -> str:
-    """Says in a line what a run has taken at its peak, beside what was estimated.
+    """Say in a line what a run has taken at its peak, beside what was estimated.
 
     On a GPU both are about tensors alone. On a CPU both are about all that the process held.
 

@@ -212,7 +212,7 @@ def describe_speed(observer: Observer, seconds: Sequence[float], processes: Proc
 
 
 def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
-    """Says where everything is, and what to run next; `trained` is whether there was anything left to do."""
+    """Say where everything is, and what to run next; `trained` is whether there was anything left to do."""
     state, is_kept = run.state, config.checkpoint.ckpt_save_path is not None
     if not trained:
         head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
@@ -249,7 +249,7 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
 
 
 def conclude_preempted(state: TrainState, is_saved: bool) -> Preempted:
-    """Says why a run ends before it is done, and how it goes on."""
+    """Say why a run ends before it is done, and how to resume it."""
     saved = "saved; the same command goes on from there" if is_saved else "nothing was kept"
     return ending(state.stop, f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): {saved}.")
 

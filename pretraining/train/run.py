@@ -106,7 +106,7 @@ def train(
     hook: MetricsHook | None = None,
     is_guest: bool = False,
 ) -> TrainResult | None:
-    """Trains as configured, in every process of a job; with `eval_only` it evaluates, prints, and returns None.
+    """Train as configured, in every process of a job; with `eval_only` evaluate, print, and return None.
 
     Args:
         config: the same in every process.

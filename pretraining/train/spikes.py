@@ -35,7 +35,7 @@ class SpikeDetector:
         self._losses = torch.full((window,), torch.nan, dtype=torch.float32, device=device)
 
     def judge(self, loss_sum: torch.Tensor, valid_tokens: torch.Tensor) -> SpikeVerdict:
-        """Judges a step; a collective call of one number.
+        """Judge a step; a collective call of one number.
 
         Args:
             loss_sum: of this rank's tokens.
@@ -65,7 +65,7 @@ class SpikeDetector:
         return {"losses": losses, "conditions": self._conditions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues a window, unless it was filled under other conditions; one that is too long loses its oldest."""
+        """Continue a window, unless it was filled under other conditions; drop its oldest losses if it is too long."""
         if state["conditions"] != self._conditions:
             return
         kept = state["losses"][-len(self._losses) :]

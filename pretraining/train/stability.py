@@ -99,7 +99,7 @@ class Guards:
         return {"skipped_in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting where a checkpoint was made."""
+        """Continue the count that a checkpoint keeps."""
         most = self._most_in_a_row - 1 if self._most_in_a_row else math.inf  # a smaller limit counts from the next step
         self._in_a_row = int(min(state["skipped_in_a_row"], most))
 

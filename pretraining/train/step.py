@@ -62,7 +62,7 @@ class StepContext:
 
 
 def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome:
-    """Trains on one global batch; a collective call.
+    """Train on one global batch; a collective call.
 
     Args:
         batch: this rank's micro-batches of the global batch.

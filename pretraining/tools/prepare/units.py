@@ -64,7 +64,7 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """Return its bytes on disk."""
         return sum(part.size for part in self.parts)
 
 
