@@ -146,7 +146,7 @@ def _check_best_by(config: TrainConfig, counts: dict[str, int]) -> None:
 
 
 def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> torch.Tensor | None:
-    """Return the bytes of the text of each token, [V] on the device; None without a tokenizer, or for one that does not say."""
+    """Return the bytes of the text of each token, [V] on the device; None if no tokenizer says them."""
     path = config.data.tokenizer_path
     if path is None:
         return None
