@@ -72,7 +72,6 @@ def test_a_set_may_be_a_file_beside_the_one_that_is_trained_on(data: DataConfig,
     ("folders", "said"),
     [
         (["gone"], "/gone: "),
-        (["train/cod"], "'code'?"),
         (["books", "./books"], "/books 2 times"),
         (["empty"], "/empty: "),
         (["other/web", "/web"], "/web: "),
