@@ -16,7 +16,6 @@ from unit.data.token_files import loader, opened, plan, random_documents, rows, 
 from pretraining.config.fields import settings_of
 from pretraining.config.training import IGNORED_LABEL, DataConfig, Packing, TrainConfig
 from pretraining.data.dataset import build_loader
-from pretraining.data.samples import SplitName
 from pretraining.data.sampling.packing import PACKINGS, BinCache, PackedStream, bin_cache, cut_blocks, pack_block
 from pretraining.data.sampling.token_stream import Lengths, Spans, order_cache
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
@@ -111,19 +110,6 @@ def test_with_a_document_mask_every_token_but_a_documents_first_is_a_label_once(
     labels = micro_batch.model_inputs().labels_BS
     lengths = np.concatenate([each.index.split("train").lengths(0, 1000) for each in datasets.datasets])
     assert int((labels != IGNORED_LABEL).sum()) == int(np.maximum(lengths - 1, 0).sum())
-
-
-def test_held_out_samples_are_packed_from_held_out_documents(config: DataConfig) -> None:
-    datasets = opened(config)
-    splits: tuple[SplitName, SplitName] = ("train", "held_out")
-    for number, dataset in enumerate(datasets.datasets):
-        documents = []
-        for split in splits:
-            source = build_loader(datasets, config, plan(8), 0, 7, 1000, split=split).reader.sources[number]
-            samples = dataset.pass_tokens(split) // config.seq_length
-            documents.append(set(source.spans(*source.samples(0, samples)).documents.tolist()))
-        assert not documents[0] & documents[1] and documents[1]
-        assert documents[0] | documents[1] == set(np.flatnonzero(dataset.index.documents["tokens"]).tolist())
 
 
 def test_a_dataset_shorter_than_a_sample_can_be_packed(tmp_path: Path) -> None:
