@@ -128,19 +128,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         file = file / TOKENIZER_FILE if is_folder(file) else file
         definition = read_file(file)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"there is no tokenizer to read ({getattr(error, 'strerror', None) or error}). Give the folder or the "
-            "tokenizer.json of a Hugging Face fast tokenizer (transformers saves one of a tokenizer.model), or let "
-            "`pretrain prepare` train one",
-            path=file,
-        ) from error
-    try:
         library, vocab_size = _parse(definition)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
-            f"no tokenizer that the tokenizers library {tokenizers.__version__} can read ({error}). Fetch or train it "
-            "again",
+            f"there is no tokenizer that the tokenizers library {tokenizers.__version__} can read "
+            f"({getattr(error, 'strerror', None) or error}). Give the folder or the tokenizer.json of a Hugging Face "
+            "fast tokenizer (transformers saves one of a tokenizer.model), or let `pretrain prepare` train one",
             path=file,
         ) from error
     config = _read_object(file.parent / TOKENIZER_CONFIG_FILE)
