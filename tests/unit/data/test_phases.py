@@ -94,28 +94,14 @@ def test_through_any_changes_on_any_numbers_of_ranks_every_dataset_is_read_on_wi
 def test_each_change_is_one_line_with_the_step_at_which_it_begins() -> None:
     state = None
     lines = []
-    for weights, batch in (
-        ({"a": 3, "b": 2}, 5),
-        ({"a": 3, "b": 2}, 5),
-        ({"a": 5, "b": 2, "c": 3}, 5),
-        ({"a": 1}, 8),
-        ({"a": 3, "b": 1}, 8),
-    ):
+    for weights, batch in (({"a": 3, "b": 2}, 5), ({"a": 3, "b": 2}, 5), ({"a": 1, "c": 3}, 8)):
         made = numbers_loader(weights, batch)
         _, state = go_on([made], state, 10)
         lines.append(made.changes_at_resume)
-    assert lines == [
-        (),
-        (),
-        ("phase 2 from step 20: weights a 0.6 -> 0.5, b 0.4 -> 0.2, c none -> 0.3",),
-        ("phase 3 from step 30: weights a 0.5 -> 1, b 0.2 -> none, c 0.3 -> none; global batch 5 -> 8 sequences",),
-        ("phase 4 from step 40: weights a 1 -> 0.75, b none -> 0.25",),
-    ]
+    change = "weights a 0.6 -> 0.25, b 0.4 -> none, c none -> 0.75; global batch 5 -> 8 sequences"
+    assert lines == [(), (), (f"phase 2 from step 20: {change}",)]
     made.rewind()
-    assert (
-        made.changes_at_resume == ()
-        and made.state_dict()["phases"] == numbers_loader({"a": 3, "b": 1}, 8).state_dict()["phases"]
-    )
+    assert made.changes_at_resume == () and len(made.state_dict()["phases"]) == 1
 
 
 def test_a_phase_in_which_nothing_was_trained_leaves_no_trace() -> None:
