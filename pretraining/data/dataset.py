@@ -30,7 +30,6 @@ from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import find_index, index_places
 from pretraining.data.storage.index_build import build_index
 from pretraining.errors import ConfigError, DataError
-from pretraining.text import count_of
 
 
 def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None) -> None:
@@ -40,7 +39,7 @@ def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: 
     look at files, and the processes that pack.
 
     Raises:
-        DataError: a file cannot be used (all that cannot are named), or there is no place to write an index.
+        DataError: a file cannot be used (`pretrain verify` names all such), or an index cannot be written.
     """
     for files in listing:
         index = build_index(files, config, workers)
@@ -50,8 +49,7 @@ def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: 
 
 def is_indexed(files: DatasetFiles, config: DataConfig) -> bool:
     """Return whether `build_indices` has nothing left to make for a dataset."""
-    index = find_index(files, config)
-    return index is not None and (config.packing == "stream" or find_bin_counts(files, index, config) is not None)
+    return _find_dataset(files, config) is not None
 
 
 def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> OpenedDatasets:
@@ -60,24 +58,28 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> Opened
     Raises:
         DataError: an index is missing, or a dataset holds no documents.
     """
-    return OpenedDatasets(tuple(_open_dataset(files, config) for files in listing))
+    found = []
+    for files in listing:
+        dataset = _find_dataset(files, config)
+        if dataset is None:
+            places = " or ".join(str(place.parent) for place in index_places(files, config))
+            raise DataError(
+                f"no index (or counts of packed samples) of dataset '{files.name}' in {places}: made on another "
+                "machine; give --index_path=<a folder that all machines see>"
+            )
+        if len(dataset.index.documents) == 0:
+            raise DataError(f"dataset '{files.name}' is empty: no file holds a document", path=files.folder)
+        found.append(dataset)
+    return OpenedDatasets(tuple(found))
 
 
-def _open_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset:
-    index, packed = find_index(files, config), config.packing != "stream"
-    counts = find_bin_counts(files, index, config) if index is not None and packed else None
-    if index is None or (packed and counts is None):
-        missing = "index" if index is None else f"{config.packing} counts"
-        places = " or ".join(str(place.parent) for place in index_places(files, config))
-        raise DataError(
-            f"no {missing} of dataset '{files.name}' in {places}: made on another machine; give --index_path=<a folder "
-            "that all machines see>"
-        )
-    if len(index.documents) == 0:
-        raise DataError(
-            f"dataset '{files.name}' is empty: {count_of(len(files.paths), 'file')}, and no document", path=files.folder
-        )
-    return OpenedDataset(files, index, counts)
+def _find_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset | None:
+    """Open what `build_indices` makes for a dataset; None where something is missing."""
+    index = find_index(files, config)
+    if index is None or config.packing == "stream":
+        return None if index is None else OpenedDataset(files, index)
+    counts = find_bin_counts(files, index, config)
+    return None if counts is None else OpenedDataset(files, index, counts)
 
 
 def build_loader(
@@ -151,16 +153,13 @@ def _given_weights(opened: OpenedDatasets, config: DataConfig) -> dict[str, int]
 
 
 def _check_enough(datasets: list[OpenedDataset], config: DataConfig, split: SplitName) -> None:
-    """Refuse datasets that hold less than one sample, all in one error."""
-    problems = []
+    """Refuse datasets that hold less than one sample."""
     for dataset in datasets:
         tokens, needed = dataset.tokens(split), 1 if dataset.counts is not None else config.seq_length + 1
         if tokens < needed:
             is_train = split == "train"
             flags = "smaller --seq_length or --held_out_fraction" if is_train else "larger --held_out_fraction"
-            problems.append(
+            raise DataError(
                 f"dataset '{dataset.files.name}' has {tokens:,} tokens in the split {split}, but one sample takes "
                 f"{needed:,}: give a {flags}"
             )
-    if problems:
-        raise DataError("\n".join(problems))

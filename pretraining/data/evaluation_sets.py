@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import DatasetFiles, did_you_mean_dataset, list_datasets
+from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import is_file, is_folder
+from pretraining.files import exists
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,11 @@ def find_evaluation_folders(
         if times > 1:
             raise ConfigError(f"--eval_datasets names {path} {times} times: give it once")
     for path, resolved in zip(paths, real, strict=True):
-        _check_folder(path)
+        if not exists(path):
+            raise DataError("--eval_datasets names it, and it is not there", path=path)
         _check_apart(path, resolved, training)
     taken = {files.name for files in training}
     return [_list_folder(_name_of(path, paths, taken), path, config) for path in paths]
-
-
-def _check_folder(path: Path) -> None:
-    if not is_folder(path) and not is_file(path):
-        hint = did_you_mean_dataset(path.parent, path.name) if is_folder(path.parent) else ""
-        raise DataError(f"--eval_datasets names it, and it is not there{hint}", path=path)
 
 
 def _check_apart(path: Path, resolved: Path, training: Collection[DatasetFiles]) -> None:
@@ -96,6 +91,5 @@ def _list_folder(name: str, path: Path, config: DataConfig) -> EvaluationFolder:
         skip_samples=(),
         use_dummy_dataset=False,
     )
-    # Of files that say the type of their tokens it is refused, and the training data may need it.
-    (files,) = list_datasets(replace(alone, token_dtype=None))
+    (files,) = list_datasets(alone)
     return EvaluationFolder(name, alone, files)

@@ -20,10 +20,17 @@ from pretraining.errors import DataError
 from pretraining.text import list_some
 
 STATE_VERSION = 2
-READING_SETTINGS = ("col_name", "strip_tokens", "min_length", "bos_token", "sep_token", "held_out_fraction", "packing")
+READING_SETTINGS = (
+    "col_name",
+    "strip_tokens",
+    "min_length",
+    "bos_token",
+    "sep_token",
+    "held_out_fraction",
+    "packing",
+    "token_dtype",
+)
 """How documents are read and make samples: the same for all datasets, throughout a run."""
-RARE_READING_SETTINGS = ("token_dtype",)
-"""The same, of settings that are left out of the state where they are not given."""
 _LARGEST_NUMBER = 1 << 62
 _LARGEST_TOTAL = 1 << 41  # of weights; those that the mixture makes stay below
 
@@ -52,8 +59,9 @@ def describe_order(
 def _reading_settings(config: DataConfig) -> dict[str, Any]:
     """Return how documents are read and make samples, as JSON gives it back."""
     values = {name: getattr(config, name) for name in READING_SETTINGS}
-    rare = {name: getattr(config, name) for name in RARE_READING_SETTINGS if getattr(config, name) is not None}
-    return {**values, **rare, "strip_tokens": sorted(set(config.strip_tokens))}
+    if config.token_dtype is None:  # left out, as in states that are older than this setting
+        del values["token_dtype"]
+    return {**values, "strip_tokens": sorted(set(config.strip_tokens))}
 
 
 def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str, Any]:
@@ -199,18 +207,12 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
     if _made_up(before) != _made_up(now):
         then, today = ("made-up data" if _made_up(datasets) else "datasets" for datasets in (before, now))
         return [f"the run read {then} and is to read {today}: see --use_dummy_dataset"]
-    notes = {"seq_length": " (other lengths cut other samples)", "logical_shards": " (other pieces, another order)"}
-    problems = [
-        f"{name} was {saved[name]} and is {order[name]}{notes.get(name, '')}"
-        for name in ("split", "seed", "seq_length", "logical_shards")
-        if saved[name] != order[name]
-    ]
-    # Fingerprints hold digests of these; here they have values, and hold for datasets that were not there before.
-    reading = [name for name in READING_SETTINGS if saved.get(name, order.get(name)) != order.get(name)]
-    reading += [name for name in RARE_READING_SETTINGS if saved.get(name) != order.get(name)]
-    problems += [f"{name} was {saved.get(name)} and is {order.get(name)}" for name in reading]
-    same = {name for name in before.keys() & now.keys() if before[name] == now[name]}
-    for name in sorted(before.keys() & now.keys() - same):
+    settings = [name for name in ("split", "seed", "seq_length", "logical_shards") if saved[name] != order[name]]
+    # Fingerprints hold digests of these, also where an older state lacks one; here they have values, and hold for
+    # datasets that were not there before.
+    reading = [name for name in READING_SETTINGS if name in saved and saved[name] != order.get(name)]
+    problems = [f"{name} was {saved[name]} and is {order.get(name)}" for name in settings + reading]
+    for name in sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
         if before[name].get("files") != now[name].get("files") or not reading:
             problems.append(_describe_change(name, before[name], now[name], changes.get(name)))
     return problems

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,10 +30,10 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
-# What the end of a document is called where a lone tokenizer.json comes without the files that say so.
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json")
 """What is fetched of a tokenizer on the Hub."""
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+"""What the end of a document is called where a lone tokenizer.json comes without the files that say so."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,7 @@ class Tokenizer:
     pad_token: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, without special tokens; a DataError where it is not UTF-8, or cannot be encoded."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise DataError(f"the prompt {text!r} is not UTF-8: write it in UTF-8") from None
+        """Token ids of a text, without special tokens; a DataError where it cannot be encoded."""
         with _panics_refused():
             return self.library.encode(text, add_special_tokens=False).ids
 
@@ -79,7 +75,7 @@ class Tokenizer:
         """
         decoder = json.dumps(json.loads(self.definition).get("decoder"))
         if '"ByteLevel"' in decoder:
-            of_token = _bytes_of_byte_level
+            of_token: Callable[[str], int] = len  # each character stands for a byte (Radford et al. 2019, GPT-2)
         elif '"Metaspace"' in decoder or '"ByteFallback"' in decoder:
             of_token = _bytes_of_sentencepiece
         else:
@@ -132,19 +128,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         file = file / TOKENIZER_FILE if is_folder(file) else file
         definition = read_file(file)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"there is no tokenizer to read ({getattr(error, 'strerror', None) or error}). Give the folder or the "
-            "tokenizer.json of a Hugging Face fast tokenizer (transformers saves one of a tokenizer.model), or let "
-            "`pretrain prepare` train one",
-            path=file,
-        ) from error
-    try:
         library, vocab_size = _parse(definition)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
-            f"no tokenizer that the tokenizers library {tokenizers.__version__} can read ({error}). Fetch or train it "
-            "again",
+            f"there is no tokenizer that the tokenizers library {tokenizers.__version__} can read "
+            f"({getattr(error, 'strerror', None) or error}). Give the folder or the tokenizer.json of a Hugging Face "
+            "fast tokenizer (transformers saves one of a tokenizer.model), or let `pretrain prepare` train one",
             path=file,
         ) from error
     config = _read_object(file.parent / TOKENIZER_CONFIG_FILE)
@@ -187,13 +176,8 @@ def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _bytes_of_byte_level(token: str) -> int:
-    """Each character stands for a byte (Radford et al. 2019, GPT-2)."""
-    return len(token)
-
-
 def _bytes_of_sentencepiece(token: str) -> int:
-    """`\u2581` stands for a space, `<0x0A>` for the byte of this value."""
+    """Count the bytes of a token in which `\u2581` stands for a space, `<0x0A>` for the byte of this value."""
     is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
     return 1 if is_byte else len(token.replace("\u2581", " ").encode())
 
@@ -269,12 +253,12 @@ def _read_object(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file; empty where there is no file."""
     try:
         content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read as JSON ({error}). Mend it, or remove it to go without", path=path) from error
-    if not isinstance(content, dict):
-        raise DataError("it must hold a JSON object. Mend it, or remove it to go without", path=path)
     return content
 
 

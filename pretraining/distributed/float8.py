@@ -34,12 +34,9 @@ def check_float8(scaling: Float8Scaling, device: torch.device) -> None:
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if capability < _CAPABILITY:
-        name = (
-            f"{torch.cuda.get_device_name(device)} has {_version(capability)}" if any(capability) else "a CPU has none"
-        )
         raise ConfigError(
-            f"--float8={scaling} needs a GPU with units for float8, of compute capability {_version(_CAPABILITY)} or "
-            f"more, and {name}: train on another, or leave --float8 out"
+            f"--float8={scaling} needs a GPU with units for float8, of compute capability 8.9 or more (Ada, Hopper): "
+            "train on such a one, or leave --float8 out"
         )
     try:
         import torchao.float8  # noqa: F401
@@ -66,7 +63,3 @@ def multiply_in_float8(blocks: nn.ModuleList, scaling: Float8Scaling | None, *, 
         # A compiled backward pass that computes activations again must round as forward did: a row of other numbers has
         # another scale, and attention has given NaN for it (github.com/pytorch/pytorch/issues/150859).
         round_in_compiled_code_as_outside()
-
-
-def _version(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

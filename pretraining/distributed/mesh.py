@@ -55,17 +55,18 @@ def try_groups(mesh: DeviceMesh) -> None:
     groups = {"all processes": dist.group.WORLD, **{f"axis {axis}": mesh[axis].get_group() for axis in AXES}}
     for name, group in groups.items():
         assert group is not None
-        fault = _fault_of_group(group, mesh.device_type)
-        if fault:
+        try:
+            _try_group(group, mesh.device_type)
+        except dist.DistBackendError as problem:  # such as NCCL's for two processes on one GPU
             error = LaunchError(
-                f"the processes have met, but their first collective, over {name} of the mesh, failed: {fault}.\n"
+                f"the processes have met, but their first collective, over {name} of the mesh, failed: {problem}.\n"
                 "`pretrain doctor`, started as this job is, measures the links; NCCL_DEBUG=INFO shows what NCCL tries."
             )
             error.rank = dist.get_rank()
-            raise error
+            raise error from problem
 
 
-def _fault_of_group(group: dist.ProcessGroup, device_type: str) -> str:
+def _try_group(group: dist.ProcessGroup, device_type: str) -> None:
     device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
     until = time.monotonic() + FIRST_ANSWER_SECONDS
 
@@ -79,8 +80,6 @@ def _fault_of_group(group: dist.ProcessGroup, device_type: str) -> str:
         if time.monotonic() > until:
             raise dist.DistBackendError(f"no answer within {FIRST_ANSWER_SECONDS:.0f} s")
 
-    try:
-        found = run_in_thread(add_up, poll)
-    except dist.DistBackendError as error:  # such as NCCL's for two processes on one GPU
-        return str(error)
-    return "" if found == group.size() else f"{group.size()} ones add up to {found:g}"
+    found = run_in_thread(add_up, poll)
+    if found != group.size():
+        raise dist.DistBackendError(f"{group.size()} ones add up to {found:g}")

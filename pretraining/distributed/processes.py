@@ -206,8 +206,11 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
         result = function()
     except BaseException as error:
         failure = error
-    failures = _all_gather(None if failure is None else _portable(failure), group)
-    if failure is not None and not isinstance(failure, PretrainError):
+    told = failure
+    if failure is not None and not isinstance(failure, PretrainError):  # one that can travel between processes
+        told = PretrainError(f"rank {dist.get_rank()} failed: {type(failure).__name__}: {failure}")
+    failures = _all_gather(told, group)
+    if failure is not told and failure is not None:
         raise failure  # a bug, not a user's mistake: keep its traceback
     for each in failures:
         if each is not None:
@@ -225,13 +228,6 @@ def _all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value, group=group)
     return gathered
-
-
-def _portable(error: BaseException) -> PretrainError:
-    """Return an error for users as it is, and in place of any other one that can travel between processes."""
-    if isinstance(error, PretrainError):
-        return error
-    return PretrainError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
 
 def _device_of(local_rank: int, local_world_size: int, parallel: ParallelConfig = _ANYWHERE) -> torch.device:

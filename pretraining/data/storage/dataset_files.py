@@ -10,18 +10,15 @@ import hashlib
 import logging
 import os
 import shlex
-import stat
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
-from pretraining.config.values import did_you_mean
 from pretraining.data.storage.token_format import format_class
-from pretraining.errors import ConfigError, DataError, PathError
-from pretraining.files import entries_of, is_file, is_folder, read_json
+from pretraining.errors import ConfigError, DataError
+from pretraining.files import entries_of, exists, is_file, is_folder, read_json
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -30,8 +27,6 @@ MANIFEST_FILE = "prepare.json"
 """Says what a folder of token files holds that `pretrain prepare` made; a folder that has it is complete."""
 COUNTS_FILES = "meta/*counts*.csv"
 """What other tools write beside their datasets: how many documents and tokens there are in each file."""
-_NAMES_OF_A_FOLDER = 64
-"""A folder is listed under so many names. More have only folders with links to each other, whose paths are endless."""
 
 
 @dataclass(frozen=True)
@@ -68,39 +63,35 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
         raise DataError("no data: give --data_path=<folder with a sub-folder a dataset>, or --use_dummy_dataset=true")
     root = Path(config.data_path).expanduser().absolute()
     if not is_folder(root):
-        itself = f"--data_path={root.parent} --datasets={root.name} is this file. {how_to_prepare(root)}"
-        raise DataError(
-            f"--data_path is not a folder; {itself if is_file(root) else _what_is_in(root.parent)}", path=root
-        )
+        itself = f"; this file itself is --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
+        raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}", path=root)
     formats = _suffixes(config.file_type)
     patterns = " or ".join(f"*{suffix}" for suffix in formats.values())
     if config.datasets:
         names = [name.strip("/") for name in config.datasets]
         if len(set(names)) < len(names):
             raise DataError(f"--datasets names one more than once: {', '.join(names)}")
-        found = {name: _scan(_existing(root, name), formats) for name in names}
-        empty = next((name for name, files in found.items() if not files), None)
-        if empty is not None:
-            place = root / empty
-            raise DataError(
-                f"dataset '{empty}' has no {patterns} files; {_what_is_in(place)}. {how_to_prepare(place)}", path=place
-            )
+        found = {}
+        for name in names:
+            place = root / name
+            if not exists(place):
+                there = list_some(_sub_folders(root), 12)
+                raise DataError(f"dataset '{name}' is not there; {root} has {there or 'no folders'}", path=place)
+            found[name] = _scan(place, formats)
+            if not found[name]:
+                raise DataError(f"dataset '{name}' has no {patterns} files. {how_to_prepare(place)}", path=place)
     else:
         has_counts = any(root.glob(COUNTS_FILES))
-        scanned = {
-            name: _scan(root / name, formats) for name in _sub_folders(root) if not (has_counts and name == "meta")
-        }
+        names = [name for name in _sub_folders(root) if not (has_counts and name == "meta")]
+        scanned = {name: _scan(root / name, formats) for name in names}
         found = {name: files for name, files in scanned.items() if files}
         if not found:
             raise DataError(
-                f"no sub-folder holds {patterns} files; {_what_is_in(root)}. This folder itself is "
-                f"--data_path={root.parent} --datasets={root.name}. {how_to_prepare(root)}",
+                f"no sub-folder holds {patterns} files. This folder itself is --data_path={root.parent} "
+                f"--datasets={root.name}. {how_to_prepare(root)}",
                 path=root,
             )
-    datasets = tuple(_dataset(root, name, found[name], formats) for name in sorted(found))
-    if config.token_dtype is not None and {files.file_type for files in datasets} <= {"arrow", "npy"}:
-        raise ConfigError(f"--token_dtype={config.token_dtype} is for *.bin files, and there are none: leave it out")
-    return datasets
+    return tuple(_dataset(root, name, found[name], formats) for name in sorted(found))
 
 
 def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) -> int | None:
@@ -180,41 +171,26 @@ def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
     if is_file(folder):
         return {folder.name: folder.stat().st_size} if folder.name.endswith(suffixes) else {}
     found: dict[str, int] = {}
-    times: Counter[tuple[int, int]] = Counter()
 
-    def visit(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> None:
+    def visit(path: Path, prefix: str, above: frozenset[tuple[int, int]]) -> None:
+        status = path.stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in above:  # a link to a folder that we are in would go round for ever
+            return
         with os.scandir(path) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    status = entry.stat()
-                    identity = (status.st_dev, status.st_ino)
-                    if identity in above:  # a link to a folder that we are in would go round for ever
-                        continue
-                    times[identity] += 1
-                    if times[identity] > _NAMES_OF_A_FOLDER:
-                        raise DataError(
-                            f"it is in {folder} under more than {_NAMES_OF_A_FOLDER} names, such as {entry.path}: "
-                            "folders there link to each other. Remove such links",
-                            path=os.path.realpath(entry.path),
-                        )
-                    visit(entry.path, f"{prefix}{entry.name}/", above | {identity})
+                    visit(Path(entry.path), f"{prefix}{entry.name}/", above | {identity})
                 elif entry.name.endswith(suffixes):
-                    status = entry.stat()  # a link that leads nowhere is an error here, and not a file less
-                    if not stat.S_ISREG(status.st_mode):
-                        raise DataError(
-                            "a pipe or a device, not a file that could hold tokens. Remove it", path=entry.path
-                        )
-                    found[prefix + entry.name] = status.st_size
+                    # Of the file that a link leads to: one that leads nowhere is an error here, and not a file less.
+                    found[prefix + entry.name] = entry.stat().st_size
 
     try:
-        status = folder.stat()
-        visit(str(folder), "", frozenset({(status.st_dev, status.st_ino)}))
+        visit(folder, "", frozenset())
     except OSError as error:
         raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error
-    except RecursionError:
-        raise DataError("cannot be listed: folders there are nested too deep", path=folder) from None
     return found
 
 
@@ -222,29 +198,7 @@ def _sub_folders(folder: Path) -> list[str]:
     return sorted(child.name for child in entries_of(folder) if not child.name.startswith(".") and is_folder(child))
 
 
-def _existing(root: Path, name: str) -> Path:
-    """Return the folder or file of a dataset that was asked for by name."""
-    if is_folder(root / name) or is_file(root / name):
-        return root / name
-    raise DataError(f"dataset '{name}' is not in {root}{did_you_mean_dataset(root, name) or f'; {_what_is_in(root)}'}")
-
-
-def did_you_mean_dataset(root: Path, name: str) -> str:
-    """Return a hint at the dataset in a folder whose name is nearest; empty if none is near."""
-    files = [child.name for child in entries_of(root) if child.suffix in _suffixes("auto").values()]
-    return did_you_mean(name, [*_sub_folders(root), *files], "; did you mean '{}'?")
-
-
 def how_to_prepare(path: str | Path) -> str:
     """Return the command that makes token files of a folder or file that holds none."""
     command = f"pretrain prepare --input_path={shlex.quote(str(path))}"
     return f"`{command}` makes token files of text, Parquet and saved datasets"
-
-
-def _what_is_in(folder: Path) -> str:
-    """Return what a folder holds, for an error message."""
-    try:
-        names = sorted(child.name for child in entries_of(folder))
-    except PathError as error:  # what is wrong was found elsewhere
-        return str(error)
-    return f"{folder} holds {list_some(names, 12) or 'nothing'}"

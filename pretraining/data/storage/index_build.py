@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import closing
 from functools import partial
 from typing import IO
@@ -54,7 +54,6 @@ log = logging.getLogger(__name__)
 _FileDocuments = tuple[np.ndarray, int]
 """The documents of a file, [rows] `DOCUMENT`, and its bytes a token, negative if tokens are of a signed type."""
 
-_PROBLEMS_SHOWN = 10
 _BLOCKS_AT_ONCE = 4096
 _LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may come on top
 
@@ -81,7 +80,10 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     )
 
     def write(file: IO[bytes]) -> None:
-        _write_index(file, files, config, change, _read_files(files, config, workers))
+        read = partial(_read_file, files, config, load_format(files.file_type, config))
+        threads = workers or min(32, usable_cores())
+        with closing(map_in_order(read, range(len(files.paths)), threads)) as documents_of_files:
+            _write_index(file, files, config, change, documents_of_files)
 
     find = partial(find_index, files, config)
     return write_once(index_places(files, config), f"the index of dataset '{files.name}'", write, find)
@@ -160,6 +162,7 @@ def _write_index(
 
 
 def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> _FileDocuments:
+    """Read the documents of a file; a DataError names one that cannot be used."""
     path = files.path(number)
     with plugin_errors("file_type", files.file_type):
         layout = token_format.documents(path)
@@ -193,30 +196,6 @@ def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.n
             split.append(np.add.reduceat(split_lengths(documents, held_out), np.arange(0, size, BLOCK_DOCUMENTS)))
     bounds = [np.cumsum(np.concatenate(split)).astype("<i8") for split in totals]
     return bounds, np.array(checksums, dtype="<u4")
-
-
-def _read_files(files: DatasetFiles, config: DataConfig, workers: int | None) -> Iterator[_FileDocuments]:
-    """Yield the documents of each file, in order; a DataError names files that cannot be used, up to a number."""
-    token_format = load_format(files.file_type, config)
-
-    def read(number: int) -> _FileDocuments | DataError:
-        try:
-            return _read_file(files, config, token_format, number)
-        except DataError as problem:
-            return problem
-
-    problems: list[DataError] = []
-    threads = workers or min(32, usable_cores())
-    with closing(map_in_order(read, range(len(files.paths)), threads)) as results:
-        for result in results:
-            if isinstance(result, DataError):
-                problems.append(result)
-            elif not problems:
-                yield result
-            if len(problems) == _PROBLEMS_SHOWN:
-                break
-    if problems:
-        raise problems[0] if len(problems) == 1 else DataError("\n".join(map(str, problems)))
 
 
 _LOOKED_AT_ONCE = 1 << 20

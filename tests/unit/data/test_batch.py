@@ -49,12 +49,6 @@ def test_positions_and_lengths_are_those_of_the_pieces_and_of_padding(batch: tup
     assert inputs.attention_span == pytest.approx(sum(length**2 for length in lengths) / sum(lengths))
 
 
-def test_without_a_mask_there_are_neither_positions_nor_lengths() -> None:
-    inputs = pack(6, [[2, 4], [3]], document_mask=False).model_inputs()
-    assert inputs.positions_BS is None and inputs.document_lengths is None
-    assert inputs.attention_span == 5.0
-
-
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.int32])
 def test_narrow_tokens_become_int64(dtype: torch.dtype) -> None:
     batch = MicroBatch(torch.tensor([[1, 2, 3], [4, 65_535, 6]], dtype=dtype), document_starts=torch.tensor([0, 1, 3]))

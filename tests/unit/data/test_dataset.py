@@ -5,14 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from unit.data.sampling.stream_oracle import Oracle, Place, as_trained, text_number
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.training import IGNORED_LABEL, DataConfig
 from pretraining.data.dataset import build_indices, build_loader, open_datasets
-from pretraining.data.sampling.token_stream import shard_count
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
 from pretraining.errors import ConfigError, DataError, PretrainError
@@ -95,14 +93,6 @@ def test_weights_go_with_the_datasets_they_were_given_with(tmp_path: Path) -> No
     assert given.state_dict()["counts"] == {"books": 20, "code": 10, "web": 70}
 
 
-def test_a_dataset_of_weight_zero_may_be_too_small_to_train_on(tmp_path: Path) -> None:
-    root = make_root(tmp_path, web=100)
-    write_documents(root / "tiny/x.arrow", [[1]])
-    made = loader(config(root, weights=(0.0, 1.0)), plan(4))
-    next(made)
-    assert made.state_dict()["counts"] == {"web": 4}
-
-
 @pytest.mark.parametrize(
     ("documents", "changes", "named"),
     [
@@ -115,6 +105,7 @@ def test_a_dataset_of_weight_zero_may_be_too_small_to_train_on(tmp_path: Path) -
         ([[], []], {"packing": "best_fit"}, None),
         ([[1] * 16], {}, "seq_length"),
         ([[1] * 50] * 9, {"held_out_fraction": 1.0}, None),
+        ([[1] * 50] * 9, {"held_out_fraction": 1.0, "packing": "best_fit"}, None),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(
@@ -125,54 +116,6 @@ def test_data_that_cannot_be_trained_on_is_refused(
         loader(config(tmp_path, **changes), vocab_size=1000)
     assert named is None or named in raised.value.settings
     assert isinstance(raised.value, ConfigError if "weights" in changes or named in changes else DataError)
-
-
-@pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_a_held_out_split_without_a_sample_is_refused(tmp_path: Path, packing: str) -> None:
-    settings = config(make_root(tmp_path, web=100), packing=packing, held_out_fraction=1e-9)
-    with pytest.raises(DataError) as raised:
-        build_loader(opened(settings), settings, plan(2), 0, 0, 1000, split="held_out")
-    assert raised.value.settings == ("held_out_fraction",)
-
-
-def test_a_strip_token_may_lie_beyond_the_vocabulary_and_a_sample_may_take_all_but_a_token(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1] * 17])
-    assert next(loader(config(tmp_path, strip_tokens=(5000,)), plan(1), vocab_size=1001)).step == 0
-
-
-def test_an_index_that_is_not_there_is_named_with_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    settings = config(make_root(tmp_path, web=50))
-    with pytest.raises(DataError, match="--index_path"):
-        open_datasets(list_datasets(settings), settings)
-
-
-def test_short_datasets_are_mixed_from_whole_samples(tmp_path: Path) -> None:
-    """A sample that is longer than its shard would repeat documents; a small dataset has fewer shards instead."""
-    documents = [[number] for number in range(900)]
-    write_documents(tmp_path / "web/x.arrow", documents)
-    made = loader(config(tmp_path, seq_length=100, logical_shards=1024), plan(8))
-    assert made.reader.sources[0].shards == shard_count(900, 100, 1024) == 1
-    tokens = np.concatenate([np.array(row[:-1]) for row in rows(next(made))])
-    assert len(np.unique(tokens)) == 800
-
-
-def test_loaders_of_one_process_share_what_they_opened_and_do_not_disturb_each_other(tmp_path: Path) -> None:
-    settings = config(make_root(tmp_path, web=400), sep_token=SEP, held_out_fraction=0.3)
-    variants = [
-        settings,
-        replace(settings, logical_shards=7),
-        replace(settings, seq_length=5),
-        replace(settings, seq_length=90),
-    ]
-    shared = opened(settings)
-    together = [build_loader(shared, variant, plan(4), 0, 7, 1000) for variant in variants]
-    together.append(build_loader(shared, settings, plan(4), 0, 7, 1000, split="held_out"))
-    alone = [build_loader(opened(variant), variant, plan(4), 0, 7, 1000) for variant in variants]
-    alone.append(build_loader(opened(settings), settings, plan(4), 0, 7, 1000, split="held_out"))
-    for _ in range(15):
-        assert [rows(next(made)) for made in together] == [rows(next(made)) for made in alone]
-    assert len(shared.open_files) == 2
 
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import opened, plan, write_documents
 
-from pretraining.config.training import DataConfig
+from pretraining.config.training import DataConfig, Packing
 from pretraining.data.dataset import build_loader
 from pretraining.data.samples import SplitName
 
@@ -39,6 +39,7 @@ def seen_of(config: DataConfig, split: SplitName) -> set[Place]:
     st.integers(1, 7),
     st.integers(1, 7),
     st.integers(1, 3),
+    st.sampled_from(["stream", "best_fit"]),
 )
 def test_train_and_held_out_never_meet_when_files_and_rows_are_added_and_data_is_cut_anew(
     tmp_path_factory: pytest.TempPathFactory,
@@ -47,6 +48,7 @@ def test_train_and_held_out_never_meet_when_files_and_rows_are_added_and_data_is
     shards: int,
     other_shards: int,
     seq_length: int,
+    packing: Packing,
 ) -> None:
     root = tmp_path_factory.mktemp("data")
     sizes = {name: (count, more) for name, count, more in drawn}
@@ -56,6 +58,7 @@ def test_train_and_held_out_never_meet_when_files_and_rows_are_added_and_data_is
         sep_token=9_999,
         held_out_fraction=fraction,
         logical_shards=shards,
+        packing=packing,
         num_workers=0,
     )
 

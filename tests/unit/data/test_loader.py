@@ -81,12 +81,6 @@ def test_an_error_comes_with_its_own_type_at_its_step_and_again_if_asked_again(
         assert next(made).step == 2
 
 
-def test_a_thread_that_ends_itself_is_told_of(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BatchReader, "read", lambda self, step: sys.exit("by itself"))
-    with loader(replace(config, num_workers=2), plan(11)) as made, pytest.raises(SystemExit, match="by itself"):
-        next(made)
-
-
 LEFT_OPEN = """
 import sys, time
 from pretraining.config.training import DataConfig

@@ -91,49 +91,17 @@ def test_through_any_changes_on_any_numbers_of_ranks_every_dataset_is_read_on_wi
         assert state["next_sample"] == sum(taken.values())
 
 
-@settings(max_examples=40)
-@given(STAGES, st.integers(0, 10))
-def test_a_resume_that_changes_nothing_opens_no_phase(
-    stages: list[tuple[dict[str, int], int, int, int]], stop: int
-) -> None:
-    state = None
-    for weights, batch, steps, _ in stages:
-        _, state = go_on([numbers_loader(weights, batch)], state, steps)
-    assert state is not None
-    made = numbers_loader(weights, batch)
-    made.load_state_dict(state)
-    expected, _ = go_on([made], None, stop + 3)
-    begun, middle = go_on([numbers_loader(weights, batch)], state, stop)
-    ended, last = go_on([numbers_loader(weights, batch)], middle, 3)
-    assert begun + ended == expected
-    assert middle["phases"] == last["phases"] and len(last["phases"]) <= len(stages)
-
-
 def test_each_change_is_one_line_with_the_step_at_which_it_begins() -> None:
     state = None
     lines = []
-    for weights, batch in (
-        ({"a": 3, "b": 2}, 5),
-        ({"a": 3, "b": 2}, 5),
-        ({"a": 5, "b": 2, "c": 3}, 5),
-        ({"a": 1}, 8),
-        ({"a": 3, "b": 1}, 8),
-    ):
+    for weights, batch in (({"a": 3, "b": 2}, 5), ({"a": 3, "b": 2}, 5), ({"a": 1, "c": 3}, 8)):
         made = numbers_loader(weights, batch)
         _, state = go_on([made], state, 10)
         lines.append(made.changes_at_resume)
-    assert lines == [
-        (),
-        (),
-        ("phase 2 from step 20: weights a 0.6 -> 0.5, b 0.4 -> 0.2, c none -> 0.3",),
-        ("phase 3 from step 30: weights a 0.5 -> 1, b 0.2 -> none, c 0.3 -> none; global batch 5 -> 8 sequences",),
-        ("phase 4 from step 40: weights a 1 -> 0.75, b none -> 0.25",),
-    ]
+    change = "weights a 0.6 -> 0.25, b 0.4 -> none, c none -> 0.75; global batch 5 -> 8 sequences"
+    assert lines == [(), (), (f"phase 2 from step 20: {change}",)]
     made.rewind()
-    assert (
-        made.changes_at_resume == ()
-        and made.state_dict()["phases"] == numbers_loader({"a": 3, "b": 1}, 8).state_dict()["phases"]
-    )
+    assert made.changes_at_resume == () and len(made.state_dict()["phases"]) == 1
 
 
 def test_a_phase_in_which_nothing_was_trained_leaves_no_trace() -> None:
@@ -169,14 +137,6 @@ def test_steps_before_a_change_are_what_they_were() -> None:
 def config(tmp_path: Path) -> DataConfig:
     root = make_root(tmp_path / "data", web=100, code=60)
     return DataConfig(data_path=str(root), seq_length=16, sep_token=999, logical_shards=4, num_workers=0)
-
-
-def test_without_weights_an_added_dataset_changes_the_mixture(config: DataConfig) -> None:
-    _, state = go_on([loader(config, plan(8))], None, 1)
-    make_root(Path(config.data_path or ""), seed=5, books=80)
-    after = loader(config, plan(8))
-    after.load_state_dict(state)
-    assert after.state_dict()["datasets"].keys() == {"books", "code", "web"}
 
 
 def test_a_dataset_that_comes_back_with_other_files_is_refused(config: DataConfig) -> None:

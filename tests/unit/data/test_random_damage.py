@@ -5,21 +5,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import first_quick
-from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
+from unit.data.token_files import loader, make_root, plan, random_documents, rows, write_documents
 
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig, Packing
-from pretraining.data.dataset import build_loader
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
@@ -144,70 +141,5 @@ def test_a_damaged_index_is_made_anew_and_no_other_tokens_are_read(tmp_path: Pat
             path.write_bytes(attack(content) if path == damaged else content)
         made = loader(config, plan(30))
         assert [rows(next(made)) for _ in range(3)] == expected
-
-    survive()
-
-
-@pytest.mark.parametrize("ranks", first_quick(3, 1))
-def test_in_quarantine_damage_under_a_run_changes_only_tokens_that_are_read_from_damaged_bytes(
-    tmp_path: Path, ranks: int
-) -> None:
-    root = make_root(tmp_path, web=60, code=40)
-    config = DataConfig(
-        data_path=str(root), seq_length=16, sep_token=999, logical_shards=3, num_workers=2, bad_documents="quarantine"
-    )
-    path = root / "web/two.arrow"
-    content, steps = path.read_bytes(), 12
-    datasets = opened(config)
-    with build_loader(datasets, config, plan(12), 0, 7, 1000) as whole:
-        expected = [rows(next(whole)) for _ in range(steps)]
-        spans = []
-        for step in range(steps):
-            slots = whole.reader.slots(step)
-            for slot in range(12):
-                source = whole.reader.sources[int(slots.datasets[slot])]
-                spans.append((source.name, source.spans(slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1])))
-    index = datasets.datasets[1].index
-
-    def damaged_places(name: str, number: int, damaged: bytes) -> set[int]:
-        """The places of a row that are filled from bytes that are not as they were."""
-        places = set()
-        its = spans[number][1]
-        columns = (its.documents.tolist(), its.starts.tolist(), its.lengths.tolist(), its.places(np.zeros(1, int)))
-        for document, start, length, place in zip(*columns, strict=True):
-            if name != "web" or index.place(document)[0] != 1:
-                continue
-            offset, tokens = int(index.documents["offset"][document]), int(index.documents["tokens"][document])
-            for at in range(start, min(start + length, tokens)):
-                byte = offset + 2 * at
-                if damaged[byte : byte + 2] != content[byte : byte + 2]:
-                    places.add(int(place) + at - start)
-        return places
-
-    @settings(max_examples=30)
-    @given(attacks(), st.booleans())
-    def survive(attack: Callable[[bytes], bytes], same_size: bool) -> None:
-        damaged = attack(content)
-        if same_size:
-            damaged = damaged.ljust(len(content), b"\0")[: len(content)]
-        path.write_bytes(damaged)
-        listed = replace(datasets, open_files=type(datasets.open_files)(16, cost=lambda _: 1))
-        parts = [build_loader(listed, config, plan(12, ranks), rank, 7, 1000) for rank in range(ranks)]
-        try:
-            for step in range(steps):
-                taken = [next(part).micro_batches[0] for part in parts]
-                read = [row for batch in taken for row in batch.tokens_BT.tolist()]
-                for slot, (row, wanted) in enumerate(zip(read, expected[step], strict=True)):
-                    number = step * 12 + slot
-                    name, its = spans[number]
-                    needs_it = name == "web" and any(index.place(document)[0] == 1 for document in its.documents)
-                    different = {place for place in range(17) if row[place] != wanted[place]}
-                    if row != [0] * 17:
-                        assert different <= damaged_places(name, number, damaged)
-                    else:
-                        assert needs_it
-        finally:
-            for part in parts:
-                part.close()
 
     survive()

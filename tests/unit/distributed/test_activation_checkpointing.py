@@ -93,9 +93,3 @@ def test_attention_over_all_documents_at_once_is_computed_again_with_the_whole_b
 def flops_of_blocks(shape: LlamaShape) -> float:
     """Of a forward for a token, without attention and head."""
     return flops_per_token(shape, 0) / 3 - 2 * shape.hidden_size * shape.vocab_size
-
-
-def test_attention_counts_for_what_is_recomputed() -> None:
-    shares = [recomputed_share(checkpointing("1"), SHAPE, length) for length in (0, 64, 10**9)]
-    assert 0.7 < shares[0] < shares[1] < shares[2] < 1
-    assert shares[2] == pytest.approx(1)

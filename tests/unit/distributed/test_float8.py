@@ -58,13 +58,6 @@ def test_where_there_is_no_float8_it_is_refused(
 
 
 @needs_torchao
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-def test_newer_gpus_with_torchao_have_float8(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_of(capability, monkeypatch)
-    check_float8("tensorwise", GPU)
-
-
-@needs_torchao
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_linear_layers_of_the_blocks_are_exchanged_and_parameters_stay(scaling: Float8Scaling) -> None:
     with torch.device("meta"):
@@ -168,12 +161,3 @@ def test_blocks_compile_as_whole_graphs(scaling: Float8Scaling, selective: str |
     expected = loss_and_gradients(model_with(*flags))
     found = loss_and_gradients(model_with(*flags, "use_torch_compile=true"))
     assert max(relative_error(found[name], value) for name, value in expected.items()) < 1e-6
-
-
-@needs_torchao
-@pytest.mark.usefixtures("emulated")
-def test_compiled_blocks_scaled_by_row_round_as_others_do() -> None:
-    model_with("float8=tensorwise")
-    assert not config.emulate_precision_casts
-    model_with("float8=rowwise")
-    assert config.emulate_precision_casts

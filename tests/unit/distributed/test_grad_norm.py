@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
+from pretraining.distributed.grad_norm import clip_gradients, gradient_norm
 
 
 def gradients_of_norm_five() -> list[torch.Tensor]:
@@ -37,9 +37,3 @@ def test_clipping_shortens_a_long_gradient_and_undoes_the_scale_of_the_loss(
     gradients = [scale * gradient for gradient in gradients_of_norm_five()]
     clip_gradients(gradients, torch.tensor(5.0), threshold, torch.tensor(scale))
     assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(norm_after, rel=1e-5)
-
-
-def test_parameters_without_a_gradient_are_left_out() -> None:
-    layer = torch.nn.Linear(2, 2)
-    layer.weight.grad = torch.ones(2, 2)
-    assert [gradient.shape for gradient in local_gradients(layer.parameters())] == [(2, 2)]

@@ -21,12 +21,6 @@ from pretraining.launch.layout import ProcessLayout, resolve_layout
 ALONE = resolve_layout({})
 
 
-def test_one_process_joins_itself_without_an_address_and_leaves() -> None:
-    with join_processes(ALONE) as joined:
-        assert joined.is_main and joined.world_size == dist.get_world_size() == 1
-    assert not dist.is_initialized()
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_gives_up_before_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     """Neither PyTorch's collectives nor NCCL's own monitor."""

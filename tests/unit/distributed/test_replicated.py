@@ -126,11 +126,6 @@ def test_what_is_computed_again_finds_its_weights(selective: str) -> None:
     assert all(map(torch.equal, plain, train(make_model(TINY_SHAPE, torch.bfloat16, False, config))))
 
 
-def test_a_model_in_float32_is_its_own_master() -> None:
-    model = make_model(TINY_SHAPE, torch.float32, False, ParallelConfig())
-    assert all(mine is its for mine, its in zip(model.parameters.values(), model.module.parameters(), strict=True))
-
-
 def test_masters_are_float32_and_copies_are_gone_once_their_gradients_are_taken() -> None:
     model = make_model(TIED, torch.bfloat16, False, ParallelConfig())
     copies = list(model.module.parameters())

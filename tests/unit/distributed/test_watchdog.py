@@ -43,76 +43,78 @@ def processes(world_size: int, rank: int = 0) -> Processes:
     return made
 
 
-class Answers:
-    """What the other processes say, one answer after the other; the last one stays."""
-
-    def __init__(self, *answers: dict[int, Heartbeat] | None) -> None:
-        self.answers = list(answers)
-        self.asked = 0
-
-    def __call__(self) -> dict[int, Heartbeat] | None:
-        self.asked += 1
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-
-
-def look(detector: HangDetector, times: int, progress: int = 1, timeout: float = 10.0) -> Hang | None:
-    """Looks every second; returns what the last look found, those before it found nothing."""
-    for _ in range(times - 1):
-        assert detector.look(1.0, progress, timeout) is None
-    return detector.look(1.0, progress, timeout)
+GUARD = replace(GuardConfig(), hang_timeout=seconds(0.4), first_step_timeout=seconds(0.8))
 
 
 # When it is a hang
 
 
-def test_a_process_by_itself_hangs_after_the_timeout() -> None:
-    detector = HangDetector(dict)
-    assert look(detector, 10) is None  # the first look only begins
-    assert look(detector, 1) == Hang(10.0, {}, [])
+Answer = dict[int, Heartbeat] | None
+GETTING_ON: list[Answer] = [{1: beat(count, progress=count)} for count in range(1, 20)]
+SILENT: list[Answer] = [{1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3), 2: beat(count=9)}]
 
 
-def test_progress_begins_the_time_anew() -> None:
-    detector = HangDetector(dict)
-    for progress in range(100):
-        assert look(detector, 9, progress) is None
-    assert look(detector, 2, 99) is not None
+def looks_until_a_hang(answers: list[Answer], progress: list[int], timeout: float = 10.0) -> tuple[int, Hang | None]:
+    """Looks every second, at last 200 times; the last progress and the last answer stay."""
+    waiting = iter(answers)
+    detector = HangDetector(lambda: next(waiting, answers[-1]))
+    for number in range(200):
+        hang = detector.look(1.0, progress[min(number, len(progress) - 1)], timeout)
+        if hang is not None:
+            return number, hang
+    return 200, None
 
 
-def test_a_timeout_of_zero_never_ends_anything() -> None:
-    assert look(HangDetector(Answers(None)), 1000, timeout=0.0) is None
-
-
-def test_a_process_that_is_not_heard_from_is_the_one() -> None:
-    answers = Answers({1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3), 2: beat(count=9)})
-    hang = look(HangDetector(answers), 11)
-    assert hang is not None and hang.silent == [1]
-    assert answers.asked == 2
+@pytest.mark.parametrize(
+    ("answers", "progress", "timeout", "looks", "silent"),
+    [
+        ([{}], [1], 10.0, 10, []),  # alone; the first look only begins
+        ([{}], [*range(50), *[50] * 9, *range(51, 60)], 10.0, 77, []),  # progress begins the time anew
+        ([None], [1], 0.0, 200, None),  # never
+        (SILENT, [1], 10.0, 10, [1]),
+        # One that gets on, as in a long save, is waited for as long as it does, half a timeout at a time.
+        ([*GETTING_ON, {1: beat(count=99, progress=19)}], [1], 10.0, 100, []),
+        ([{1: beat()}, {1: beat(count=2), 2: beat()}], [1], 10.0, 15, [1, 2]),  # so is one that was not there before
+        ([None], [1], 10.0, 10, []),  # nobody can be asked
+    ],
+)
+def test_it_is_a_hang_after_a_timeout_in_which_no_process_gets_on(
+    answers: list[Answer], progress: list[int], timeout: float, looks: int, silent: list[int] | None
+) -> None:
+    found, hang = looks_until_a_hang(answers, progress, timeout)
+    assert (found, None if hang is None else hang.silent) == (looks, silent)
+    assert hang is None or (hang.others is None) == (answers == [None])
 
 
 def test_what_another_has_found_is_a_hang_here_too_with_those_known_to_be_silent() -> None:
-    answers = Answers({1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3), 2: beat(count=9)})
-    detector = HangDetector(answers)
-    assert look(detector, 7) is None
+    waiting = iter(SILENT)
+    detector = HangDetector(lambda: next(waiting))
+    for _ in range(7):
+        assert detector.look(1.0, 1, 10.0) is None
     hang = detector.describe(5.0)
     assert (hang.seconds, hang.silent) == (6.0, [1])
-    assert HangDetector(Answers(None)).describe(30.0) == Hang(30.0, None, [])
 
 
-def test_one_that_gets_on_is_waited_for_as_long_as_it_does() -> None:
-    """As in a long save, which one process writes and all others wait for."""
-    getting_on = [{1: beat(count, progress=count)} for count in range(1, 20)]
-    detector = HangDetector(Answers(*getting_on, {1: beat(count=99, progress=19)}))
-    assert look(detector, 100) is None
-    assert look(detector, 1) is not None
-
-
-def test_a_process_that_was_not_there_before_gets_on() -> None:
-    detector = HangDetector(Answers({1: beat()}, {1: beat(count=2), 2: beat()}))
-    assert look(detector, 12) is None
-
-
-def test_where_nobody_can_be_asked_it_is_a_hang_all_the_same() -> None:
-    assert look(HangDetector(Answers(None)), 11) == Hang(10.0, None, [])
+@pytest.mark.parametrize(
+    ("device", "doing", "counts"),
+    [("cpu", "starting", True), ("cuda", "starting", True), ("cpu", "training", True), ("cuda", "training", False)],
+)
+def test_steps_and_bytes_are_progress_and_until_the_first_step_computing_is(
+    tmp_path: Path, device: str, doing: str, counts: bool
+) -> None:
+    """A host that waits for its GPU spins, which is no progress."""
+    watched = replace(processes(1), device=torch.device(device))
+    watched.activity.turn_to(doing)
+    watchdog = Watchdog(GUARD, watched)
+    before = watchdog._measure_progress(0.0)
+    # In no time at all, anything is computing; in an age, nothing is.
+    assert watchdog._measure_progress(0.0) == before + counts
+    before = watchdog._measure_progress(1e6)
+    watched.activity.end_step(6)
+    assert watchdog._measure_progress(1e6) == before + 1
+    assert watchdog._measure_progress(1e6) == before + 1
+    (tmp_path / "file").write_bytes(b"0" * (2 << 20))
+    assert watchdog._measure_progress(1e6) == before + 2
 
 
 # What is said
@@ -138,9 +140,6 @@ def test_those_that_stand_out_are_named(
 
 
 # The watchdog itself
-
-
-GUARD = replace(GuardConfig(), hang_timeout=seconds(0.4), first_step_timeout=seconds(0.8))
 
 
 def test_a_process_that_hangs_is_ended_with_its_stacks(
@@ -214,32 +213,6 @@ def test_both_timeouts_at_zero_start_no_thread(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(threading, "Thread", None)
     with Watchdog(replace(GUARD, hang_timeout=seconds(0), first_step_timeout=seconds(0)), processes(2)):
         pass
-
-
-def test_steps_and_bytes_are_progress_and_until_the_first_step_computing_is(tmp_path: Path) -> None:
-    watched = processes(1)
-    watchdog = Watchdog(GUARD, watched)
-    watchdog._measure_progress(1e6)
-    before = watchdog._measure_progress(1e6)
-    assert watchdog._measure_progress(1e6) == before
-    assert watchdog._measure_progress(0.0) == before + 1  # in no time at all, anything is computing
-    watched.activity.end_step(6)
-    assert watchdog._measure_progress(0.0) == before + 2
-    assert watchdog._measure_progress(0.0) == before + 2
-    (tmp_path / "file").write_bytes(b"0" * (2 << 20))
-    assert watchdog._measure_progress(0.0) == before + 3
-
-
-def test_a_host_that_spins_for_its_gpu_in_the_first_step_makes_no_progress() -> None:
-    watched = replace(processes(1), device=torch.device("cuda"))
-    watched.activity.doing = "starting"
-    watchdog = Watchdog(GUARD, watched)
-    before = watchdog._measure_progress(0.0)
-    assert watchdog._measure_progress(0.0) == before + 1  # in no time at all, anything is computing
-    for doing in ("data", "training", "evaluation"):
-        watched.activity.turn_to(doing)
-        before = watchdog._measure_progress(0.0)
-        assert watchdog._measure_progress(0.0) == before
 
 
 def test_collectives_give_up_after_the_watchdog() -> None:

@@ -19,7 +19,6 @@ from pretraining.model.attention import (
     bounds_of,
     document_attention,
     has_kernel_for_documents,
-    locate_documents,
 )
 
 Rows = list[list[int]]  # lengths of the documents of each row
@@ -145,12 +144,6 @@ def test_a_gpu_with_a_flash_kernel_takes_all_documents_at_once(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     assert has_kernel_for_documents(torch.device(device), dtype, head_dim) is expected
-
-
-def test_a_cpu_is_told_lengths_and_rows_of_one_document_nothing() -> None:
-    x = torch.zeros(1, 7, 8)
-    assert locate_documents((3, 4), x, head_dim=8) == (3, 4)
-    assert locate_documents(None, x, head_dim=8) is None
 
 
 @pytest.mark.parametrize(

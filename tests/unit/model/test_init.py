@@ -97,14 +97,6 @@ def test_to_empty_then_initialise_gives_a_whole_model(tied: bool) -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_bfloat16_parameters_hold_the_rounded_float32_values() -> None:
-    model = Llama(SHAPE).to(torch.bfloat16)
-    initialize_weights(model, SHAPE, 0, CPU)
-    expected = initial_weights()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, expected[name].to(torch.bfloat16))
-
-
 def test_checkpoint_and_compile_wrappers_do_not_change_the_values() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.data.sampling import stream_oracle
 
-from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, keyed_order, mix64, text_key
+from pretraining.data.sampling.keyed_hash import derive_key, hash64, keyed_order, mix64, text_key
 
 WORDS = st.integers(min_value=0, max_value=2**64 - 1)
 
@@ -22,26 +22,8 @@ def test_hashes_are_the_same_in_every_release() -> None:
     assert keyed_order(derive_key(7), np.arange(12)).tolist() == [6, 3, 0, 2, 4, 10, 9, 8, 5, 7, 1, 11]
 
 
-def test_purposes_keep_their_numbers() -> None:
-    assert {purpose.name: int(purpose) for purpose in Purpose} == {
-        "BLOCKS": 1,
-        "DOCUMENTS": 2,
-        "ROUNDS": 3,
-        "HELD_OUT": 4,
-        "DUMMY": 5,
-        "BINS": 6,
-        "CHECKED_TEXTS": 7,
-    }
-
-
 @given(WORDS, st.lists(st.integers(min_value=0, max_value=2**63 - 1), max_size=20))
 def test_arrays_are_hashed_as_single_numbers_are(key: int, items: list[int]) -> None:
     expected = [stream_oracle.keyed_hash(key, item) for item in items]
     assert hash64(key, np.array(items, dtype=np.int64)).tolist() == expected
     assert derive_key(key, *items) == stream_oracle.key_of(key, *items)
-
-
-def test_several_keys_hash_as_each_would() -> None:
-    keys = np.array([3, 2**64 - 5], dtype=np.uint64)
-    table = hash64(keys[:, None], np.arange(6)[None, :])
-    assert (table[0] == hash64(3, np.arange(6))).all() and (table[1] == hash64(2**64 - 5, np.arange(6))).all()

@@ -58,20 +58,11 @@ def test_a_datasets_samples_are_numbered_without_gaps_from_anywhere(weights: lis
 def test_any_stretch_is_a_slice_of_the_whole(weights: list[int], cuts: list[int]) -> None:
     tree = WeightTree(weights)
     borders = [0, *sorted(cuts), 300]
-    parts = [tree.assign(begin, end) for begin, end in pairwise(borders)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture, "_LARGEST_RANGE", 64)
+        parts = [tree.assign(begin, end) for begin, end in pairwise(borders)]
     for which in range(2):
         assert (np.concatenate([part[which] for part in parts]) == tree.assign(0, 300)[which]).all()
-
-
-def test_long_stretches_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = WeightTree([3, 1, 4, 1, 5])
-    whole = tree.assign(17, 517)
-    monkeypatch.setattr(mixture, "_LARGEST_RANGE", 64)
-    assert all((part == expected).all() for part, expected in zip(tree.assign(17, 517), whole, strict=True))
-
-
-def test_the_order_of_a_mixture_is_the_same_in_every_release() -> None:
-    assert WeightTree([5, 2, 1]).assign(0, 16)[0].tolist() == [0, 1, 0, 2, 0, 0, 1, 0, 0, 1, 0, 2, 0, 0, 1, 0]
 
 
 @given(st.lists(st.decimals(0, 1000, places=4), min_size=1, max_size=20).filter(any))
@@ -92,16 +83,6 @@ def test_weights_of_any_size_fit() -> None:
 def test_weights_that_are_no_proportions_are_refused_by_name(weights: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="--weights"):
         integer_weights(weights)
-
-
-def test_a_phase_goes_on_where_the_one_before_ended() -> None:
-    first = Phase.first(4, {"a": 1, "b": 1})
-    second = Mixture([first]).phase_from(5, Phase.first(6, {"a": 3, "c": 1}))
-    assert second == Phase(5, 20, 6, {"a": 3, "c": 1}, {"a": 10, "b": 10, "c": 0})
-    both = Mixture([first, second])
-    assert both.names == ("a", "b", "c")
-    assert [both.first_sample(step) for step in (4, 5, 6)] == [16, 20, 26]
-    assert [both.global_batch_size(step) for step in (4, 5, 6)] == [4, 6, 6]
 
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -10,17 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.sampling.packing_oracle import PackedOracle, Piece
 from unit.data.sampling.stream_oracle import text_number
-from unit.data.sampling.test_token_stream import EqualLengths, KnownLengths
+from unit.data.sampling.test_token_stream import KnownLengths
 from unit.data.token_files import loader, opened, plan, random_documents, rows, write_documents
 
 from pretraining.config.fields import settings_of
 from pretraining.config.training import IGNORED_LABEL, DataConfig, Packing, TrainConfig
 from pretraining.data.dataset import build_loader
-from pretraining.data.samples import SplitName
 from pretraining.data.sampling.packing import PACKINGS, BinCache, PackedStream, bin_cache, cut_blocks, pack_block
 from pretraining.data.sampling.token_stream import Lengths, Spans, order_cache
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
-from pretraining.errors import DataError
 
 KEY = (11, 22)
 SEP = 999
@@ -70,21 +68,6 @@ def test_samples_are_those_of_the_oracle(
         assert samples_of(made, shard, 0, 3 * bins) == expected
 
 
-def test_counts_beyond_32_bits_are_exact() -> None:
-    known = EqualLengths(documents=200_000_000, length=100_003)  # 24 full pieces, and a rest that fits twice into a bin
-    blocks = len(known.block_bounds) - 1
-    counts = np.full(blocks, 1024 * 24 + 512)
-    counts[-1] = (200_000_000 - (blocks - 1) * 1024) * 49 // 2
-    bounds = np.concatenate(([0], np.cumsum(counts)))
-    made = stream(known, bounds, 2, 4096, "greedy")
-    assert bounds[-1] > 2**32
-    for sample in (0, 2**31 + 5, 7 * int(made.bins[1]), 2**50):
-        spans = made.spans(np.array([1]), np.array([sample]))
-        assert (spans.documents > 10**8 - 1024).all()
-        assert (spans.starts % 4096 == 0).all()
-        assert spans.lengths.tolist() in ([4097], [1699, 1699])
-
-
 @pytest.fixture
 def config(config: DataConfig) -> DataConfig:
     return replace(config, packing="best_fit")
@@ -116,24 +99,6 @@ def test_batches_are_those_of_the_oracle_from_files_to_rows(tmp_path: Path, pack
         assert (filled.tolist() if filled is not None else [51] * 64) == [len(row) for row in expected]
 
 
-@pytest.mark.parametrize(("before", "after"), [("stream", "best_fit"), ("best_fit", "stream"), ("best_fit", "greedy")])
-def test_a_resume_with_another_packing_is_refused(config: DataConfig, before: Packing, after: Packing) -> None:
-    state = loader(replace(config, packing=before)).state_dict()
-    with pytest.raises(DataError, match=f"packing was {before} and is {after}"):
-        loader(replace(config, packing=after)).load_state_dict(state)
-
-
-def test_an_epoch_is_every_sample_of_every_dataset_once(config: DataConfig) -> None:
-    datasets = opened(config)
-    samples, rest = divmod(datasets.training_tokens, config.seq_length)
-    assert rest == 0
-    epoch = build_loader(datasets, config, plan(samples), 0, 7, 1000)
-    first, second = sorted(rows(next(epoch))), sorted(rows(next(epoch)))
-    assert first == second
-    stored = sum(dataset.tokens("train") for dataset in datasets.datasets)
-    assert sum(len(row) for row in first) == samples * 25 > stored
-
-
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_with_a_document_mask_every_token_but_a_documents_first_is_a_label_once(
     config: DataConfig, packing: Packing
@@ -145,19 +110,6 @@ def test_with_a_document_mask_every_token_but_a_documents_first_is_a_label_once(
     labels = micro_batch.model_inputs().labels_BS
     lengths = np.concatenate([each.index.split("train").lengths(0, 1000) for each in datasets.datasets])
     assert int((labels != IGNORED_LABEL).sum()) == int(np.maximum(lengths - 1, 0).sum())
-
-
-def test_held_out_samples_are_packed_from_held_out_documents(config: DataConfig) -> None:
-    datasets = opened(config)
-    splits: tuple[SplitName, SplitName] = ("train", "held_out")
-    for number, dataset in enumerate(datasets.datasets):
-        documents = []
-        for split in splits:
-            source = build_loader(datasets, config, plan(8), 0, 7, 1000, split=split).reader.sources[number]
-            samples = dataset.pass_tokens(split) // config.seq_length
-            documents.append(set(source.spans(*source.samples(0, samples)).documents.tolist()))
-        assert not documents[0] & documents[1] and documents[1]
-        assert documents[0] | documents[1] == set(np.flatnonzero(dataset.index.documents["tokens"]).tolist())
 
 
 def test_a_dataset_shorter_than_a_sample_can_be_packed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.sampling.stream_oracle import Oracle
 
-from pretraining.data.sampling import sample_order as rounds
+from pretraining.data.sampling import sample_order
 from pretraining.data.sampling.sample_order import SampleOrder
 
 KEY = (3, 4)
@@ -29,33 +29,21 @@ def oracle_order(tokens: list[int], seq_length: int, passes: int) -> list[tuple[
 
 
 @settings(max_examples=150)
-@given(TOKENS, st.integers(1, 60))
-@example([5], 5)
-@example([3, 3, 3], 50)  # most passes complete no sample at all
-@example([0, 1000, 0], 7)  # all in one shard
-def test_the_order_is_that_of_the_oracle(tokens: list[int], seq_length: int) -> None:
+@given(TOKENS, st.integers(1, 60), st.sampled_from([1, 9, 100, 4096]), st.lists(st.integers(0, 60), max_size=8))
+@example([5], 5, 4096, [])
+@example([3, 3, 3], 50, 9, [5])  # most passes complete no sample at all
+@example([0, 1000, 0], 7, 9, [8, 9, 9, 30])  # all in one shard
+def test_any_stretch_of_the_order_is_that_of_the_oracle_however_many_are_found_at_once(
+    tokens: list[int], seq_length: int, at_once: int, cuts: list[int]
+) -> None:
     passes = min(60, 3 * max(1, seq_length // max(tokens)) + 1)
     expected = oracle_order(tokens, seq_length, passes)
-    assert pairs(SampleOrder(np.array(tokens), seq_length, KEY), 0, len(expected)) == expected
-
-
-@settings(max_examples=60)
-@given(TOKENS, st.integers(1, 30), st.lists(st.integers(0, 60), max_size=8))
-def test_any_stretch_is_a_slice_of_the_whole(tokens: list[int], seq_length: int, cuts: list[int]) -> None:
-    order = SampleOrder(np.array(tokens), seq_length, KEY)
-    whole = pairs(order, 0, 60)
-    borders = [0, *sorted(cuts), 60]
-    parts = [pairs(order, begin, end) for begin, end in pairwise(borders)]
-    assert [pair for part in parts for pair in part] == whole
-
-
-def test_the_order_is_the_same_however_many_samples_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = np.array([300, 500, 40, 0, 900])
-    whole = pairs(SampleOrder(tokens, 7, KEY), 0, 700)
-    for samples in (1, 9, 100, 1000):
-        monkeypatch.setattr(rounds, "_SHORTEST_STRETCH", samples)
-        assert pairs(SampleOrder(tokens, 7, KEY), 0, 700) == whole
-    assert pairs(SampleOrder(tokens, 7, KEY), 350, 350) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_order, "_SHORTEST_STRETCH", at_once)
+        order = SampleOrder(np.array(tokens), seq_length, KEY)
+        borders = [0, *sorted(min(cut, len(expected)) for cut in cuts), len(expected)]
+        found = [pair for begin, end in pairwise(borders) for pair in pairs(order, begin, end)]
+    assert found == expected
 
 
 @pytest.mark.parametrize("first", [0, 10**9, 10**12, 2**50 + 12345])

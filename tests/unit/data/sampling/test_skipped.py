@@ -14,9 +14,8 @@ from unit.data.test_phases import go_on, numbers_loader
 from unit.data.token_files import loader, make_root, opened, plan, rows
 
 from pretraining.config.training import DataConfig
-from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
-from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
+from pretraining.data.sampling.mixture import Skipped
 from pretraining.errors import ConfigError, DataError
 from pretraining.tools.inspect import Inspector
 
@@ -95,25 +94,6 @@ def test_through_phases_and_resumes_steps_take_the_samples_that_are_left_in_orde
     assert sum(state["counts"].values()) == state["next_sample"]
 
 
-def test_other_samples_keep_their_datasets_and_numbers() -> None:
-    plain = Mixture([Phase.first(10, {"a": 3, "b": 1})])
-    skipping = Mixture(plain.phases, Skipped([(7, 12), (25, 45)]))
-
-    def first_assigned(mixture: Mixture, steps: int) -> dict[int, tuple[int, int]]:
-        columns = [
-            column
-            for step in range(steps)
-            for column in zip(*(v.tolist() for v in mixture.assign_step(step)), strict=True)
-        ]
-        return {sample: (dataset, number) for sample, dataset, number in columns}
-
-    before, after = first_assigned(plain, 10), first_assigned(skipping, 6)
-    assert len(after) == 60 and not after.keys() & {*range(7, 12), *range(25, 45)}
-    assert all(before[sample] == place for sample, place in after.items() if sample in before)
-    taken = list(skipping.taken(0, 6))
-    assert sum(end - begin for _, ranges in taken for begin, end in ranges.values()) == 60 and len(taken) == 3
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
     root = make_root(tmp_path / "data", web=100, code=60)
@@ -151,30 +131,10 @@ def test_what_was_trained_on_cannot_be_skipped(config: DataConfig) -> None:
 
 def test_inspect_knows_what_is_skipped(config: DataConfig) -> None:
     asked = replace(config, skip_samples=("4-11",), num_workers=0)
-    datasets = opened(asked)
-    made = loader(asked, plan(8))
-    inspector = Inspector(made.reader, datasets, 16)
+    inspector = Inspector(loader(asked, plan(8)).reader, opened(asked), 16)
     assert [inspector.step_of_sample(sample) for sample in (0, 3, 12, 15, 16)] == [1, 1, 1, 1, 2]
-    with pytest.raises(ConfigError, match="--sample_id=7"):
+    with pytest.raises(ConfigError):
         inspector.step_of_sample(7)
-    shown = [slot.sample_id for slot in inspector.slots(1)]
-    assert sorted(shown) == [0, 1, 2, 3, 12, 13, 14, 15]
+    assert sorted(slot.sample_id for slot in inspector.slots(1)) == [0, 1, 2, 3, 12, 13, 14, 15]
     summary = inspector.summary(1, 3)
     assert sum(each.samples for each in summary) == 24 and abs(sum(each.realised for each in summary) - 1) < 1e-9
-    begun = {each.dataset: each.documents for each in summary}
-    counted = dict.fromkeys(begun, 0)
-    for step in (1, 2, 3):
-        for slot in inspector.slots(step):
-            at = 0
-            for span in slot.spans:
-                counted[slot.dataset] += span.start == 0 and at < 16
-                at += span.length
-    assert begun == counted
-
-
-def test_a_held_out_set_is_never_skipped_from(config: DataConfig) -> None:
-    held = replace(config, held_out_fraction=0.3, num_workers=0)
-    plain = build_loader(opened(held), held, plan(4), 0, 7, 1000, split="held_out")
-    asked = replace(held, skip_samples=("0-100",))
-    made = build_loader(opened(asked), asked, plan(4), 0, 7, 1000, split="held_out")
-    assert rows(next(made)) == rows(next(plain))

@@ -25,17 +25,6 @@ class KnownLengths:
         return self._lengths[begin:end].copy()
 
 
-class EqualLengths:
-    """More documents than memory would hold, all equally long."""
-
-    def __init__(self, documents: int, length: int) -> None:
-        self.document_count, self.block_documents, self._length = documents, 1024, length
-        self.block_bounds = np.append(np.arange(0, documents, 1024, dtype=np.int64), documents) * length
-
-    def lengths(self, begin: int, end: int) -> np.ndarray:
-        return np.full(min(end, self.document_count) - begin, self._length)
-
-
 def places(spans: Spans) -> list[Place]:
     return [
         (document, start + at)

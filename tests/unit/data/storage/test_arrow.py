@@ -74,12 +74,6 @@ def test_record_batches_of_plain_integers_are_documents(tmp_path: Path, token: p
     assert documents_at(path, layout_of(path)) == documents
 
 
-def test_a_missing_document_is_empty_whatever_its_offsets_say(tmp_path: Path) -> None:
-    tokens = pa.ListArray.from_arrays([0, 2, 3], pa.array([1, 2, 3], pa.uint16()), mask=pa.array([True, False]))
-    write(tmp_path / "x.arrow", {"tokens": tokens})
-    assert documents_at(tmp_path / "x.arrow", layout_of(tmp_path / "x.arrow")) == [[], [3]]
-
-
 def test_large_files_are_mapped_and_small_ones_read_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,13 +191,3 @@ def test_a_footer_that_misnames_batches_is_damage(
     with pytest.raises(DataError) as raised:
         layout_of(path)
     assert raised.value.path == path
-
-
-def test_a_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "x.arrow"
-    write_documents(path, random_documents(30), batch_documents=4)
-    content = path.read_bytes()
-    for size in (0, 1, 9, 17, 100, len(content) // 2, len(content) - 7, len(content) - 1):
-        path.write_bytes(content[:size])
-        with pytest.raises(DataError):
-            layout_of(path)

@@ -80,14 +80,6 @@ def test_the_bins_of_every_block_are_counted_in_any_number_of_processes(
         assert counts.bins(split) == sum(expected)
 
 
-def test_they_are_counted_once(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = build(index)
-    monkeypatch.setattr(bin_counts, "count_bins", None)
-    again = build(index)
-    assert bounds_of(again) == bounds_of(counts)
-    assert not again.bounds["train"].flags.owndata  # mapped, and shared with other processes
-
-
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no header", "of others"])
 def test_damaged_counts_are_made_anew(index: Index, damage: str) -> None:
     expected = bounds_of(build(index))  # before the file, which is mapped, is written over
@@ -121,15 +113,6 @@ def test_counts_are_valid_for_one_index_only(index: Index, tmp_path: Path) -> No
     again = index_of(config(tmp_path))
     assert again.header == index.header and find(again) is None
     assert bounds_of(build(again)) != bounds_of(counts)
-
-
-def test_counts_of_read_only_data_lie_beside_the_other_index_place(index: Index, tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    taken.write_text("a file, where nothing can be put")
-    index.path = taken / index.path.name
-    build(index, "greedy", index_path=str(tmp_path / "cache"))
-    assert find(index, packing="greedy", index_path=str(tmp_path / "cache")) is not None
-    assert list((tmp_path / "cache/web").glob("*.bins"))
 
 
 def test_a_process_that_ends_early_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,29 +147,6 @@ def test_a_negative_token_of_any_type_is_a_fault_whatever_the_vocabulary(
         assert (raised.value.path, raised.value.row) == (tmp_path / "web/0.npy", 2)
 
 
-def test_a_failing_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1, 2, 3]])
-    made = reader(tmp_path)
-    read(made, [(0, 0, 3)])
-
-    def fail(*call: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(DataError, match="Input/output error") as raised:
-        read(made, [(0, 0, 3)])
-    assert raised.value.path == tmp_path / "web/x.arrow"
-
-
-def test_reads_that_come_in_parts_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = random_documents(3, largest=40)
-    write_documents(tmp_path / "web/x.arrow", documents)
-    made = reader(tmp_path)
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, targets, offset: real(file, [targets[0][:3]], offset))
-    assert read(made, [(2, 0, len(documents[2]))]) == documents[2]
-
-
 def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
     for number in range(12):
         write_documents(tmp_path / f"web/{number:02}.arrow", [[number, number]])
@@ -190,3 +167,22 @@ def test_a_file_that_is_dropped_while_in_use_stays_open_for_its_user(tmp_path: P
     target = bytearray(6)
     held.read_into(memoryview(target), 0)
     assert target == b"ARROW1"
+
+
+def test_reads_that_come_in_parts_are_completed_and_a_failing_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = random_documents(3, largest=40)
+    write_documents(tmp_path / "web/x.arrow", documents)
+    made = reader(tmp_path)
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, targets, offset: real(file, [targets[0][:3]], offset))
+    assert read(made, [(2, 0, len(documents[2]))]) == documents[2]
+
+    def fail(*call: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(DataError) as raised:
+        read(made, [(2, 0, 3)])
+    assert raised.value.path == tmp_path / "web/x.arrow"

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from pretraining.data.storage.index import (
     DOCUMENT,
     Index,
     find_index,
-    index_digest,
-    index_places,
     settings_digest,
 )
 from pretraining.data.storage.index_build import build_index, held_out_mask
@@ -68,43 +65,45 @@ def test_which_documents_are_held_out_is_the_same_in_every_release() -> None:
     assert np.flatnonzero(held_out_mask("web", 0.1, "part.arrow", 60)).tolist() == [5, 17, 51]
 
 
-def test_it_is_built_once(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1]])
-    first = build_index(files(tmp_path), CONFIG)
-    changed = first.path.stat().st_mtime_ns
-    assert build_index(files(tmp_path), CONFIG).path.stat().st_mtime_ns == changed
+SETTINGS: dict[str, Any] = {
+    "sep_token": 0,
+    "bos_token": 0,
+    "strip_tokens": (0,),
+    "min_length": 2,
+    "held_out_fraction": 0.1,
+    "col_name": "ids",
+}
 
 
-def test_other_settings_have_an_index_of_their_own(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1]])
-    write_documents(tmp_path / "web/y.arrow", [[1]], column="ids")
-    different = [
-        CONFIG,
-        dataclasses.replace(CONFIG, sep_token=0),
-        dataclasses.replace(CONFIG, held_out_fraction=0.1),
-        dataclasses.replace(CONFIG, col_name="ids"),
-        dataclasses.replace(CONFIG, bos_token=0),
-        dataclasses.replace(CONFIG, strip_tokens=(0,)),
-        dataclasses.replace(CONFIG, min_length=2),
-    ]
-    listed = files(tmp_path)
-    digests = {settings_digest(listed, config) for config in different}
-    assert len(digests | {settings_digest(dataclasses.replace(listed, name="code"), CONFIG)}) == len(different) + 1
-    (tmp_path / "web/y.arrow").unlink()
-    build_index(files(tmp_path), CONFIG)
-    assert find_index(files(tmp_path), different[1]) is None
+def test_an_index_is_for_one_dataset_and_the_settings_that_decide_its_documents(root: Path) -> None:
+    listed = files(root)
+    configs = [CONFIG, *(dataclasses.replace(CONFIG, **{name: value}) for name, value in SETTINGS.items())]
+    digests = {settings_digest(listed, config) for config in configs}
+    digests.add(settings_digest(dataclasses.replace(listed, name="code"), CONFIG))
+    assert len(digests) == len(SETTINGS) + 2
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_first_file_that_cannot_be_used_is_named(tmp_path: Path, workers: int) -> None:
+    for number in range(9):
+        write_documents(tmp_path / f"web/{number}.arrow", [[1]], column="ids" if number >= 5 else "tokens")
+    with pytest.raises(DataError) as raised:
+        build_index(files(tmp_path), CONFIG, workers=workers)
+    assert raised.value.path == tmp_path / "web/5.arrow"
+    assert list((tmp_path / "web/.index").iterdir()) == []
 
 
 def test_changed_files_are_indexed_anew_and_named(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
     write_documents(tmp_path / "web/y.arrow", [[1]])
-    build_index(files(tmp_path), CONFIG)
+    first = build_index(files(tmp_path), CONFIG)
     write_documents(tmp_path / "web/x.arrow", [[1] * 999])
     (tmp_path / "web/y.arrow").rename(tmp_path / "web/z.arrow")
     assert find_index(files(tmp_path), CONFIG) is None
     index = build_index(files(tmp_path), CONFIG)
     assert index.header["changes"] == "added: z.arrow; removed: y.arrow; changed in size: x.arrow"
     assert lengths_of(index) == [999, 1]
+    assert index.path != first.path and lengths_of(Index(first.path)) == [1, 1]  # a running job may have it mapped
 
 
 @pytest.mark.parametrize("documents", [30, BLOCK_DOCUMENTS + 700])
@@ -136,17 +135,11 @@ def test_indices_of_read_only_data_lie_in_the_cache_folder(root: Path, cache_fol
     assert cache_folder in index.path.parents
     found = find_index(files(root), CONFIG)
     assert found is not None and found.path == index.path
-
-
-def test_index_path_decides_the_place(root: Path) -> None:
-    index = build_index(files(root), dataclasses.replace(CONFIG, index_path=str(root / "indices")))
-    assert index.path.parent == root / "indices/web" and not (root / "web/.index").exists()
-
-
-def test_no_place_for_an_index_is_an_error_that_names_the_flag(root: Path) -> None:
-    (root / "taken").write_text("")
-    with pytest.raises(DataError, match="--index_path"):
-        build_index(files(root), dataclasses.replace(CONFIG, index_path=str(root / "taken")))
+    given = build_index(files(root), dataclasses.replace(CONFIG, index_path=str(root / "indices")))
+    assert given.path.parent == root / "indices/web"
+    with pytest.raises(DataError) as raised:
+        build_index(files(root), dataclasses.replace(CONFIG, index_path=str(root / "web/.index")))
+    assert raised.value.settings == ("index_path",)
 
 
 def test_a_full_disk_leaves_nothing_behind(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,20 +151,6 @@ def test_a_full_disk_leaves_nothing_behind(root: Path, monkeypatch: pytest.Monke
     with pytest.raises(DataError, match="No space left on device"):
         build_index(files(root), CONFIG)
     assert list((root / "web/.index").iterdir()) == []
-
-
-def test_several_may_build_at_once(tmp_path: Path) -> None:
-    for number in range(10):
-        write_documents(tmp_path / f"web/{number}.arrow", random_documents(20, seed=number))
-    listed, built = files(tmp_path), []
-    threads = [threading.Thread(target=lambda: built.append(build_index(listed, CONFIG, workers=2))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({tuple(lengths_of(index)) for index in built}) == 1 and len(built) == 4
-    names = [path.name for path in (tmp_path / "web/.index").iterdir()]
-    assert names == [f"{index_digest(listed, CONFIG)}-{listed.digest[:16]}.index"]
 
 
 def test_the_index_of_the_job_that_is_done_first_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,26 +167,6 @@ def test_the_index_of_the_job_that_is_done_first_stays(root: Path, monkeypatch: 
     index = build_index(files(root), CONFIG)
     assert [index.path.stat().st_ino] == places and lengths_of(index) == [2]
     assert len(list((root / "web/.index").iterdir())) == 1
-
-
-def test_a_running_job_keeps_its_index_when_another_finds_more_files(root: Path) -> None:
-    first = build_index(files(root), CONFIG)
-    content = first.path.read_bytes()
-    write_documents(root / "web/y.arrow", [[3, 4, 5]])
-    second = build_index(files(root), CONFIG)
-    assert second.path != first.path and first.path.read_bytes() == content
-    assert second.split("train").tokens == 5 and first.split("train").tokens == 2
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_all_files_that_cannot_be_used_are_named_at_once(tmp_path: Path, workers: int) -> None:
-    for number in range(30):
-        write_documents(tmp_path / f"web/{number:02}.arrow", [[1]], column="ids" if number >= 7 else "tokens")
-    with pytest.raises(DataError) as raised:
-        build_index(files(tmp_path), CONFIG, workers=workers)
-    named = [line.partition(":")[0] for line in str(raised.value).splitlines()]
-    assert named == [f"{tmp_path}/web/{number:02}.arrow" for number in range(7, 17)]  # the first ten
-    assert not index_places(files(tmp_path), CONFIG)[0].exists()
 
 
 def test_a_document_longer_than_32_bits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

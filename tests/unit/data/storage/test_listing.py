@@ -60,14 +60,6 @@ def test_files_are_read_in_the_same_order_however_folders_are_listed(
             assert made.state_dict() == first.state_dict()
 
 
-def test_a_file_whose_name_is_not_utf_8_is_read(tmp_path: Path) -> None:
-    root = make_root(tmp_path / "data", web=100)
-    config = DataConfig(data_path=str(root), seq_length=16, num_workers=0)
-    expected = rows(next(loader(config, plan(8))))
-    (root / "web/two.arrow").rename(root / "web" / os.fsdecode(b"tw\xff.arrow"))
-    assert rows(next(loader(config, plan(8)))) == expected
-
-
 def test_a_link_to_a_file_that_is_gone_is_an_error_and_not_a_file_less(tmp_path: Path) -> None:
     root = make_root(tmp_path / "data", web=100)
     (root / "web/three.arrow").symlink_to(tmp_path / "elsewhere/three.arrow")
