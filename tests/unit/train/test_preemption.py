@@ -4,10 +4,11 @@ import signal
 
 import pytest
 
-from pretraining.errors import Preempted
+from pretraining.errors import Interrupted, Preempted
 from pretraining.launch.signals import ReceivedSignals
 from pretraining.progress import Duration
-from pretraining.train.preemption import StopRequests, reason_of, stop_requests
+from pretraining.train.preemption import StopRequests, ending, reason_of, stop_requests
+from pretraining.train.run import _ending_for_good
 
 
 def test_a_signal_is_a_request_and_so_is_a_deadline_that_has_come() -> None:
@@ -82,3 +83,10 @@ def test_a_process_that_no_launcher_restarts_counts_from_now() -> None:
     requests = stop_requests(ReceivedSignals(), Duration(3600, "seconds"), {})
     assert requests.deadline is not None and requests.pending() == 0
     assert requests.deadline - requests.clock() == pytest.approx(3600, abs=60)
+
+
+def test_a_run_that_keeps_nothing_is_not_to_be_started_again_and_ctrl_c_stays_ctrl_c() -> None:
+    for stop, exit_code in ((signal.SIGTERM, 143), (signal.SIGINT, Interrupted("").exit_code)):
+        with pytest.raises(Preempted) as ended, _ending_for_good():
+            raise ending(stop, "")
+        assert ended.value.exit_code == exit_code
