@@ -58,6 +58,11 @@ def test_a_checkpoint_is_found_by_its_manifest_under_any_name(tmp_path: Path) ->
     assert steps_in(tmp_path) == [-1, 10, 100]
 
 
+def test_of_one_step_the_preemption_checkpoint_was_saved_first(tmp_path: Path) -> None:
+    found = [save(tmp_path, 5, kind="preempt"), save(tmp_path, 5)]
+    assert committed_checkpoints(tmp_path) == found
+
+
 def test_names_tell_the_step_or_the_story() -> None:
     manifest = manifest_of(1040, kind="preempt", evaluation_loss=10.9244)
     assert checkpoint_name("step", manifest) == "step_1040_ckp.preempt"
