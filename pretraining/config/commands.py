@@ -14,9 +14,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, required, setting
+from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, OneOfOr, PositiveInt, required, setting
+from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig, TrainConfig
-from pretraining.config.values import parse_range
+from pretraining.config.values import parse_ranges
 from pretraining.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
@@ -238,11 +239,8 @@ class InspectSettings:
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """First and last of `steps`; raises a ValueError where it is no range of steps."""
-        first, last = parse_range(self.steps or "", smallest=1)
-        if last > LARGEST_STEP:
-            raise ValueError(self.steps)
-        return first, last
+        """First and last of `steps`; raises a ConfigError where it is no range of steps."""
+        return parse_ranges("steps", [self.steps or ""], smallest=1, largest=LARGEST_STEP)[0]
 
 
 @dataclass(frozen=True)
@@ -316,7 +314,9 @@ class VerifyConfig:
         None,
         "every token must be below it; none = that of the tokenizer in prepare.json, or no check where there is none",
     )
-    file_type: str = setting("auto", "format of the token files, as for training")
+    file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
+        "auto", "format of the token files, as for training"
+    )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     sep_token: NonNegativeInt | None = setting(
         None, "token id that ends documents, for files that need it to find them"

@@ -26,8 +26,8 @@ from pretraining.config.fields import (
     Time,
     setting,
 )
-from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS
-from pretraining.config.values import parse_range
+from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TOKEN_FORMATS, TRACKERS
+from pretraining.config.values import parse_ranges
 from pretraining.errors import ConfigError
 from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
@@ -136,10 +136,10 @@ class DataConfig:
         silent_change=True,
         per_node=True,
     )
-    file_type: str = setting(
+    file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto",
         "format of the token files: auto (by suffix), arrow, npy, bin, or a class of your own as package.module:Class "
-        "(docs/extending.md)",
+        "(docs/extending.md). `pretrain prepare` makes such files of Parquet",
         silent_change=True,
     )
     token_dtype: Literal["uint16", "uint32"] | None = setting(
@@ -179,9 +179,8 @@ class DataConfig:
 
     @property
     def skipped_ranges(self) -> list[tuple[int, int]]:
-        """`skip_samples` as (first, end); raises a ValueError where they are no ranges of samples."""
-        ranges = (parse_range(text, smallest=0) for text in self.skip_samples)
-        return [(first, last + 1) for first, last in ranges]
+        """`skip_samples` as (first, end); raises a ConfigError where they are no ranges of samples."""
+        return [(first, last + 1) for first, last in parse_ranges("skip_samples", self.skip_samples, smallest=0)]
 
 
 @dataclass(frozen=True)
@@ -669,8 +668,8 @@ class ProfilerConfig:
 
     @property
     def step_ranges(self) -> list[tuple[int, int]]:
-        """`profile_steps` as (first, last); raises a ValueError where they are no ranges of steps."""
-        return [parse_range(text, smallest=1) for text in self.profile_steps]
+        """`profile_steps` as (first, last); raises a ConfigError where they are no ranges of steps."""
+        return parse_ranges("profile_steps", self.profile_steps, smallest=1)
 
 
 @dataclass(frozen=True)
@@ -705,21 +704,16 @@ def checkpointed_blocks(selective: str, num_hidden_layers: int) -> list[int]:
         return list(range(num_hidden_layers))
     share = share_of_blocks(selective)
     if share >= 1:
-        if share > num_hidden_layers:
-            raise ConfigError(
-                f"--selective_checkpointing={selective} takes one block in {share}, and of {num_hidden_layers}, "
-                f"{num_hidden_layers} / {share} = {num_hidden_layers / int(share):.2f}, none: give "
-                f"--selective_checkpointing={num_hidden_layers} or less, or --fsdp_activation_checkpointing=false"
-            )
-        return list(range(int(share) - 1, num_hidden_layers, int(share)))
-    taken = [floor(share * count + Fraction(1, 2)) for count in range(num_hidden_layers + 1)]
-    if not taken[-1]:
+        blocks = list(range(int(share) - 1, num_hidden_layers, int(share)))
+    else:
+        taken = [floor(share * count + Fraction(1, 2)) for count in range(num_hidden_layers + 1)]
+        blocks = [block for block in range(num_hidden_layers) if taken[block + 1] > taken[block]]
+    if not blocks:
         raise ConfigError(
-            f"--selective_checkpointing={selective} of {num_hidden_layers} blocks is {float(share):g} x "
-            f"{num_hidden_layers} = {float(share * num_hidden_layers):.2f}, which rounds to none: give a larger "
-            "fraction, or --fsdp_activation_checkpointing=false"
+            f"--selective_checkpointing={selective} takes none of {num_hidden_layers} blocks: give 1 to "
+            f"{num_hidden_layers}, a larger fraction, or --fsdp_activation_checkpointing=false"
         )
-    return [block for block in range(num_hidden_layers) if taken[block + 1] > taken[block]]
+    return blocks
 
 
 def share_of_blocks(selective: str) -> Fraction:

@@ -83,17 +83,6 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
     )
 
 
-def output_failure() -> OSError | None:
-    """Return why standard output takes nothing any more; None if it does, which an empty line finds out."""
-    if isinstance(getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Output):  # it takes everything
-        return None
-    try:
-        os.write(STDOUT, b"\n")
-    except OSError as error:
-        return error
-    return None
-
-
 def is_watched(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether a person sees standard output as it is written, on a terminal.
 

@@ -236,7 +236,6 @@ def test_groups_are_described_without_making_a_parameter(config: OptimizerConfig
         (["optimizer=sgd", "adam_beta1=0.8"], "adam_beta1"),
         (["optimizer=adamw", "momentum=0.9"], "momentum"),
         (["muon_ns_steps=3"], "muon_ns_steps"),
-        (["optimizer=sgdm", "momentum=0", "nesterov=true"], "nesterov"),
         (["optimizer=sgdm", "momentum=1"], None),
         (["optimizer=moun"], None),
         (["optimizer=muon", "optimizer_options=a=1"], "optimizer_options"),

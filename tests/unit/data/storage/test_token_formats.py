@@ -17,8 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.rules import find_problems
-from pretraining.config.training import DataConfig, Packing, TrainConfig
+from pretraining.config.training import DataConfig, Packing
 from pretraining.data.storage import flat_files
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.flat_files import BIN_MAGIC, find_documents
@@ -207,22 +206,6 @@ def test_a_type_for_files_that_say_theirs_is_refused(tmp_path: Path) -> None:
     make_root(tmp_path, web=5)
     with pytest.raises(ConfigError, match="--token_dtype=uint16"):
         list_datasets(replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"file_type": "hf_parquet"}, "pretrain prepare --input_path=raw"),
-        ({"file_type": "parquet"}, "pretrain prepare --input_path=raw"),
-        ({"file_type": "Arow"}, "did you mean arrow"),
-        ({"file_type": "npy", "token_dtype": "uint16"}, "--token_dtype"),
-    ],
-)
-def test_settings_that_no_format_takes_are_refused_before_anything_is_read(
-    changes: dict[str, Any], message: str
-) -> None:
-    (problem,) = find_problems(TrainConfig(data=DataConfig(data_path="raw", **changes)))
-    assert message in problem
 
 
 @pytest.mark.parametrize("file_type", ["no_such_module:Format", "json:NoSuchName", "json:loads", "pathlib:PurePath"])
