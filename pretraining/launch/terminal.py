@@ -69,18 +69,11 @@ def outlive_readers() -> None:
 
 
 def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
+    if stream is not None:  # otherwise it was closed at the start of the process
+        with suppress(OSError):
+            stream.flush()
     output = io.BufferedWriter(_Output(descriptor))
-    if not isinstance(stream, io.TextIOWrapper):  # closed at the start of the process
-        return io.TextIOWrapper(output, errors="replace", line_buffering=True)
-    with suppress(OSError):
-        stream.flush()
-    return io.TextIOWrapper(
-        output,
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
+    return io.TextIOWrapper(output, getattr(stream, "encoding", None), "backslashreplace", line_buffering=True)
 
 
 def is_watched(environ: Mapping[str, str] = os.environ) -> bool:

@@ -151,7 +151,7 @@ def test_threads_stay_awake_if_nobody_else_wants_the_cores(
     ("threads", "environ", "unknown"),
     [
         (1, {}, {}),  # it has none to wait for
-        *((2, {name: "1"}, {}) for name in shared_cores.WAITING),  # the user decides how threads wait
+        (2, {"OMP_WAIT_POLICY": "1"}, {}),  # the user decides how threads wait
         (2, {}, {"find_openmp": None}),
         (2, {}, {"seconds_waited": {}}),
     ],
