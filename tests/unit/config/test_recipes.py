@@ -80,7 +80,7 @@ def test_a_recipe_is_read_like_flags(tmp_path: Path, text: str, name: str) -> No
         ("seed: 1\nseed: 2", "a.yaml", "seed stands there twice"),
         ("seed: 1\n? [1]\n: 2", "a.yaml", "line 2"),
         ("{<<: 3}", "a.yaml", "is not valid YAML"),
-        ("seed: !!bool xyz", "a.yaml", "form of its tag"),
+        ("seed: !!bool xyz", "a.yaml", "is not valid YAML"),
         ("{", "a.json", "is not valid JSON"),
         ('{"seed": 1, "seed": 2}', "a.json", "seed stands there twice"),
         ("a: " + "[" * 100_000, "a.yaml", "nested too deep"),
