@@ -24,26 +24,18 @@ from pretraining.config.recipes import dump_config
 from pretraining.errors import Preempted
 
 
-def test_help_of_a_group_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", "--help=schedule"])
-    text = capsys.readouterr().out
-    assert text.startswith("schedule:") and "--warmup_steps" in text and "--seed" not in text
-    with pytest.raises(SystemExit):
-        main(["train", "--help=shedule"])
-    assert "did you mean schedule?" in capsys.readouterr().err
-
-
-def test_help_explains_every_flag_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_every_flag_of_a_command_or_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, flags in (
-        (["train", "--help"], "--learning_rate --sharding_strategy --recipe"),
         (["help", "train"], "--learning_rate --sharding_strategy --recipe"),
         (["prepare", "-h"], "--input_path"),
-        (["inspect", "--help"], "--sample_id --seq_length --recipe"),
-        (["verify", "--help"], "--data_path --ckpt_path"),
+        (["train", "--help=schedule"], "--warmup_steps"),
     ):
         main(arguments)
         out = capsys.readouterr().out
         assert all(flag in out for flag in flags.split())
+    with pytest.raises(SystemExit):
+        main(["train", "--help=shedule"])
+    assert "did you mean schedule?" in capsys.readouterr().err
 
 
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,12 +56,9 @@ def test_the_version_is_shown_with_those_of_torch_and_python(capsys: pytest.Capt
 def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
     # fire alone would make 12345e67 a float, `false` a true string, and let a misspelt flag through.
     with pytest.raises(SystemExit):
-        main(["train", "--use_dummy_dataset=false", "--data_path=12345e67", "--weigths=1"])
+        main(["train", "--use_dummy_dataset=false", "--data_path=12345e67", "--weigths=1", "--hidden_size=12345e67"])
     error = capsys.readouterr().err
-    assert "weigths" in error and "weights" in error
-    with pytest.raises(SystemExit):
-        main(["train", "--model_variant=tiny", "--use_dummy_dataset=false", "--data_path=12345e67", "--num_steps=1"])
-    assert "12345e67: " in capsys.readouterr().err
+    assert "weights" in error and "--hidden_size=12345e67" in error and "--data_path" not in error
 
 
 @pytest.mark.parametrize(("ranks", "prefix"), [("1", "error: "), ("2", "error: rank 1: ")])
@@ -242,19 +231,13 @@ def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
     ("arguments", "message"),
     [
         (["list"], "--run_path"),
-        (["list", "nowhere"], "nowhere"),
-        (["export", "nowhere", "--output_path=out"], "nowhere"),
-        (["export", "--output_path=out", "--format=onnx"], "--ckpt_load_path"),
         (["export", "nowhere", "--output_path=out", "--format=onnx"], "onnx"),
         (["export", "nowhere", "--output_path=out", "--max_shard_size=big"], "--max_shard_size=big"),
         (["import", "./nowhere", "--ckpt_save_path=runs/a"], "nowhere/config.json"),
         (["list", "nowhere", "-", "--json"], "'-'"),
-        (["list", "nowhere", "--", "--json"], "'--'"),
         (["list", "nowhere", "--=3"], "'--=3'"),
         (["verify"], "--data_path"),
-        (["verify", "nowhere"], "nowhere"),
         (["verify", "nowhere", "--data_path=data"], "--data_path"),
-        (["verify", "--data_path=data", "--file_type=arow"], "arow"),
         (["verify", "nowhere", "elsewhere"], "'elsewhere'"),
     ],
 )

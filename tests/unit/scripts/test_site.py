@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -79,14 +78,3 @@ def test_every_link_leads_to_a_page_and_a_place_on_it(pages: dict[Path, Html], s
             if not there and page.name != "404.html":
                 broken.append(f"{page.relative_to(site)}: {link}")
     assert broken == [] and followed > 1000
-
-
-def test_a_browser_asks_nobody_else(pages: dict[Path, Html], site: Path) -> None:
-    fetched = {link for html in pages.values() for link in html.fetched}
-    assert sorted(link for link in fetched if urlsplit(link).scheme or link.startswith("//")) == []
-    imported = [
-        found
-        for sheet in site.rglob("*.css")
-        for found in re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)\"' ]+", sheet.read_text(encoding="utf-8"))
-    ]
-    assert imported == []
