@@ -111,12 +111,6 @@ class PrepareConfig:
         return name[: -len(max(matching, key=len))] if matching else name
 
 
-_SIZE_UNITS = {
-    **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
-}
-
-
 @dataclass(frozen=True)
 class ExportConfig:
     """Write a checkpoint in a form that other programs read. It takes one process and the memory of one tensor."""
@@ -143,9 +137,8 @@ class ExportConfig:
     @property
     def max_shard_bytes(self) -> int:
         """`max_shard_size` in bytes; raises a ConfigError where it is no size."""
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", self.max_shard_size, re.ASCII)
-        unit = _SIZE_UNITS.get(match[2].upper()) if match else None
-        size = float(match[1]) * unit if match and unit else 0.0
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", self.max_shard_size.strip().upper(), re.ASCII)
+        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
         if not 1 <= size < math.inf:
             raise ConfigError(f"--max_shard_size={self.max_shard_size} is no size: write 500MB, 5GB or 2GiB")
         return int(size)

@@ -101,23 +101,6 @@ def test_interrupting_a_run_says_how_to_go_on(
     assert ending.value.code == 130 and "interrupted" in capsys.readouterr().err
 
 
-def test_a_wrong_flag_is_said_without_loading_torch_and_by_the_first_process_only() -> None:
-    program = (
-        "import sys\nfrom pretraining.cli import main\n"
-        "try:\n    main(['train', '--nonsense=1'])\n"
-        "finally:\n    print('torch' in sys.modules)"
-    )
-    layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    outputs = []
-    for rank in ("0", "1"):
-        place = {**layout, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": "29500"}
-        command = [sys.executable, "-c", program]
-        outputs.append(run_command(command, place, check=False))
-    assert [output.returncode for output in outputs] == [1, 1]
-    assert [output.stdout.strip() for output in outputs] == ["False", "False"]
-    assert "nonsense" in outputs[0].stderr and outputs[1].stderr == ""
-
-
 def test_before_processes_have_joined_each_node_speaks_for_itself() -> None:
     layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     said = []
@@ -192,19 +175,6 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     with pytest.raises(SystemExit):
         main(["inspect", f"--ckpt_load_path={tmp_path}/run", "--step=1", "--seq_length=8"])
     assert "seq_length was 32 and is 8" in capsys.readouterr().err
-
-
-def test_verify_ends_with_a_status_and_names_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = write_two_datasets(tmp_path)
-    main(["verify", f"--data_path={data}", f"--vocab_size={VOCABULARY}"])
-    assert capsys.readouterr().out.splitlines()[-1].endswith("no faults")
-    (data / "second/part-0.arrow").write_bytes(b"")
-    with pytest.raises(SystemExit) as ending:
-        main(["verify", f"--data_path={data}", "--vocab_size=3"])
-    said = capsys.readouterr()
-    assert ending.value.code == 1
-    assert "second/part-0.arrow: damaged" in said.out and "first/part-0.arrow, row 0: token" in said.out
-    assert said.err.startswith("error: ") and "faults in 2 files" in said.err
 
 
 def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
@@ -283,19 +253,19 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["train", "--help"], []),
-        (["list", "--run_path={run}"], ["fire"]),
-        (["inspect", "--ckpt_load_path={run}", "--data_path={data}", "--step=9"], ["fire", "numpy", "pyarrow"]),
+        ("train --help", []),
+        ("train --nonsense=1", ["fire"]),
+        ("list --run_path={run}", ["fire"]),
+        ("inspect --ckpt_load_path={run} --data_path={run}/../data --step=9", ["fire", "numpy", "pyarrow"]),
     ],
-    ids=["help", "list", "inspect"],
 )
 def test_what_answers_at_once_imports_nothing_that_takes_its_time(
-    arguments: list[str], expected: list[str], tmp_path: Path
+    arguments: str, expected: list[str], tmp_path: Path
 ) -> None:
     """PyTorch takes seconds: neither the flags, nor a list of checkpoints, nor the text of a step needs it."""
     shutil.copytree(ROOT / "tests" / "golden" / "run", tmp_path, dirs_exist_ok=True)
-    named = [argument.format(run=tmp_path / "sharded", data=tmp_path / "data") for argument in arguments]
-    result = run_command([sys.executable, "-c", LOADED, *named])
+    words = arguments.format(run=tmp_path / "sharded").split()
+    result = run_command([sys.executable, "-c", LOADED, *words], check=False)
     assert json.loads(result.stderr.splitlines()[-1]) == expected
 
 

@@ -87,16 +87,6 @@ def test_the_first_failure_is_the_jobs(
     assert run(torchrun, monkeypatch, failed(*workers)) == code
 
 
-def test_only_a_worker_that_could_not_speak_is_spoken_for(
-    torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(torchrun, monkeypatch, failed((1, 10)))
-    assert capsys.readouterr().err == ""
-    run(torchrun, monkeypatch, failed((1, 10), (-signal.SIGSEGV, 9)))
-    error = capsys.readouterr().err
-    assert "rank 5 (local rank 1)" in error and "SIGSEGV" in error
-
-
 @pytest.mark.parametrize(
     ("number", "codes", "code"),
     [

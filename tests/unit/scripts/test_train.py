@@ -191,26 +191,13 @@ STEP = {
             "torchrun --nnodes=2 --node-rank=1 --master-addr=gpu03 --master-port=16498 --nproc-per-node=8",
         ),
         (
-            {"MASTER_ADDR": "here", "MASTER_PORT": "9", "NPROC": "2"},
-            "torchrun --nnodes=2 --node-rank=1 --master-addr=here --master-port=9 --nproc-per-node=2",
-        ),
-        (
             {"MAX_RESTARTS": "3", "NPROC": "8"},
             "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-id=7.2 --rdzv-endpoint=gpu03:16498 --nproc-per-node=8",
-        ),
-        (
-            {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "NPROC": "8"},
-            "torchrun --standalone --nproc-per-node=8",
-        ),
-        # `srun --pty bash`, a shell for a person, whatever tasks its step has
-        (
-            {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "1", "NPROC": "2"},
-            "torchrun --standalone --nproc-per-node=2",
         ),
         ({"SLURM_STEP_NUM_TASKS": "4"}, f"main {CHOICE}"),
         quick=3,
     ),
-    ids=["nodes", "told", "restarts", "one node", "shell", "a task per process"],
+    ids=["nodes", "restarts", "a task per process"],
 )
 def test_a_task_per_node_is_a_machine_of_the_job(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
     (stand_in.root / "pretraining").symlink_to(ROOT / "pretraining")
