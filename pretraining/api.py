@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pretraining.checkpoint import start_point
 from pretraining.checkpoint.manifest import committed_checkpoints
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Prompt = TypeVar("Prompt", str, Sequence[int])
 _AT_WORK = threading.Lock()
 """Held while a Trainer trains or evaluates: a process has one process group, one environment and one terminal."""
 
@@ -207,38 +208,16 @@ class Trainer:
                 export(config)
         return Path(folder)
 
-    @overload
     def generate(
         self,
-        prompt: str,
-        max_new_tokens: int = ...,
-        *,
-        temperature: float = ...,
-        top_k: int = ...,
-        seed: int = ...,
-        path: str | Path | None = ...,
-    ) -> str: ...
-    @overload
-    def generate(
-        self,
-        prompt: Sequence[int],
-        max_new_tokens: int = ...,
-        *,
-        temperature: float = ...,
-        top_k: int = ...,
-        seed: int = ...,
-        path: str | Path | None = ...,
-    ) -> list[int]: ...
-    def generate(
-        self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         max_new_tokens: int = 128,
         *,
         temperature: float = 0.8,
         top_k: int = 50,
         seed: int = 0,
         path: str | Path | None = None,
-    ) -> str | list[int]:
+    ) -> Prompt:
         """Continue a prompt with the model of the newest checkpoint, as `pretrain sample` does, in this process alone.
 
         Each call loads the model; `load_model` gives one to keep.
@@ -257,18 +236,11 @@ class Trainer:
         Raises:
             PretrainError: there is no checkpoint, or the prompt or the tokenizer cannot be used.
         """
-        is_text = isinstance(prompt, str)
-        if not is_text and len(prompt) == 0:
+        text = prompt if isinstance(prompt, str) else None
+        tokens = () if isinstance(prompt, str) else tuple(int(token) for token in prompt)
+        if text is None and not tokens:
             raise ConfigError("generate needs a token id to begin with, or a text, which may be empty")
-        config = SampleConfig(
-            self._source(path),
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_tokens=() if isinstance(prompt, str) else tuple(int(token) for token in prompt),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-        )
+        config = SampleConfig(self._source(path), text, tokens, None, max_new_tokens, temperature, top_k, seed)
         check_config(config)
         import torch
 
@@ -276,7 +248,9 @@ class Trainer:
 
         is_on_gpu = torch.cuda.is_available() and self.config.parallel.device != "cpu"
         found = continue_prompt(config, "cuda" if is_on_gpu else "cpu")
-        return "".join(found.text()) if is_text else list(found.new)
+        if isinstance(prompt, str):
+            return "".join(found.text())
+        return list(found.new)
 
     def _source(self, path: str | Path | None) -> str:
         """Return where the weights are: what the caller names, else this run, else what it would begin from."""

@@ -7,6 +7,7 @@ what the file system says about a path; other exceptions keep their traceback.
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -15,11 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
-from pretraining.config.command_line import parse_config, resolve_config, value_on_command_line
+from pretraining.config.command_line import parse_config, resolve_config
 from pretraining.config.commands import (
     DoctorConfig,
     ExportConfig,
@@ -36,7 +36,7 @@ from pretraining.config.commands import (
 )
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
-from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
+from pretraining.errors import ConfigError, LaunchError, LostPeerError, Preempted, PretrainError
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
 from pretraining.launch.layout import ProcessLayout, resolve_layout
@@ -48,12 +48,7 @@ from pretraining.launch.signals import (
     leave_at_interrupt,
     tell_launcher_that_time_is_over,
 )
-from pretraining.launch.terminal import (
-    log_to_terminal,
-    outlive_readers,
-    output_failure,
-    print_text,
-)
+from pretraining.launch.terminal import log_to_terminal, outlive_readers, print_text
 from pretraining.tools.translate.hook import translate_when_needed
 
 log = logging.getLogger(__name__)
@@ -61,12 +56,12 @@ log = logging.getLogger(__name__)
 
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Train a model."""
-    if not value_on_command_line("dry_run", overrides, flags, translate_when_needed):
-        outlive_readers()
     signals = ReceivedSignals().listen()
     end_with_launcher()
     resolved = resolve_config(TrainConfig, overrides, flags, (), translate_when_needed)
     config = resolved.config
+    if not config.run.dry_run:
+        outlive_readers()
     layout = resolve_layout(os.environ)
     if torch_is_imported():
         log.info("torch is imported already: it keeps its number of threads")
@@ -81,10 +76,10 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
             from pretraining.tools.dry_run import dry_run
 
     requests = stop_requests(signals, config.run.time_limit)
-    if not config.run.dry_run:
+    if config.run.dry_run:
+        dry_run(resolved, layout, requests, threads)
+    else:
         train(config, layout, requests, threads)
-        return
-    dry_run(resolved, layout, requests, threads)
 
 
 @dataclass(frozen=True)
@@ -106,18 +101,14 @@ class Command:
 
     def run(self, overrides: Sequence[str], flags: dict[str, str]) -> None:
         """Run the command; its module is imported now, and torch gets as many threads as fit."""
-        config: Any = None
-        if not self.reads_words:
-            translate = translate_when_needed if issubclass(self.settings, TrainConfig) else None
-            config = parse_config(self.settings, overrides, flags, translate=translate)
-            if (layout := _layout()) is not None:
-                set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
         module, _, name = self.function.partition(":")
-        function = getattr(import_module(f"pretraining.{module}"), name)
         if self.reads_words:
-            function(overrides, flags)
-        else:
-            function(config)
+            getattr(import_module(f"pretraining.{module}"), name)(overrides, flags)
+            return
+        config: Any = parse_config(self.settings, overrides, flags, translate=translate_when_needed)
+        if (layout := _layout()) is not None:
+            set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
+        getattr(import_module(f"pretraining.{module}"), name)(config)
 
 
 _STARTS_AGAIN = "nothing was written; the same command starts again"
@@ -188,88 +179,72 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
-    helps = [argument for argument in arguments if argument in ("--help", "-h") or argument.startswith("--help=")]
-    wants_help = bool(helps)
-    name = arguments[0] if arguments else ""
-    if name == "--version":
-        import platform
-        from importlib.metadata import version
-
-        _print(f"pretraining {__version__}, torch {version('torch')}, Python {platform.python_version()}")
-        return
-    if name not in COMMANDS:
-        _explain_commands(name, wants_help)
-    command = COMMANDS[name]
-    if wants_help:
-        _print_help(command.settings, name, command.purpose, helps[0].partition("=")[2] or None)
-        return
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
     layout = _layout()
     log_to_terminal(layout.rank if layout else 0)
     try:
-        _check_working_folder()
-        _check_words(arguments[1:])
-        import fire  # here: `--help` does without, and answers at once
-
-        fire.Fire(_taking_text(command.run), command=arguments[1:], name=f"pretrain {name}")
+        _run(arguments)
     except PretrainError as error:
         _fail(error)
     except OSError as error:
-        if error.filename is None:  # of no path that a user could mend
-            if (of_output := output_failure()) is not None:
-                _end_without_output(of_output)
-            raise
+        if error.filename is None:
+            _end_without_output(error)
         failure = path_error(error)
         failure.rank = layout.rank if layout and layout.world_size > 1 else None  # the others do not know of it
         _fail(failure)
     except KeyboardInterrupt:
         if _speaks(for_all_nodes=True):
-            print(_interrupted(name), file=sys.stderr)
+            print(_interrupted("".join(arguments[:1])), file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
-def _print_help(settings: type, name: str, purpose: str, topic: str | None) -> None:
-    try:
-        _print(help_text(settings, f"pretrain {name}", purpose, topic=topic))
-    except PretrainError as error:
-        _fail(error)
+def _run(arguments: Sequence[str]) -> None:
+    name = arguments[0] if arguments else "--help"
+    helps = [each for each in arguments if each in ("--help", "-h") or each.startswith("--help=")]
+    if name == "--version":
+        import platform
+        from importlib.metadata import version
 
+        print(f"pretraining {__version__}, torch {version('torch')}, Python {platform.python_version()}")
+    elif name not in COMMANDS:
+        lines = "\n".join(f"  pretrain {command:10} {row.purpose}" for command, row in COMMANDS.items())
+        text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag, --help=FLAG one."
+        if not helps and arguments:
+            raise ConfigError(f"unknown command {name!r}. {text}")
+        print(text)
+    elif helps:
+        row, topic = COMMANDS[name], helps[0].partition("=")[2] or None
+        print(help_text(row.settings, f"pretrain {name}", row.purpose, topic=topic))
+    else:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
+        _check_words(arguments[1:])
+        import fire  # here: `--help` does without, and answers at once
 
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        _end_without_output(error)
+        fire.Fire(_taking_text(COMMANDS[name].run), command=arguments[1:], name=f"pretrain {name}")
 
 
 def _end_without_output(error: OSError) -> NoReturn:
-    """Stop if nothing can be printed any more: quietly if the reader has gone, as head does."""
+    """End a command whose output cannot be written: quietly if its reader has gone, as head does.
+
+    Any other error of the system that names no path is raised again.
+    """
+    if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to complain about at the exit
-    if not isinstance(error, BrokenPipeError):
-        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+    if error.errno == errno.ENOSPC:
+        print(f"error: output cannot be written: {error.strerror}", file=sys.stderr)
     sys.exit(FAILED)
-
-
-def _check_working_folder() -> None:
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise PathError(f"the working folder is gone ({error.strerror}): change to one that is there") from None
 
 
 def _check_words(words: Sequence[str]) -> None:
     """Refuse words of dashes alone, behind which fire would drop all others, or take them for flags of its own."""
     for word in words:
         if word.startswith("-") and not word.partition("=")[0].strip("-"):
-            raise ConfigError(
-                f"{word!r} is no setting, and what stands behind it would not be read: leave it out, or write "
-                "--name=value in one word where it is a value"
-            )
+            raise ConfigError(f"{word!r} is no setting: leave it out, or write --name=value where it is a value")
 
 
 def _interrupted(name: str) -> str:
-    return f"interrupted; {COMMANDS[name].when_interrupted}"
+    return f"interrupted; {COMMANDS[name].when_interrupted if name in COMMANDS else 'nothing was changed'}"
 
 
 def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Callable[..., None]:
@@ -282,16 +257,6 @@ def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Ca
 
     as_typed: Callable[..., None] = SetParseFn(str)(run)
     return as_typed
-
-
-def _explain_commands(name: str, wants_help: bool) -> NoReturn:
-    lines = "\n".join(f"  pretrain {command:10} {row.purpose}" for command, row in COMMANDS.items())
-    text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag, --help=FLAG one."
-    if not name or (wants_help and name.startswith("-")):
-        _print(text)
-        sys.exit(0)
-    print(f"error: unknown command {name!r}. {text}", file=sys.stderr)
-    sys.exit(FAILED)
 
 
 def _fail(error: PretrainError) -> NoReturn:

@@ -79,20 +79,15 @@ class Duration:
         Raises:
             ConfigError: the text is none of these.
         """
-        amounts = _AMOUNT.findall(str(text))
-        parts = [_read_amount(number, "".join(unit.split())) for number, unit in amounts]
-        units = {name for _, name in parts}
+        parts = [_read_amount(number, "".join(unit.split())) for number, unit in _AMOUNT.findall(str(text))]
+        exact, units = sum((amount for amount, _ in parts), Fraction(0)), {name for _, name in parts}
         is_one = len(parts) == 1 or (len(parts) in (2, 3) and units == {"seconds"})
-        if not is_one or None in units or _AMOUNT.sub("", str(text)):
+        if not is_one or None in units or _AMOUNT.sub("", str(text)) or not 0 <= exact <= LARGEST_AMOUNT:
             raise ConfigError(
                 f"{str(text)!r} is no duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
-                "2ep (epochs), 90s, 30min, 2h or 23h30min"
+                "2ep (epochs), 90s, 30min, 2h or 23h30min; at most 10^18 of each"
             )
-        exact = sum((amount for amount, _ in parts), Fraction(0))
-        name = str(parts[0][1])
-        if not 0 <= exact <= LARGEST_AMOUNT:
-            raise ConfigError(f"{str(text)!r} is no duration: give from 0 to 10^18 {name}")
-        return cls(int(exact) if exact.denominator == 1 else float(exact), name)
+        return cls(int(exact) if exact.denominator == 1 else float(exact), str(parts[0][1]))
 
     def __str__(self) -> str:
         """Return the text that `parse` reads back to an equal duration."""

@@ -25,6 +25,9 @@ RECIPE_NAMES = ("recipe", "config")
 # the environment instead.
 IGNORED_NAMES = ("local_rank",)
 
+COMMAND_LINE = "command line"
+"""Source of what is given there; words of another system say more behind it."""
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -41,7 +44,6 @@ class Alias:
 ALWAYS_NONE = ("bol_token", "eol_token")
 """Names that may only be given as none: no token is put around every sequence."""
 
-
 REMOVED = {
     "simulate": "it is gone: the estimate of `pretrain plan` equals the simulated step within 0.1%",
     "picture": "it is gone: plot the output of --json=true, or the sweep's sweep.csv",
@@ -50,6 +52,7 @@ REMOVED = {
     "print_slurm": 'it is gone: give --only="$SLURM_ARRAY_TASK_ID" in a job array',
 }
 """Settings that commands had once, and what to use now."""
+_NOTHING = (None, "", "none", "None", "null")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Assignment:
     where: str
     flag: str
     valueless: bool = False
-    source: str = "command line"
+    source: str = COMMAND_LINE
 
     @property
     def section_and_name(self) -> tuple[str, str]:
@@ -105,8 +108,10 @@ class Reader(Generic[T]):
         """Read one source; its values replace those of earlier sources."""
         seen: dict[str, tuple[Assignment, Any]] = {}
         for assignment in source:
-            setting = self._find(assignment)
+            setting = self.find(assignment)
             if setting is None:
+                if assignment.section_and_name[1] not in ALWAYS_NONE or assignment.raw not in _NOTHING:
+                    self.problems.append(f"{assignment.flag} is not known: {self._hint(*assignment.section_and_name)}")
                 continue
             if assignment.valueless and setting.base is not bool:
                 self._refuse(setting, f"{assignment.flag} is given no value: write {assignment.flag}=…")
@@ -122,11 +127,6 @@ class Reader(Generic[T]):
             seen[setting.name] = (assignment, value)
             self.values[setting.name], self.chosen[setting.name] = value, assignment
 
-    def forget(self, name: str) -> None:
-        """Leave a setting at its default, whatever was read for it."""
-        self.values.pop(name, None)
-        self.chosen.pop(name, None)
-
     def build(self) -> T | None:
         """Make the root; None, with a problem for each, where required settings are missing."""
         missing = [known for known in self.settings.values() if known.required and known.name not in self.values]
@@ -139,20 +139,14 @@ class Reader(Generic[T]):
         self.problems.append(problem)
         self.unreadable.add(setting.name)
 
-    def _find(self, assignment: Assignment) -> Setting | None:
-        """Return the setting that a name means; None, with a problem, where there is none."""
+    def find(self, assignment: Assignment) -> Setting | None:
+        """Return the setting that a name means; None where there is none."""
         section, name = assignment.section_and_name
-        if name in ALWAYS_NONE and (assignment.raw or "none") in ("none", "None", "null"):
-            return None
-        name = self.aliases[name].target if name in self.aliases else name
-        setting = self.settings.get(name)
-        if setting is not None and section in ("", setting.section):
-            return setting
-        self.problems.append(f"{assignment.flag} is not known: {self._hint(section, name, setting)}")
-        return None
+        setting = self.settings.get(self.aliases[name].target if name in self.aliases else name)
+        return setting if setting is not None and section in ("", setting.section) else None
 
-    def _hint(self, section: str, name: str, setting: Setting | None) -> str:
-        if setting is not None:
+    def _hint(self, section: str, name: str) -> str:
+        if (setting := self.settings.get(name)) is not None:
             return f"{name} is a setting of {setting.section}" if setting.section else f"write {name} without a section"
         if not section and name in sections_of(self.root):
             return f"it is a section; write {name}.<setting>"
@@ -173,10 +167,8 @@ class Reader(Generic[T]):
 
 def setting_named(key: str) -> str | None:
     """Return the setting of training that a key names, directly or by an alias, with its section in front or not."""
-    section, _, name = key.replace("-", "_").lower().rpartition(".")
-    settings = settings_of(TrainConfig)
-    setting = settings.get(name) or (settings.get(ALIASES[name].target) if name in ALIASES else None)
-    return setting.name if setting is not None and section in ("", setting.section) else None
+    setting = Reader(TrainConfig).find(Assignment(key, "", where=key, flag=key))
+    return None if setting is None else setting.name
 
 
 def _tokens(text: str) -> str:

@@ -96,24 +96,13 @@ def resolve_batch_sizes(
         return BatchSizes(batch.batch_size * steps * data_parallel_ranks, batch.batch_size, steps, data_parallel_ranks)
 
     largest_share = -(-size // data_parallel_ranks)
+    fewest = -(-largest_share // batch.batch_size)
     if steps is None:
-        steps = -(-largest_share // batch.batch_size)
-    else:
-        _check_accumulation(size, batch.batch_size, steps, data_parallel_ranks, largest_share)
+        steps = fewest
+    if not fewest <= steps <= largest_share:
+        raise ConfigError(
+            f"global_batch_size={size} over {data_parallel_ranks} data-parallel ranks is at most {largest_share} "
+            f"sequences a rank, which grad_accum_steps={steps} micro-batches of batch_size={batch.batch_size} do not "
+            f"fit: give --grad_accum_steps from {fewest} to {largest_share}, or leave it out to have it derived"
+        )
     return BatchSizes(size, -(-largest_share // steps), steps, data_parallel_ranks)
-
-
-def _check_accumulation(size: int, batch_size: int, steps: int, ranks: int, largest_share: int) -> None:
-    """Refuse micro-batches that cannot hold a rank's share, or of which some would always be empty."""
-    share = f"global_batch_size={size} over {ranks} data-parallel ranks is at most {largest_share} sequences a rank"
-    if largest_share > batch_size * steps:
-        raise ConfigError(
-            f"{share}, but grad_accum_steps={steps} x batch_size={batch_size} takes {steps * batch_size}: give "
-            f"--grad_accum_steps={-(-largest_share // batch_size)}, a --batch_size of {-(-largest_share // steps)}, "
-            "or leave out --grad_accum_steps to have it derived"
-        )
-    if steps > largest_share:
-        raise ConfigError(
-            f"{share}, too few for grad_accum_steps={steps} micro-batches: give --grad_accum_steps={largest_share} "
-            "or less, or leave it out to have it derived"
-        )

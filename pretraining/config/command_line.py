@@ -11,7 +11,7 @@ Settings come from defaults < recipes, left to right < command line; then the ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -89,21 +89,9 @@ def resolve_config(
     Raises:
         ConfigError: carries every problem found, of recipes, flags and rules.
     """
-    reads_recipes = issubclass(root, TrainConfig)
-    assignments, problems = read_arguments(*name_first_words(root, overrides, flags or {}), reads_recipes)
-    found = _read_recipes(assignments, translate) if reads_recipes else ([], assignments, [])
-    recipes, given, problems_of_recipes = found
-    names = [name for recipe in recipes for name in recipe.names]
-    reader = Reader(root, also_known=[*ABOUT_RECIPES, *names] if reads_recipes else ())
-    for source in (beneath, *_sources(recipes), given):
-        reader.read(source)
-    on_command_line = {assignment.section_and_name[1] for assignment in given}
-    if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line and reads_recipes:
-        reader.forget("use_dummy_dataset")  # a recipe's: the command line's data wins over it
-    config = reader.build()
-    problems += problems_of_recipes + reader.problems
-    # Without its recipe a run looks incomplete in ways that it is not.
-    if config is not None and not problems_of_recipes:
+    reader, recipes, has_recipes = _read(root, overrides, flags, beneath, translate)
+    config, problems = reader.build(), reader.problems
+    if config is not None and has_recipes:  # without its recipe a run looks incomplete in ways that it is not
         config = settle_run_folder(config, reader.chosen)
         problems += find_problems(config, reader.unreadable)
     if config is None or problems:
@@ -115,33 +103,34 @@ def resolve_config(
     return ResolvedConfig(config, reader.chosen)
 
 
-def value_on_command_line(
-    name: str, overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None = None
-) -> Any:
-    """Return what the command line alone sets a setting of training to; None without a readable value."""
-    assignments = [
-        given for given in read_arguments(overrides, flags)[0] if given.section_and_name[1] not in RECIPE_NAMES
-    ]
-    reader = Reader(TrainConfig)
-    reader.read(_read_recipes(assignments, translate)[1])
-    return reader.values.get(name)
+def read_given(overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None) -> Reader[TrainConfig]:
+    """Return what recipes and the command line set of training, whatever else is wrong with them."""
+    return _read(TrainConfig, overrides, flags, (), translate)[0]
 
 
-def value_given(
-    name: str, overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None = None
-) -> Any:
-    """Return what recipes and the command line set a setting of training to; None without a readable value."""
-    recipes, given, _ = _read_recipes(read_arguments(*name_first_words(TrainConfig, overrides, flags))[0], translate)
-    reader = Reader(TrainConfig)
-    for source in (*_sources(recipes), given):
+def _read(
+    root: type[T],
+    overrides: Sequence[str],
+    flags: Mapping[str, Any] | None,
+    beneath: Sequence[Assignment],
+    translate: Translator | None,
+) -> tuple[Reader[T], list[Recipe], bool]:
+    """Return the settings that are given, the recipes among their sources, and whether all of those could be read."""
+    reads_recipes = issubclass(root, TrainConfig)
+    assignments, problems = read_arguments(*name_first_words(root, overrides, flags or {}), reads_recipes)
+    found = _read_recipes(assignments, translate) if reads_recipes else ([], assignments, [])
+    recipes, given, problems_of_recipes = found
+    names = [name for recipe in recipes for name in recipe.names]
+    reader = Reader(root, also_known=[*ABOUT_RECIPES, *names] if reads_recipes else ())
+    reader.problems += problems + problems_of_recipes
+    defaults = [recipe.defaults for recipe in recipes]  # of other systems; every recipe wins over them
+    for source in (beneath, *defaults, *(recipe.assignments for recipe in recipes), given):
         reader.read(source)
-    return reader.values.get(name)
-
-
-def _sources(recipes: Sequence[Recipe]) -> Iterator[Sequence[Assignment]]:
-    """Yield the settings of recipes, later ones over earlier ones; defaults of other systems come first."""
-    yield from (recipe.defaults for recipe in recipes)
-    yield from (recipe.assignments for recipe in recipes)
+    on_command_line = {assignment.section_and_name[1] for assignment in given}
+    if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line:
+        for read in (reader.values, reader.chosen):  # a recipe's made-up data: the command line's data wins over it
+            read.pop("use_dummy_dataset", None)
+    return reader, recipes, not problems_of_recipes
 
 
 def name_first_words(
@@ -222,8 +211,9 @@ def _read_recipes(
     """
     settings = [given for given in assignments if given.section_and_name[1] not in ABOUT_RECIPES]
     named = [given for given in assignments if given.section_and_name[1] in RECIPE_NAMES]
+    switches = [given for given in assignments if given.section_and_name[1] in ACCEPTS]
     try:
-        names, accepts = _names_of_recipes(named), [name for name in ACCEPTS if _is_on(name, assignments)]
+        names, accepts = _names_of_recipes(named), _accepted(switches)
     except ConfigError as error:
         return [], settings, list(error.problems)
     recipes: list[Recipe] = []
@@ -267,10 +257,12 @@ def _names_of_recipes(named: Sequence[Assignment]) -> list[str]:
         raise ConfigError(f"{given}: {error}") from error
 
 
-def _is_on(switch: str, assignments: Sequence[Assignment]) -> bool:
-    """Return the value of a switch; a ConfigError where it is neither true nor false."""
-    given = [assignment for assignment in assignments if assignment.section_and_name[1] == switch]
-    try:
-        return bool(given) and parse_bool(str(given[-1].raw))
-    except ValueError as error:
-        raise ConfigError(f"{given[-1].where}: {error}") from None
+def _accepted(switches: Sequence[Assignment]) -> list[str]:
+    """Return the switches that are on; a ConfigError where one is neither on nor off."""
+    accepted = {}
+    for given in switches:
+        try:
+            accepted[given.section_and_name[1]] = parse_bool(str(given.raw))
+        except ValueError as error:
+            raise ConfigError(f"{given.where}: {error}") from None
+    return [name for name, is_on in accepted.items() if is_on]

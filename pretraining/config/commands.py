@@ -14,9 +14,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, required, setting
+from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, OneOfOr, PositiveInt, required, setting
+from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig, TrainConfig
-from pretraining.config.values import parse_range
+from pretraining.config.values import parse_ranges
 from pretraining.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
@@ -110,12 +111,6 @@ class PrepareConfig:
         return name[: -len(max(matching, key=len))] if matching else name
 
 
-_SIZE_UNITS = {
-    **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
-}
-
-
 @dataclass(frozen=True)
 class ExportConfig:
     """Write a checkpoint in a form that other programs read. It takes one process and the memory of one tensor."""
@@ -142,9 +137,8 @@ class ExportConfig:
     @property
     def max_shard_bytes(self) -> int:
         """`max_shard_size` in bytes; raises a ConfigError where it is no size."""
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", self.max_shard_size, re.ASCII)
-        unit = _SIZE_UNITS.get(match[2].upper()) if match else None
-        size = float(match[1]) * unit if match and unit else 0.0
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", self.max_shard_size.strip().upper(), re.ASCII)
+        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
         if not 1 <= size < math.inf:
             raise ConfigError(f"--max_shard_size={self.max_shard_size} is no size: write 500MB, 5GB or 2GiB")
         return int(size)
@@ -238,11 +232,8 @@ class InspectSettings:
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """First and last of `steps`; raises a ValueError where it is no range of steps."""
-        first, last = parse_range(self.steps or "", smallest=1)
-        if last > LARGEST_STEP:
-            raise ValueError(self.steps)
-        return first, last
+        """First and last of `steps`; raises a ConfigError where it is no range of steps."""
+        return parse_ranges("steps", [self.steps or ""], smallest=1, largest=LARGEST_STEP)[0]
 
 
 @dataclass(frozen=True)
@@ -316,7 +307,9 @@ class VerifyConfig:
         None,
         "every token must be below it; none = that of the tokenizer in prepare.json, or no check where there is none",
     )
-    file_type: str = setting("auto", "format of the token files, as for training")
+    file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
+        "auto", "format of the token files, as for training"
+    )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     sep_token: NonNegativeInt | None = setting(
         None, "token id that ends documents, for files that need it to find them"

@@ -74,14 +74,8 @@ def setting(
         aliases: foreign spellings of its values, and what they mean.
         first_word: whether it may be a word alone, before the flags: `pretrain verify runs/a`.
     """
-    metadata = {
-        "help": help,
-        "silent_change": silent_change,
-        "per_node": per_node,
-        "aliases": aliases or {},
-        "first_word": first_word,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    declared = {"help": help, "aliases": aliases or {}, "per_node": per_node, "first_word": first_word}
+    return dataclasses.field(default=default, metadata={**declared, "silent_change": silent_change})
 
 
 def required(help: str, *, first_word: bool = False) -> Any:
@@ -89,7 +83,7 @@ def required(help: str, *, first_word: bool = False) -> Any:
     return dataclasses.field(metadata={"help": help, "first_word": first_word})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """One setting of a root; what `setting` declares is described there.
 
@@ -111,15 +105,15 @@ class Setting:
     optional: bool
     many: bool
     default: Any
-    help: str
     choices: tuple[str, ...]
-    aliases: Mapping[str, str]
     units: tuple[str, ...]
     limits: Mapping[type, float]
     pluggable: bool
     silent_change: bool
-    per_node: bool
-    first_word: bool
+    help: str = ""
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    per_node: bool = False
+    first_word: bool = False
 
     @property
     def required(self) -> bool:
@@ -159,15 +153,12 @@ def _settings_of(root: type) -> Mapping[str, Setting]:
 
 def build(root: type[T], values: Mapping[str, Any]) -> T:
     """Make a root from values by setting name; every required setting is among them, others keep their defaults."""
-    settings, sections = settings_of(root), sections_of(root)
-    of_section: dict[str, dict[str, Any]] = {name: {} for name in ("", *sections)}
-    for name, value in values.items():
-        of_section[settings[name].section][name] = value
-    arguments = of_section.pop("")
-    defaults = {field.name: _default(field) for field in dataclasses.fields(root)}  # type: ignore[arg-type]
-    for section, section_type in sections.items():
-        default, chosen = defaults[section], of_section[section]
-        arguments[section] = section_type(**chosen) if default is MISSING else dataclasses.replace(default, **chosen)
+    settings = settings_of(root)
+    arguments: dict[str, Any] = {name: value for name, value in values.items() if not settings[name].section}
+    defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(root)}  # type: ignore[arg-type]
+    for section in sections_of(root):
+        chosen = {name: value for name, value in values.items() if settings[name].section == section}
+        arguments[section] = dataclasses.replace(defaults[section], **chosen)
     return root(**arguments)
 
 
@@ -183,34 +174,19 @@ def _is_section(annotation: Any) -> bool:
     return dataclasses.is_dataclass(annotation) and annotation is not Duration
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    """Return a field's default; MISSING where it has none."""
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
 def _settings_in(holder: type, section: str, instance: Any, silent_change: bool) -> list[Setting]:
     """List the settings of a root or a section; defaults are those of the instance, if the root holds one."""
     settings = []
     hints = get_type_hints(holder, include_extras=True)
     for field in dataclasses.fields(holder):
-        default = _default(field) if instance is None else getattr(instance, field.name)
+        default = field.default if instance is None else getattr(instance, field.name)
         silent = silent_change or field.metadata.get("silent_change", False)
         if not section and _is_section(hints[field.name]):
-            settings += _settings_in(hints[field.name], field.name, None if default is MISSING else default, silent)
+            settings += _settings_in(hints[field.name], field.name, default, silent)
         else:
-            settings.append(
-                Setting(
-                    name=field.name,
-                    section=section,
-                    default=default,
-                    help=field.metadata.get("help", ""),
-                    aliases=field.metadata.get("aliases", {}),
-                    silent_change=silent,
-                    per_node=field.metadata.get("per_node", False),
-                    first_word=field.metadata.get("first_word", False),
-                    **_read_annotation(hints[field.name], field.name),
-                )
-            )
+            declared = {**field.metadata, "silent_change": silent}
+            read = _read_annotation(hints[field.name], field.name)
+            settings.append(Setting(name=field.name, section=section, default=default, **declared, **read))
     return settings
 
 

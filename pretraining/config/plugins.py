@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,53 +25,37 @@ OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 @dataclass(frozen=True)
-class OptimizerEntry:
-    """An optimizer that ships with the project.
+class Entry:
+    """What ships with the project under a name.
 
     Attributes:
-        path: as `package.module:Name`, of its class, which is made over parameter groups with settings by the names
-            that torch's optimizers use; or of a function that is given the parameters, and settings by our names.
-        options: the settings of the section `optimizer` that it reads besides learning_rate and weight_decay.
-        defaults: what these settings stand for where they are none.
+        path: as `package.module:Name`, of its class or function.
+        options: the settings of its section that it reads; of optimizers besides learning_rate and weight_decay.
+    """
+
+    path: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OptimizerEntry(Entry):
+    """An optimizer: a class, made over parameter groups with settings by the names of torch; or a function.
+
+    A function is given the parameters and the settings, in which nothing is none.
+
+    Attributes:
+        defaults: what settings stand for where they are none.
         moments: what it keeps of a parameter's shape for each parameter; "momentum_buffer" with momentum only.
         matrix_moments: the same for the matrices of blocks, if that is something else.
         update_bytes: of temporary tensors in an update, per parameter of the larger group of parameters.
         matrix_update_bytes: per parameter of the blocks' matrices instead, (whole, sharded).
     """
 
-    path: str
-    options: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    moments: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    moments: tuple[str, ...] = ()
     matrix_moments: tuple[str, ...] | None = None
     update_bytes: int = 0
     matrix_update_bytes: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class ScheduleEntry:
-    """A schedule that ships with the project.
-
-    Attributes:
-        path: of its function, as `package.module:name`.
-        options: the settings of the section `schedule` that it reads.
-    """
-
-    path: str
-    options: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class TrackerEntry:
-    """A tracker that ships with the project.
-
-    Attributes:
-        path: of its class, as `package.module:Name`.
-        options: the settings about names that it reads.
-    """
-
-    path: str
-    options: tuple[str, ...] = ()
 
 
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
@@ -123,15 +107,13 @@ OPTIMIZERS = {
 }
 _OF_STABLE_PHASE = ("warmup_steps", "min_lr_ratio", "stable_steps", "decay_steps")
 SCHEDULES = {
-    "cosine": ScheduleEntry("pretraining.optim.schedules:cosine", ("warmup_steps", "min_lr_ratio")),
-    "linear": ScheduleEntry("pretraining.optim.schedules:linear", ("warmup_steps", "min_lr_ratio")),
-    "constant": ScheduleEntry("pretraining.optim.schedules:constant", ("warmup_steps",)),
-    "polynomial": ScheduleEntry(
-        "pretraining.optim.schedules:polynomial", ("warmup_steps", "min_lr_ratio", "decay_power")
-    ),
-    "piecewise_linear": ScheduleEntry("pretraining.optim.schedules:piecewise_linear", ("schedule_points",)),
-    "trapezoid": ScheduleEntry("pretraining.optim.schedules:warmup_stable_decay", _OF_STABLE_PHASE),
-    "wsd": ScheduleEntry("pretraining.optim.schedules:warmup_stable_decay", (*_OF_STABLE_PHASE, "decay_shape")),
+    "cosine": Entry("pretraining.optim.schedules:cosine", ("warmup_steps", "min_lr_ratio")),
+    "linear": Entry("pretraining.optim.schedules:linear", ("warmup_steps", "min_lr_ratio")),
+    "constant": Entry("pretraining.optim.schedules:constant", ("warmup_steps",)),
+    "polynomial": Entry("pretraining.optim.schedules:polynomial", ("warmup_steps", "min_lr_ratio", "decay_power")),
+    "piecewise_linear": Entry("pretraining.optim.schedules:piecewise_linear", ("schedule_points",)),
+    "trapezoid": Entry("pretraining.optim.schedules:warmup_stable_decay", _OF_STABLE_PHASE),
+    "wsd": Entry("pretraining.optim.schedules:warmup_stable_decay", (*_OF_STABLE_PHASE, "decay_shape")),
 }
 TOKEN_FORMATS = {
     "arrow": "pretraining.data.storage.arrow:ArrowFormat",
@@ -147,10 +129,10 @@ SCORES = {
 }
 _OF_SERVICES = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
 TRACKERS = {
-    "tensorboard": TrackerEntry("pretraining.observability.tensorboard:TensorBoard"),
-    "wandb": TrackerEntry("pretraining.observability.wandb_tracker:Wandb", _OF_SERVICES),
-    "mlflow": TrackerEntry("pretraining.observability.mlflow_tracker:MLflow", _OF_SERVICES),
-    "jsonl": TrackerEntry("pretraining.observability.trackers:JsonLines"),
+    "tensorboard": Entry("pretraining.observability.tensorboard:TensorBoard"),
+    "wandb": Entry("pretraining.observability.wandb_tracker:Wandb", _OF_SERVICES),
+    "mlflow": Entry("pretraining.observability.mlflow_tracker:MLflow", _OF_SERVICES),
+    "jsonl": Entry("pretraining.observability.trackers:JsonLines"),
 }
 
 

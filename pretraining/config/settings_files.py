@@ -71,13 +71,6 @@ def read_yaml(content: str) -> Any:
         return _as_texts(yaml.load(content, Loader=_TextLoader))
     except RecursionError:
         raise ValueError("lists and mappings are nested too deep") from None
-    except (
-        KeyError,
-        IndexError,
-        AttributeError,
-        TypeError,
-    ) as error:  # PyYAML's, of a value that has not its tag's form
-        raise ValueError(f"a value does not have the form of its tag ({error!r})") from None
 
 
 def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -116,7 +109,12 @@ def _name_of(key: yaml.Node) -> str:
     return str(key.value)
 
 
-# An empty value, ~ and null are null; everything else stays text.
+# An empty value, ~ and null are null; everything else stays text, and no tag makes anything else of it.
+_TextLoader.yaml_constructors = {
+    tag: make
+    for tag, make in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.endswith((":null", ":str", ":seq", ":map"))
+}
 _TextLoader.yaml_implicit_resolvers = {}
 _TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
 _TextLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"])

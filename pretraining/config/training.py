@@ -26,8 +26,8 @@ from pretraining.config.fields import (
     Time,
     setting,
 )
-from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS
-from pretraining.config.values import parse_range
+from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TOKEN_FORMATS, TRACKERS
+from pretraining.config.values import parse_ranges
 from pretraining.errors import ConfigError
 from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
@@ -50,8 +50,7 @@ class ModelConfig:
 
     model_variant: str | None = setting(
         None,
-        "named dimensions to start from, docs/configurations.md lists them; none = those of the checkpoint or Hugging "
-        "Face folder that the run starts from, 7b without one",
+        "named dimensions, listed in docs/configurations.md; none = those of what the run starts from, 7b without one",
     )
     hidden_size: PositiveInt | None = setting(None, "width of the residual stream; none = the variant's")
     intermediate_size: PositiveInt | None = setting(None, "width of the feed-forward layer; none = the variant's")
@@ -59,23 +58,22 @@ class ModelConfig:
     num_attention_heads: PositiveInt | None = setting(None, "query heads; none = the variant's")
     num_key_value_heads: PositiveInt | None = setting(
         None,
-        "key/value heads (grouped-query attention); none = the variant's, or num_attention_heads where it has as many",
+        "key/value heads; none = the variant's, or num_attention_heads where it has as many",
     )
     vocab_size: Annotated[int, Ge(2)] | None = setting(
         None,
-        "rows of the embedding; none = those of the checkpoint that the run starts from, or as many as tokenizer_path "
-        "has entries, rounded up to a multiple of 128; without either, the variant's",
+        "rows of the embedding; none = those of what the run starts from, or the entries of tokenizer_path, rounded "
+        "up to a multiple of 128, or the variant's",
     )
     max_position_embeddings: PositiveInt | None = setting(
         None,
-        "context that exports say the model was made for (at least seq_length); none = the variant's. Nothing that is "
-        "computed depends on it",
+        "context that exports name (at least seq_length); nothing computed depends on it; none = the variant's",
     )
     rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies; none = the variant's")
     rope_scaling: tuple[NonNegativeFloat, ...] = setting(
         (),
-        "llama3 rule for longer contexts: factor, low_freq_factor, high_freq_factor, "
-        "original_max_position_embeddings, comma list, factor 1 = no scaling; empty = the variant's",
+        "llama3 rule: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, comma list; factor"
+        " 1 = no scaling; empty = the variant's",
     )
     rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm; none = the variant's")
     tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
@@ -93,58 +91,49 @@ class DataConfig:
     )
     datasets: tuple[str, ...] = setting(
         (),
-        "sub-folders of data_path, or files in it, to train on, comma list; empty = every sub-folder with token files",
+        "sub-folders of data_path, or files in it, comma list; empty = every sub-folder with token files",
         silent_change=True,
     )
     weights: tuple[float, ...] = setting(
         (),
-        "proportions of the datasets, comma list in their order; empty = in proportion to their tokens",
+        "proportions of the datasets, comma list; empty = in proportion to their tokens",
         silent_change=True,
     )
     seq_length: PositiveInt = setting(4096, "tokens a sequence")
     packing: Packing = setting(
         "stream",
-        "how documents make samples. stream: laid end to end and cut, without padding; the others: as many whole "
-        "documents as fit, and padding, only longer documents are cut; best_fit pads least, greedy most",
+        "how documents make samples. stream: laid end to end and cut, without padding; the others: whole documents "
+        "and padding, only longer ones are cut; best_fit pads least, greedy most",
     )
     bos_token: NonNegativeInt | None = setting(
         None,
-        "token id that begins every document (not doubled where it is there already); none = nothing before documents",
+        "token id that begins every document, where it does not already; none = nothing",
     )
     sep_token: NonNegativeInt | None = setting(
         None,
-        "token id that ends every document (not doubled where it is there already); none = the end_of_text of the "
-        "prepare.json beside the data, without one nothing between documents",
+        "token id that ends every document, where it does not already; none = the end_of_text of the prepare.json "
+        "beside the data, or nothing",
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
         (),
-        "token ids removed at both ends of every document, as many as there are, before bos_token and sep_token are "
-        "looked at, comma list",
+        "token ids removed at both ends of every document, before bos_token and sep_token, comma list",
     )
-    min_length: PositiveInt = setting(
-        1, "documents that hold fewer tokens, after strip_tokens, are left out; 1 = only empty ones are"
-    )
-    logical_shards: PositiveInt = setting(
-        1024, "pieces a dataset is cut into; the order of the data depends on it, the number of GPUs does not"
-    )
-    document_mask: bool = setting(
-        False, "attention stays inside documents, positions restart at each, and no label crosses from one to the next"
-    )
+    min_length: PositiveInt = setting(1, "leave out documents with fewer tokens, after strip_tokens")
+    logical_shards: PositiveInt = setting(1024, "pieces a dataset is cut into; the order of the data depends on it")
+    document_mask: bool = setting(False, "attention and labels stay inside documents, and positions restart at each")
     num_workers: NonNegativeInt = setting(
         1,
-        "threads that read ahead in each process; 0 = read in the training loop. The data is the same",
+        "threads that read ahead in each process; 0 = none. The data is the same",
         silent_change=True,
         per_node=True,
     )
-    file_type: str = setting(
+    file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto",
         "format of the token files: auto (by suffix), arrow, npy, bin, or a class of your own as package.module:Class "
-        "(docs/extending.md)",
+        "(docs/extending.md). `pretrain prepare` makes such files of Parquet",
         silent_change=True,
     )
-    token_dtype: Literal["uint16", "uint32"] | None = setting(
-        None, "type of the tokens in .bin files without a header, such as nanoGPT's"
-    )
+    token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     tokenizer_path: str | None = setting(
         None,
@@ -152,36 +141,32 @@ class DataConfig:
         silent_change=True,
         per_node=True,
     )
-    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
-        0.0, "fraction of the documents kept for evaluation and never trained on"
-    )
+    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(0.0, "fraction of the documents kept for evaluation")
     index_path: str | None = setting(
         None,
-        "folder for document indices; none = inside each dataset's, or the user's cache folder where that is read-only",
+        "folder for document indices; none = each dataset's, or the user's cache folder where that is read-only",
         silent_change=True,
         per_node=True,
     )
     skip_samples: tuple[str, ...] = setting(
         (),
-        "samples never to train on: global indices A-B as `pretrain inspect` shows them, both included, comma list; "
-        "those of a checkpoint stay skipped",
+        "samples never to train on: global indices A-B, both included, comma list; those of a checkpoint stay skipped",
         silent_change=True,
     )
     bad_documents: Literal["stop", "quarantine"] = setting(
         "stop",
-        "when a sample cannot be read (damaged file, token beyond the vocabulary): stop and name it, or quarantine: "
-        "go on without its labels and say so; no other sample moves",
+        "when a sample cannot be read: stop and name it, or quarantine: go on without its labels and say so; no other"
+        " sample moves",
     )
     use_dummy_dataset: bool = setting(
         False,
-        "made-up tokens, for quick tests and performance benchmarks: data_path, datasets and weights are not read",
+        "made-up tokens, for quick tests and benchmarks; data_path, datasets and weights are not read",
     )
 
     @property
     def skipped_ranges(self) -> list[tuple[int, int]]:
-        """`skip_samples` as (first, end); raises a ValueError where they are no ranges of samples."""
-        ranges = (parse_range(text, smallest=0) for text in self.skip_samples)
-        return [(first, last + 1) for first, last in ranges]
+        """`skip_samples` as (first, end); raises a ConfigError where they are no ranges of samples."""
+        return [(first, last + 1) for first, last in parse_ranges("skip_samples", self.skip_samples, smallest=0)]
 
 
 @dataclass(frozen=True)
@@ -191,11 +176,9 @@ class BatchConfig:
     batch_size: PositiveInt = setting(2, "sequences that one GPU takes at once")
     global_batch_size: PositiveInt | None = setting(
         None,
-        "sequences an optimizer step over all GPUs; none = batch_size x grad_accum_steps x GPUs, or the checkpoint's",
+        "sequences a step over all GPUs; none = the checkpoint's, or batch_size x grad_accum_steps x GPUs",
     )
-    grad_accum_steps: PositiveInt | None = setting(
-        None, "micro-batches a step; none = derived from global_batch_size, or 1"
-    )
+    grad_accum_steps: PositiveInt | None = setting(None, "micro-batches a step; none = from global_batch_size, or 1")
 
 
 @dataclass(frozen=True)
@@ -204,7 +187,7 @@ class RunConfig:
 
     num_steps: RunLength = setting(Duration(1000, "steps"), "length of the run: steps, tokens (5Btok) or epochs (2ep)")
     run_steps: PositiveInt | None = setting(
-        None, "stop this invocation after this many steps; the schedule still ends at num_steps", silent_change=True
+        None, "end this invocation after this many steps; the schedule ends at num_steps", silent_change=True
     )
     time_limit: Time | None = setting(
         None,
@@ -213,33 +196,28 @@ class RunConfig:
     )
     max_starts_without_progress: NonNegativeInt = setting(
         5,
-        "refuse to start once this many starts in a row have crashed before a new checkpoint, or have run out of their "
-        "time before their first step; 0 = never",
+        "refuse to start after this many starts in a row that crashed before a new checkpoint, or ran out of time "
+        "before their first step; 0 = never",
     )
     seed: NonNegativeInt = setting(2023, "of the initial weights and of the order of the data")
     gc_interval: NonNegativeInt = setting(
         50,
-        "steps between two collections of Python's garbage, at the same steps in all processes; 0 = whenever Python "
-        "wants, which stops one process at a time while the others wait",
+        "steps between collections of Python's garbage, at the same steps in all processes; 0 = whenever Python "
+        "wants, one process at a time",
         silent_change=True,
     )
     cpu_threads: PositiveInt | None = setting(
         None,
-        "threads of each process that compute on a CPU; sums depend on the number in their last bits. none = "
-        "OMP_NUM_THREADS; without it, those of the checkpoint that the run goes on from, or the cores that a process "
-        "may use",
+        "threads of each process that compute on a CPU; the last bits of sums depend on it. none = OMP_NUM_THREADS, "
+        "or those of the checkpoint, or the cores that a process may use",
         per_node=True,
     )
-    deterministic: bool = setting(
-        False, "only kernels that give the same bits each time (on CUDA slower; on CPU they always do)"
-    )
-    ignore_memory: bool = setting(
-        False, "start even where the estimate says that the model cannot fit into memory", silent_change=True
-    )
+    deterministic: bool = setting(False, "only kernels that give the same bits each time (slower on CUDA)")
+    ignore_memory: bool = setting(False, "start even if the estimate says that memory is too small", silent_change=True)
     dry_run: bool = setting(
         False,
-        "show what a start would do, and end: each setting with its source, the plan, what it starts from, and what "
-        "the first batch is made of. What a start refuses is refused; nothing is written, and no tensor is read",
+        "show what a start would do, and end: settings and their sources, the plan, the first batch. Nothing is "
+        "written",
         silent_change=True,
     )
 
@@ -249,60 +227,55 @@ class ParallelConfig:
     """How parameters, gradients and optimizer state are laid out over GPUs, and what is recomputed to save memory."""
 
     device: Literal["auto", "cuda", "cpu"] = setting(
-        "auto", "what trains. auto: GPUs where there are any, else the CPU; cuda: refused without a GPU"
+        "auto", "what trains. auto: GPUs where there are any; cuda: refused without"
     )
     backend: Literal["auto", "nccl", "gloo"] = setting(
         "auto",
-        "how processes talk. auto: by NCCL on GPUs, by gloo on CPUs; the others say so, and are refused elsewhere",
+        "how processes talk. auto: by NCCL on GPUs, by gloo on CPUs; others are refused elsewhere",
     )
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",
         "ddp (zero0): everything everywhere; zero2: gradients and optimizer state sharded; fsdp (zero3): parameters "
-        "too; hsdp, hsdp_zero2: the same inside groups that are replicas of each other",
+        "too; hsdp, hsdp_zero2: the same inside groups that are replicas",
         aliases={"zero0": "ddp", "zero3": "fsdp"},
         silent_change=True,
     )
     hsdp_group_size: PositiveInt | None = setting(
-        None, "GPUs a sharding group of hsdp; none = the GPUs of a node", silent_change=True
+        None, "GPUs a sharding group of hsdp; none = those of a node", silent_change=True
     )
     mixed_precision: bool | None = setting(
         None,
-        "compute in mp_dtype; master weights, optimizer and gradient reduction stay in float32; "
-        "none = where the device has units for it (every supported GPU; of CPUs some, for bfloat16)",
+        "compute in mp_dtype; master weights, optimizer and gradient reduction stay in float32; none = where the "
+        "device has units for it",
     )
     mp_dtype: Literal["bfloat16", "float16"] = setting(
         "bfloat16",
-        "what mixed_precision computes in. bfloat16; float16: for GPUs without bfloat16, with a scale of the loss that "
-        "is found on the way, and some updates left out for it",
+        "of mixed_precision: bfloat16; float16 with a scale of the loss that is found on the way, and some updates "
+        "left out for it",
     )
     float8: Float8Scaling | None = setting(
         None,
-        "multiply the matrices of the blocks in float8, with a scale for each tensor (tensorwise) or for each row "
-        "(rowwise: finer); for large matrices, with use_torch_compile. Needs torchao and GPUs of compute capability "
-        "8.9 or more; none = in mp_dtype",
+        "multiply the matrices of the blocks in float8, scaled by tensor (tensorwise) or by row (rowwise: finer). "
+        "Needs torchao and compute capability 8.9; use_torch_compile pays; none = in mp_dtype",
     )
     low_cpu_fsdp: bool = setting(
         True,
-        "make the model without memory, and give it memory and values shard by shard; false = make it whole on every "
-        "GPU first: the same weights, for the memory of the whole model in float32",
+        "give the model memory and values shard by shard; false = make it whole on every GPU first: the same weights",
     )
     fsdp_activation_checkpointing: bool = setting(
         False,
-        "keep only what goes into a block, and compute what is inside again in the backward pass: less memory, more "
-        "work",
+        "keep only what goes into a block, and compute what is inside again in the backward pass",
         silent_change=True,
     )
     selective_checkpointing: str = setting(
         ALL_BLOCKS,
-        "which blocks fsdp_activation_checkpointing is for. 1: all; k: every k-th; a fraction (1/3, 0.25): that share "
-        "of them, spread evenly; op: all, but what matrix products and attention give is kept, and only the rest "
-        "computed again",
+        "which blocks fsdp_activation_checkpointing is for. 1: all; k: every k-th; a fraction (1/3, 0.25): that "
+        "share, spread evenly; op: all, but keep what matrix products and attention give",
         silent_change=True,
     )
     use_torch_compile: bool = setting(
         False,
-        "compile the blocks of the model, each as a whole graph; works together with activation checkpointing. The "
-        "first step then takes from seconds to minutes",
+        "compile each block as a whole graph; the first step then takes from seconds to minutes",
         silent_change=True,
     )
 
@@ -313,8 +286,8 @@ class OptimizerConfig:
 
     optimizer: Annotated[str, OneOfOr(tuple(OPTIMIZERS))] = setting(
         "adamw",
-        "adamw, adam, nadam, rmsprop, sgd, sgdm (with momentum), normalized_sgdm (whose updates are all equally long), "
-        "muon (hidden matrices; AdamW for the rest); or a torch.optim.Optimizer of your own as package.module:Class "
+        "adamw, adam, nadam, rmsprop, sgd, sgdm (with momentum), normalized_sgdm (updates of equal length), muon "
+        "(hidden matrices; AdamW for the rest); or a torch.optim.Optimizer of your own as package.module:Class "
         "(docs/extending.md)",
     )
     optimizer_options: tuple[str, ...] = setting((), "arguments of an optimizer of your own: key=value, comma list")
@@ -324,31 +297,25 @@ class OptimizerConfig:
     )
     weight_decay: NonNegativeFloat | None = setting(
         None,
-        "not applied to norms and embeddings. Decoupled in adamw, nadam, muon and normalized_sgdm, added to the "
-        "gradient in adam, sgd, sgdm and rmsprop; none = 0.1 for adamw, nadam and muon, 0 for the others",
+        "not of norms and embeddings. Decoupled in adamw, nadam, muon and normalized_sgdm, added to the gradient in "
+        "the others; none = 0.1 for adamw, nadam and muon, 0 for the others",
     )
     adam_beta1: DecayFactor = setting(0.9, "of adamw, adam, nadam, muon: decay of the first moment")
     adam_beta2: DecayFactor = setting(0.95, "of adamw, adam, nadam, muon: decay of the second moment")
     adam_epsilon: NonNegativeFloat = setting(
-        1e-8, "of adamw, adam, nadam, rmsprop, muon: added to the root of the second moment"
+        1e-8, "of adamw, adam, nadam, rmsprop, muon: added to the second moment's root"
     )
     momentum: DecayFactor | None = setting(
-        None, "of sgdm, normalized_sgdm (none = 0.9), rmsprop (none = 0) and muon (none = 0.95): decay of the momentum"
+        None, "of sgdm, normalized_sgdm (none = 0.9), rmsprop (none = 0) and muon (none = 0.95): its decay"
     )
-    nesterov: bool | None = setting(
-        None, "of sgdm (none = false) and muon (none = true): look one gradient ahead (Nesterov momentum)"
-    )
+    nesterov: bool | None = setting(None, "of sgdm (none = false) and muon (none = true): look one gradient ahead")
     rms_alpha: DecayFactor | None = setting(None, "of rmsprop: decay of the mean of squares; none = 0.99")
     muon_adam_learning_rate: NonNegativeFloat | None = setting(
-        None, "of muon: the peak for embedding, head and norms, which AdamW updates; none = learning_rate"
+        None, "of muon: the peak for what AdamW updates; none = learning_rate"
     )
-    muon_adam_weight_decay: NonNegativeFloat | None = setting(
-        None, "of muon: of the head, which AdamW updates; none = weight_decay"
-    )
+    muon_adam_weight_decay: NonNegativeFloat | None = setting(None, "of muon: of the head; none = weight_decay")
     muon_ns_steps: PositiveInt | None = setting(None, "of muon: iterations that make an update orthogonal; none = 5")
-    grad_clip_thresh: NonNegativeFloat = setting(
-        1.0, "largest norm of the gradient; 0 = no clipping (the norm is reported all the same)"
-    )
+    grad_clip_thresh: NonNegativeFloat = setting(1.0, "largest norm of the gradient; 0 = no clipping")
 
     def resolved(self) -> OptimizerConfig:
         """Return the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
@@ -401,18 +368,17 @@ class ScheduleConfig:
     )
     training_stage: Literal["initial", "annealing"] = setting(
         "initial",
-        "annealing: from the peak straight to zero over the whole run, without warm-up; in place of the other settings "
-        "here",
+        "annealing: from the peak straight to zero over the whole run, in place of the other settings here",
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     stable_steps: PartOfRun | None = setting(
-        None, "of wsd and trapezoid: how long at the peak; the decay takes the rest. 0 = none. Or give decay_steps"
+        None, "of wsd and trapezoid: how long at the peak; the decay takes the rest"
     )
     decay_steps: PartOfRun | None = setting(
-        None, "of wsd and trapezoid: how long the decay is; the peak lasts until then. none = a fifth of the run"
+        None, "of wsd and trapezoid: how long the decay is; none = a fifth of the run"
     )
     decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = setting(
-        None, "of wsd: how the learning rate comes down; none = 1-sqrt"
+        None, "of wsd: how the rate comes down; none = 1-sqrt"
     )
     decay_power: NonNegativeFloat | None = setting(None, "of polynomial: its exponent; none = 1")
     schedule_points: tuple[str, ...] = setting(
@@ -442,65 +408,61 @@ class CheckpointConfig:
 
     ckpt_save_path: str | None = setting(
         "runs/default",
-        "the run's folder: checkpoints, logs, resolved config. A run found there is continued. {timestamp} in it "
-        "stands for the time of the first start: the same settings continue the newest unfinished run, others begin a "
-        "new one. none = nothing is kept, which is the default with use_dummy_dataset",
+        "the run's folder; a run found there is continued. {timestamp} in it stands for the time of the first start: "
+        "the same settings continue the newest unfinished run, others begin a new one. none = nothing is kept, the "
+        "default with use_dummy_dataset",
     )
     ckpt_load_path: str | None = setting(
         None,
-        "run folder, checkpoint, or Hugging Face Llama (folder or name on the Hub) to start from when ckpt_save_path "
-        "holds no checkpoint yet",
+        "run, checkpoint, or Hugging Face Llama (folder or name on the Hub) to start from while ckpt_save_path holds "
+        "no checkpoint",
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
         "auto",
         "auto: from the newest checkpoint in ckpt_save_path, else from ckpt_load_path, else from initial weights; "
-        "resume: the same, refused where there is no checkpoint; scratch: from initial weights, refused where "
-        "ckpt_save_path holds a run that was begun otherwise (a restarted job goes on with its own)",
+        "resume: the same, refused without a checkpoint; scratch: from initial weights, refused where ckpt_save_path "
+        "holds a run that was begun otherwise",
         silent_change=True,
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "a checkpoint of the run in ckpt_save_path, by path, name or step: it goes back to it, and newer ones move to "
-        "checkpoints/set_aside_<time>/. Done once: the same command, restarted, goes on from what came after it. "
-        "One of elsewhere: the same as ckpt_load_path",
+        "a checkpoint of the run in ckpt_save_path, by path, name or step, to go back to; newer ones move to "
+        "checkpoints/set_aside_<time>/. Done once: the same command, restarted, goes on from what came after it. One "
+        "of elsewhere: the same as ckpt_load_path",
         silent_change=True,
     )
     weights_only: bool = setting(
         False,
-        "take only the weights from ckpt_load_path and begin a new run with them: step 0, and optimizer, learning rate "
-        "and data from their beginning. From a Hugging Face folder it is always so",
+        "take only the weights from ckpt_load_path and begin a new run with them; from a Hugging Face folder it is "
+        "always so",
     )
     ckpt_format: Literal["sharded", "full"] = setting(
         "sharded",
-        "sharded: each process writes its part, as safetensors; full: four unsharded .pt files, written by one process",
+        "sharded: each process writes its part, as safetensors; full: four unsharded .pt files",
     )
     load_optimizer: bool = setting(
         True,
-        "resume the optimizer's state, too; false = the optimizer begins anew, until a save was made with this setting",
+        "resume the optimizer's state, too; false = it begins anew, until a save was made with this setting",
     )
     checkpoint_interval: Duration = setting(
-        Duration(1000, "steps"), "how often to save, 0 = only at the end; where an invocation ends is always saved"
+        Duration(1000, "steps"), "how often to save, 0 = only at the end of an invocation"
     )
     checkpoint_steps: tuple[PositiveInt, ...] = setting((), "steps to save after, besides: comma list")
     preempt_interval: Duration = setting(
         Duration(0, "steps"),
-        "how often to save besides, in case the run is killed: the next checkpoint of any kind takes its place; 0 = "
-        "never; one that a signal or a time limit asks for is always saved",
+        "how often to save besides, in case the run is killed: the next checkpoint takes its place; 0 = never",
     )
     keep_last: PositiveInt | None = setting(
         None, "newest checkpoints to keep, besides the best and final ones; none = all"
     )
-    save_best: bool = setting(
-        True, "save whenever an evaluation has the lowest loss so far; between intervals, the next best takes its place"
-    )
+    save_best: bool = setting(True, "save whenever an evaluation has the lowest loss so far")
     ckpt_name: Literal["step", "tokens"] = setting(
         "step",
-        "step: step_1000_ckp; tokens: a name with tokens and losses, tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt",
+        "step: step_1000_ckp; tokens: tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt",
     )
     async_save: bool | None = setting(
         None,
-        "write checkpoints beside the training, from a copy in the host's memory; none = on CUDA, where the copy takes "
-        "milliseconds",
+        "write checkpoints beside the training, from a copy in the host's memory; none = on CUDA",
     )
 
     @property
@@ -516,47 +478,45 @@ class EvaluationConfig:
 
     eval_datasets: tuple[str, ...] = setting(
         (),
-        "folders with token files, or such files, to evaluate on, comma list, each a set beside the documents "
-        "that held_out_fraction keeps of each dataset; read with the settings of the training data, and no part of it",
+        "folders with token files, or such files, to evaluate on, comma list, each a set of its own beside the "
+        "held-out documents of each dataset",
     )
     eval_interval: Duration = setting(
         Duration(1000, "steps"),
-        "how often to evaluate, where held_out_fraction > 0 or eval_datasets are given; 0 = only at the end",
+        "how often to evaluate; 0 = only at the end",
     )
     eval_batches: PositiveInt = setting(
         16,
-        "global batches an evaluation, the same ones each time: of the held-out documents, in the proportions of the "
-        "training data, and of each of eval_datasets, there at most as many as it fills",
+        "global batches an evaluation, the same ones each time: of the held-out documents, and of each of "
+        "eval_datasets at most as many as it fills",
     )
     extra_scores: tuple[str, ...] = setting(
         (),
-        "scores of your own beside loss, perplexity, token accuracy and bits per byte, in reports and evaluations: "
-        "package.module:Class, comma list (docs/extending.md)",
+        "scores of your own besides, in reports and evaluations: package.module:Class, comma list (docs/extending.md)",
         silent_change=True,
     )
     best_by: str | None = setting(
         None,
-        "the evaluation set whose loss says which checkpoint is best: a dataset, or a folder of eval_datasets; none = "
-        "the mean over the tokens of all sets",
+        "the evaluation set whose loss says which checkpoint is best; none = the mean over the tokens of all sets",
     )
     early_stopping_evaluations: NonNegativeInt = setting(
         0,
-        "end the run, as finished, once this many evaluations in a row have not lowered that loss; 0 = never",
+        "finish the run once this many evaluations in a row have not lowered that loss; 0 = never",
         silent_change=True,
     )
     eval_only: bool = setting(
         False,
-        "evaluate the checkpoint or Hugging Face folder at ckpt_load_path, or without it the newest checkpoint of "
-        "ckpt_save_path, print the numbers as a table and as JSON, and end; nothing is trained or written",
+        "evaluate what ckpt_load_path names, or the newest checkpoint of ckpt_save_path, print the numbers as a table"
+        " and as JSON, and end; nothing is written",
         silent_change=True,
     )
     sample_prompt: str = setting("", "what the generated sample continues; empty = free choice", silent_change=True)
     sample_tokens: NonNegativeInt = setting(
-        64, "tokens generated at the end of the run where tokenizer_path is given; 0 = none", silent_change=True
+        64, "tokens generated at the end of the run, with tokenizer_path; 0 = none", silent_change=True
     )
     sample_at_evaluations: bool = setting(
         False,
-        "a sample after each evaluation, too; each of its tokens costs a forward pass of the whole model",
+        "a sample after each evaluation, too; each token costs a forward pass of the whole model",
         silent_change=True,
     )
 
@@ -568,19 +528,15 @@ class ReportConfig:
     report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
         ("tensorboard",),
-        "where reports go besides the terminal and logs/metrics.jsonl of the run's folder, comma list: tensorboard, "
-        "wandb, mlflow, jsonl (metrics.jsonl in tracker_dir, too), or a class of your own as package.module:Class "
-        "(docs/extending.md); none = nowhere else",
+        "where reports go besides the terminal and logs/metrics.jsonl, comma list: tensorboard, wandb, mlflow, jsonl "
+        "(in tracker_dir, too), or a class of your own as package.module:Class (docs/extending.md); none = nowhere "
+        "else",
     )
     tracker_dir: str | None = setting(None, "folder of the tracker's files; none = <ckpt_save_path>/logs")
-    tracker_project_name: str | None = setting(
-        None, "project of wandb, experiment of mlflow, that the run is shown in; none = pretraining"
-    )
-    tracker_run_name: str | None = setting(
-        None, "what wandb and mlflow call the run; none = the name of ckpt_save_path's folder"
-    )
+    tracker_project_name: str | None = setting(None, "project of wandb, experiment of mlflow; none = pretraining")
+    tracker_run_name: str | None = setting(None, "name of the run at wandb and mlflow; none = its folder's")
     tracker_run_id: str | None = setting(
-        None, "id of the run of wandb or mlflow to go on with; none = that of the run's folder, or a new one"
+        None, "run of wandb or mlflow to go on with; none = the folder's, or a new one"
     )
     progress: Literal["auto", "live", "plain"] = setting(
         "auto", "plain: a line a report; live: below them a line that shows each step; auto: live on a terminal"
@@ -593,8 +549,7 @@ class GuardConfig:
 
     max_skipped_steps: NonNegativeInt = setting(
         20,
-        "this many updates left out in a row (loss or gradient not finite, or a spike) end the run, or turn it back "
-        "where max_rollbacks allows; 0 = never",
+        "this many updates left out in a row end the run, or turn it back where max_rollbacks allows; 0 = never",
     )
     spike_threshold: Annotated[float, Ge(1)] | None = setting(
         None,
@@ -602,30 +557,29 @@ class GuardConfig:
         "ones; 6 is common; none = only where loss or gradient is not finite",
     )
     spike_window: Annotated[int, Ge(4)] = setting(
-        128, "losses that spike_threshold looks back on; with less than half of them, none is a spike"
+        128, "losses that spike_threshold looks back on; with half of them it begins"
     )
     max_rollbacks: NonNegativeInt = setting(
         0,
-        "after max_skipped_steps, go back to the newest checkpoint before them and leave their samples out, at most "
-        "this many times without progress in between; 0 = end the run",
+        "after max_skipped_steps, go back to the newest checkpoint before them without their samples, at most this "
+        "many times without progress in between; 0 = end the run",
     )
     replica_check_interval: Duration = setting(
         Duration(0, "steps"),
-        "how often to compare the weights of replicas (ddp, hsdp), and end the run, naming the rank, where they "
-        "differ; 0 = never",
+        "how often to compare the weights of replicas, and end the run where they differ; 0 = never",
     )
     straggler_factor: Annotated[float, Ge(1.05)] | None = setting(
         1.5,
-        "reports name a process whose own work takes this many times as long as that of the others; none = do not look",
+        "name a process whose own work takes this many times as long as the others'; none = never",
     )
     hang_timeout: Time = setting(
         Duration(600, "seconds"),
-        "end the job, with exit code 124, the stacks of all processes and the names of those at fault, where nothing "
-        "makes progress for this long; 0s = never",
+        "end the job, with exit code 124, all stacks and the names of those at fault, where nothing makes progress "
+        "for this long; 0s = never",
     )
     first_step_timeout: Time = setting(
         Duration(1800, "seconds"),
-        "the same until the first step is done, which opens data, restores and compiles; 0s = never",
+        "the same until the first step is done; 0s = never",
     )
 
 
@@ -635,13 +589,13 @@ class LossConfig:
 
     loss_chunk_tokens: NonNegativeInt | None = setting(
         None,
-        "tokens whose logits are in memory at once: fewer need less memory; 0 = all of a micro-batch; "
-        "none = 256 on a CPU, else as many as have 2^28 logits (1 GiB in float32)",
+        "tokens whose logits are in memory at once; 0 = all of a micro-batch; none = 256 on a CPU, else as many as "
+        "have 2^28 logits (1 GiB in float32)",
     )
     z_loss_weight: NonNegativeFloat = setting(
         0.0,
-        "add this many times ln(Z)^2 to the loss of each token, Z the denominator of its softmax, so that logits do "
-        "not drift; 1e-4 is common. Reported apart from the loss, and no part of an evaluation's; 0 = none",
+        "add this many times ln(Z)^2 to the loss of each token, Z the denominator of its softmax; 1e-4 is common. "
+        "Reported apart from the loss, and no part of an evaluation's; 0 = none",
     )
 
 
@@ -651,26 +605,25 @@ class ProfilerConfig:
 
     use_profiler: bool = setting(
         False,
-        "record everything that a few steps do, as traces for Perfetto or TensorBoard in "
-        "<ckpt_save_path>/profile_traces, and print where their time went",
+        "record what a few steps do, as traces in <ckpt_save_path>/profile_traces, and print where their time went",
     )
     profile_steps: tuple[str, ...] = setting(
         (),
-        "steps to profile, numbered from 1 as in reports: A-B, both included, comma list; empty = the fourth to sixth "
-        "step of each start, unless profile_interval is given",
+        "steps to profile, numbered from 1: A-B, both included, comma list; empty = the fourth to sixth of each "
+        "start, unless profile_interval is given",
     )
     profile_interval: Duration = setting(Duration(0, "steps"), "how often to profile three steps; 0 = never")
     profiler_rank0_only: bool = setting(True, "trace the first process only; false = all of them, a file each")
     memory_snapshot: bool = setting(
         False,
-        "on CUDA, remember which line made each allocation, and write it down with each profile and where memory runs "
-        "out, for pytorch.org/memory_viz; some microseconds an allocation",
+        "on CUDA, write down which line made each allocation, with each profile and where memory runs out, for "
+        "pytorch.org/memory_viz",
     )
 
     @property
     def step_ranges(self) -> list[tuple[int, int]]:
-        """`profile_steps` as (first, last); raises a ValueError where they are no ranges of steps."""
-        return [parse_range(text, smallest=1) for text in self.profile_steps]
+        """`profile_steps` as (first, last); raises a ConfigError where they are no ranges of steps."""
+        return parse_ranges("profile_steps", self.profile_steps, smallest=1)
 
 
 @dataclass(frozen=True)
@@ -705,21 +658,16 @@ def checkpointed_blocks(selective: str, num_hidden_layers: int) -> list[int]:
         return list(range(num_hidden_layers))
     share = share_of_blocks(selective)
     if share >= 1:
-        if share > num_hidden_layers:
-            raise ConfigError(
-                f"--selective_checkpointing={selective} takes one block in {share}, and of {num_hidden_layers}, "
-                f"{num_hidden_layers} / {share} = {num_hidden_layers / int(share):.2f}, none: give "
-                f"--selective_checkpointing={num_hidden_layers} or less, or --fsdp_activation_checkpointing=false"
-            )
-        return list(range(int(share) - 1, num_hidden_layers, int(share)))
-    taken = [floor(share * count + Fraction(1, 2)) for count in range(num_hidden_layers + 1)]
-    if not taken[-1]:
+        blocks = list(range(int(share) - 1, num_hidden_layers, int(share)))
+    else:
+        taken = [floor(share * count + Fraction(1, 2)) for count in range(num_hidden_layers + 1)]
+        blocks = [block for block in range(num_hidden_layers) if taken[block + 1] > taken[block]]
+    if not blocks:
         raise ConfigError(
-            f"--selective_checkpointing={selective} of {num_hidden_layers} blocks is {float(share):g} x "
-            f"{num_hidden_layers} = {float(share * num_hidden_layers):.2f}, which rounds to none: give a larger "
-            "fraction, or --fsdp_activation_checkpointing=false"
+            f"--selective_checkpointing={selective} takes none of {num_hidden_layers} blocks: give 1 to "
+            f"{num_hidden_layers}, a larger fraction, or --fsdp_activation_checkpointing=false"
         )
-    return [block for block in range(num_hidden_layers) if taken[block + 1] > taken[block]]
+    return blocks
 
 
 def share_of_blocks(selective: str) -> Fraction:

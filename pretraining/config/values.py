@@ -12,7 +12,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from annotated_types import Ge, Le, Lt
@@ -97,17 +97,24 @@ def parse_bool(text: str) -> bool:
     return BOOL_WORDS[text.strip().lower()]
 
 
-def parse_range(text: str, smallest: int) -> tuple[int, int]:
-    """Return the first and the last number of `A-B`, both included, or of `A` alone.
+def parse_ranges(
+    flag: str, texts: Sequence[str], smallest: int, largest: int = LARGEST_AMOUNT
+) -> list[tuple[int, int]]:
+    """Return the first and the last number of each `A-B`, both included, or of `A` alone.
 
     Raises:
-        ValueError: it is no range, A is below `smallest`, or B beyond what any run has.
+        ConfigError: a text is no range, or goes beyond these bounds.
     """
-    begin, _, end = text.partition("-")
-    first, last = int(begin), int(end or begin)
-    if not smallest <= first <= last <= LARGEST_AMOUNT:
-        raise ValueError(text)
-    return first, last
+    try:
+        ranges = [(int(begin), int(end or begin)) for begin, _, end in (text.partition("-") for text in texts)]
+    except ValueError:
+        ranges = [(0, -1)]
+    if not all(smallest <= first <= last <= largest for first, last in ranges):
+        raise ConfigError(
+            f"--{flag}={','.join(texts)}: write the first and the last of each range, counted from {smallest}, as in "
+            "10-12,1000-1002"
+        )
+    return ranges
 
 
 def expand_home(path: str) -> str:

@@ -65,28 +65,13 @@ def _shape(
     hidden: int, heads: int, kv_heads: int, layers: int, feed_forward: int, context: int, theta: float, vocab: int
 ) -> LlamaShape:
     """Build a row of the table."""
-    return LlamaShape(
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        vocab_size=vocab,
-        max_position_embeddings=context,
-        rope_theta=theta,
-    )
+    return LlamaShape(hidden, feed_forward, layers, heads, kv_heads, hidden // heads, vocab, context, theta)
 
 
 def _llama32(hidden: int, heads: int, layers: int) -> LlamaShape:
     """Return a small Llama 3.2: tied embeddings and a context of 131072 tokens stretched from 8192."""
-    return replace(
-        _shape(hidden, heads, 8, layers, 8192, 131072, 5e5, 128256),
-        tie_word_embeddings=True,
-        rope_scaling=RopeScaling(
-            32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-        ),
-    )
+    shape = _shape(hidden, heads, 8, layers, 8192, 131072, 5e5, 128256)
+    return replace(shape, tie_word_embeddings=True, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
 
 
 def _research(hidden: int, heads: int, layers: int) -> LlamaShape:
@@ -157,14 +142,13 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
     # A variant without grouped queries stays without them when only the number of heads is changed.
     if variant.num_key_value_heads == variant.num_attention_heads and model.num_key_value_heads is None:
         shape = replace(shape, num_key_value_heads=shape.num_attention_heads)
-    problems = [*_head_problems(shape), *_scaling_problems(model.rope_scaling)]
-    if problems:
+    if problems := [*_head_problems(shape), *_scaling_problems(model.rope_scaling)]:
         raise ConfigError(problems)
-    return replace(
-        shape,
-        head_dim=shape.hidden_size // shape.num_attention_heads,
-        rope_scaling=_scaling(model.rope_scaling) if model.rope_scaling else variant.rope_scaling,
-    )
+    scaling = variant.rope_scaling
+    if model.rope_scaling:
+        factor, low, high, context = model.rope_scaling
+        scaling = None if factor == 1 else RopeScaling(factor, low, high, int(context))  # 1 stretches nothing
+    return replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads, rope_scaling=scaling)
 
 
 def size_problems(shape: LlamaShape) -> Iterator[str]:
@@ -249,45 +233,25 @@ def block_parameters(shape: LlamaShape) -> int:
     return 2 * width * heads_width + 3 * width * shape.intermediate_size + 2 * width
 
 
-def _scaling(values: tuple[float, ...]) -> RopeScaling | None:
-    """Return the rule with these numbers; a factor of 1 stretches nothing."""
-    factor, low, high, context = values
-    return None if factor == 1 else RopeScaling(factor, low, high, int(context))
-
-
 def _scaling_problems(values: tuple[float, ...]) -> Iterator[str]:
-    if not values:
-        return
-    given = f"--rope_scaling={','.join(f'{value:g}' for value in values)}"
-    if len(values) != 4:
+    factor, low, high, context = values if len(values) == 4 else (0.0, 0.0, 0.0, 0.0)
+    is_context = 1 <= context <= LARGEST_SIZES["max_position_embeddings"] and context == int(context)
+    if values and not (factor >= 1 and 0 < low < high and is_context):
         yield (
-            f"{given} has {len(values)} numbers, not 4: factor, low_freq_factor, high_freq_factor, "
-            "original_max_position_embeddings, as in --rope_scaling=32,1,4,8192"
+            f"--rope_scaling={','.join(f'{value:g}' for value in values)}: give four numbers, as in 32,1,4,8192: a "
+            "factor of 1 or more, 0 < low_freq_factor < high_freq_factor, and the tokens of the original context"
         )
-        return
-    factor, low, high, context = values
-    if factor < 1:
-        yield f"{given}: the factor {factor:g} would shorten the context; give 1 (no scaling) or more"
-    if not 0 < low < high:
-        yield f"{given}: low_freq_factor {low:g} must be above 0 and below high_freq_factor {high:g}"
-    if not 1 <= context <= LARGEST_SIZES["max_position_embeddings"] or context != int(context):
-        yield f"{given}: original_max_position_embeddings {context:g} is no number of tokens"
 
 
 def _head_problems(shape: LlamaShape) -> Iterator[str]:
     hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
-    if hidden % heads:
+    if hidden % (2 * heads):
         yield (
-            f"hidden_size={hidden} does not divide among num_attention_heads={heads}: {hidden} / {heads} = "
-            f"{hidden / heads:.2f}. Change --hidden_size (a multiple of {heads}) or --num_attention_heads"
-        )
-    elif (hidden // heads) % 2:
-        yield (
-            f"hidden_size / num_attention_heads = {hidden} / {heads} = {hidden // heads} is odd, and rotary embeddings "
-            f"turn pairs. Change --hidden_size (a multiple of {2 * heads}) or --num_attention_heads"
+            f"hidden_size={hidden} / num_attention_heads={heads} = {hidden / heads:.2f} is no even number, and rotary "
+            f"embeddings turn pairs. Change --hidden_size (a multiple of {2 * heads}) or --num_attention_heads"
         )
     if heads % kv_heads:
         yield (
-            f"num_attention_heads={heads} does not divide among num_key_value_heads={kv_heads}: {heads} / {kv_heads} = "
-            f"{heads / kv_heads:.2f}. Change --num_attention_heads or --num_key_value_heads (a divisor of it)"
+            f"num_attention_heads={heads} / num_key_value_heads={kv_heads} = {heads / kv_heads:.2f} is no whole "
+            "number. Change --num_attention_heads or --num_key_value_heads (a divisor of it)"
         )

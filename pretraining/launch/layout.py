@@ -38,47 +38,22 @@ class Launcher:
     Attributes:
         sign: the variable that tells it.
         variables: of rank, world size, local rank, local world size. (SLURM lists the last one for all nodes.)
-        how_to_set: how a user gives every process the same MASTER_ADDR and MASTER_PORT.
     """
 
     name: str
     sign: str
     variables: tuple[str, str, str, str]
-    how_to_set: str
 
 
-BY_HAND = Launcher(
-    "environment",
-    "RANK",
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500, the same for every process",
-)
+BY_HAND = Launcher("environment", "RANK", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 # Innermost first. PMI_RANK alone is no sign: srun --mpi=pmi2 sets it as well.
 LAUNCHERS = (
-    Launcher("torchrun", "TORCHELASTIC_RUN_ID", BY_HAND.variables, "start with torchrun itself, which sets both"),
-    Launcher(
-        "openmpi",
-        "OMPI_COMM_WORLD_RANK",
-        (
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
-        "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500",
-    ),
-    Launcher(
-        "mpich",
-        "MPI_LOCALRANKID",
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        "mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500",
-    ),
-    Launcher(
-        "slurm",
-        "SLURM_STEP_NUM_TASKS",
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-        "export MASTER_ADDR=<host of task 0> MASTER_PORT=29500 before srun",
-    ),
+    Launcher("torchrun", "TORCHELASTIC_RUN_ID", BY_HAND.variables),
+    Launcher("openmpi", "OMPI_COMM_WORLD_RANK", _OPEN_MPI),
+    Launcher("mpich", "MPI_LOCALRANKID", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    Launcher("slurm", "SLURM_STEP_NUM_TASKS", _SLURM),
 )
 
 # Derived ports lie in 16384..32767: above most services of a machine, below the range from which Linux gives ports to
@@ -153,9 +128,9 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
     port = _read_port(environ) or _derive_port(launcher, environ, is_one_node, world_size)
     if address is None or port is None:
         raise LaunchError(
-            f"{'MASTER_ADDR' if address is None else 'MASTER_PORT'} is not set, and {launcher.name} says nothing that "
-            f"is the same in all {world_size} processes ({local_world_size} of them on this node) and in no other job "
-            f"to derive it from. Say it: {launcher.how_to_set}."
+            f"{'MASTER_ADDR' if address is None else 'MASTER_PORT'} is not set, and {launcher.name} says nothing to "
+            f"derive it from. Give all {world_size} processes the same: export MASTER_ADDR=<host of rank 0> "
+            "MASTER_PORT=29500 (mpirun hands them on with -x NAME=VALUE or -genv NAME VALUE)."
         )
     return ProcessLayout(rank, world_size, local_rank, local_world_size, launcher.name, address, port)
 
@@ -171,10 +146,8 @@ def _read_place(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, in
     local_rank = _read_integer(environ, launcher.variables[2], launcher)
     if launcher.name != "slurm":
         return rank, world_size, local_rank, _read_integer(environ, launcher.variables[3], launcher)
-    node, tasks = (
-        _read_integer(environ, "SLURM_NODEID", launcher),
-        tasks_of_nodes(environ.get(launcher.variables[3], "")),
-    )
+    node = _read_integer(environ, "SLURM_NODEID", launcher)
+    tasks = tasks_of_nodes(environ.get(launcher.variables[3], ""))
     fits = sum(tasks) == world_size and 0 <= node < len(tasks)
     return rank, world_size, local_rank, tasks[node] if fits else 0
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.files import exists
-
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
@@ -80,11 +78,6 @@ def resident_bytes() -> int:
     """Return the memory that this process holds; 0 where the system does not say."""
     fields = dict(line.split(":", 1) for line in read_text(PROC / "self" / "status").splitlines())
     return int(fields["VmRSS"].split()[0]) * 1024 if "VmRSS" in fields else 0
-
-
-def has_gpu() -> bool:
-    """Return whether the drivers of NVIDIA or AMD show a GPU; without torch, which takes a second to ask."""
-    return any((PROC / "driver" / "nvidia" / "gpus").glob("*")) or exists(Path("/dev/kfd"))
 
 
 def read_text(path: Path) -> str:

@@ -10,7 +10,6 @@ import ipaddress
 import socket
 import struct
 import sys
-from array import array
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,10 +21,7 @@ IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 DISCARD_PORT = 9  # nothing is sent there
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# linux/sockios.h and net/if.h: all IPv4 addresses, as names of 16 bytes and socket addresses.
-_SIOCGIFCONF = 0x8912
-_RECORD_BYTES = 40
-_MOST_RECORDS = 256
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface, behind its name of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -73,12 +69,10 @@ def _names_of_interfaces() -> dict[IpAddress, str]:
         for line in IPV6_ADDRESSES.read_text(encoding="ascii").splitlines():
             address, *_, name = line.split()
             names[ipaddress.IPv6Address(int(address, 16))] = name
-    records = array("B", bytes(_RECORD_BYTES * _MOST_RECORDS))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        request = struct.pack("iP", len(records), records.buffer_info()[0])
-        filled, _ = struct.unpack("iP", fcntl.ioctl(asking, _SIOCGIFCONF, request))
-    for offset in range(0, filled, _RECORD_BYTES):
-        record = records[offset : offset + _RECORD_BYTES].tobytes()
-        # name[16], then a sockaddr_in: family (2), port (2), address (4)
-        names[ipaddress.IPv4Address(record[20:24])] = record[:16].partition(b"\0")[0].decode()
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an IPv4 address
+                # name[16], then a sockaddr_in: family (2), port (2), address (4)
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("40s", name.encode()))
+                names[ipaddress.IPv4Address(answer[20:24])] = name
     return names

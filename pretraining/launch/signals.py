@@ -65,9 +65,7 @@ class ReceivedSignals:
         def come(number: int, frame: FrameType | None) -> None:
             self._remember(number, frame)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if environ.get("RANK", "0") == "0":
-                with suppress(OSError):
-                    os.write(2, b"\ninterrupted: the run ends after this step; Ctrl-C again ends it at once\n")
+            _say("\ninterrupted: the run ends after this step; Ctrl-C again ends it at once", environ)
 
         if not self._listens:
             yield
@@ -88,13 +86,18 @@ def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> It
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
-        if environ.get("RANK", "0") == "0":
-            with suppress(OSError):  # nobody reads it
-                os.write(2, f"{text}\n".encode())
+        _say(text, environ)
         os._exit(INTERRUPTED)
 
     with _at_interrupt(leave):
         yield
+
+
+def _say(text: str, environ: Mapping[str, str]) -> None:
+    """Print a line of rank 0; a handler of a signal may interrupt Python's own printing."""
+    if environ.get("RANK", "0") == "0":
+        with suppress(OSError):  # nobody reads it
+            os.write(2, f"{text}\n".encode())
 
 
 @contextmanager

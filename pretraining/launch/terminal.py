@@ -69,29 +69,11 @@ def outlive_readers() -> None:
 
 
 def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
+    if stream is not None:  # otherwise it was closed at the start of the process
+        with suppress(OSError):
+            stream.flush()
     output = io.BufferedWriter(_Output(descriptor))
-    if not isinstance(stream, io.TextIOWrapper):  # closed at the start of the process
-        return io.TextIOWrapper(output, errors="replace", line_buffering=True)
-    with suppress(OSError):
-        stream.flush()
-    return io.TextIOWrapper(
-        output,
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
-
-
-def output_failure() -> OSError | None:
-    """Return why standard output takes nothing any more; None if it does, which an empty line finds out."""
-    if isinstance(getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Output):  # it takes everything
-        return None
-    try:
-        os.write(STDOUT, b"\n")
-    except OSError as error:
-        return error
-    return None
+    return io.TextIOWrapper(output, getattr(stream, "encoding", None), "backslashreplace", line_buffering=True)
 
 
 def is_watched(environ: Mapping[str, str] = os.environ) -> bool:

@@ -89,22 +89,14 @@ def _decay_steps(
 
 def describe_schedule(schedule: ScheduleConfig, horizon: Horizon) -> str:
     """Say in a line how the learning rate moves over a run."""
-    if schedule.training_stage == "annealing":
-        return "annealing: from the peak straight to zero"
-    name, end = schedule.schedule, f"{horizon.min_lr_ratio:g} of the peak"
-    if name == "piecewise_linear":
+    name = schedule.schedule if schedule.training_stage == "initial" else schedule.training_stage
+    if horizon.points:
         return f"{name}: " + ", ".join(f"{share:g} of the peak at step {step}" for step, share in horizon.points)
-    warm_up = f"{name}: up over {count_of(horizon.warmup_steps, 'step')}"
-    if name == "constant":
-        return f"{warm_up}, then the peak"
+    line = f"{name}: {count_of(horizon.total_steps, 'step')}, the first {horizon.warmup_steps} up to the peak"
     if name in ("wsd", "trapezoid"):
-        until = horizon.total_steps - horizon.decay_steps
-        return f"{warm_up}, the peak until step {until}, then {horizon.decay_shape} to {end}"
-    return (
-        f"{warm_up}, then down to {end}"
-        if name in SCHEDULES
-        else f"{name} over {count_of(horizon.total_steps, 'step')}"
-    )
+        line += f", the last {horizon.decay_steps} down ({horizon.decay_shape})"
+    has_end = name == "annealing" or (name in SCHEDULES and "min_lr_ratio" in SCHEDULES[name].options)
+    return f"{line}, at the end {horizon.min_lr_ratio:g} of it" if has_end else line
 
 
 def _points(
@@ -114,10 +106,10 @@ def _points(
         (place.part_of(total, token_schedule, training_tokens), share)
         for place, share in map(parse_point, schedule.schedule_points)
     ]
-    for (before, _), (after, _), text in zip(points, points[1:], schedule.schedule_points[1:], strict=False):
-        if after <= before:
-            raise ConfigError(
-                f"--schedule_points={','.join(schedule.schedule_points)}: {text} is at step {after}, not after the "
-                f"point before it, at step {before}: give points in the order of the run"
-            )
+    steps = [step for step, _ in points]
+    if steps != sorted(set(steps)):
+        raise ConfigError(
+            f"--schedule_points={','.join(schedule.schedule_points)} are at steps {', '.join(map(str, steps))}: give "
+            "points in the order of the run"
+        )
     return tuple(points)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pretraining.config.training import OptimizerConfig
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.mesh import AXES
@@ -107,24 +108,21 @@ class MatrixOwners:
         Returns:
             This process's rows of each result.
         """
-        owned = self._of_shard[self._shard]
+        owned, shards = self._of_shard[self._shard], range(self._shards)
+        send = [[parts[index] for index in indices] for indices in self._of_shard]
+        sizes = [[self._size_at(index, shard) for index in owned] for shard in shards]
+        received = _exchange(send, sizes, parts[0], self._shard_group)
+        whole = [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*received, strict=True)]
+        worked = work_on(whole)
+        rows = [
+            matrix.split([self._size_at(index, shard)[0] for shard in shards])
+            for index, matrix in zip(owned, worked, strict=True)
+        ]
+        back = [[pieces[shard] for pieces in rows] for shard in shards]
+        sizes = [[self._size_at(index, self._shard) for index in indices] for indices in self._of_shard]
         results: dict[int, torch.Tensor] = {}
-        if self._shards == 1:
-            results.update(zip(owned, work_on([parts[index] for index in owned]), strict=True))
-        else:
-            send = [[parts[index] for index in indices] for indices in self._of_shard]
-            sizes = [[self._size_at(index, shard) for index in owned] for shard in range(self._shards)]
-            received = _exchange(send, sizes, parts[0], self._shard_group)
-            worked = work_on([torch.cat(pieces) for pieces in zip(*received, strict=True)])
-            rows = [
-                matrix.split([self._size_at(index, shard)[0] for shard in range(self._shards)])
-                for index, matrix in zip(owned, worked, strict=True)
-            ]
-            back = [[pieces[shard] for pieces in rows] for shard in range(self._shards)]
-            sizes = [[self._size_at(index, self._shard) for index in indices] for indices in self._of_shard]
-            received = _exchange(back, sizes, parts[0], self._shard_group)
-            for indices, pieces in zip(self._of_shard, received, strict=True):
-                results.update(zip(indices, pieces, strict=True))
+        for indices, pieces in zip(self._of_shard, _exchange(back, sizes, parts[0], self._shard_group), strict=True):
+            results.update(zip(indices, pieces, strict=True))
         if self._replicas > 1:
             results = self._tell_replicas(results, parts)
         return [results[index] for index in range(len(parts))]
@@ -183,6 +181,8 @@ def _exchange(
     group: dist.ProcessGroup | None,
 ) -> list[Matrices]:
     """Send each process some matrices, and receive from each those of the sizes given, all of them `like` one."""
+    if group is None:
+        return [list(pieces) for pieces in send]
     going = [sum(piece.numel() for piece in pieces) for pieces in send]
     coming = [sum(map(math.prod, each)) for each in sizes]
     outbox = torch.cat([like.new_empty(0), *(piece.flatten() for pieces in send for piece in pieces)])
@@ -251,30 +251,16 @@ class OptimizerPair(torch.optim.Optimizer):
             part.step()
 
 
-def muon(
-    parameters: Mapping[str, nn.Parameter],
-    learning_rate: float,
-    weight_decay: float,
-    *,
-    momentum: float,
-    nesterov: bool,
-    muon_ns_steps: int,
-    muon_adam_learning_rate: float,
-    muon_adam_weight_decay: float,
-    adam_beta1: float,
-    adam_beta2: float,
-    adam_epsilon: float,
-) -> torch.optim.Optimizer:
+def muon(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Make Muon for the matrices of blocks, and AdamW for embedding, head and norms, with settings of its own."""
     hidden = {name: each for name, each in parameters.items() if is_hidden_matrix(name, each.dim())}
     rest = {name: each for name, each in parameters.items() if name not in hidden}
-    groups: Groups = [{"params": list(hidden.values()), "weight_decay": weight_decay}]
+    groups: Groups = [{"params": list(hidden.values()), "weight_decay": config.weight_decay}]
+    for_matrices = {"momentum": config.momentum, "nesterov": config.nesterov, "ns_steps": config.muon_ns_steps}
+    for_rest = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     return OptimizerPair(
-        Muon(groups, lr=learning_rate, momentum=momentum, nesterov=nesterov, ns_steps=muon_ns_steps),
+        Muon(groups, lr=config.learning_rate, **for_matrices),
         FusedAdamW(
-            parameter_groups(rest, muon_adam_weight_decay),
-            lr=muon_adam_learning_rate,
-            betas=(adam_beta1, adam_beta2),
-            eps=adam_epsilon,
+            parameter_groups(rest, config.muon_adam_weight_decay or 0.0), lr=config.muon_adam_learning_rate, **for_rest
         ),
     )

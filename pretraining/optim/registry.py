@@ -47,12 +47,11 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
 def _make_shipped(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     entry, chosen = OPTIMIZERS[config.optimizer], config.resolved()
     make = load_plugin("optimizer", entry.path)
-    names = ("learning_rate", *entry.options)
-    optimizer: torch.optim.Optimizer
-    if isinstance(make, type):
-        optimizer = make(parameter_groups(parameters, config.decay), **_by_names_of_torch(names, chosen))
-    else:
-        optimizer = make(parameters, **{name: getattr(chosen, name) for name in (*names, "weight_decay")})
+    arguments = _by_names_of_torch(("learning_rate", *entry.options), chosen)
+    is_class = isinstance(make, type)
+    optimizer: torch.optim.Optimizer = (
+        make(parameter_groups(parameters, config.decay), **arguments) if is_class else make(parameters, chosen)
+    )
     return optimizer
 
 
@@ -95,22 +94,13 @@ def own_arguments(config: OptimizerConfig) -> dict[str, Any]:
         ConfigError: a setting is given twice, or there is no such optimizer.
     """
     make = load_plugin("optimizer", config.optimizer)
-    if not callable(make):
-        raise ConfigError(f"--optimizer={config.optimizer} is no torch.optim.Optimizer, but a {type(make).__name__}")
-    try:
-        signature: Mapping[str, Any] = inspect.signature(make).parameters
-    except ValueError:  # written in C
-        signature = {}
-    given = [
-        field.name
-        for field in fields(config)
-        if field.name not in _NOT_ARGUMENTS and getattr(config, field.name) != field.default
-    ]
-    arguments = {
-        "lr": config.peak_learning_rate,
-        **{name: getattr(config, name) for name in given if name in signature},
-        **_by_names_of_torch([name for name in given if name not in signature], config),
-    }
+    with plugin_errors("optimizer", config.optimizer):
+        signature = inspect.signature(make).parameters
+    given = [each.name for each in fields(config) if getattr(config, each.name) != each.default]
+    given = [name for name in given if name not in _NOT_ARGUMENTS]
+    arguments = {"lr": config.peak_learning_rate}
+    arguments |= {name: getattr(config, name) for name in given if name in signature}
+    arguments |= _by_names_of_torch([name for name in given if name not in signature], config)
     options = parse_options("optimizer_options", config.optimizer_options)
     if twice := sorted(arguments.keys() & options.keys()):
         raise ConfigError(f"--optimizer_options has {twice[0]}, which is a setting given, too: keep one")

@@ -22,8 +22,9 @@ import numpy as np
 from pretraining.checkpoint.manifest import run_of
 from pretraining.checkpoint.rollback_file import read_rollback, without_samples
 from pretraining.checkpoint.start_point import adopt_settings, find_newest, find_start, newest_run_path
+from pretraining.config.assignments import COMMAND_LINE
 from pretraining.config.batch_sizes import BatchSizes
-from pretraining.config.command_line import parse_config, value_given, value_on_command_line
+from pretraining.config.command_line import parse_config, read_given
 from pretraining.config.commands import InspectConfig
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.rules import check_config
@@ -59,9 +60,11 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         PretrainError: any mistake of the user.
     """
     translate = translate_when_needed
-    named = value_on_command_line("ckpt_load_path", overrides, flags, translate)
-    named = named or value_on_command_line("resume_from_checkpoint", overrides, flags, translate)
-    if value_given("weights_only", overrides, flags, translate):
+    given, named = read_given(overrides, flags, translate), None
+    for name in ("resume_from_checkpoint", "ckpt_load_path"):
+        if given.values.get(name) and given.chosen[name].source.startswith(COMMAND_LINE):
+            named = given.values[name]
+    if given.values.get("weights_only"):
         named = None  # a new run, with the settings and the data that `train` would begin it with
     if named is None:
         config = parse_config(InspectConfig, overrides, flags, translate=translate)

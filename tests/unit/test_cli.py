@@ -24,44 +24,27 @@ from pretraining.config.recipes import dump_config
 from pretraining.errors import Preempted
 
 
-def test_help_of_a_group_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", "--help=schedule"])
-    text = capsys.readouterr().out
-    assert text.startswith("schedule:") and "--warmup_steps" in text and "--seed" not in text
+def test_help_explains_every_flag_of_a_command_or_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, flags in (
+        (["help", "train"], "--learning_rate --sharding_strategy --recipe"),
+        (["prepare", "-h"], "--input_path"),
+        (["train", "--help=schedule"], "--warmup_steps"),
+    ):
+        main(arguments)
+        out = capsys.readouterr().out
+        assert all(flag in out for flag in flags.split())
     with pytest.raises(SystemExit):
         main(["train", "--help=shedule"])
     assert "did you mean schedule?" in capsys.readouterr().err
 
 
-def test_help_explains_every_flag_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, flags in (
-        (["train", "--help"], "--learning_rate --sharding_strategy --recipe"),
-        (["help", "train"], "--learning_rate --sharding_strategy --recipe"),
-        (["prepare", "-h"], "--input_path"),
-        (["inspect", "--help"], "--sample_id --seq_length --recipe"),
-        (["verify", "--help"], "--data_path --ckpt_path"),
-    ):
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["help"], []):
         main(arguments)
-        out = capsys.readouterr().out
-        assert all(flag in out for flag in flags.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "stream", "text"),
-    [
-        (["--help"], 0, "out", "pretrain prepare"),
-        (["help"], 0, "out", "pretrain prepare"),
-        ([], 0, "out", "Commands:"),
-        (["trian"], 1, "err", "unknown command 'trian'"),
-    ],
-)
-def test_without_a_command_the_commands_are_listed(
-    arguments: list[str], status: int, stream: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+        assert "pretrain prepare" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ending:
-        main(arguments)
-    assert ending.value.code == status
-    assert text in getattr(capsys.readouterr(), stream)
+        main(["trian"])
+    assert ending.value.code == 1 and "'trian'" in capsys.readouterr().err
 
 
 def test_the_version_is_shown_with_those_of_torch_and_python(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,12 +56,9 @@ def test_the_version_is_shown_with_those_of_torch_and_python(capsys: pytest.Capt
 def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
     # fire alone would make 12345e67 a float, `false` a true string, and let a misspelt flag through.
     with pytest.raises(SystemExit):
-        main(["train", "--use_dummy_dataset=false", "--data_path=12345e67", "--weigths=1"])
+        main(["train", "--use_dummy_dataset=false", "--data_path=12345e67", "--weigths=1", "--hidden_size=12345e67"])
     error = capsys.readouterr().err
-    assert "weigths" in error and "weights" in error
-    with pytest.raises(SystemExit):
-        main(["train", "--model_variant=tiny", "--use_dummy_dataset=false", "--data_path=12345e67", "--num_steps=1"])
-    assert "12345e67: " in capsys.readouterr().err
+    assert "weights" in error and "--hidden_size=12345e67" in error and "--data_path" not in error
 
 
 @pytest.mark.parametrize(("ranks", "prefix"), [("1", "error: "), ("2", "error: rank 1: ")])
@@ -119,23 +99,6 @@ def test_interrupting_a_run_says_how_to_go_on(
     with pytest.raises(SystemExit) as ending:
         main(["train"])
     assert ending.value.code == 130 and "interrupted" in capsys.readouterr().err
-
-
-def test_a_wrong_flag_is_said_without_loading_torch_and_by_the_first_process_only() -> None:
-    program = (
-        "import sys\nfrom pretraining.cli import main\n"
-        "try:\n    main(['train', '--nonsense=1'])\n"
-        "finally:\n    print('torch' in sys.modules)"
-    )
-    layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    outputs = []
-    for rank in ("0", "1"):
-        place = {**layout, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": "29500"}
-        command = [sys.executable, "-c", program]
-        outputs.append(run_command(command, place, check=False))
-    assert [output.returncode for output in outputs] == [1, 1]
-    assert [output.stdout.strip() for output in outputs] == ["False", "False"]
-    assert "nonsense" in outputs[0].stderr and outputs[1].stderr == ""
 
 
 def test_before_processes_have_joined_each_node_speaks_for_itself() -> None:
@@ -214,19 +177,6 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     assert "seq_length was 32 and is 8" in capsys.readouterr().err
 
 
-def test_verify_ends_with_a_status_and_names_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = write_two_datasets(tmp_path)
-    main(["verify", f"--data_path={data}", f"--vocab_size={VOCABULARY}"])
-    assert capsys.readouterr().out.splitlines()[-1].endswith("no faults")
-    (data / "second/part-0.arrow").write_bytes(b"")
-    with pytest.raises(SystemExit) as ending:
-        main(["verify", f"--data_path={data}", "--vocab_size=3"])
-    said = capsys.readouterr()
-    assert ending.value.code == 1
-    assert "second/part-0.arrow: damaged" in said.out and "first/part-0.arrow, row 0: token" in said.out
-    assert said.err.startswith("error: ") and "faults in 2 files" in said.err
-
-
 def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,20 +201,13 @@ def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
     ("arguments", "message"),
     [
         (["list"], "--run_path"),
-        (["list", "nowhere"], "nowhere"),
-        (["export", "nowhere", "--output_path=out"], "nowhere"),
-        (["export", "--output_path=out", "--format=onnx"], "--ckpt_load_path"),
         (["export", "nowhere", "--output_path=out", "--format=onnx"], "onnx"),
         (["export", "nowhere", "--output_path=out", "--max_shard_size=big"], "--max_shard_size=big"),
         (["import", "./nowhere", "--ckpt_save_path=runs/a"], "nowhere/config.json"),
-        (["import", "./nowhere", "--ckpt_save_path="], "--ckpt_save_path"),
         (["list", "nowhere", "-", "--json"], "'-'"),
-        (["list", "nowhere", "--", "--json"], "'--'"),
         (["list", "nowhere", "--=3"], "'--=3'"),
         (["verify"], "--data_path"),
-        (["verify", "nowhere"], "nowhere"),
         (["verify", "nowhere", "--data_path=data"], "--data_path"),
-        (["verify", "--data_path=data", "--file_type=arow"], "arow"),
         (["verify", "nowhere", "elsewhere"], "'elsewhere'"),
     ],
 )
@@ -310,19 +253,19 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["train", "--help"], []),
-        (["list", "--run_path={run}"], ["fire"]),
-        (["inspect", "--ckpt_load_path={run}", "--data_path={data}", "--step=9"], ["fire", "numpy", "pyarrow"]),
+        ("train --help", []),
+        ("train --nonsense=1", ["fire"]),
+        ("list --run_path={run}", ["fire"]),
+        ("inspect --ckpt_load_path={run} --data_path={run}/../data --step=9", ["fire", "numpy", "pyarrow"]),
     ],
-    ids=["help", "list", "inspect"],
 )
 def test_what_answers_at_once_imports_nothing_that_takes_its_time(
-    arguments: list[str], expected: list[str], tmp_path: Path
+    arguments: str, expected: list[str], tmp_path: Path
 ) -> None:
     """PyTorch takes seconds: neither the flags, nor a list of checkpoints, nor the text of a step needs it."""
     shutil.copytree(ROOT / "tests" / "golden" / "run", tmp_path, dirs_exist_ok=True)
-    named = [argument.format(run=tmp_path / "sharded", data=tmp_path / "data") for argument in arguments]
-    result = run_command([sys.executable, "-c", LOADED, *named])
+    words = arguments.format(run=tmp_path / "sharded").split()
+    result = run_command([sys.executable, "-c", LOADED, *words], check=False)
     assert json.loads(result.stderr.splitlines()[-1]) == expected
 
 

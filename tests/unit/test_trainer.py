@@ -135,31 +135,26 @@ def test_all_mistakes_in_the_settings_come_in_one_error(tmp_path: Path) -> None:
     assert len(refused.value.problems) == 2
 
 
-def test_a_path_may_begin_with_the_sign_of_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_lengths_may_be_given_as_recipes_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = trainer(Trainer, tmp_path, tie_word_embeddings=True).config
-    evaluation = replace(config.evaluation, eval_datasets=("~/a", "b"))
-    assert Trainer(replace(config, evaluation=evaluation)).config.evaluation.eval_datasets == (f"{tmp_path}/a", "b")
-    for path in ("~/run", Path("~/run")):
-        made = Trainer(replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path)))
-        assert made.train().run_path == tmp_path / "run"
-    assert made.save("~/export") == tmp_path / "export" and (tmp_path / "export" / "config.json").is_file()
-    assert load_model("~/run").state_dict().keys() == load_model("~/export").state_dict().keys()
-    assert made.evaluate("~/run")["step"] == 4
-    with pytest.raises(ConfigError):
-        made.evaluate("~nobody_of_this_name/run")
-
-
-def test_lengths_may_be_given_as_recipes_have_them(tmp_path: Path) -> None:
-    config = trainer(Trainer, tmp_path).config
     given = replace(
-        config, run=replace(config.run, num_steps=3), report=replace(config.report, report_interval="2ksteps")
+        config,
+        evaluation=replace(config.evaluation, eval_datasets=("~/a", "b")),
+        run=replace(config.run, num_steps=3),
+        report=replace(config.report, report_interval="2ksteps"),
     )
     made = Trainer(given).config
+    assert made.evaluation.eval_datasets == (f"{tmp_path}/a", "b") and Trainer(made).config == made
     assert (made.run.num_steps, made.report.report_interval) == (Duration(3, "steps"), Duration(2000, "steps"))
-    assert Trainer(made).config == made
-    with pytest.raises(ConfigError):
-        Trainer(replace(config, run=replace(config.run, num_steps="often")))
+    mine = Trainer(replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=Path("~/run"))))
+    assert mine.train().run_path == tmp_path / "run"
+    assert mine.save("~/export") == tmp_path / "export" and (tmp_path / "export" / "config.json").is_file()
+    assert load_model("~/run").state_dict().keys() == load_model("~/export").state_dict().keys()
+    assert mine.evaluate("~/run")["step"] == 4
+    for wrong in (replace(config, run=replace(config.run, num_steps="often")), "~nobody_of_this_name/run"):
+        with pytest.raises(ConfigError):
+            _ = mine.evaluate(wrong) if isinstance(wrong, str) else Trainer(wrong)
 
 
 def test_a_model_goes_on_with_token_ids_and_is_saved_for_others(tmp_path: Path) -> None:

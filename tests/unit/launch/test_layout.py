@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -70,6 +69,7 @@ MPICH_ALONE = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LO
 UNEVEN = {**SLURM, "SLURM_PROCID": "7", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "7,1"}
 REMOTE = {**BY_HAND, "MASTER_ADDR": "node01"}
 LOCAL = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+TASKS = "SLURM_STEP_TASKS_PER_NODE"
 DERIVED = -1
 """In place of a port that is made of the name of a job: another test says which."""
 
@@ -80,7 +80,6 @@ DERIVED = -1
         ({}, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
         # One process meets nobody, so an exported meeting place does not matter.
         ({"MASTER_ADDR": "node07", "MASTER_PORT": "29500"}, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
-        ({"WORLD_SIZE": "1"}, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
         ({"WORLD_SIZE": "1", "RANK": "0"}, (0, 1, 0, 1, "environment", "127.0.0.1", FREE_PORT)),
         # The shell of a batch script is one process, however many tasks the job has.
         (SLURM_BATCH, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
@@ -98,7 +97,6 @@ DERIVED = -1
             (3, 4, 1, 2, "mpich", "node01", 29500),
         ),
         (SLURM, (6, 8, 2, 4, "slurm", "node01", DERIVED)),
-        ({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "8"}, (6, 8, 2, 4, "slurm", "node01", DERIVED)),
         ({**SLURM, "RANK": "6", "WORLD_SIZE": "8"}, (6, 8, 2, 4, "slurm", "node01", DERIVED)),
         ({**SLURM, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"}, (6, 8, 2, 4, "slurm", "10.0.0.9", 29500)),
         (SLURM_ONE_NODE, (2, 4, 2, 4, "slurm", "127.0.0.1", DERIVED)),
@@ -123,52 +121,23 @@ def test_an_environment_is_this_layout(
     ("environ", "named"),
     [
         *((without(TORCHRUN, name), name) for name in TORCHRUN if name[0] in "RWLM"),
-        (without(TORCHRUN_ALONE, "MASTER_PORT"), "MASTER_PORT"),
         (OPEN_MPI_TWO_NODES, "MASTER_ADDR"),
         (without(OPEN_MPI, "PMIX_NAMESPACE"), "MASTER_PORT"),
         (MPICH, "MASTER_PORT"),  # its proxy is not found
-        (MPICH_TWO_NODES, "MASTER_ADDR"),
-        ({**MPICH_TWO_NODES, "MASTER_ADDR": "node01"}, "MASTER_PORT"),
-        (without(SLURM, "SLURM_STEP_NODELIST"), "MASTER_ADDR"),
-        *((without(SLURM, f"SLURM_{name}"), f"SLURM_{name}") for name in ("PROCID", "LOCALID", "NODEID")),
-        *((without(SLURM, f"SLURM_{name}"), f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID")),
-        *(
-            ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks}, "SLURM_STEP_TASKS_PER_NODE")
-            for tasks in ("4(x3)", "", "two", "4(x)", "4x2", "4(x2),")
-        ),
-        *(({**SLURM, "SLURM_NODEID": node}, "SLURM_NODEID") for node in ("2", "-1")),
-        *(
-            ({**SLURM, "SLURM_STEP_NODELIST": nodes}, "MASTER_ADDR")
-            for nodes in ("", "node[", "node[a-b]", ",node1", "node 1")
-        ),
+        *((without(SLURM, f"SLURM_{name}"), f"SLURM_{name}") for name in ("PROCID", "NODEID", "JOB_ID", "STEP_ID")),
+        *(({**SLURM, TASKS: text}, TASKS) for text in ("4(x3)", "two", "4(x2),")),
+        ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID"),
+        *(({**SLURM, "SLURM_STEP_NODELIST": nodes}, "MASTER_ADDR") for nodes in ("", "node[a-b]", ",node1", "node 1")),
         (without(BY_HAND, "MASTER_ADDR", "MASTER_PORT"), "MASTER_PORT"),
         (REMOTE, "LOCAL_RANK"),
-        ({**REMOTE, "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE"),
-        ({**without(BY_HAND, "MASTER_ADDR"), **LOCAL}, "MASTER_ADDR"),
         ({"RANK": "0"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "4"}, "RANK"),
-        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE"),
-        *(
-            ({**environ, name: "two"}, f"{name} is 'two'")
-            for environ, name in (
-                (TORCHRUN, "RANK"),
-                (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
-                (MPICH, "MPI_LOCALNRANKS"),
-                (SLURM, "SLURM_PROCID"),
-                (BY_HAND, "WORLD_SIZE"),
-                ({**BY_HAND, "LOCAL_RANK": "0"}, "LOCAL_RANK"),
-            )
-        ),
-        *(
-            ({**environ, name: rank}, f"{name}={rank}")
-            for environ, name in ((OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (MPICH, "PMI_RANK"), (BY_HAND, "RANK"))
-            for rank in ("-1", "2")
-        ),
+        ({**SLURM, "SLURM_PROCID": "two"}, "SLURM_PROCID"),
+        *(({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": rank}, f"OMPI_COMM_WORLD_RANK={rank}") for rank in ("-1", "2")),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4"),
-        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9"),
-        *(({**BY_HAND, "MASTER_PORT": port}, "MASTER_PORT=") for port in ("0", "65536", "-5", "http", "²")),
-        *(({**environ, "RANK": "0", "WORLD_SIZE": "16"}, "WORLD_SIZE=16") for environ in (SLURM, OPEN_MPI, MPICH)),
+        *(({**BY_HAND, "MASTER_PORT": port}, "MASTER_PORT=") for port in ("0", "65536", "http", "²")),
+        ({**SLURM, "RANK": "0", "WORLD_SIZE": "16"}, "WORLD_SIZE=16"),
     ],
 )
 def test_what_is_missing_or_contradicts_itself_is_refused_by_name(environ: dict[str, str], named: str) -> None:
@@ -196,13 +165,10 @@ def test_jobs_and_steps_have_ports_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("node_list", "first"),
     [
-        ("node1", "node1"),
         ("node[01-03,7],gpu-a", "node01"),
-        ("gpu-a,node[01-03]", "gpu-a"),
         ("node[7,01-03]", "node7"),
         ("rack[1-2]node[004-010]", "rack1node004"),
         ("node[1-2].cluster.example", "node1.cluster.example"),
-        ("10.0.0.5,10.0.0.6", "10.0.0.5"),
     ],
 )
 def test_the_first_node_of_a_list(node_list: str, first: str) -> None:
@@ -214,15 +180,9 @@ def test_tasks_on_each_node(text: str, tasks: tuple[int, ...]) -> None:
     assert tasks_of_nodes(text) == tasks
 
 
-# Ports
-
-
-def test_derived_ports_stay_below_the_range_of_outgoing_connections() -> None:
+def test_derived_ports_stay_below_the_range_of_outgoing_connections_and_are_the_same_in_every_process() -> None:
     for port in (port_of_slurm_step(2**31, 15), port_of_slurm_step(0, 0), port_of_name(""), port_of_name("job" * 99)):
         assert 16384 <= port < 32768
-
-
-def test_a_name_gives_the_same_port_in_every_process() -> None:
     assert port_of_name("prterun-node01-4711@1") == 18482
 
 
@@ -239,9 +199,3 @@ def test_the_closest_ancestor_is_found_through_scripts_with_odd_names(tmp_path: 
     assert ancestor_named("hydra_pmi_proxy", pid=40, proc=tmp_path) == 20
     assert ancestor_named("mpirun", pid=40, proc=tmp_path) is None
     assert ancestor_named("hydra_pmi_proxy", proc=tmp_path / "missing") is None
-
-
-def test_this_process_is_found_in_the_real_process_file_system() -> None:
-    if Path("/proc/self/stat").exists():
-        command = Path("/proc/self/comm").read_text().rstrip("\n")
-        assert ancestor_named(command) == os.getpid()

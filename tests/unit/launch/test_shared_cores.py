@@ -18,16 +18,7 @@ import pytest
 from helpers import PATIENCE_SECONDS, plain_environment
 
 from pretraining.launch import machine, shared_cores
-from pretraining.launch.shared_cores import find_openmp, leaving_cores_to_others, seconds_waited
-
-
-def test_waiting_is_read_for_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "PROC", tmp_path)
-    assert seconds_waited() == {}  # as on macOS
-    for thread, text in (("7", "10 1500000000 3\n"), ("8", "")):  # the second has just ended
-        (tmp_path / "self" / "task" / thread).mkdir(parents=True)
-        (tmp_path / "self" / "task" / thread / "schedstat").write_text(text)
-    assert seconds_waited() == {"7": 1.5}
+from pretraining.launch.shared_cores import find_openmp, leaving_cores_to_others
 
 
 def test_the_openmp_of_torch_is_found_among_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,17 +141,17 @@ def test_threads_stay_awake_if_nobody_else_wants_the_cores(
 @pytest.mark.parametrize(
     ("threads", "environ", "unknown"),
     [
-        (1, {}, {}),  # it has none to wait for
-        *((2, {name: "1"}, {}) for name in shared_cores.WAITING),  # the user decides how threads wait
-        (2, {}, {"find_openmp": None}),
-        (2, {}, {"seconds_waited": {}}),
+        (1, {}, ""),  # it has none to wait for
+        (2, {"OMP_WAIT_POLICY": "1"}, ""),  # the user decides how threads wait
+        (2, {}, "find_openmp"),
+        (2, {}, "seconds_waited"),
     ],
 )
 def test_nothing_is_watched_if_nobody_waits_or_the_system_does_not_tell(
-    threads: int, environ: dict[str, str], unknown: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    threads: int, environ: dict[str, str], unknown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, found in unknown.items():
-        monkeypatch.setattr(shared_cores, name, lambda found=found: found)
+    if unknown:
+        monkeypatch.setattr(shared_cores, unknown, lambda: None)
     before = threading.active_count()
     with leaving_cores_to_others(threads, environ):
         assert threading.active_count() == before

@@ -3,7 +3,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -33,20 +32,6 @@ def test_a_process_that_goes_on_gets_its_handlers_back(handler: Any) -> None:
         raise ValueError
     assert signals.first is signal.SIGUSR1 and not signals._listens
     assert {signal.getsignal(number) for number in PREEMPTION_SIGNALS} == {handler}
-
-
-def test_outside_of_the_main_thread_no_handler_is_set() -> None:
-    before = [signal.getsignal(number) for number in PREEMPTION_SIGNALS]
-    seen: list[Any] = []
-
-    def look() -> None:
-        with ReceivedSignals().listening() as signals:
-            seen.append((signals.first, [signal.getsignal(number) for number in PREEMPTION_SIGNALS]))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert seen == [(None, before)]
 
 
 def run_python(

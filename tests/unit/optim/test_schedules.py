@@ -38,9 +38,14 @@ def not_a_number(step: int, peak: float, horizon: Horizon) -> float:
     return float("nan") if step == 4 else peak
 
 
+def fails_late(step: int, peak: float, horizon: Horizon) -> float:
+    return peak / (horizon.total_steps - 1 - step)
+
+
 def test_a_schedule_of_the_users_own_that_gives_no_learning_rate_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        LearningRate("unit.optim.test_schedules:negative", HORIZON)
+    for name in ("negative", "fails_late"):
+        with pytest.raises(ConfigError):
+            LearningRate(f"unit.optim.test_schedules:{name}", HORIZON)
     rate = LearningRate("unit.optim.test_schedules:not_a_number", HORIZON)
     assert rate.at(3, 2.0) == 2.0
     with pytest.raises(ConfigError):
@@ -72,20 +77,18 @@ def test_each_warms_up_to_the_peak_and_ends_where_it_should(name: str) -> None:
     assert shares[4:] == sorted(shares[4:], reverse=True)
 
 
-def test_cosine_is_half_a_cosine() -> None:
-    shares = curve("schedule=cosine", "warmup_steps=0", "min_lr_ratio=0.1")
-    assert [shares[step] for step in (0, 25, 50, 100)] == pytest.approx([1.0, 0.1 + 0.45 * (1 + 0.5**0.5), 0.55, 0.1])
-
-
-def test_linear_goes_straight_down() -> None:
-    shares = curve("schedule=linear", "warmup_steps=0", "min_lr_ratio=0")
-    assert [shares[step] for step in (0, 25, 50, 100)] == pytest.approx([1.0, 0.75, 0.5, 0.0])
-
-
-def test_a_polynomial_is_linear_unless_it_has_a_power() -> None:
-    flags = ("schedule=polynomial", "warmup_steps=0", "min_lr_ratio=0.1")
-    assert curve(*flags) == pytest.approx(curve("schedule=linear", *flags[1:]))
-    assert curve(*flags, "decay_power=2")[50] == pytest.approx(0.1 + 0.9 * 0.25)
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("schedule=cosine",), [1.0, 0.1 + 0.45 * (1 + 0.5**0.5), 0.55, 0.1]),
+        (("schedule=linear",), [1.0, 0.775, 0.55, 0.1]),
+        (("schedule=polynomial",), [1.0, 0.775, 0.55, 0.1]),
+        (("schedule=polynomial", "decay_power=2"), [1.0, 0.1 + 0.9 * 0.5625, 0.1 + 0.9 * 0.25, 0.1]),
+    ],
+)
+def test_each_comes_down_in_its_form(flags: tuple[str, ...], expected: list[float]) -> None:
+    shares = curve(*flags, "warmup_steps=0", "min_lr_ratio=0.1")
+    assert [shares[step] for step in (0, 25, 50, 100)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +99,8 @@ def test_wsd_stays_at_the_peak_and_comes_down_in_its_shape(shape: str | None, ha
     shares = curve("schedule=wsd", AFTER_FOUR, "decay_steps=40", "min_lr_ratio=0", *flags)
     assert shares[4:61] == [1.0] * 57 and shares[61] < 1.0
     assert shares[80] == pytest.approx(half) and shares[100] == 0.0
-
-
-def test_a_trapezoid_is_a_wsd_with_straight_sides() -> None:
-    flags = (AFTER_FOUR, "decay_steps=40")
-    assert curve("schedule=trapezoid", *flags) == curve("schedule=wsd", "decay_shape=linear", *flags)
+    if shape == "linear":
+        assert shares == curve("schedule=trapezoid", AFTER_FOUR, "decay_steps=40", "min_lr_ratio=0")
 
 
 def test_a_longer_run_stretches_the_peak_and_keeps_the_decay() -> None:
@@ -143,24 +143,18 @@ def test_annealing_goes_from_the_peak_straight_to_zero() -> None:
     ("flags", "named"),
     [
         (("schedule=cosine", "decay_steps=5"), "decay_steps"),
-        (("schedule=trapezoid", "decay_shape=cosine"), "decay_shape"),
-        (("schedule=linear", "decay_power=2"), "decay_power"),
-        (("schedule=wsd", "schedule_points=0:1"), "schedule_points"),
         (("schedule=piecewise_linear",), "schedule_points"),
         (("schedule=piecewise_linear", "schedule_points=0:1", "warmup_steps=5"), "warmup_steps"),
         (("schedule=piecewise_linear", "schedule_points=0:1,5"), "schedule_points"),
-        (("schedule=piecewise_linear", "schedule_points=0:-1"), "schedule_points"),
         (("schedule=piecewise_linear", "schedule_points=0:1e400"), "schedule_points"),
         (("schedule=piecewise_linear", "schedule_points=x:1"), None),
         (("schedule=piecewise_linear", "schedule_points=0:0,60:1,50%:1"), "schedule_points"),
         (("schedule=wsd", "decay_steps=5", "stable_steps=5"), "stable_steps"),
         (("training_stage=annealing", "schedule=linear"), "schedule"),
         (("training_stage=annealing", "warmup_steps=5"), "warmup_steps"),
-        (("schedule=coside",), None),
         # Parts that are longer than the run.
         (("schedule=wsd", "decay_steps=98", AFTER_FOUR), "decay_steps"),
         (("schedule=wsd", "stable_steps=97", AFTER_FOUR), "stable_steps"),
-        (("schedule=wsd", "decay_steps=101%"), "decay_steps"),
         (("schedule=wsd", "warmup_steps=101%"), "warmup_steps"),
         (("schedule=wsd", "decay_steps=1ep"), None),
     ],
@@ -174,29 +168,19 @@ def test_what_a_schedule_cannot_use_is_refused(flags: tuple[str, ...], named: st
 @pytest.mark.parametrize(
     ("flags", "numbers"),
     [
-        (("training_stage=annealing",), []),
-        (("schedule=cosine", AFTER_FOUR), ["4", "0.1"]),
-        (("schedule=constant", AFTER_FOUR), ["4"]),
-        (("schedule=trapezoid", AFTER_FOUR, "decay_steps=20"), ["4", "80", "0.1"]),
+        (("training_stage=annealing",), ["100", "0", "0"]),
+        (("schedule=cosine", AFTER_FOUR), ["100", "4", "0.1"]),
+        (("schedule=constant", AFTER_FOUR), ["100", "4"]),
+        (("schedule=trapezoid", AFTER_FOUR, "decay_steps=20"), ["100", "4", "20", "0.1"]),
         (("schedule=piecewise_linear", "schedule_points=0:0,50%:1"), ["0", "0", "1", "50"]),
-        (("schedule=unit.optim.test_schedules:flat",), ["100"]),
+        (("schedule=unit.optim.test_schedules:flat", AFTER_FOUR), ["100", "4"]),
     ],
 )
 def test_a_schedule_is_said_in_a_line(flags: tuple[str, ...], numbers: list[str]) -> None:
     config = load_train_config(["use_dummy_dataset=true", "num_steps=100", *flags])
     line = describe_schedule(config.schedule, rate_of("num_steps=100", *flags).horizon)
-    name = "annealing" if not numbers else config.schedule.schedule
-    assert line.startswith(name) and re.findall(r"[\d.]*\d", line) == numbers
+    assert re.findall(r"[\d.]*\d", line) == numbers
 
 
 def flat(step: int, peak: float, horizon: Horizon) -> float:
     return peak
-
-
-def test_a_schedule_of_ones_own_that_fails_is_named_with_its_line() -> None:
-    with pytest.raises(ConfigError):
-        rate_of("num_steps=100", "schedule=unit.optim.test_schedules:fails_late")
-
-
-def fails_late(step: int, peak: float, horizon: Horizon) -> float:
-    return peak / (horizon.total_steps - 1 - step)

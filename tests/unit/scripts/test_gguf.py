@@ -21,7 +21,6 @@ from pretraining.tools.export import export
 
 pytestmark = pytest.mark.slow
 gguf = pytest.importorskip("gguf", reason="needs the extra `slow`")
-from scripts import to_gguf  # noqa: E402  # it imports gguf
 
 PROMPTS = ("some text", "and ä few ✓", "0123 !\n\n\t  signs")
 GREEDY = """
@@ -47,18 +46,6 @@ def test_llama_cpp_writes_the_same_text(shape: LlamaShape, tmp_path: Path, capsy
     answers = [json.loads(line.removeprefix("ANSWER ")) for line in lines if line.startswith("ANSWER ")]
     theirs = [prompt + answer["choices"][0]["text"] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     assert theirs == ours
-
-
-@pytest.mark.parametrize("content", [None, "{", '{"model_type": "gpt2"}'])
-def test_what_is_no_export_is_refused_and_an_older_file_stays(content: str | None, tmp_path: Path) -> None:
-    exported = export_of(tmp_path, SHAPES["plain"], "float32")
-    (exported / "config.json").unlink()
-    if content is not None:
-        (exported / "config.json").write_text(content)
-    (tmp_path / "mine.gguf").write_text("older")
-    with pytest.raises(SystemExit, match="error: "):
-        to_gguf.convert(exported, tmp_path / "mine.gguf")
-    assert (tmp_path / "mine.gguf").read_text() == "older"
 
 
 def export_of(folder: Path, shape: LlamaShape, dtype: Literal["bfloat16", "float32"]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +76,3 @@ def test_a_run_that_was_told_to_end_goes_on_without_a_limit_and_one_that_failed_
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]  # of the job, by either rule above
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts" and policy["maxRestarts"] > 0
     assert job_of(manifest)["backoffLimit"] == 0 and job_of(manifest)["template"]["spec"]["restartPolicy"] == "Never"
-
-
-def test_volumes_are_those_that_are_mounted(manifest: dict[str, Any]) -> None:
-    volumes = {each["name"] for each in job_of(manifest)["template"]["spec"]["volumes"]}
-    assert {each["name"] for each in container_of(manifest)["volumeMounts"]} == volumes
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("kubeflow_trainer_api") is None, reason="needs kubeflow-trainer-api, for its schemas")
-def test_it_is_a_jobset_by_the_types_of_its_api(manifest: dict[str, Any]) -> None:
-    """Unknown fields are dropped by these types, so what comes back must be what went in."""
-    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set_spec import JobsetV1alpha2JobSetSpec
-
-    spec = JobsetV1alpha2JobSetSpec.from_dict(manifest["spec"])
-    assert spec is not None and spec.to_dict() == manifest["spec"]
-    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")

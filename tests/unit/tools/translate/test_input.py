@@ -13,7 +13,7 @@ from golden.make_translations import FOLDER, PAIRS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.command_line import load_train_config, value_given, value_on_command_line
+from pretraining.config.command_line import load_train_config, read_given
 from pretraining.config.commands import TranslateConfig
 from pretraining.config.fields import values_of
 from pretraining.errors import ConfigError
@@ -242,8 +242,9 @@ def test_dotted_words_work_without_a_file(caplog: pytest.LogCaptureFixture) -> N
     assert "the command line is read as settings of another system (composed)" in caplog.text
     found = values("optimizer/lr_config=linear", "optimizer.learning_rate=2", "min_lr_ratio=0.3")
     assert (found["schedule"], found["learning_rate"], found["min_lr_ratio"]) == ("linear", "2.0", "0.3")
-    assert value_on_command_line("ckpt_load_path", ["checkpoint.load_path=a"], {}, translate_when_needed) == "a"
-    assert value_given("seed", ["train.seed=4"], {}, translate_when_needed) == 4
+    given = read_given(["checkpoint.load_path=a", "train.seed=4"], {}, translate_when_needed)
+    assert (given.values["ckpt_load_path"], given.values["seed"]) == ("a", 4)
+    assert given.chosen["ckpt_load_path"].source == "command line, checkpoint.load_path"
 
 
 @pytest.mark.parametrize(

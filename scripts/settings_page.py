@@ -1,0 +1,85 @@
+"""Makes the tables of docs/configurations.md from the dataclasses of the settings.
+
+    python scripts/settings_page.py
+
+The text above the mark is written by hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pretraining.config.assignments import ALIASES, RECIPE_NAMES  # noqa: E402  # the checkout's own package
+from pretraining.config.fields import settings_of  # noqa: E402
+from pretraining.config.help import describe_default, sections_for_readers  # noqa: E402
+from pretraining.config.training import TrainConfig  # noqa: E402
+from pretraining.config.values import describe_type  # noqa: E402
+from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count  # noqa: E402
+
+PAGE = ROOT / "docs" / "configurations.md"
+MARK = "<!-- From here on made by `python scripts/settings_page.py`. -->\n"
+
+
+def with_new_tables(page: str) -> str:
+    """Return docs/configurations.md with what follows its mark made again; the text above it is written by hand."""
+    text, mark, _ = page.partition(MARK)
+    return "\n".join([text + mark, *_settings_tables(), *_variants_table(), *_aliases_table(), ""])
+
+
+def _settings_tables() -> Iterator[str]:
+    yield "## Settings"
+    for section, subject, members in sections_for_readers(TrainConfig):
+        yield f"\n### {section}\n\n{subject}\n"
+        yield "| setting | default | values | meaning |\n|---|---|---|---|"
+        for setting in members:
+            meaning = setting.help.replace("<", "&lt;")  # a placeholder, which Markdown would take for an element
+            cells = (f"`{setting.name}`", f"`{describe_default(setting)}`", describe_type(setting), meaning)
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _variants_table() -> Iterator[str]:
+    yield (
+        "\n## Model variants\n\n"
+        "`--model_variant` takes a name in any case; any dimension can be changed under its own name.\n\n"
+        "| variant | hidden | heads/kv | layers | feed-forward | context | rope theta | vocabulary | parameters |\n"
+        "|---|---|---|---|---|---|---|---|---|"
+    )
+    for name, shape in VARIANTS.items():
+        yield f"| {name} | {' | '.join(_dimensions(shape))} |"
+    yield (
+        "\nThe context is what a variant was made for; `seq_length` may be longer or shorter. "
+        "llama3.2_1b and llama3.2_3b share the embedding with the head and stretch rotary frequencies by the llama3 "
+        "rule. medium is 125m, large is 350m."
+    )
+
+
+def _dimensions(shape: LlamaShape) -> Iterator[str]:
+    yield str(shape.hidden_size)
+    yield f"{shape.num_attention_heads}/{shape.num_key_value_heads}"
+    yield str(shape.num_hidden_layers)
+    yield str(shape.intermediate_size)
+    yield str(shape.max_position_embeddings)
+    yield f"{shape.rope_theta:.0f}"
+    yield str(shape.vocab_size)
+    millions = parameter_count(shape) / 1e6
+    yield f"{millions / 1e3:.2f}B" if millions >= 1e3 else f"{millions:.0f}M"
+
+
+def _aliases_table() -> Iterator[str]:
+    """Tabulate names and values that are understood besides the canonical ones."""
+    yield "\n## Other names\n\n| written | means |\n|---|---|"
+    yield f"| `{RECIPE_NAMES[1]}` | the same as {RECIPE_NAMES[0]} |"
+    for name, alias in ALIASES.items():
+        yield f"| `{name}` | {alias.help} |"
+    for name, setting in settings_of(TrainConfig).items():
+        for word, meaning in setting.aliases.items():
+            yield f"| `{name}={word}` | `{name}={meaning}` |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_new_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
