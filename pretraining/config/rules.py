@@ -126,6 +126,7 @@ ROWS = (
         Row({"sample_at_evaluations": [True], name: is_off}, "there is nothing to sample with; change one")
         for name in ("tokenizer_path", "sample_tokens")
     ),
+    Row({"dry_run": [True], "eval_only": [True]}, f"a dry run shows what a training would do; {ONE}"),
     # guards and profiler
     Row({"max_rollbacks": is_on, "max_skipped_steps": is_off}, "no number of skipped updates rolls back; change one"),
     *(
@@ -280,6 +281,10 @@ def _unread(flag: str, chosen: str, table: Mapping[str, Entry], given: Iterable[
 def _check_trackers(config: TrainConfig) -> Problems:
     report = config.report
     services = [each for each in report.tracker if each not in TRACKERS or TRACKERS[each].options]
+    names = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
+    given = [name for name in names if getattr(report, name) is not None]
+    if report.tracker and given and not services:  # without trackers, what would be said to them waits for some
+        yield f"--{given[0]} is for trackers that are services, such as wandb, and --tracker names none: leave it out"
     if report.tracker_run_id is not None and len(services) > 1:
         yield f"--tracker_run_id={report.tracker_run_id} is the id of one tracker: give one of {', '.join(services)}"
 

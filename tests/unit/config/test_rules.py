@@ -49,6 +49,7 @@ SAMPLING = ("sample_at_evaluations=true", "held_out_fraction=0.1")
         (["sample_at_evaluations=true", "tokenizer_path=t"], "sample_at_evaluations"),
         ([*SAMPLING], "sample_at_evaluations"),
         ([*SAMPLING, "tokenizer_path=t", "sample_tokens=0"], "sample_at_evaluations"),
+        (["dry_run=true", "eval_only=true", "held_out_fraction=0.1"], "dry_run"),
         (["max_rollbacks=2", "max_skipped_steps=0"], "max_rollbacks"),
         (["replica_check_interval=100", "sharding_strategy=zero2"], "replica_check_interval"),
         (["hsdp_group_size=4"], "hsdp_group_size"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pretraining.config.training import ModelConfig
@@ -106,7 +108,12 @@ def test_a_model_that_cannot_be_is_refused_with_the_arithmetic(model: ModelConfi
     assert len(error.value.problems) == len(problems) and all(part in str(error.value) for part in problems)
 
 
-SHAPE_OF_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+SHAPE_OF_13B: dict[str, Any] = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+}
 
 
 @pytest.mark.parametrize(
