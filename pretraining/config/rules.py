@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from pretraining.config.commands import (
     DoctorConfig,
+    ImportConfig,
     InspectConfig,
     PlanConfig,
     PrepareConfig,
@@ -105,6 +106,7 @@ ROWS = (
         "there is one copy of the weights, in pieces; give --replica_check_interval=0, or a strategy with replicas",
     ),
     # checkpoints
+    *(Row({"ckpt_save_path": [""]}, "name the run's folder", root) for root in (TrainConfig, ImportConfig)),
     Row({"weights_only": [True], "ckpt_load_path": is_off}, "name the run or checkpoint whose weights to begin with"),
     Row({"init_from": ["scratch"], "ckpt_load_path": is_on}, f"a run from scratch loads nothing; {ONE}"),
     Row({"init_from": ["scratch"], "resume_from_checkpoint": is_on}, f"a run from scratch loads nothing; {ONE}"),
@@ -134,6 +136,7 @@ ROWS = (
         for name in ("profile_steps", "profile_interval")
     ),
     # other commands
+    Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset that it is of", PrepareConfig),
     Row(
         {"vocab_size": is_on, "tokenizer_path": is_on}, f"the size is of a tokenizer trained here; {ONE}", PrepareConfig
     ),

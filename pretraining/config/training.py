@@ -81,7 +81,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from and how they are cut into samples."""
+    """The sources of tokens, and how they are cut into samples."""
 
     data_path: str | None = setting(
         None,
@@ -362,8 +362,8 @@ class ScheduleConfig:
     schedule: Annotated[str, OneOfOr(tuple(SCHEDULES))] = setting(
         "cosine",
         "after a linear warm-up: cosine, linear or polynomial down to min_lr_ratio of the peak; constant; wsd (at the "
-        "peak, then down in decay_shape), trapezoid (the same, linear). piecewise_linear: through schedule_points, "
-        "without a warm-up of its own. Or a function of your own as package.module:function (docs/extending.md)",
+        "peak, then down in decay_shape), trapezoid (the same, linear). Or piecewise_linear: through schedule_points, "
+        "without the warm-up. Or a function of your own as package.module:function (docs/extending.md)",
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
@@ -404,13 +404,13 @@ def parse_point(text: str) -> tuple[Duration, float]:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where runs are kept, and what of them."""
+    """The run's folder, and what is saved there."""
 
     ckpt_save_path: str | None = setting(
         "runs/default",
-        "the run's folder; a run found there is continued. {timestamp} in it stands for the time of the first start: "
-        "the same settings continue the newest unfinished run, others begin a new one. none = nothing is kept, the "
-        "default with use_dummy_dataset",
+        "the run's folder; a run found there is resumed. In it, {timestamp} stands for the time of the first start. The "
+        "same settings resume the newest unfinished run, others begin a new one. With none, the default of "
+        "use_dummy_dataset, nothing is kept",
     )
     ckpt_load_path: str | None = setting(
         None,
@@ -523,7 +523,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """What is shown and logged, and when."""
+    """Reports: their content, times and trackers."""
 
     report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
@@ -539,7 +539,7 @@ class ReportConfig:
         None, "run of wandb or mlflow to go on with; none = the folder's, or a new one"
     )
     progress: Literal["auto", "live", "plain"] = setting(
-        "auto", "plain: a line a report; live: below them a line that shows each step; auto: live on a terminal"
+        "auto", "plain: a line per report; live: below them a line that shows each step; auto: live on a terminal"
     )
 
 
@@ -601,7 +601,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Where the time and the memory of some steps go."""
+    """Traces of the time and the memory of some steps."""
 
     use_profiler: bool = setting(
         False,

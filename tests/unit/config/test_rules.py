@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pretraining.config.command_line import load_train_config
+from pretraining.config.commands import ImportConfig, PrepareConfig
 from pretraining.config.fields import build, settings_of
 from pretraining.config.rules import check_config, find_problems, remarks
-from pretraining.config.training import DataConfig, TrainConfig, checkpointed_blocks
+from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.values import parse_value
 from pretraining.config.variants import VARIANTS
 from pretraining.errors import ConfigError
@@ -168,3 +170,16 @@ def test_matrices_that_do_not_fit_float8_are_refused(flags: list[str], problems:
 def test_every_variant_can_be_trained_in_float8() -> None:
     for name in VARIANTS:
         assert find_problems(config_of("float8=rowwise", f"model_variant={name}")) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (replace(config_of(), checkpoint=CheckpointConfig(ckpt_save_path="")), "ckpt_save_path"),
+        (ImportConfig(input_path="a", ckpt_save_path=""), "ckpt_save_path"),
+        (PrepareConfig(source="stdlib", hf_config="en"), "hf_config"),
+    ],
+)
+def test_settings_of_nothing_are_refused(config: Any, named: str) -> None:
+    (problem,) = find_problems(config)
+    assert ConfigError(problem).settings[0] == named
