@@ -53,8 +53,8 @@ def _variants_table() -> Iterator[str]:
         yield f"| {name} | {' | '.join(_dimensions(shape))} |"
     yield (
         "\nThe context is what a variant was made for; `seq_length` may be longer or shorter. "
-        "Both llama3.2_1b and llama3.2_3b share the embedding with the head and stretch rotary frequencies by the llama3 "
-        "rule. The variant medium is 125m, large is 350m."
+        "Both llama3.2_1b and llama3.2_3b share the embedding with the head and stretch rotary frequencies by the "
+        "llama3 rule. The variant medium is 125m, large is 350m."
     )
 
 

@@ -408,8 +408,8 @@ class CheckpointConfig:
 
     ckpt_save_path: str | None = setting(
         "runs/default",
-        "the run's folder; a run found there is resumed. In it, {timestamp} stands for the time of the first start. The "
-        "same settings resume the newest unfinished run, others begin a new one. With none, the default of "
+        "the run's folder; a run found there is resumed. In it, {timestamp} stands for the time of the first start. "
+        "The same settings resume the newest unfinished run, others begin a new one. With none, the default of "
         "use_dummy_dataset, nothing is kept",
     )
     ckpt_load_path: str | None = setting(
