@@ -11,14 +11,14 @@ from typing import Any
 
 from pretraining.config.recipes import dump_config
 from pretraining.files import exists
-from pretraining.observability.report_file import ReportFile
+from pretraining.observability.report_file import RecordFile
 from pretraining.observability.trackers import TrackedRun, plain_settings
 
 CURVES = ("loss", "evaluation_loss")
 """What TensorBoard shows beside the hyperparameters of a run."""
 
 
-class TensorBoard(ReportFile):
+class TensorBoard(RecordFile):
     """Scalars, settings as text and as hyperparameters, in an event file of this process.
 
     TensorBoard's own writer has a thread that a full disk ends, and with it all curves.

@@ -14,10 +14,11 @@ from pretraining.distributed.processes import Activity
 from pretraining.evaluation.scores import Scores
 from pretraining.observability.display import Display, Report
 from pretraining.observability.observer import Observer
+from pretraining.observability.report_file import Sink
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
-from pretraining.observability.trackers import ReportSink, Trackers
+from pretraining.observability.trackers import Trackers
 from pretraining.progress import Duration, Interval, Progress, TrainState
 
 SCORES = Scores()
@@ -82,7 +83,7 @@ def observe(
         device=torch.device("cpu"),
         stopwatch=Stopwatch(lambda: recorder.now),
         display=recorder,
-        trackers=Trackers({"recorder": ReportSink("recorder", recorder)}),
+        trackers=Trackers({"recorder": Sink("recorder", lambda report: recorder.log(*report), recorder.close)}),
         stragglers=StragglerWatch(None, Activity()),
         score_columns=SCORES.columns + columns,
         score_values=lambda sums: SCORES.values(sums[:4]) | dict(zip(columns, sums[4:], strict=True)),
