@@ -40,7 +40,7 @@ from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.custom_metrics import NoMetrics, custom_metrics
 from pretraining.observability.events import Events
-from pretraining.observability.observer import Observer, build_observer
+from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import Profiler
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trackers import Trackers, open_trackers
@@ -239,7 +239,7 @@ def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
 def _observer(
     plan: Plan, trained: Trained, job: Job, stopwatch: Stopwatch, trackers: Trackers, scores: Scores
 ) -> Observer:
-    observer = build_observer(
+    observer = Observer(
         plan.config,
         plan.shape,
         plan.processes,
