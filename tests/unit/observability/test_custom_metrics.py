@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.errors import ConfigError
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.observability import custom_metrics as module
-from pretraining.observability.custom_metrics import (
-    CustomMetrics,
-    MetricsHook,
-    Outputs,
-    Ratio,
-    Sums,
-)
+from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook, Outputs, Ratio, Sums
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -37,11 +31,6 @@ INPUTS = MICRO_BATCH.model_inputs()
 Hook = Callable[[Outputs, ModelInputs], Any]
 
 
-class Identity(nn.Module):
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
-        return hidden_BSD
-
-
 def loss_of(decoder: nn.Module) -> HeadLoss:
     generator = torch.Generator().manual_seed(0)
     hidden_BSD = decoder(torch.randn(3, 4, 6, generator=generator, requires_grad=True))
@@ -49,8 +38,8 @@ def loss_of(decoder: nn.Module) -> HeadLoss:
 
 
 def metrics_of(function: Hook, needs_hidden_states: bool = False) -> tuple[CustomMetrics, HeadLoss]:
-    decoder = Identity()
-    metrics = CustomMetrics(MetricsHook(function, needs_hidden_states), decoder, CPU)
+    decoder = nn.Identity()
+    metrics = CustomMetrics(MetricsHook(function, needs_hidden_states), nn.ModuleDict({"model": decoder}), CPU)
     return metrics, loss_of(decoder)
 
 
