@@ -190,7 +190,8 @@ def build_model(
 
 def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
-    stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
+    stopwatch = Stopwatch()
+    stopwatch.also_tell(processes.activity.turn_to)
     host_sync = HostSync()
     scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
     trackers = _open_trackers(plan)

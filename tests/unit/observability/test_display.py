@@ -2,19 +2,15 @@ from __future__ import annotations
 
 import io
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from pretraining.launch.terminal import log_to_terminal
-from pretraining.observability.display import (
-    Display,
-    LiveLine,
-    PlainLines,
-    choose_display,
-    summary,
-)
+from pretraining.observability import display as display_module
+from pretraining.observability.display import Display, LiveLine, PlainLines, choose_display, summary
 
 log = logging.getLogger("pretraining.somewhere")
 
@@ -41,9 +37,9 @@ REPORT = {
     ],
 )
 def test_the_line_shows_what_there_is(changes: dict[str, Any], beginning: str) -> None:
-    assert summary(REPORT | changes, 8, 80).startswith(beginning)
-    assert "  0.500 s/step  98,765 tok/s" in summary(REPORT, 8, 80, shows_step_time=True)
-    assert "  z-loss 1.2e-02" in summary(REPORT | {"z_loss": 0.0123}, 1, 80)
+    assert summary(REPORT | changes, 80, devices=8).startswith(beginning)
+    assert "  0.500 s/step  98,765 tok/s" in summary(REPORT, 80, devices=8, shows_step_time=True)
+    assert "  z-loss 1.2e-02" in summary(REPORT | {"z_loss": 0.0123}, 80, devices=1)
 
 
 @pytest.mark.parametrize("shows_step_time", [False, True])
@@ -78,10 +74,13 @@ def test_the_live_line_is_redrawn_and_messages_stay_above_it(capsys: pytest.Capt
     assert all(text.count(f"{line}\n") == 1 for line in capsys.readouterr().out.splitlines())  # they stay above it
 
 
-def test_the_live_line_advances_with_each_step_but_is_drawn_ten_times_a_second_at_most() -> None:
+def test_the_live_line_advances_with_each_step_but_is_drawn_ten_times_a_second_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     screen, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     console = Console(file=screen, force_terminal=True, width=120)
-    with LiveLine(1000, 1, console=console, clock=lambda: now[0]) as display:
+    with LiveLine(1000, 1, console=console) as display:
         for step in range(1, 101):  # 50 steps a second
             now[0] += 0.02
             display.advance(step)
