@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -75,36 +74,13 @@ def test_where_nobody_is_to_be_named_nobody_looks(
     looked.stop()
 
 
-def test_the_thread_tells_work_from_waiting_and_leaves_other_activities_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = ["training", "data", "evaluation", "training", "checkpoint"]
-    doing: list[str] = []
-
-    class Busy(Activity):
-        """Does something else at each look."""
-
-        def __getattribute__(self, name: str) -> Any:
-            return doing.pop(0) if name == "doing" else super().__getattribute__(name)
-
-    waits = [True, False, False]  # of those that count
+def test_a_look_tells_work_from_waiting_and_leaves_other_activities_out(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = watch(1.5, monkeypatch, [[0, 0, 0]])
-    seen: list[FrameType] = []
-
-    class Turns:
-        """Lets the thread look once for each activity."""
-
-        def wait(self, seconds: float) -> bool:
-            return not doing
-
-    def is_waiting(frame: FrameType) -> bool:
-        seen.append(frame)
-        return waits[len(seen) - 1]
-
-    turns: Any = Turns()
-    monkeypatch.setattr(stragglers, "is_waiting", is_waiting)
-    looked._stopped, looked._activity = turns, Busy()
-    doing[:] = looks
     looked._watched = threading.get_ident()
-    looked._look_on()
+    for doing, waits in (("training", True), ("data", False), ("evaluation", False), ("training", False)):
+        monkeypatch.setattr(stragglers, "is_waiting", lambda frame, waits=waits: waits)
+        looked._activity.doing = doing
+        looked._look()
     assert (looked._working, looked._waiting, looked._for_data) == (2, 1, 1)
 
 
