@@ -164,10 +164,10 @@ class Observer:
         self._attention_spans = 0.0
 
     def _report(self, now: Progress, outcome: StepOutcome) -> None:
-        spans = torch.full_like(self._loss_sum, self._attention_spans)
+        own_spans = torch.full_like(self._loss_sum, self._attention_spans)
         same = (self._valid_tokens, self._skipped, outcome.grad_norm, self._parameter_norm())
         loss_sum, z_loss_sum, spans, scores, *custom, valid_tokens, skipped, grad_norm, param_norm = sum_over_ranks(
-            (self._loss_sum, self._z_loss_sum, spans, self._scores, *self._custom.values()), same
+            (self._loss_sum, self._z_loss_sum, own_spans, self._scores, *self._custom.values()), same
         )
         memory = self._memory_of_the_fullest_rank()
         seconds, spent = self.stopwatch.lap()  # after the sums: the device has finished the steps

@@ -159,28 +159,23 @@ def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str
         device_type: cuda or cpu.
         where: the trace's path.
     """
-    shares, seconds = summary.shares, summary.shares.seconds / summary.steps
-    steps = count_of(summary.steps, "step")
+    seconds = summary.shares.seconds / summary.steps
+    hidden = summary.shares.hidden_communication * seconds * 1e3
+    beside = f"; {hidden:.2f} ms more beside compute" if hidden or summary.shares.exposed_communication else ""
     idle = "the host is late with work" if device_type == "cuda" else "Python, and what has no operation"
-
-    def line(name: str, attribute: str, comment: str) -> str:
-        values = [getattr(each, attribute) for each in everyone]
+    rows = {
+        "compute": ("compute", ""),
+        "exposed_communication": ("exposed communication", beside),
+        "data": ("waiting for data", ""),
+        "idle": ("idle", f"  {idle}"),
+    }
+    lines = [f"profile of {count_of(summary.steps, 'step')}, {seconds * 1e3:.2f} ms each: {where}"]
+    for attribute, (name, comment) in rows.items():
+        share, values = getattr(summary.shares, attribute), [getattr(each, attribute) for each in everyone]
         among = f"  ({min(values):.1%} to {max(values):.1%} over {len(values)} ranks)" if len(values) > 1 else ""
-        share = getattr(shares, attribute)
-        return f"  {name:22} {share:6.1%}  {share * seconds * 1e3:9.2f} ms a step{among}{comment}"
-
-    communication = shares.exposed_communication + shares.hidden_communication
-    hidden = f"; {shares.hidden_communication * seconds * 1e3:.2f} ms more beside compute" if communication else ""
-    lines = [
-        f"profile of {steps}, {seconds * 1e3:.2f} ms each: {where}",
-        line("compute", "compute", ""),
-        line("exposed communication", "exposed_communication", hidden),
-        line("waiting for data", "data", ""),
-        line("idle", "idle", f"  {idle}"),
-        f"  {'ms a step':>10}  {'calls a step':>12}  operation",
-    ]
+        lines.append(f"  {name:22} {share:6.1%}  {share * seconds * 1e3:9.2f} ms a step{among}{comment}")
+    lines.append(f"  {'ms a step':>10}  {'calls a step':>12}  operation")
     for operation in summary.operations[:OPERATIONS_SHOWN]:
-        name = operation.name if len(operation.name) <= 80 else operation.name[:77] + "..."
         milliseconds, calls = operation.seconds * 1e3 / summary.steps, operation.calls / summary.steps
-        lines.append(f"  {milliseconds:10.2f}  {calls:12.1f}  {name}")
+        lines.append(f"  {milliseconds:10.2f}  {calls:12.1f}  {operation.name[:80]}")
     return lines
