@@ -119,16 +119,16 @@ class LineSink(Sink):
     """Appends reports to a file, a JSON object per line."""
 
     def __init__(self, file: RecordFile) -> None:
-        super().__init__(str(file.path), file.append, file.close)
+        super().__init__(str(file.path), lambda report: file.append(json_line(*report)), file.close)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Append a line, which has the present time also if it has to wait."""
-        self.put(json_line(step, values))
+        self.put((step, values, time.time()))
 
 
-def json_line(step: int, values: dict[str, Any]) -> bytes:
-    """Return a report of this moment as one line of JSON."""
-    return json.dumps({"step": step, "time": written_time(time.time()), **values}).encode() + b"\n"
+def json_line(step: int, values: dict[str, Any], seconds: float) -> bytes:
+    """Return a report of a moment, in seconds since 1970, as one line of JSON."""
+    return json.dumps({"step": step, "time": written_time(seconds), **values}).encode() + b"\n"
 
 
 def written_time(seconds: float) -> str:

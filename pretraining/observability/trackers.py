@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -94,7 +95,7 @@ class JsonLines(RecordFile):
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Append a line; raises as `append`."""
-        self.append(json_line(step, values))
+        self.append(json_line(step, values, time.time()))
 
 
 class QueuedSink(Sink):

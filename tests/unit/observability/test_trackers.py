@@ -184,6 +184,16 @@ def test_a_tracker_that_fails_ends_nothing_and_is_one_warning_and_what_it_lacks(
     assert "2 reports" in caplog.messages[1]
 
 
+def test_a_report_that_is_no_json_costs_itself_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = metrics_in(tmp_path, 0)
+    for step, value in ((1, object()), (2, 2.0)):
+        metrics.log(step, {"custom/mine": value})
+    metrics.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [2] and len(caplog.messages) == 2
+
+
 class Slow(Service):
     """A service that answers only once it is let go; it keeps steps and how the run ended."""
 
