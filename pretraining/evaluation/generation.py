@@ -22,46 +22,12 @@ from pretraining.distributed.fsdp import reshard_model
 from pretraining.model.cache import KeyValueCache
 from pretraining.model.llama import Llama, next_token_logits
 
+TEMPERATURE, TOP_K = 0.8, 50
+"""Of samples of a model that trains."""
 LARGEST_LOGIT = 1e30
 """Divided by a temperature, it is still finite in float32."""
 COLDEST = 1e-6
 """Below this temperature no token but the likeliest is ever drawn, and quotients by it leave the range of float32."""
-
-
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    prompt: list[int],
-    count: int,
-    context: int,
-    device: torch.device,
-    *,
-    seed: int = 0,
-    temperature: float = 0.8,
-    top_k: int = 50,
-) -> list[int]:
-    """Continue a prompt; a collective call.
-
-    Args:
-        model: returns logits [1, S, V] for tokens [1, S].
-        prompt: token ids to continue, at least one.
-        count: how many tokens to draw.
-        context: tokens that the model looks back at, at most.
-        temperature: 0 takes the likeliest token each time.
-        top_k: draws among this many of the likeliest tokens.
-
-    Returns:
-        The new tokens.
-    """
-
-    def next_logits(tokens: Sequence[int]) -> torch.Tensor:
-        window = torch.tensor([tokens[-context:]], dtype=torch.int64, device=device)
-        logits_V: torch.Tensor = model(window)[0, -1]
-        return logits_V
-
-    drawn = list(draw_tokens(next_logits, prompt, count, seed=seed, temperature=temperature, top_k=top_k))
-    reshard_model(model)
-    return drawn
 
 
 @dataclass(frozen=True)
@@ -100,10 +66,18 @@ class TextSampler:
     seed: int
     tokenizer: Tokenizer | None
 
+    @torch.no_grad()
     def sample(self, model: nn.Module, device: torch.device) -> Sample:
-        """Sample from a model that may be sharded and compiled; a collective call."""
+        """Sample from a model that may be sharded and compiled, and gives logits [1, S, V]; a collective call."""
+
+        def next_logits(tokens: Sequence[int]) -> torch.Tensor:
+            window = torch.tensor([tokens[-self.context :]], dtype=torch.int64, device=device)
+            logits_V: torch.Tensor = model(window)[0, -1]
+            return logits_V
+
         with without_compiling():  # every token makes the sequence longer
-            drawn = generate(model, self.prompt_tokens, self.count, self.context, device, seed=self.seed)
+            drawn = list(draw_tokens(next_logits, self.prompt_tokens, self.count, self.seed, TEMPERATURE, TOP_K))
+        reshard_model(model)
         return Sample(self.prompt, self.tokenizer.decode(drawn) if self.tokenizer is not None else "")
 
 
@@ -139,12 +113,19 @@ def draw_tokens(
     next_logits: Callable[[Sequence[int]], torch.Tensor],
     prompt: Sequence[int],
     count: int,
-    *,
     seed: int,
     temperature: float,
     top_k: int,
 ) -> Iterator[int]:
-    """Yield tokens that continue a prompt, as they are drawn; `next_logits` returns logits [V] of the next one."""
+    """Yield tokens that continue a prompt, as they are drawn; a collective call for each.
+
+    Args:
+        next_logits: returns logits [V] of the token after these.
+        prompt: token ids, at least one.
+        count: how many tokens to draw.
+        temperature: 0 takes the likeliest token each time.
+        top_k: draws among this many of the likeliest tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(count):

@@ -15,11 +15,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretraining.data.batch import StepBatch
@@ -27,9 +26,9 @@ from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.scores import Scores
-from pretraining.observability.custom_metrics import NO_METRICS, NoMetrics, Ratio, Sums
+from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, Ratio, Sums
 from pretraining.observability.display import CUSTOM
-from pretraining.observability.observer import Observer
+from pretraining.observability.observer import Observer, sum_over_ranks
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, TrainState
 
@@ -120,7 +119,7 @@ def evaluate(
     should_stop: Callable[[], bool],
     scores: Scores,
     byte_lengths_V: Tensor | None = None,
-    metrics: NoMetrics = NO_METRICS,
+    metrics: CustomMetrics = NO_METRICS,
 ) -> Evaluation | None:
     """Evaluate on all sources, in every process; return None if it is told to stop meanwhile.
 
@@ -133,18 +132,18 @@ def evaluate(
         byte_lengths_V: of the text of each token; None = bits per byte are not known.
         metrics: of the user's own.
     """
-    width = len(scores.columns)
-    sums = [torch.zeros(len(source.sets), width, dtype=torch.float64, device=device) for source in sources]
+    columns = len(scores.columns)
+    # float64 sums of this rank: of each source's sets and scores, and of the user's metrics by set.
+    sums = [torch.zeros(len(source.sets), columns, dtype=torch.float64, device=device) for source in sources]
     custom: list[list[Sums]] = [[{} for _ in source.sets] for source in sources]
     # As in training, in float32: the sum over the scores would differ from that of earlier versions in its last digits.
-    loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
-    stopped = False
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for source, totals, of_sets in zip(sources, sums, custom, strict=True):
         with source.open_batches() as batches:
             for batch in batches:
-                stopped = should_stop()
-                if stopped:
-                    break
+                if should_stop():
+                    reshard_model(model)
+                    return None
                 for host_batch in batch.micro_batches:
                     micro_batch = host_batch.to(device, non_blocking=True)
                     inputs = micro_batch.model_inputs()
@@ -153,22 +152,14 @@ def evaluate(
                     loss_sum += outputs.objective_sum.double() - outputs.z_loss_sum
                     kept_BS2, datasets = outputs.tokens_BS2, len(source.sets)
                     totals += scores.measure(kept_BS2, inputs.labels_BS, micro_batch, datasets, byte_lengths_V)
-        if stopped:
-            break
     reshard_model(model)
-    if stopped:
-        return None
     nothing = loss_sum.new_zeros(len(Ratio._fields))  # where this rank has no row of a set
     pairs = [each.get(name, nothing) for of_sets in custom for each in of_sets for name in metrics.names]
-    summed = torch.cat([loss_sum, *(totals.flatten() for totals in sums), *pairs])
-    dist.all_reduce(summed)
-    found = iter(summed.tolist())
-    total = next(found)
+    total, *found = sum_over_ranks([loss_sum, *sums, *pairs])
     names = [name for source in sources for name in source.sets]
-    of_each: dict[str | None, list[float]] = {name: list(islice(found, width)) for name in names}
-    own: dict[str | None, dict[str, Ratio]] = {
-        name: {each: Ratio(*islice(found, len(Ratio._fields))) for each in metrics.names} for name in names
-    }
+    of_each: dict[str | None, list[float]] = dict(zip(names, chain(*found[: len(sums)]), strict=True))
+    ratios = iter(Ratio(*pair) for pair in found[len(sums) :])
+    own: dict[str | None, dict[str, Ratio]] = {name: {each: next(ratios) for each in metrics.names} for name in names}
     of_all = [sum(column) for column in zip(*of_each.values(), strict=True)]
     of_all[scores.columns.index("losses")] = total
     own_of_all = {each: Ratio.total(own[name][each] for name in names) for each in metrics.names}
@@ -199,7 +190,7 @@ class Evaluator:
     best_by: str | None = None
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     byte_lengths_V: Tensor | None = None
-    metrics: NoMetrics = NO_METRICS
+    metrics: CustomMetrics = NO_METRICS
     sampler: TextSampler | None = None
     pending: bool = False
 

@@ -4,14 +4,14 @@
         --added up on the device--> the observer's reports, over micro-batches, steps and ranks
                                     an evaluation, the same by set
 
-A run without such metrics has `NoMetrics`, which does nothing. The first call of a run learns the names, and that they
-are the same on every rank; nothing else here waits for the device or for other processes.
+The first call of a run learns the names, and that they are the same on every rank; nothing else here waits for the
+device or for other processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -72,91 +72,86 @@ class MetricsHook:
     needs_hidden_states: bool = False
 
 
-class NoMetrics:
-    """The metrics of a run that has none of the user's.
-
-    Attributes:
-        names: of the metrics, in the order in which they are sent between processes.
-    """
-
-    names: tuple[str, ...] = ()
-
-    def add(self, sums: Sums, outputs: HeadLoss, inputs: ModelInputs) -> None:
-        """Add the metrics of a micro-batch to sums. The first call is a collective one."""
-
-    def add_by_set(self, sums: Sequence[Sums], outputs: HeadLoss, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
-        """Add the metrics of a micro-batch's rows to the sums of the sets that the rows are of; else as `add`."""
-
-
-NO_METRICS = NoMetrics()
-
-
-class CustomMetrics(NoMetrics):
-    """Calls the user's function for one model.
+class CustomMetrics:
+    """Calls the user's function for one model; without a hook it does nothing.
 
     Args:
-        decoder: gives the hidden states.
+        model: a Llama, as it is laid out.
         device: where sums and counts must be.
+
+    Attributes:
+        names: of the metrics, in the order in which they are sent between processes; none before the first call.
     """
 
-    def __init__(self, hook: MetricsHook, decoder: nn.Module, device: torch.device) -> None:
-        self._function = hook.function
-        self._device = device
+    def __init__(
+        self, hook: MetricsHook | None = None, model: nn.Module | None = None, device: torch.device | None = None
+    ) -> None:
+        self.names: tuple[str, ...] = ()
+        self._hook, self._device = hook, device
         self._is_known = False
         self._hidden: Tensor | None = None
-        if hook.needs_hidden_states:
-            decoder.register_forward_hook(self._keep)
+        if model is not None and hook is not None and hook.needs_hidden_states:
+            model.get_submodule("model").register_forward_hook(self._keep)
 
     def _keep(self, decoder: nn.Module, arguments: Any, hidden_BSD: Tensor) -> None:
         self._hidden = hidden_BSD.detach()
 
     @torch.no_grad()
     def add(self, sums: Sums, outputs: HeadLoss, inputs: ModelInputs) -> None:
-        """Add as in `NoMetrics`.
+        """Add the metrics of a micro-batch to sums. The first call is a collective one.
 
         Raises:
             ConfigError: the function returns something else than scalars on the device, or other names than on another
                 rank or before.
         """
-        self._add(sums, self._outputs_of(outputs), inputs)
+        if self._hook is not None:
+            self._add(self._hook, sums, self._outputs_of(outputs), inputs)
 
     @torch.no_grad()
     def add_by_set(self, sums: Sequence[Sums], outputs: HeadLoss, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
-        """Add as in `NoMetrics`, with a call per set; raises as `add`."""
+        """Add the metrics of a micro-batch's rows to the sums of the sets that the rows are of, else as `add` does."""
+        if self._hook is None:
+            return
         whole, numbers_B = self._outputs_of(outputs), micro_batch.datasets_B
         numbers = [0] if numbers_B is None else numbers_B.tolist()
         for number in sorted(set(numbers)):
-            if len(set(numbers)) == 1:
-                part = whole, inputs
-            else:
+            part = whole, inputs
+            if len(set(numbers)) > 1:
                 part = _rows_of(whole, inputs, [row for row, each in enumerate(numbers) if each == number])
-            self._add(sums[number], *part)
+            self._add(self._hook, sums[number], *part)
 
     def _outputs_of(self, outputs: HeadLoss) -> Outputs:
         hidden, self._hidden = self._hidden, None
         losses_BS, hits_BS = outputs.tokens_BS2.detach().unbind(2)
         return Outputs(losses_BS.sum(), outputs.valid_tokens, losses_BS, hits_BS, hidden)
 
-    def _add(self, sums: Sums, outputs: Outputs, inputs: ModelInputs) -> None:
+    def _add(self, hook: MetricsHook, sums: Sums, outputs: Outputs, inputs: ModelInputs) -> None:
         if self._is_known:
             try:
-                measured = self._measure(outputs, inputs)
-                _check_same_names(self.names, tuple(measured), "before", "now")
+                measured = self._measure(hook, outputs, inputs)
+                self._check_names(measured)
             except ConfigError as error:
                 error.rank = dist.get_rank()  # others do not know of it
                 raise
         else:
-            measured = on_every_rank(lambda: self._measure(outputs, inputs))
-            first, *others = gather_from_every_rank(lambda: tuple(measured))
-            for rank, names in enumerate(others, 1):
-                _check_same_names(first, names, "on rank 0", f"on rank {rank}")
-            self.names, self._is_known = tuple(measured), True
+            measured = on_every_rank(lambda: self._measure(hook, outputs, inputs))
+            everyone = gather_from_every_rank(lambda: tuple(measured))
+            self.names, self._is_known = everyone[0], True
+            for names in everyone:
+                self._check_names(names)
         for name, pair in measured.items():
             sums[name] = sums[name] + pair if name in sums else pair
 
-    def _measure(self, outputs: Outputs, inputs: ModelInputs) -> Sums:
+    def _check_names(self, names: Iterable[str]) -> None:
+        if tuple(names) != self.names:
+            raise ConfigError(
+                f"extra_metrics returned the names {list(self.names)} first, and {list(names)} later or on another "
+                "rank: return the same names each time, with a count of 0 if there is nothing to count"
+            )
+
+    def _measure(self, hook: MetricsHook, outputs: Outputs, inputs: ModelInputs) -> Sums:
         """Call the function; return its metrics in the order of their names."""
-        found: Any = self._function(outputs, inputs)
+        found: Any = hook.function(outputs, inputs)
         if not isinstance(found, Mapping) or not all(isinstance(name, str) and name for name in found):
             raise ConfigError(f"extra_metrics returned {found!r:.200}: return a dict, {{name: (sum, count)}}")
         return {name: self._pair(name, found[name]) for name in sorted(found)}
@@ -179,29 +174,26 @@ class CustomMetrics(NoMetrics):
         return pair
 
 
-def custom_metrics(hook: MetricsHook | None, model: nn.Module, device: torch.device) -> NoMetrics:
-    """Make the metrics of a run; `model` is its Llama, as it is laid out."""
-    return NO_METRICS if hook is None else CustomMetrics(hook, model.get_submodule("model"), device)
+NO_METRICS = CustomMetrics()
 
 
 def _rows_of(outputs: Outputs, inputs: ModelInputs, rows: list[int]) -> tuple[Outputs, ModelInputs]:
     """Return some rows of a micro-batch, without waiting for the device."""
     tokens_BS, labels_BS, positions_BS, lengths = inputs
     places = send(torch.tensor(rows), tokens_BS.device)
-    if lengths is not None:
-        lengths = _lengths_of(lengths, rows, tokens_BS.size(1))
-    labels_BS = labels_BS[places]
-    positions_BS = None if positions_BS is None else positions_BS[places]
-    some = ModelInputs(tokens_BS[places], labels_BS, positions_BS, lengths)
-    losses_BS, hidden = outputs.losses[places], outputs.hidden_states
-    return replace(
-        outputs,
+
+    def some(rows_B: Tensor | None) -> Tensor | None:
+        return None if rows_B is None else rows_B[places]
+
+    labels_BS, losses_BS = labels_BS[places], outputs.losses[places]
+    lengths = None if lengths is None else _lengths_of(lengths, rows, tokens_BS.size(1))
+    return Outputs(
         loss_sum=losses_BS.sum(),
         valid_tokens=(labels_BS != IGNORED_LABEL).sum(),
         losses=losses_BS,
         hits=outputs.hits[places],
-        hidden_states=None if hidden is None else hidden[places],
-    ), some
+        hidden_states=some(outputs.hidden_states),
+    ), ModelInputs(tokens_BS[places], labels_BS, some(positions_BS), lengths)
 
 
 def _lengths_of(lengths: tuple[int, ...], rows: list[int], row_tokens: int) -> tuple[int, ...]:
@@ -212,11 +204,3 @@ def _lengths_of(lengths: tuple[int, ...], rows: list[int], row_tokens: int) -> t
         by_row.setdefault(place // row_tokens, []).append(length)
         place += length
     return tuple(length for row in rows for length in by_row[row])
-
-
-def _check_same_names(expected: tuple[str, ...], names: tuple[str, ...], where: str, elsewhere: str) -> None:
-    if names != expected:
-        raise ConfigError(
-            f"extra_metrics returned {', '.join(expected) or 'nothing'} {where} and {', '.join(names) or 'nothing'} "
-            f"{elsewhere}: return the same names each time, with a count of 0 if there is nothing to count"
-        )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pretraining.launch.terminal import is_watched, showing_through
@@ -50,16 +51,12 @@ class PlainLines(Display):
 
     def __init__(self, total_steps: int, devices: int, shows_step_time: bool = False) -> None:
         self._total_steps = total_steps
-        self._devices = devices
-        self._shows_step_time = shows_step_time
+        self._summary = partial(summary, devices=devices, shows_step_time=shows_step_time)
 
     def show(self, step: int, report: Report) -> None:
         """Print the report."""
         head = f"step {step}/{self._total_steps}  "
-        self._print(head + self._numbers(report, COLUMNS - len(head)))
-
-    def _numbers(self, report: Report, width: int) -> str:
-        return summary(report, self._devices, width, self._shows_step_time)
+        self._print(head + self._summary(report, COLUMNS - len(head)))
 
     def _print(self, text: str) -> None:
         print(text, flush=True)
@@ -69,19 +66,13 @@ class LiveLine(PlainLines):
     """The same, and below them a bar with the newest numbers in one line that is redrawn; messages scroll above it."""
 
     def __init__(
-        self,
-        total_steps: int,
-        devices: int,
-        shows_step_time: bool = False,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, total_steps: int, devices: int, shows_step_time: bool = False, console: Console | None = None
     ) -> None:
         from rich.console import Console  # here, since only a live line needs them
         from rich.progress import BarColumn, Progress, TextColumn
 
         super().__init__(total_steps, devices, shows_step_time)
-        self._clock = clock
-        self._drawn = -REDRAW_SECONDS
+        self._drawn = -math.inf
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(BAR_COLUMNS),
@@ -105,20 +96,17 @@ class LiveLine(PlainLines):
     def advance(self, step: int) -> None:
         """Redraw the line, unless that was just done."""
         self._progress.update(self._task, completed=step)
-        if self._clock() - self._drawn >= REDRAW_SECONDS:
-            self._redraw()
+        if time.monotonic() - self._drawn >= REDRAW_SECONDS:
+            self._drawn = time.monotonic()
+            self._progress.refresh()
 
     def show(self, step: int, report: Report) -> None:
         """Print the report above the line, and redraw that."""
         before = len(f"step {self._total_steps}/{self._total_steps} ") + BAR_COLUMNS + 1
-        numbers = self._numbers(report, COLUMNS - before)
-        self._progress.update(self._task, completed=step, numbers=numbers)
         super().show(step, report)
-        self._redraw()
-
-    def _redraw(self) -> None:
-        self._drawn = self._clock()
-        self._progress.refresh()
+        self._progress.update(self._task, numbers=self._summary(report, COLUMNS - before))
+        self._drawn = -math.inf
+        self.advance(step)
 
     def _print(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -130,12 +118,12 @@ def choose_display(choice: str, total_steps: int, devices: int, shows_step_time:
     return kind(total_steps, devices, shows_step_time)
 
 
-def summary(report: Report, devices: int, width: int, shows_step_time: bool = False) -> str:
+def summary(report: Report, width: int, *, devices: int, shows_step_time: bool = False) -> str:
     """Put a report into one line: what is wrong first, then what fits; metrics.jsonl has all of it.
 
     Args:
-        devices: of the job, whose tokens/s are those of all together.
         width: columns of the line.
+        devices: of the job, whose tokens/s are those of all together.
         shows_step_time: whether the time of a step is among the numbers.
     """
     rate, skipped = report["tokens_per_second_per_gpu"] * devices, report["skipped_updates"]

@@ -40,7 +40,8 @@ def record_environment(run: Path, step: int, launcher: str, processes: Processes
     """
     device = processes.device
     name = device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
-    everyone = gather_from_every_rank(lambda: (socket.gethostname(), name, torch.get_num_threads()))
+    rank = {"host": socket.gethostname(), "device": name, "threads": torch.get_num_threads()}
+    ranks = gather_from_every_rank(lambda: rank)
     if not processes.is_main:
         return
     record = {
@@ -48,7 +49,7 @@ def record_environment(run: Path, step: int, launcher: str, processes: Processes
         "step": step,
         "launcher": launcher,
         "processes": processes.world_size,
-        "ranks": [{"host": host, "device": its_device, "threads": threads} for host, its_device, threads in everyone],
+        "ranks": ranks,
         "python": platform.python_version(),
         "system": platform.platform(),
         "cuda": torch.version.cuda,
@@ -57,20 +58,10 @@ def record_environment(run: Path, step: int, launcher: str, processes: Processes
     }
     path = run / LOGS / ENVIRONMENT_FILE
     try:
-        write_atomic(path, json.dumps([*_earlier_records(path), record], indent=1) + "\n")
-    except OSError as error:
-        log.warning("%s cannot be written (%s): this start is not in it", path, error.strerror or error)
-
-
-def _earlier_records(path: Path) -> list[Any]:
-    try:
-        records = read_json(path) if exists(path) else []
-        if not isinstance(records, list):
-            raise ValueError("it is no list")
-        return records
-    except ValueError as error:
-        log.warning("%s is damaged (%s): it begins anew", path, error)
-        return []
+        earlier = read_json(path) if exists(path) else []
+        write_atomic(path, json.dumps([*earlier, record], indent=1) + "\n")
+    except (OSError, ValueError, TypeError) as error:  # not writable; damaged
+        log.warning("%s cannot be continued (%s): this start is not in it", path, error)
 
 
 def _versions() -> dict[str, str]:

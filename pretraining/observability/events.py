@@ -18,13 +18,11 @@ that trains reads the file; `pretrain report` shows it.
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
-from pretraining.files import check_regular, exists
-from pretraining.observability.report_file import JsonLineFile
-from pretraining.observability.trackers import LOGS, ReportSink
+from pretraining.observability.report_file import LineSink, RecordFile, Sink
+from pretraining.observability.trackers import LOGS
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +33,17 @@ class Events:
     """The events of a run; without `open`, as on other ranks than 0, they are not kept."""
 
     def __init__(self) -> None:
-        self._sink: ReportSink | None = None
+        self._sink: Sink | None = None
 
     def open(self, run: Path) -> None:
         """Keep events in a run's folder from now on; if they cannot be written, that is a warning."""
         path = run / LOGS / EVENTS_FILE
         try:
             path.parent.mkdir(exist_ok=True)
-            _end_last_line(path)
-            self._sink = ReportSink(EVENTS_FILE, JsonLineFile(path))
+            file = RecordFile(path)
+            if path.read_bytes()[-1:] not in (b"", b"\n"):
+                file.append(b"\n")  # a killed process has left a piece of a line
+            self._sink = LineSink(file)
         except OSError as error:
             log.warning("%s cannot be written (%s): what happens to the run is not kept", path, error.strerror or error)
 
@@ -56,16 +56,3 @@ class Events:
         """Close the file."""
         if self._sink is not None:
             self._sink.close()
-
-
-def _end_last_line(path: Path) -> None:
-    """End the line that a killed process has left without an end, so that the next event has a line of its own."""
-    if not exists(path):
-        return
-    check_regular(path)
-    with path.open("r+b") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")

@@ -1,7 +1,6 @@
 """Reports for MLflow (extra `mlflow`): in a SQLite file of the run's folder, or on the server of MLFLOW_TRACKING_URI.
 
-A report that the store does not take waits, with those behind it, and the next one tries again. All starts of a run are
-one run there, by its id. A resume and a rollback report steps again: MLflow keeps both points.
+All starts of a run are one run there, by its id. A resume and a rollback report steps again: MLflow keeps both points.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ import logging
 import os
 import sys
 import time
-from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from pretraining.errors import ConfigError
-from pretraining.observability.report_file import MOST_WAITING
-from pretraining.observability.trackers import TrackedRun, missing_package, plain_settings
+from pretraining.observability.trackers import TrackedRun, plain_settings
 
 log = logging.getLogger(__name__)
 
@@ -38,63 +35,57 @@ class MLflow:
     """A run of MLflow.
 
     Raises:
-        ConfigError: the package is missing, or MLflow refuses MLFLOW_TRACKING_URI, such as a folder.
+        MlflowException: MLflow refuses MLFLOW_TRACKING_URI, such as a folder.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         for name, value in VARIABLES.items():
             os.environ.setdefault(name, value)
-        try:
-            from mlflow import MlflowClient, entities, exceptions  # only if it is chosen: it takes seconds
-        except ImportError as error:
-            raise missing_package("mlflow", error) from None
-        self._entities, self._exception = entities, exceptions.MlflowException
+        from mlflow import MlflowClient, entities, exceptions  # only if it is chosen: it takes seconds
+
+        self._entities, self._error = entities, exceptions.MlflowException
         self._tracked = run
         self._folder = run.folder.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._server = os.environ.get("MLFLOW_TRACKING_URI")
-        try:
-            self._client = MlflowClient(tracking_uri=self._server or f"sqlite:///{self._folder / DATABASE}")
-        except exceptions.MlflowException as error:
-            raise ConfigError(f"--tracker=mlflow: MLFLOW_TRACKING_URI={self._server} is refused: {error}") from None
+        self._client = MlflowClient(tracking_uri=self._server or f"sqlite:///{self._folder / DATABASE}")
         self.run_id = run.run_id
         self._is_open = False
-        self._waiting: deque[tuple[int, int, dict[str, float]]] = deque(maxlen=MOST_WAITING)
-        self._lost = 0
         with suppress(Exception):  # of a server, a proxy, a database; the first report says why
-            self._send()
+            self._open_run()
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Send a report behind those that wait."""
-        known = {name: float(value) for name, value in values.items() if value is not None}
-        self._lost += len(self._waiting) == MOST_WAITING
-        self._waiting.append((step, round(time.time() * 1000), known))
-        self._send()
+        """Send a report; a ConnectionError if the store does not take it."""
+        now = round(time.time() * 1000)
+        known = [(name, float(value)) for name, value in values.items() if value is not None]
+        with self._retried():
+            self._open_run()
+            metrics = [self._entities.Metric(name, value, now, step) for name, value in known]
+            self._client.log_batch(self.run_id, metrics=metrics)
 
     def close(self) -> None:
-        """Send what waits and end the run: as failed, if an error is ending the training."""
-        self._send()
-        self._client.set_terminated(self.run_id, "FINISHED" if sys.exception() is None else "FAILED")
-
-    @property
-    def lacks(self) -> int:
-        """Return how many reports the store does not have."""
-        return self._lost + len(self._waiting)
-
-    def _send(self) -> None:
-        if not self._is_open:
+        """End the run: as failed, if an error is ending the training."""
+        with self._retried():
             self._open_run()
-            self._is_open = True
-        while self._waiting:
-            step, milliseconds, values = self._waiting[0]
-            metrics = [self._entities.Metric(name, value, milliseconds, step) for name, value in values.items()]
-            self._client.log_batch(self.run_id, metrics=metrics)
-            self._waiting.popleft()
+            self._client.set_terminated(self.run_id, "FINISHED" if sys.exception() is None else "FAILED")
+
+    @contextmanager
+    def _retried(self) -> Iterator[None]:
+        """Turn what MLflow raises into a ConnectionError, after which a report waits and is sent again."""
+        try:
+            yield
+        except self._error as error:
+            raise ConnectionError(f"MLflow: {error}") from error
 
     def _open_run(self) -> None:
-        """Continue the run, or make one with the settings as parameters."""
-        if self.run_id is not None and self._continues(self.run_id):
+        """Continue the run, or make one with the settings as parameters; do nothing the next time."""
+        if self._is_open:
             return
+        if self.run_id is None or not self._continues(self.run_id):
+            self._make_run()
+        self._is_open = True
+
+    def _make_run(self) -> None:
         experiment = self._client.get_experiment_by_name(self._tracked.project)
         if experiment is not None:
             experiment_id = experiment.experiment_id
@@ -111,7 +102,7 @@ class MLflow:
         """Resume a run; False if the store does not know it."""
         try:
             self._client.update_run(run_id, status="RUNNING")
-        except self._exception as error:
+        except self._error as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
             log.warning("--tracker=mlflow: there is no run %s: a new one begins", run_id)

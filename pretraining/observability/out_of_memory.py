@@ -65,14 +65,16 @@ class MemoryWatch:
         sizes["activations, gathered parameters, temporary"] = max(0, peak - sum(sizes.values()))
         sizes["together, at the peak"] = peak
         if device.type == "cuda":
-            sizes["in use now"] = torch.cuda.memory_allocated(device)
             sizes["held by PyTorch's allocator now"] = torch.cuda.memory_reserved(device)
-            sizes["free now"], total = torch.cuda.mem_get_info(device)
-            sizes[f"{device} ({torch.cuda.get_device_name(device)}) has"] = total
+            name = torch.cuda.get_device_name(device)
+            sizes["free now"], sizes[f"{device} ({name}) has"] = torch.cuda.mem_get_info(device)
         else:
             machine = machine_memory()
-            sizes |= {"in use now": resident_bytes(), "free now": machine.available}
-            sizes[f"{machine.limited_by} has"] = machine.total
+            sizes |= {
+                "in use now": resident_bytes(),
+                "free now": machine.available,
+                f"{machine.limited_by} has": machine.total,
+            }
         return [f"  {line}" for line in format_table([(name, format_gib(size)) for name, size in sizes.items()], [1])]
 
 
@@ -85,11 +87,9 @@ def explain_out_of_memory(config: TrainConfig, processes: Processes) -> Iterator
         ConfigError: memory snapshots were asked for, and this device makes none.
     """
     remembers = config.profiler.memory_snapshot
+    if remembers and processes.device.type != "cuda":
+        raise ConfigError(f"--memory_snapshot=true is for GPUs, and this run is on {processes.device.type}")
     if remembers:
-        if processes.device.type != "cuda":
-            raise ConfigError(
-                f"--memory_snapshot=true is for GPUs, and this run is on {processes.device.type}: leave it out"
-            )
         remember_allocations()
     watch = MemoryWatch(processes.world_size)
     try:
@@ -97,7 +97,7 @@ def explain_out_of_memory(config: TrainConfig, processes: Processes) -> Iterator
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        explained = OutOfMemoryError("\n".join(_explain(error, config, processes, watch)))
+        explained = OutOfMemoryError(_explain(error, config, processes, watch))
         explained.rank = processes.rank
         raise explained from error
     finally:
@@ -105,32 +105,30 @@ def explain_out_of_memory(config: TrainConfig, processes: Processes) -> Iterator
             forget_allocations()
 
 
-def _explain(error: Exception, config: TrainConfig, processes: Processes, watch: MemoryWatch) -> Iterator[str]:
+def _explain(error: Exception, config: TrainConfig, processes: Processes, watch: MemoryWatch) -> str:
     device = processes.device
     when = "while the run was put together" if watch.state is None else f"in step {watch.state.step + 1}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
     place = f", at {Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}" if frames else ""
     said = str(error).strip().partition("\n")[0] or type(error).__name__
-    yield f"out of memory {when}{place}: {said}"
-    yield "Where the memory of this rank went:"
-    yield from watch.table(device)
-    yield "What takes less, by the estimate before a run:"
-    for line in memory_advice(
+    advice = memory_advice(
         config,
         resolve_shape(config.model),
         shard_size=watch.shard_size,
         compute_bytes=compute_dtype(config.parallel, device).itemsize,
         device_type=device.type,
-    ):
-        yield f"  {line}"
+    )
+    lines = [f"out of memory {when}{place}: {said}", "Where the memory of this rank went:", *watch.table(device)]
+    lines += ["What takes less, by the estimate before a run:", *(f"  {line}" for line in advice)]
     if device.type == "cuda" and config.checkpoint.ckpt_save_path is not None:
         path = config.checkpoint.folder / TRACES / f"out_of_memory_rank{processes.rank}.memory.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_snapshot(path)
-            yield f"A snapshot for https://pytorch.org/memory_viz is in {path}"
+            lines.append(f"A snapshot for https://pytorch.org/memory_viz is in {path}")
         except OSError as problem:
-            yield f"A snapshot of the memory could not be written to {path}: {problem}"
+            lines.append(f"A snapshot of the memory could not be written to {path}: {problem}")
+    return "\n".join(lines)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
     a range of steps is near --> torch.profiler warms up for a step --> records the range --> trace file, printed table
 
-Between ranges nothing is recorded and nothing is spent. The traces are Chrome's JSON, gzipped, as Kineto writes it:
+Between ranges nothing is recorded. The traces are Chrome's JSON, gzipped, as Kineto writes it:
 https://ui.perfetto.dev opens them, and so does TensorBoard with its profiler plugin.
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerAction
 
 from pretraining.config.training import ProfilerConfig
+from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.distributed.torch_private import write_snapshot
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trace_events import TimeShares, TraceSummary, summarise
@@ -30,15 +31,6 @@ STEPS_OF_A_PROFILE = 3
 STEPS_BEFORE = 3
 """Steps of each start that are no example of others: they compile, choose algorithms and fill caches."""
 OPERATIONS_SHOWN = 10
-
-
-@dataclass
-class _Recording:
-    """A range that is being recorded, or warmed up for."""
-
-    first: int
-    last: int
-    trace: torch.profiler.profile
 
 
 class Profiler:
@@ -64,111 +56,98 @@ class Profiler:
     ) -> None:
         self._config = config
         self._records = config.use_profiler and (rank == 0 or not config.profiler_rank0_only)
-        self._ranges = _ranges_to_profile(config, next_step)
+        self._first_step, self._step = next_step, next_step - 1
+        # By default, the first steps of this start that are past its warm-up.
+        usual = (next_step + STEPS_BEFORE, next_step + STEPS_BEFORE + STEPS_OF_A_PROFILE - 1)
+        self._ranges = config.step_ranges or ([] if config.profile_interval.amount else [usual])
         self._interval = Interval(config.profile_interval, training_tokens)
-        self._next_step = next_step
         self._folder = run / TRACES
         self._device = device
         self._stopwatch = stopwatch
-        self._recording: _Recording | None = None
-        self._range: torch.profiler.record_function | None = None
-        self._profiled = 0
+        self._profile: torch.profiler.profile | None = None
+        self._mark: torch.profiler.record_function | None = None
+        self._has_recorded = False
         if self._records:
             stopwatch.also_tell(self.turn_to)
 
     def __enter__(self) -> Profiler:
-        self._begin_if_due()
+        if self._records:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profile = torch.profiler.profile(
+                activities=activities,
+                schedule=lambda number: self._action_at(self._first_step + number),
+                on_trace_ready=self._conclude,
+                record_shapes=True,
+            )
+            self._profile.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        recording, self._recording = self._recording, None
-        if recording is not None:  # an error came in between: what was recorded goes with it
-            recording.trace.__exit__(None, None, None)
-        if error is None and self._records and not self._profiled:
+        if self._profile is not None:  # an error came in between: what was recorded goes with it
+            self._profile.on_trace_ready = None
+            self._profile.__exit__(None, None, None)
+        if error is None and self._records and not self._has_recorded:
             ranges = ",".join(f"{first}-{last}" for first, last in self._ranges) or "none"
             log.info("profiler    no step was profiled: those to profile are %s (--profile_steps)", ranges)
 
     def after_step(self, state: TrainState) -> None:
         """Begin a recording, go on with it, or end it with a trace and a table; collective if all ranks record."""
-        if not self._records:
+        profile, self._step = self._profile, state.step
+        if profile is None:
             return
-        recording, self._next_step = self._recording, state.progress.steps + 1
-        if recording is not None:
-            ends = state.stopping or state.progress.steps >= recording.last
-            if self._next_step == recording.first or ends:
-                self._wait_for_device()
-            if not ends:
-                recording.trace.step()
-                return
-            self._recording = None
-            recording.trace.__exit__(None, None, None)
-            if state.progress.steps >= recording.first:
-                self._conclude(recording, state.progress.steps)
-        if not state.stopping:
-            if self._interval.is_due(state):
-                self._ranges.append((self._next_step + 1, self._next_step + STEPS_OF_A_PROFILE))
-            self._begin_if_due()
+        if self._interval.is_due(state):
+            self._ranges.append((state.step + 2, state.step + 1 + STEPS_OF_A_PROFILE))
+        action = self._action_at(state.step)
+        is_saved = action == ProfilerAction.RECORD_AND_SAVE
+        if self._device.type == "cuda" and (is_saved or state.stopping or action != self._action_at(state.step + 1)):
+            torch.cuda.synchronize(self._device)
+        if state.stopping:
+            self._profile = None
+            profile.__exit__(None, None, None)
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")  # of an earlier range: wanted
+            profile.step()
 
     def turn_to(self, doing: str) -> None:
         """Mark in the trace what the loop turns to; "training" has no mark."""
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-        if self._recording is not None and doing != "training":
-            self._range = torch.profiler.record_function(doing)
-            self._range.__enter__()
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+        if self._profile is not None and doing != "training":
+            self._mark = torch.profiler.record_function(doing)
+            self._mark.__enter__()
 
-    def _begin_if_due(self) -> None:
-        """Begin to record the range that the next step is in, or to warm up for one that begins right after it."""
-        step = self._next_step
-        ranges = [(max(first, step), last) for first, last in self._ranges if first - 1 <= step <= last]
-        if not ranges or not self._records:
-            return
-        first, last = ranges[0]
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._wait_for_device()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*won't be using warmup")  # no step is there to warm up in
-            schedule = torch.profiler.schedule(wait=0, warmup=first - step, active=last - first + 1, repeat=1)
-        trace = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True)
-        self._recording = _Recording(first, last, trace)
-        trace.__enter__()
+    def _action_at(self, step: int) -> ProfilerAction:
+        """Say what to do in a step: the first range that it is in counts, else the one that begins right after it."""
+        for first, last in self._ranges:
+            if first <= step <= last:
+                return ProfilerAction.RECORD if step < last else ProfilerAction.RECORD_AND_SAVE
+        is_next = any(step == first - 1 for first, _ in self._ranges)
+        return ProfilerAction.WARMUP if is_next else ProfilerAction.NONE
 
-    def _conclude(self, recording: _Recording, last: int) -> None:
+    def _conclude(self, profile: torch.profiler.profile) -> None:
         """Write the trace and log what is in it."""
-        self._profiled += 1
+        self._has_recorded = True
         with self._stopwatch.measure("profiler"):
-            path = self._folder / f"steps_{recording.first}-{last}_rank{dist.get_rank()}.pt.trace.json.gz"
+            summary = summarise(profile.events() or [])
+            steps = f"{self._step - (summary.steps if summary else 1) + 1}-{self._step}"
+            path = self._folder / f"steps_{steps}_rank{dist.get_rank()}.pt.trace.json.gz"
             where = str(path)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                recording.trace.export_chrome_trace(where)
+                profile.export_chrome_trace(where)
                 if self._config.memory_snapshot:
                     write_snapshot(path.with_name(path.name.replace(".pt.trace.json.gz", ".memory.pickle")))
             except OSError as error:  # a full disk must not cost the run
                 where = f"{path} cannot be written ({error})"
-            events = recording.trace.events()
-            summary = summarise(events) if events is not None else None
-            everyone: list[TimeShares | None] = [summary.shares if summary else None]
-            if not self._config.profiler_rank0_only:
-                everyone = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, summary.shares if summary else None)
+            shares = summary.shares if summary else None
+            everyone = [shares] if self._config.profiler_rank0_only else gather_from_every_rank(lambda: shares)
         if summary is not None:
-            for line in describe(summary, [shares for shares in everyone if shares], self._device.type, where):
+            for line in describe(summary, [each for each in everyone if each], self._device.type, where):
                 log.info(line)
-
-    def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def _ranges_to_profile(config: ProfilerConfig, next_step: int) -> list[tuple[int, int]]:
-    """Return the steps that the settings name, or the first ones of this start that are past its warm-up."""
-    first = next_step + STEPS_BEFORE
-    usual = [] if config.profile_interval.amount else [(first, first + STEPS_OF_A_PROFILE - 1)]
-    return config.step_ranges or usual
 
 
 def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str, where: str) -> list[str]:
@@ -180,28 +159,23 @@ def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str
         device_type: cuda or cpu.
         where: the trace's path.
     """
-    shares, seconds = summary.shares, summary.shares.seconds / summary.steps
-    steps = count_of(summary.steps, "step")
+    seconds = summary.shares.seconds / summary.steps
+    hidden = summary.shares.hidden_communication * seconds * 1e3
+    beside = f"; {hidden:.2f} ms more beside compute" if hidden or summary.shares.exposed_communication else ""
     idle = "the host is late with work" if device_type == "cuda" else "Python, and what has no operation"
-
-    def line(name: str, attribute: str, comment: str) -> str:
-        values = [getattr(each, attribute) for each in everyone]
+    rows = {
+        "compute": ("compute", ""),
+        "exposed_communication": ("exposed communication", beside),
+        "data": ("waiting for data", ""),
+        "idle": ("idle", f"  {idle}"),
+    }
+    lines = [f"profile of {count_of(summary.steps, 'step')}, {seconds * 1e3:.2f} ms each: {where}"]
+    for attribute, (name, comment) in rows.items():
+        share, values = getattr(summary.shares, attribute), [getattr(each, attribute) for each in everyone]
         among = f"  ({min(values):.1%} to {max(values):.1%} over {len(values)} ranks)" if len(values) > 1 else ""
-        share = getattr(shares, attribute)
-        return f"  {name:22} {share:6.1%}  {share * seconds * 1e3:9.2f} ms a step{among}{comment}"
-
-    communication = shares.exposed_communication + shares.hidden_communication
-    hidden = f"; {shares.hidden_communication * seconds * 1e3:.2f} ms more beside compute" if communication else ""
-    lines = [
-        f"profile of {steps}, {seconds * 1e3:.2f} ms each: {where}",
-        line("compute", "compute", ""),
-        line("exposed communication", "exposed_communication", hidden),
-        line("waiting for data", "data", ""),
-        line("idle", "idle", f"  {idle}"),
-        f"  {'ms a step':>10}  {'calls a step':>12}  operation",
-    ]
+        lines.append(f"  {name:22} {share:6.1%}  {share * seconds * 1e3:9.2f} ms a step{among}{comment}")
+    lines.append(f"  {'ms a step':>10}  {'calls a step':>12}  operation")
     for operation in summary.operations[:OPERATIONS_SHOWN]:
-        name = operation.name if len(operation.name) <= 80 else operation.name[:77] + "..."
         milliseconds, calls = operation.seconds * 1e3 / summary.steps, operation.calls / summary.steps
-        lines.append(f"  {milliseconds:10.2f}  {calls:12.1f}  {name}")
+        lines.append(f"  {milliseconds:10.2f}  {calls:12.1f}  {operation.name[:80]}")
     return lines

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.distributed.host_sync import is_waiting
-from pretraining.distributed.processes import Activity
+from pretraining.distributed.processes import Activity, gather_from_every_rank
 
 PERIOD_SECONDS = 0.05
 FEWEST_LOOKS = 100
@@ -38,21 +38,20 @@ class StragglerWatch:
         self._factor = factor if dist.get_world_size() > 1 else None
         self._activity = activity
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._look_on, name="straggler watch", daemon=True)
         self._watched = 0
-        self._clear()
+        self._working = self._waiting = self._for_data = 0
 
     def start(self) -> None:
         """Begin to look at the calling thread."""
         self._watched = threading.get_ident()
         if self._factor is not None:
-            self._thread = threading.Thread(target=self._look_on, name="straggler watch", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         """Stop looking, and wait for the thread."""
         self._stopped.set()
-        if self._thread is not None:
+        if self._factor is not None:
             self._thread.join()
 
     def report(self, step_seconds: float) -> list[str]:
@@ -69,13 +68,10 @@ class StragglerWatch:
         looks_of_fewest = min(working + waiting for working, waiting, _ in counts)
         if looks_of_fewest < FEWEST_LOOKS:
             return []
-        self._clear()
+        self._working = self._waiting = self._for_data = 0
         shares = [working / (working + waiting) for working, waiting, _ in counts]
         slow = find_stragglers(shares, looks_of_fewest, self._factor)
-        if not slow:
-            return []
-        hosts = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
+        hosts = gather_from_every_rank(socket.gethostname) if slow else []
         lines = []
         for rank, others in slow.items():
             share, for_data = shares[rank], counts[rank][2] / counts[rank][0]
@@ -85,9 +81,6 @@ class StragglerWatch:
                 f"{share / others:.1f} times as much as the others, who wait for it ({others * step_seconds:.3f} s)"
             )
         return lines
-
-    def _clear(self) -> None:
-        self._working = self._waiting = self._for_data = 0
 
     def _look_on(self) -> None:
         while not self._stopped.wait(PERIOD_SECONDS):

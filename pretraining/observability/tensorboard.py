@@ -11,14 +11,14 @@ from typing import Any
 
 from pretraining.config.recipes import dump_config
 from pretraining.files import exists
-from pretraining.observability.report_file import ReportFile
+from pretraining.observability.report_file import RecordFile
 from pretraining.observability.trackers import TrackedRun, plain_settings
 
 CURVES = ("loss", "evaluation_loss")
 """What TensorBoard shows beside the hyperparameters of a run."""
 
 
-class TensorBoard(ReportFile):
+class TensorBoard(RecordFile):
     """Scalars, settings as text and as hyperparameters, in an event file of this process.
 
     TensorBoard's own writer has a thread that a full disk ends, and with it all curves.
@@ -27,36 +27,30 @@ class TensorBoard(ReportFile):
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # only rank 0 needs it, and it takes its time
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard.summary import hparams, text
 
         self._event, self._summary = Event, Summary
         run.folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         paths = (run.folder / f"{name}.{number}" for number in count())
         super().__init__(next(path for path in paths if not exists(path)))
-        self._append_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._add(file_version="brain.Event:2")
         if run.restored_step:  # TensorBoard hides what an earlier process logged from the next step on
-            start = SessionLog(status=SessionLog.START)
-            self._append_event(Event(wall_time=time.time(), step=run.restored_step + 1, session_log=start))
-        self._add_settings(run)
+            self._add(step=run.restored_step + 1, session_log=SessionLog(status=SessionLog.START))
+        indented = "".join(f"    {line}\n" for line in dump_config(run.config).splitlines())  # code, in Markdown
+        for summary in (text("settings", indented), *hparams(plain_settings(run.config), dict.fromkeys(CURVES, 0.0))):
+            self._add(step=run.restored_step, summary=summary)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Add a point to each curve."""
         points = [
             self._summary.Value(tag=name, simple_value=value) for name, value in values.items() if value is not None
         ]
-        self._append_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
+        self._add(step=step, summary=self._summary(value=points))
 
-    def _add_settings(self, run: TrackedRun) -> None:
-        from torch.utils.tensorboard.summary import hparams, text
-
-        indented = "".join(f"    {line}\n" for line in dump_config(run.config).splitlines())  # code, in Markdown
-        summaries = (text("settings", indented), *hparams(plain_settings(run.config), dict.fromkeys(CURVES, 0.0)))
-        for summary in summaries:
-            self._append_event(self._event(wall_time=time.time(), step=run.restored_step, summary=summary))
-
-    def _append_event(self, event: Any) -> None:
+    def _add(self, **fields: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         record = BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
+        RecordWriter(record).write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self.append(record.getvalue())

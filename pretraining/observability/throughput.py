@@ -28,20 +28,17 @@ class Stopwatch:
 
     Args:
         clock: seconds since any moment.
-        turn_to: told what begins: a name, or "training" again when it ends.
     """
 
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, turn_to: Callable[[str], None] = lambda name: None
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._listeners = [turn_to]
+        self._listeners: list[Callable[[str], None]] = []
         self._started = self._lap_started = clock()
         self.overall_training_seconds = 0.0  # in all finished laps
         self._spent: dict[str, float] = {}  # by name, since the last lap
 
     def also_tell(self, listener: Callable[[str], None]) -> None:
-        """Add a listener, which is told what begins."""
+        """Add a listener, which is told what begins: a name, or "training" again when it ends."""
         self._listeners.append(listener)
 
     @property

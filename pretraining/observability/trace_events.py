@@ -16,6 +16,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
@@ -49,8 +50,7 @@ class TimeShares:
     idle: float
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """All calls of one operation or kernel; seconds without those of the operations that it calls."""
 
     name: str
@@ -77,7 +77,8 @@ def summarise(events: Sequence[FunctionEvent]) -> TraceSummary | None:
     if not steps:
         return None
     on_device = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
-    working = on_device or [event for event in events if _is_operation(event)]
+    # A range that was marked around operations is none, but gloo's collectives are marked ranges.
+    working = on_device or [event for event in events if not event.is_user_annotation or _communicates(event)]
     # What the last step has begun, the device may finish after it.
     last = max(event.time_range.end for event in (*steps, *on_device))
     communication = [event for event in working if _communicates(event)]
@@ -89,11 +90,6 @@ def summarise(events: Sequence[FunctionEvent]) -> TraceSummary | None:
         _spans(event for event in events if event.name == DATA_RANGE and event.device_type == DeviceType.CPU),
     )
     return TraceSummary(len(steps), shares, _by_name(working, is_device=bool(on_device)))
-
-
-def _is_operation(event: FunctionEvent) -> bool:
-    """Return whether a CPU event is an operation, and not a range that was marked around others."""
-    return not event.is_user_annotation or _communicates(event)
 
 
 def _communicates(event: FunctionEvent) -> bool:
@@ -121,7 +117,7 @@ def _by_name(events: Iterable[FunctionEvent], is_device: bool) -> list[Operation
 
 
 def divide_time(
-    window: Span, compute: Iterable[Span], communication: Iterable[Span], data: Iterable[Span]
+    window: Span, compute: Sequence[Span], communication: Sequence[Span], data: Sequence[Span]
 ) -> TimeShares:
     """Divide a time window, of which each moment counts once.
 
@@ -131,36 +127,29 @@ def divide_time(
         communication: when something was communicated.
         data: when data was waited for.
     """
-    changes = []
-    for kind, spans in (("compute", compute), ("communication", communication), ("data", data)):
-        clipped = ((max(start, window[0]), min(end, window[1])) for start, end in spans)
-        for start, end in clipped:
-            if start < end:
-                changes += [(start, kind, 1), (end, kind, -1)]
-    running = {"compute": 0, "communication": 0, "data": 0}
-    times: dict[str, float] = defaultdict(float)
-    before = window[0]
-    for moment, kind, change in sorted(changes):
-        times[_what_counts(running)] += moment - before
-        running[kind] += change
-        before = moment
     total = window[1] - window[0]
-    shares = {
-        kind: times[kind] / total for kind in ("compute", "compute beside communication", "communication", "data")
-    }
-    hidden = shares["compute beside communication"]
+    computing, communicating = _covered(window, compute), _covered(window, communication)
+    busy = _covered(window, [*compute, *communication])
+    known = _covered(window, [*compute, *communication, *data])
+
+    def share(microseconds: float) -> float:
+        return max(0.0, microseconds / total)
+
     return TimeShares(
         seconds=total / 1e6,
-        compute=shares["compute"] + hidden,
-        exposed_communication=shares["communication"],
-        hidden_communication=hidden,
-        data=shares["data"],
-        idle=max(0.0, 1.0 - sum(shares.values())),
+        compute=share(computing),
+        exposed_communication=share(busy - computing),
+        hidden_communication=share(computing + communicating - busy),
+        data=share(known - busy),
+        idle=share(total - known),
     )
 
 
-def _what_counts(running: dict[str, int]) -> str:
-    """Return what a moment counts as, from the number of spans of each kind that it lies in."""
-    if running["compute"] and running["communication"]:
-        return "compute beside communication"
-    return next((kind for kind in ("compute", "communication", "data") if running[kind]), "idle")
+def _covered(window: Span, spans: Sequence[Span]) -> float:
+    """Return the microseconds of a window that lie in at least one span."""
+    covered, end = 0.0, window[0]
+    for start, stop in sorted(spans):
+        stop = min(stop, window[1])
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered

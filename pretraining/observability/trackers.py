@@ -3,8 +3,7 @@
     a report --> metrics.jsonl, at once
              --> the queue of each tracker --> its thread, which starts it, logs and closes it
 
-Only a tracker's own thread waits for it, so a service that is slow or away costs the run nothing. A failure is one
-warning, and one line when it is over.
+Only a tracker's own thread waits for it, so a service that is slow or away costs the run nothing.
 
 A resume drops what metrics.jsonl holds of later steps: they are reported again. Checkpoints keep the ids by which
 services know the run, so that all of its starts are one run there.
@@ -16,12 +15,12 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from pretraining.config.fields import values_of
@@ -30,7 +29,14 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import check_regular, exists, parse_json, write_atomic
-from pretraining.observability.report_file import MOST_WAITING, JsonLineFile
+from pretraining.observability.report_file import (
+    MOST_WAITING,
+    LineSink,
+    RecordFile,
+    Sink,
+    describe_failure,
+    json_line,
+)
 from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
@@ -77,132 +83,81 @@ class Tracker(Protocol):
         """Write out what is buffered."""
 
 
-class JsonLines(JsonLineFile):
+class JsonLines(RecordFile):
     """metrics.jsonl: a line per report. Opening it drops the lines that a resumed run will report again."""
 
-    def __init__(self, run: TrackedRun, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         path = run.folder / METRICS_FILE
         if exists(path):
             _drop_lines_after(path, run.restored_step)
-        super().__init__(path, clock)
-
-
-class ReportSink:
-    """Hands reports to a tracker, and turns its failures into warnings.
-
-    Args:
-        name: the tracker's, for warnings about errors that name no file.
-    """
-
-    def __init__(self, name: str, tracker: Tracker | None) -> None:
-        self.name = name
-        self.tracker = tracker  # None until a queue's thread has started it
-        self._is_failing = False
+        super().__init__(path)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Log a report; warn if the tracker begins to fail, and say when that is over."""
-        assert self.tracker is not None
-        try:
-            self.tracker.log(step, values)
-        except (Exception, SystemExit) as error:  # Python ends a thread at a SystemExit without a word
-            if not self._is_failing:
-                where, why = getattr(error, "filename", None) or self.name, describe_failure(error)
-                log.warning("%s cannot be written since step %d (%s): training goes on", where, step, why)
-            self._is_failing = True
-        else:
-            if self._is_failing:
-                log.info("step %d  %s can be written again%s", step, self.name, self._missing())
-            self._is_failing = False
-
-    def close(self) -> None:
-        """Close the tracker; a failure must not hide how the run ended."""
-        assert self.tracker is not None
-        try:
-            self.tracker.close()
-        except (Exception, SystemExit) as error:
-            where, why = getattr(error, "filename", None) or self.name, describe_failure(error)
-            log.warning("%s cannot be written (%s)%s", where, why, self._missing())
-
-    def _missing(self) -> str:
-        lacks = getattr(self.tracker, "lacks", 0)
-        return f"; it lacks {count_of(lacks, 'report')}" if lacks else ""
+        """Append a line; raises as `append`."""
+        self.append(json_line(step, values, time.time()))
 
 
-class QueuedSink(ReportSink):
-    """A sink with a thread that makes, calls and closes the tracker; whoever reports never waits for it.
-
-    Args:
-        make: makes the tracker.
-    """
+class QueuedSink(Sink):
+    """A sink with a thread that makes, calls and closes a tracker; no other thread waits for it."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        super().__init__(name, None)
-        self._waiting: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MOST_WAITING)
-        self._changed = threading.Condition()
-        self._is_full = self._is_closing = False
-        self._ending: BaseException | None = None
-        self._started: Future[None] = Future()
+        self._made: Future[Tracker] = Future()
+        super().__init__(name, lambda report: self._made.result().log(*report), lambda: self._made.result().close())
+        self._queue: SimpleQueue[Any] = SimpleQueue()  # reports, then how the run ends: an error or None
         self._thread = threading.Thread(target=self._work, args=(make,), name=f"tracker {name}", daemon=True)
         self._thread.start()
 
+    @property
+    def run_id(self) -> str | None:
+        """Return the id by which the tracker knows the run; None if it has none, or has not started."""
+        is_made = self._made.done() and self._made.exception() is None
+        return getattr(self._made.result(), "run_id", None) if is_made else None
+
     def await_start(self) -> None:
         """Wait until the tracker has started, for a while; raise what refuses it."""
-        if not wait([self._started], START_SECONDS).done:
+        if not wait([self._made], START_SECONDS).done:
             log.warning("%s has not started after %g s: training begins, reports wait", self.name, START_SECONDS)
-            self._started.add_done_callback(self._warn_of_failed_start)
-        elif isinstance(self._started.exception(), ConnectionError | TimeoutError):
-            self._warn_of_failed_start(self._started)
-        else:
-            self._started.result()
+        elif not isinstance(self._made.exception(), ConnectionError | TimeoutError):
+            self._made.result()
+        self._made.add_done_callback(self._warn_of_failed_start)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Queue a report; the oldest one goes if there are too many."""
-        if not self._thread.is_alive():  # the tracker has not started
+        """Queue a report; it is lost if too many are in the queue."""
+        if not self._thread.is_alive():  # the tracker could not be started
             return
-        with self._changed:
-            if len(self._waiting) == MOST_WAITING and not self._is_full:
-                self._is_full = True
-                log.warning("%s does not keep up: the oldest of %d reports are dropped", self.name, MOST_WAITING)
-            self._waiting.append((step, values))
-            self._changed.notify()
+        if self._queue.qsize() < MOST_WAITING:
+            self._queue.put((step, values))
+        else:
+            self._lost += 1
 
     def close(self) -> None:
         """Wait until the tracker has all reports and is closed, for a while."""
-        with self._changed:
-            self._ending, self._is_closing = sys.exception(), True
-            self._changed.notify()
+        self._queue.put(sys.exception())
         self._thread.join(FINISH_SECONDS)
         if self._thread.is_alive():
-            log.warning("%s does not answer; it lacks %s", self.name, count_of(len(self._waiting), "report"))
+            log.warning("%s has not finished after %g s: it lacks reports", self.name, FINISH_SECONDS)
 
     def _work(self, make: Callable[[], Tracker]) -> None:
         try:
-            self.tracker = make()
+            self._made.set_result(make())
         except BaseException as error:
-            self._started.set_exception(error)
+            self._made.set_exception(error)
             return
-        self._started.set_result(None)
-        while (report := self._next()) is not None:
-            super().log(*report)
-        if self._ending is None:
+        while isinstance(report := self._queue.get(), tuple):
+            self.put(report)
+        if report is None:
             super().close()
             return
-        traceback = self._ending.__traceback__
+        traceback = report.__traceback__
         try:
-            raise self._ending  # `sys.exception()` tells the tracker how the run ends
+            raise report  # `sys.exception()` tells the tracker how the run ends
         except BaseException as error:
             super().close()
             error.__traceback__ = traceback
 
-    def _next(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the oldest report once there is one; None if the run has ended and there is none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closing)
-            return self._waiting.popleft() if self._waiting else None
-
-    def _warn_of_failed_start(self, started: Future[None]) -> None:
-        if (error := started.exception()) is not None:
+    def _warn_of_failed_start(self, made: Future[Tracker]) -> None:
+        if (error := made.exception()) is not None:
             log.warning("%s cannot be started (%s): training goes on without it", self.name, describe_failure(error))
 
 
@@ -214,7 +169,7 @@ class Trackers:
         ids: by which trackers knew the run before this start.
     """
 
-    sinks: dict[str, ReportSink] = field(default_factory=dict)
+    sinks: dict[str, Sink] = field(default_factory=dict)
     ids: Mapping[str, str] = field(default_factory=dict)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -229,7 +184,7 @@ class Trackers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ids by which trackers know the run, for checkpoints."""
-        ids = {name: getattr(sink.tracker, "run_id", None) for name, sink in self.sinks.items()}
+        ids = {name: getattr(sink, "run_id", None) for name, sink in self.sinks.items()}
         return {**self.ids, **{name: run_id for name, run_id in ids.items() if run_id is not None}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -261,7 +216,7 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
     trackers = Trackers(ids={name: run_id for name, run_id in run_ids.items() if isinstance(run_id, str)})
     try:
         if logs is not None:
-            trackers.sinks[METRICS_FILE] = ReportSink(METRICS_FILE, JsonLines(replace(tracked, folder=logs)))
+            trackers.sinks[METRICS_FILE] = LineSink(JsonLines(replace(tracked, folder=logs)))
         for name in report.tracker:
             if name == "jsonl" and logs is not None and folder.resolve() == logs.resolve():
                 continue  # metrics.jsonl is there already
@@ -279,7 +234,7 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
 
 
 def _start_tracker(name: str, run: TrackedRun) -> QueuedSink:
-    tracker_class = load_plugin("tracker", TRACKERS[name].path if name in TRACKERS else name)
+    tracker_class = _find_tracker(name)
 
     def make() -> Tracker:
         with plugin_errors("tracker", name):
@@ -291,6 +246,12 @@ def _start_tracker(name: str, run: TrackedRun) -> QueuedSink:
     return sink
 
 
+def _find_tracker(name: str) -> Any:
+    if name in ("wandb", "mlflow") and find_spec(name) is None:
+        raise ConfigError(f"--tracker={name} needs the `{name}` package: pip install 'pretraining[{name}]'")
+    return load_plugin("tracker", TRACKERS[name].path if name in TRACKERS else name)
+
+
 def check_trackers(config: TrainConfig) -> None:
     """Look for the trackers that the settings name, and start none.
 
@@ -298,21 +259,7 @@ def check_trackers(config: TrainConfig) -> None:
         ConfigError: a tracker, or the package that it needs, cannot be found.
     """
     for name in config.report.tracker:
-        load_plugin("tracker", TRACKERS[name].path if name in TRACKERS else name)
-        if name in ("wandb", "mlflow") and find_spec(name) is None:
-            raise missing_package(name, ImportError(f"No module named '{name}'"))
-
-
-def missing_package(name: str, error: ImportError) -> ConfigError:
-    """Return the error for users whose tracker has no package."""
-    return ConfigError(f"--tracker={name} needs the `{name}` package ({error}): pip install 'pretraining[{name}]'")
-
-
-def describe_failure(error: BaseException) -> str:
-    """Return what a warning says about an error, in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+        _find_tracker(name)
 
 
 def plain_settings(config: TrainConfig) -> dict[str, float | str]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import secrets
 import sys
+from functools import partial
 from typing import Any
 
-from pretraining.errors import ConfigError
-from pretraining.observability.trackers import TrackedRun, describe_failure, missing_package, plain_settings
+from pretraining.observability.report_file import describe_failure
+from pretraining.observability.trackers import TrackedRun, plain_settings
 
 log = logging.getLogger(__name__)
 
@@ -30,37 +31,18 @@ class Wandb:
     """A run of Weights & Biases.
 
     Raises:
-        ConfigError: the package is missing, or refuses a name.
+        UsageError: W&B refuses a name.
         ConnectionError: its process cannot be started.
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        try:
-            import wandb  # only if it is chosen: it takes a second
-        except ImportError as error:
-            raise missing_package("wandb", error) from None
+        import wandb  # only if it is chosen: it takes a second
+
         self.run_id = run.run_id or secrets.token_hex(8)
         run.folder.mkdir(parents=True, exist_ok=True)
         package: Any = wandb  # mypy says the same with and without it
-        try:
-            self._run = self._init(package, run)
-        except Exception as reason:  # of the network, of logging in, of its process: many kinds, none a reason to stop
-            package.teardown()  # its process holds the id for the start that has failed
-            try:
-                self._run = self._init(package, run, mode="offline")
-            except package.errors.UsageError as error:
-                raise ConfigError(f"--tracker=wandb: {error}") from None
-            except Exception as error:
-                raise ConnectionError(describe_failure(error)) from error
-            why, folder = describe_failure(reason), run.folder / "wandb"
-            log.warning("--tracker=wandb: no answer (%s): `wandb sync` sends the run from %s", why, folder)
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def _init(self, wandb: Any, run: TrackedRun, **how: str) -> Any:
-        # Output stays as it is (console): it would be passed through W&B, and is in the run's own log anyway.
-        settings = wandb.Settings(init_timeout=ANSWER_SECONDS, finish_timeout=SEND_SECONDS, console="off")
-        return wandb.init(
+        init = partial(
+            package.init,
             project=run.project,
             name=run.name,
             id=self.run_id,
@@ -69,9 +51,23 @@ class Wandb:
             dir=str(run.folder),
             config=plain_settings(run.config),
             allow_val_change=True,  # a resumed run may have other settings
-            settings=settings,
-            **how,
+            # Output stays as it is (console): it would be passed through W&B, and is in the run's own log anyway.
+            settings=package.Settings(init_timeout=ANSWER_SECONDS, finish_timeout=SEND_SECONDS, console="off"),
         )
+        try:
+            self._run = init()
+        except Exception as reason:  # of the network, of logging in, of its process: many kinds, none a reason to stop
+            package.teardown()  # its process holds the id for the start that has failed
+            try:
+                self._run = init(mode="offline")
+            except package.errors.UsageError:
+                raise
+            except Exception as error:
+                raise ConnectionError(describe_failure(error)) from error
+            why, folder = describe_failure(reason), run.folder / "wandb"
+            log.warning("--tracker=wandb: no answer (%s): `wandb sync` sends the run from %s", why, folder)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Add a row."""

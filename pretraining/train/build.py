@@ -38,9 +38,9 @@ from pretraining.evaluation.held_out import Evaluator
 from pretraining.evaluation.scores import Scores
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
-from pretraining.observability.custom_metrics import NoMetrics, custom_metrics
+from pretraining.observability.custom_metrics import CustomMetrics
 from pretraining.observability.events import Events
-from pretraining.observability.observer import Observer, build_observer
+from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import Profiler
 from pretraining.observability.throughput import Stopwatch
 from pretraining.observability.trackers import Trackers, open_trackers
@@ -190,12 +190,13 @@ def build_model(
 
 def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
-    stopwatch = Stopwatch(turn_to=processes.activity.turn_to)
+    stopwatch = Stopwatch()
+    stopwatch.also_tell(processes.activity.turn_to)
     host_sync = HostSync()
     scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
     trackers = _open_trackers(plan)
     observer = _observer(plan, trained, job, stopwatch, trackers, scores)
-    metrics = custom_metrics(job.hook, trained.model.module, processes.device)
+    metrics = CustomMetrics(job.hook, trained.model.module, processes.device)
     context = _step_context(plan, trained, metrics, scores)
 
     def should_stop() -> bool:
@@ -239,7 +240,7 @@ def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
 def _observer(
     plan: Plan, trained: Trained, job: Job, stopwatch: Stopwatch, trackers: Trackers, scores: Scores
 ) -> Observer:
-    observer = build_observer(
+    observer = Observer(
         plan.config,
         plan.shape,
         plan.processes,
@@ -282,7 +283,7 @@ def _evaluator(
     stopwatch: Stopwatch,
     observer: Observer,
     should_stop: Callable[[], bool],
-    metrics: NoMetrics,
+    metrics: CustomMetrics,
     scores: Scores,
 ) -> Evaluator:
     config, processes = plan.config, plan.processes
@@ -328,7 +329,7 @@ def _spike_detector(plan: Plan) -> SpikeDetector | None:
     return SpikeDetector(guard.spike_threshold, guard.spike_window, plan.processes.device, conditions)
 
 
-def _step_context(plan: Plan, trained: Trained, metrics: NoMetrics, scores: Scores) -> StepContext:
+def _step_context(plan: Plan, trained: Trained, metrics: CustomMetrics, scores: Scores) -> StepContext:
     config, device = plan.config, plan.processes.device
     in_float16 = compute_dtype(config.parallel, device) == torch.float16
     return StepContext(

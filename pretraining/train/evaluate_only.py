@@ -26,7 +26,7 @@ from pretraining.files import from_hub
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
 from pretraining.model.init import parameter_name
-from pretraining.observability.custom_metrics import MetricsHook, custom_metrics
+from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.text import format_table
 from pretraining.train.build import build_model, use_deterministic_kernels
 from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
@@ -103,7 +103,7 @@ def evaluate_only(
 
         processes.activity.end_step(start.step)  # all is open and restored: from here on `hang_timeout` counts
         processes.activity.turn_to("evaluation")
-        metrics = custom_metrics(hook, model.module, device)
+        metrics = CustomMetrics(hook, model.module, device)
         scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
         found = evaluate(model.module, sources, device, should_stop, scores, table_V, metrics)
     if found is None:

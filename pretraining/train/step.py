@@ -26,7 +26,7 @@ from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel
 from pretraining.distributed.processes import Activity
 from pretraining.evaluation.scores import Scores
-from pretraining.observability.custom_metrics import NO_METRICS, NoMetrics, Sums
+from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, Sums
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
 from pretraining.optim.schedules import LearningRate
@@ -56,7 +56,7 @@ class StepContext:
     device: torch.device
     spikes: SpikeDetector | None = None
     scaler: LossScaler | None = None
-    metrics: NoMetrics = NO_METRICS
+    metrics: CustomMetrics = NO_METRICS
     scores: Scores = field(default_factory=Scores)
     activity: Activity = field(default_factory=Activity)
 

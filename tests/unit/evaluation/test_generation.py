@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from pretraining.config.command_line import load_train_config
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.distributed.processes import Processes
-from pretraining.evaluation.generation import generate
+from pretraining.evaluation.generation import TextSampler, draw_tokens
 from pretraining.train.run import open_sampler
 
 CPU = torch.device("cpu")
@@ -31,25 +33,31 @@ class Successor(nn.Module):
         return 3.0 * nn.functional.one_hot(following, self.vocab_size).float()
 
 
-def test_at_temperature_zero_the_likeliest_token_follows() -> None:
-    for temperature in (0, 1e-45, 1e-300):
-        assert generate(Successor(), [3], 4, 8, CPU, temperature=temperature) == [4, 5, 6, 7]
+def draw(
+    model: nn.Module, prompt: list[int], count: int, seed: int = 0, temperature: float = 0.8, top_k: int = 50
+) -> list[int]:
+    def next_logits(tokens: Sequence[int]) -> torch.Tensor:
+        logits_V: torch.Tensor = model(torch.tensor([tokens]))[0, -1]
+        return logits_V
+
+    return list(draw_tokens(next_logits, prompt, count, seed, temperature, top_k))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1e-300}, {"temperature": 5.0, "top_k": 1}])
+def test_at_temperature_zero_or_among_one_the_likeliest_token_follows(options: dict[str, Any]) -> None:
+    assert draw(Successor(), [3], 4, **options) == [4, 5, 6, 7]
 
 
 def test_the_model_sees_at_most_its_context() -> None:
-    model = Successor()
-    generate(model, [1, 2, 3], 3, 4, CPU, temperature=0)
-    assert model.windows == [[1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]]
+    model = Successor(vocab_size=3)
+    TextSampler("", [1, 2, 0], 3, 4, 0, None).sample(model, CPU)
+    assert [len(window) for window in model.windows] == [3, 4, 4]
+    assert model.windows[2][:3] == model.windows[1][1:]
 
 
 def test_draws_depend_on_the_seed_alone() -> None:
-    draws = [generate(Successor(), [0], 20, 8, CPU, seed=seed, temperature=2.0) for seed in (1, 1, 2)]
+    draws = [draw(Successor(), [0], 20, seed=seed, temperature=2.0) for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
-
-
-def test_only_the_likeliest_are_drawn_from() -> None:
-    assert generate(Successor(), [3], 4, 8, CPU, temperature=5.0, top_k=1) == [4, 5, 6, 7]
-    assert len(generate(Successor(vocab_size=3), [0], 5, 8, CPU, top_k=50)) == 5
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -59,7 +67,7 @@ def test_a_model_whose_logits_are_not_finite_writes_something(value: float) -> N
             return torch.full_like(super().forward(tokens_BS), value)
 
     for temperature in (0.0, 0.01, 0.8):
-        drawn = generate(Overflowing(), [3], 4, 8, CPU, temperature=temperature)
+        drawn = draw(Overflowing(), [3], 4, temperature=temperature)
         assert len(drawn) == 4 and set(drawn) <= set(range(10))
 
 

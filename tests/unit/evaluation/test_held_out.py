@@ -13,10 +13,10 @@ from torch import nn
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import Sample, TextSampler
-from pretraining.evaluation.held_out import EvaluationSource, Evaluator, evaluate
+from pretraining.evaluation.held_out import Evaluation, EvaluationSource, Evaluator, evaluate
 from pretraining.evaluation.scores import Scores
 from pretraining.model.loss import HeadLoss
-from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook, Outputs, Ratio
+from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, MetricsHook, Outputs, Ratio
 from pretraining.observability.events import Events
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
@@ -72,7 +72,6 @@ def sources(opened: list[int]) -> list[EvaluationSource]:
 def evaluator_with(
     opened: list[int],
     reports: list[Report],
-    every: int = 3,
     should_stop: Callable[[], bool] = lambda: False,
     best_by: str | None = None,
     stop_after: int = 0,
@@ -81,7 +80,7 @@ def evaluator_with(
         model=LossIsInput(),
         sources=sources(opened)[:1],
         device=torch.device("cpu"),
-        interval=Interval(Duration(every, "steps"), None),
+        interval=Interval(Duration(3, "steps"), None),
         stopwatch=Stopwatch(),
         observer=observer_of(reports),
         should_stop=should_stop,
@@ -90,17 +89,23 @@ def evaluator_with(
     )
 
 
+def evaluated(model: nn.Module, table_V: torch.Tensor | None = None, metrics: CustomMetrics = NO_METRICS) -> Evaluation:
+    found = evaluate(model, sources([]), torch.device("cpu"), lambda: False, Scores(), table_V, metrics)
+    assert found is not None
+    return found
+
+
 def test_each_set_has_its_numbers_and_the_mean_weighs_tokens() -> None:
     table = torch.zeros(10, dtype=torch.int64)
     table[1], table[7], table[3], table[4] = 2, 3, 1, 0
-    found = evaluate(LossIsInput(), sources([]), torch.device("cpu"), lambda: False, Scores(), table)
-    assert found is not None
+    found = evaluated(LossIsInput(), table)
     assert found.sums == {None: [23, 2, 8, 15], "a": [2, 0, 2, 4], "b": [16, 2, 4, 10], "c": [5, 0, 2, 1]}
     assert (found.tokens(), found.tokens("b"), found.sets) == (8, 4, ["a", "b", "c"])
     values = found.values()
     assert values["evaluation_loss"] == 23 / 8 and values["evaluation_loss/b"] == 4.0
     assert values["evaluation_token_accuracy/b"] == 0.5 and values["evaluation_perplexity/c"] == math.exp(2.5)
     assert values["evaluation_bits_per_byte"] == pytest.approx(23 / 15 / math.log(2))
+    assert "bits" not in "".join(evaluated(LossIsInput()).values())  # without a tokenizer
 
 
 def test_the_mean_loss_is_that_of_the_objective_as_in_training() -> None:
@@ -109,8 +114,7 @@ def test_the_mean_loss_is_that_of_the_objective_as_in_training() -> None:
             loss = super().forward(*inputs)
             return loss._replace(objective_sum=loss.objective_sum + 1)
 
-    found = evaluate(Rounded(), sources([]), torch.device("cpu"), lambda: False, Scores())
-    assert found is not None
+    found = evaluated(Rounded())
     assert found.numbers()["loss"] == (23 + 3) / 8 and found.numbers("b")["loss"] == 4.0  # three micro-batches
 
 
@@ -119,8 +123,7 @@ def test_each_set_has_the_users_metrics_and_the_mean_weighs_what_was_counted() -
         return {"hits": (outputs.hits.sum(), outputs.valid_tokens), "rows": (1, batch.tokens_BS.size(0))}
 
     metrics = CustomMetrics(MetricsHook(measure), nn.Module(), torch.device("cpu"))
-    found = evaluate(LossIsInput(), sources([]), torch.device("cpu"), lambda: False, Scores(), None, metrics)
-    assert found is not None
+    found = evaluated(LossIsInput(), None, metrics)
     hits = {name: of_set["hits"] for name, of_set in found.custom.items()}
     assert hits == {None: Ratio(2, 8), "a": Ratio(0, 2), "b": Ratio(2, 4), "c": Ratio(0, 2)}
     values = found.values()
@@ -129,61 +132,47 @@ def test_each_set_has_the_users_metrics_and_the_mean_weighs_what_was_counted() -
     assert [line.split()[0] for line in found.lines()] == ["evaluation_loss", "a", "b", "c"]
 
 
-def test_without_a_tokenizer_there_are_no_bits_a_byte() -> None:
-    found = evaluate(LossIsInput(), sources([])[1:], torch.device("cpu"), lambda: False, Scores())
-    assert found is not None and "bits" not in "".join(found.values())
-
-
-def test_the_loss_that_decides_is_the_mean_over_tokens_or_that_of_a_named_set() -> None:
-    for best_by, loss in ((None, 3.0), ("a", 1.0), ("b", 4.0)):
-        reports: list[Report] = []
-        state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
-        state.advance(0.0)
-        assert evaluator_with([], reports, best_by=best_by).maybe_run(state) == loss
-        assert reports == [(1, 3.0)]
-
-
-def test_a_run_ends_early_where_its_evaluations_get_no_better() -> None:
-    evaluator = evaluator_with([], [], stop_after=2)
-    state = TrainState(total_steps=90, stop_step=90, tokens_per_step=1, progress=Progress(0, 0))
+def trained(evaluator: Evaluator, steps: int) -> TrainState:
+    state = TrainState(total_steps=steps, stop_step=steps, tokens_per_step=1, progress=Progress(0, 0))
     while not state.stopping:
         state.advance(0.0)
         evaluator.maybe_run(state)
-    assert state.step == 9 and state.finished and not state.preempted and state.early_end
+    return state
 
 
-def test_a_sample_follows_each_evaluation_but_the_one_that_ends_the_run() -> None:
-    evaluator, sampled = evaluator_with([], [], stop_after=2), []
-    state = TrainState(total_steps=90, stop_step=90, tokens_per_step=1, progress=Progress(0, 0))
-
-    def sample(model: nn.Module, device: torch.device) -> Sample:
-        sampled.append(state.step)
-        return Sample("", "")
-
-    evaluator.sampler = cast(TextSampler, SimpleNamespace(sample=sample))
-    while not state.stopping:
-        state.advance(0.0)
-        evaluator.maybe_run(state)
-    assert sampled == [3, 6] and state.step == 9
+@pytest.mark.parametrize(("best_by", "loss"), [(None, 3.0), ("a", 1.0), ("b", 4.0)])
+def test_the_loss_that_decides_is_the_mean_over_tokens_or_that_of_a_named_set(best_by: str | None, loss: float) -> None:
+    reports: list[Report] = []
+    evaluator = evaluator_with([], reports, best_by=best_by)
+    trained(evaluator, 1)
+    assert evaluator.early_stopping.best_loss == loss and reports == [(1, 3.0)]
 
 
-def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run() -> None:
+def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run_and_never_without_sources() -> None:
     reports: list[Report] = []
     opened: list[int] = []
     evaluator = evaluator_with(opened, reports)
-    state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(0, 0))
-    while not state.stopping:
-        state.advance(0.0)
-        evaluator.maybe_run(state)
+    trained(evaluator, 8)
     assert [step for step, _ in reports] == [3, 6, 8] and len(opened) == 3
-
-
-def test_without_sources_there_is_no_evaluation() -> None:
-    evaluator = evaluator_with([], [], every=1)
     evaluator.sources = []
-    state = TrainState(total_steps=1, stop_step=1, tokens_per_step=1, progress=Progress(0, 0))
-    state.advance(0.0)
-    assert evaluator.maybe_run(state) is None
+    trained(evaluator, 8)
+    assert len(reports) == 3
+
+
+def test_a_run_ends_early_and_a_sample_follows_each_evaluation_but_the_one_that_ends_it() -> None:
+    evaluator = evaluator_with([], [], stop_after=2)
+    reports: list[Report] = []
+    sampled: list[int] = []
+
+    def sample(model: nn.Module, device: torch.device) -> Sample:
+        sampled.append(1)
+        return Sample("", "")
+
+    evaluator.observer = observer_of(reports)
+    evaluator.sampler = cast(TextSampler, SimpleNamespace(sample=sample))
+    state = trained(evaluator, 90)
+    assert [step for step, _ in reports] == [3, 6, 9] and len(sampled) == 2
+    assert state.step == 9 and state.finished and not state.preempted and state.early_end
 
 
 def test_an_evaluation_that_is_broken_off_is_pending_and_done_once_by_the_next_start() -> None:
@@ -202,14 +191,10 @@ def test_an_evaluation_that_is_broken_off_is_pending_and_done_once_by_the_next_s
     assert not resumed.pending and resumed.maybe_run(state) is None
 
 
-def test_a_run_that_should_stop_does_not_begin_an_evaluation() -> None:
+@pytest.mark.parametrize(("done", "is_due"), [(1, False), (2, True)])
+def test_a_run_that_should_stop_does_not_begin_an_evaluation(done: int, is_due: bool) -> None:
     opened: list[int] = []
     evaluator = evaluator_with(opened, [])
-    state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(1, 1))
+    state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(done, done))
     state.advance(0.0, stop=15)
-    assert evaluator.maybe_run(state) is None
-    was_pending = evaluator.pending
-    assert not was_pending  # nothing was due
-    state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(2, 2))
-    state.advance(0.0, stop=15)
-    assert evaluator.maybe_run(state) is None and evaluator.pending and opened == []
+    assert evaluator.maybe_run(state) is None and evaluator.pending is is_due and opened == []

@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.errors import ConfigError
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.observability import custom_metrics as module
-from pretraining.observability.custom_metrics import (
-    CustomMetrics,
-    MetricsHook,
-    Outputs,
-    Ratio,
-    Sums,
-)
+from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook, Outputs, Ratio, Sums
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -37,11 +31,6 @@ INPUTS = MICRO_BATCH.model_inputs()
 Hook = Callable[[Outputs, ModelInputs], Any]
 
 
-class Identity(nn.Module):
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
-        return hidden_BSD
-
-
 def loss_of(decoder: nn.Module) -> HeadLoss:
     generator = torch.Generator().manual_seed(0)
     hidden_BSD = decoder(torch.randn(3, 4, 6, generator=generator, requires_grad=True))
@@ -49,8 +38,8 @@ def loss_of(decoder: nn.Module) -> HeadLoss:
 
 
 def metrics_of(function: Hook, needs_hidden_states: bool = False) -> tuple[CustomMetrics, HeadLoss]:
-    decoder = Identity()
-    metrics = CustomMetrics(MetricsHook(function, needs_hidden_states), decoder, CPU)
+    decoder = nn.Identity()
+    metrics = CustomMetrics(MetricsHook(function, needs_hidden_states), nn.ModuleDict({"model": decoder}), CPU)
     return metrics, loss_of(decoder)
 
 
@@ -73,12 +62,10 @@ def test_outputs_are_those_of_the_micro_batch_and_know_no_gradients(needs_hidden
     assert float(found.loss_sum) == pytest.approx(float(loss.objective_sum.detach()))
     assert int(found.valid_tokens) == int((INPUTS.labels_BS != IGNORED_LABEL).sum())
     assert torch.equal(found.losses, loss.tokens_BS2[..., 0]) and torch.equal(found.hits, loss.tokens_BS2[..., 1])
-    assert not any(each.requires_grad for each in (found.losses, found.loss_sum)) and metrics._hidden is None
-    if needs_hidden_states:
-        assert found.hidden_states is not None and found.hidden_states.shape == (3, 4, 6)
-        assert not found.hidden_states.requires_grad
-    else:
-        assert found.hidden_states is None
+    hidden = found.hidden_states
+    assert (None if hidden is None else hidden.shape) == ((3, 4, 6) if needs_hidden_states else None)
+    assert not any(each.requires_grad for each in (found.losses, found.loss_sum, hidden) if each is not None)
+    assert metrics._hidden is None
 
 
 def test_sums_and_counts_are_added_up_by_name() -> None:

@@ -10,17 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretraining.distributed.processes import Activity
+from pretraining.config.training import DataConfig, ModelConfig, ReportConfig, TrainConfig
+from pretraining.config.variants import resolve_shape
+from pretraining.distributed.processes import Processes
 from pretraining.evaluation.scores import Scores
+from pretraining.observability import observer as module
 from pretraining.observability.display import Display, Report
+from pretraining.observability.events import Events
 from pretraining.observability.observer import Observer
+from pretraining.observability.report_file import Sink
 from pretraining.observability.step_outcome import StepOutcome
-from pretraining.observability.stragglers import StragglerWatch
 from pretraining.observability.throughput import Stopwatch
-from pretraining.observability.trackers import ReportSink, Trackers
-from pretraining.progress import Duration, Interval, Progress, TrainState
+from pretraining.observability.trackers import Trackers
+from pretraining.progress import Duration, Progress, TrainState
 
 SCORES = Scores()
+SHAPE = resolve_shape(ModelConfig(model_variant="tiny"))
 KEPT = ("loss", "z_loss", "skipped_updates", "token_accuracy")
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -58,7 +63,6 @@ def observe(
     every: int,
     skipped: tuple[int, ...] = (),
     spans: tuple[float, ...] = (10.0,),
-    recomputed_share: float = 0.0,
     done: int = 0,
     kept: dict[str, Any] | None = None,
     custom: bool = False,
@@ -70,24 +74,25 @@ def observe(
     state = TrainState(steps, steps, 10, Progress(done, 10 * done))
     matrix, gain = torch.nn.Parameter(torch.full((3, 3), 1.0)), torch.nn.Parameter(torch.full((16,), 1.0))
     assert dist.group.WORLD is not None
-    recorder.observer = observer = Observer(
-        state=state,
-        interval=Interval(Duration(every, "steps"), None),
-        flops_per_token=lambda span: span * 1e11,
-        recomputed_flops_per_token=lambda span: span * recomputed_share * 1e11,
-        peak_tflops=20.0,
-        seq_length=5,
-        optimizer=torch.optim.SGD([{"params": [matrix], "lr": 0.1}, {"params": [gain], "lr": 0.02}]),
-        shard_group=dist.group.WORLD,
-        device=torch.device("cpu"),
-        stopwatch=Stopwatch(lambda: recorder.now),
-        display=recorder,
-        trackers=Trackers({"recorder": ReportSink("recorder", recorder)}),
-        stragglers=StragglerWatch(None, Activity()),
-        score_columns=SCORES.columns + columns,
-        score_values=lambda sums: SCORES.values(sums[:4]) | dict(zip(columns, sums[4:], strict=True)),
-        datasets=("web", "code"),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "choose_display", lambda *arguments: recorder)
+        patch.setattr(module, "peak_tflops", lambda name: 20.0)
+        observer = Observer(
+            TrainConfig(data=DataConfig(seq_length=5), report=ReportConfig(report_interval=Duration(every, "steps"))),
+            SHAPE,
+            Processes(0, 1, 0, 1, torch.device("cpu")),
+            state,
+            Stopwatch(lambda: recorder.now),
+            None,
+            Trackers({"recorder": Sink("recorder", lambda report: recorder.log(*report), recorder.close)}),
+            optimizer=torch.optim.SGD([{"params": [matrix], "lr": 0.1}, {"params": [gain], "lr": 0.02}]),
+            shard_group=dist.group.WORLD,
+            events=Events(),
+            datasets=("web", "code"),
+            score_columns=SCORES.columns + columns,
+            score_values=lambda sums: SCORES.values(sums[:4]) | dict(zip(columns, sums[4:], strict=True)),
+        )
+    recorder.observer = observer
     if kept:
         observer.load_state_dict(kept)
     with observer:
@@ -153,7 +158,10 @@ def test_a_report_tells_datasets_apart_and_a_skipped_step_does_not_spoil_the_mea
     [report], values = recorder.reports, recorder.logged[0][1]
     assert (report["loss"], report["skipped_updates"], report["token_accuracy"]) == (2.0, 1, 0.5)
     assert (values["loss/web"], values["loss/code"], values["token_accuracy"], values["custom/mine"]) == (2, 2, 0.5, 1)
-    assert recorder.observer.newest == values
+    assert recorder.observer.newest == values and values["perplexity"] == pytest.approx(math.exp(2.0))
+    assert values["param_norm"] == pytest.approx(5.0)  # of 9 + 16 ones
+    assert (values["learning_rate_group_0"], values["learning_rate_group_1"]) == (0.1, 0.02)
+    assert values["tokens_seen"] == 30 and values["grad_norm"] == 0.5
 
 
 @pytest.mark.parametrize(("loss", "skipped", "name"), [(math.nan, (0,), "loss"), (1e4, (), "perplexity")])
@@ -189,31 +197,19 @@ def test_sums_of_scores_go_on_after_a_resume_if_the_same_are_measured(
     assert (report["loss"], report["token_accuracy"]) == (1.0, 0.5) and report.get("custom/mine") == expected
 
 
-def test_rates_mfu_and_time_left_follow_from_the_clock() -> None:
-    recorder = observe([1.0] * 4, every=2)
+def test_rates_mfu_and_time_left_follow_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "flops_per_token", lambda shape, span: span * 1e11)
+    monkeypatch.setattr(module, "recomputed_flops_per_token", lambda shape, share, span: span * 0.25e11)
+    recorder = observe([1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0))  # as far as attention reached
     report = recorder.reports[0]
     assert report["step_seconds"] == 2.0
     assert report["tokens_per_second_per_gpu"] == report["tokens_per_second_per_gpu_overall"] == 5.0
-    assert report["tokens_per_day"] == 5.0 * 86400
-    assert report["mfu"] == pytest.approx(5.0 / 20.0)  # 5 tokens/s at 1 TFLOP each, of 20 TFLOP/s
+    assert report["tokens_per_day"] == 5.0 * 86400 and report["samples_per_second"] == 1.0
     assert report["time_left_seconds"] == pytest.approx(4.0)
     assert report["memory_gib"] > 0 and report["memory_reserved_gib"] is None
-
-
-def test_mfu_counts_attention_as_far_as_it_reached_and_hfu_what_is_computed_again_too() -> None:
-    recorder = observe([1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0), recomputed_share=0.25)
-    expected = [0.5 * 5.0 / 20.0, 3.0 * 5.0 / 20.0]
+    expected = [0.5 * 5.0 / 20.0, 3.0 * 5.0 / 20.0]  # 5 tokens/s at 0.5 and 3 TFLOP each, of 20 TFLOP/s
     assert [report["mfu"] for report in recorder.reports] == pytest.approx(expected)
     assert [report["hfu"] for report in recorder.reports] == pytest.approx([1.25 * mfu for mfu in expected])
-
-
-def test_trackers_get_numbers_under_their_canonical_names() -> None:
-    step, values = observe([2.0, 4.0], every=2).logged[0]
-    assert step == 2 and {"tokens_seen", "grad_norm", "step_seconds", "memory_gib"} <= {*values}
-    assert values["perplexity"] == pytest.approx(math.exp(3.0))
-    assert values["param_norm"] == pytest.approx(5.0)  # of 9 + 16 ones
-    assert values["samples_per_second"] == pytest.approx(1.0)  # 2 samples of 5 tokens in a step of 2 seconds
-    assert (values["learning_rate_group_0"], values["learning_rate_group_1"]) == (0.1, 0.02)
 
 
 def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> None:

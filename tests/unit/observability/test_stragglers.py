@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -40,12 +39,10 @@ def watch(factor: float | None, monkeypatch: pytest.MonkeyPatch, others: list[li
         for tensor, values in zip(everyone, [own.tolist(), *others], strict=True):
             tensor.copy_(torch.tensor(values))
 
-    def all_gather_object(hosts: list[Any], own: str) -> None:
-        hosts[:] = [f"node{rank}" for rank in range(len(hosts))]
-
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1 + len(others))
     monkeypatch.setattr("torch.distributed.all_gather", all_gather)
-    monkeypatch.setattr("torch.distributed.all_gather_object", all_gather_object)
+    hosts = [f"node{rank}" for rank in range(1 + len(others))]
+    monkeypatch.setattr(stragglers, "gather_from_every_rank", lambda function: hosts)
     monkeypatch.setattr(stragglers, "is_waiting", lambda frame: False)
     return StragglerWatch(factor, Activity(doing="training"))
 
@@ -72,42 +69,18 @@ def test_where_nobody_is_to_be_named_nobody_looks(
     factor: float | None, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = watch(factor, monkeypatch, [[1, 1, 1]] * (processes - 1))
-    monkeypatch.setattr(threading, "Thread", None)
     looked.start()
-    assert looked.report(1.0) == []
+    assert not looked._thread.is_alive() and looked.report(1.0) == []
     looked.stop()
 
 
-def test_the_thread_tells_work_from_waiting_and_leaves_other_activities_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = ["training", "data", "evaluation", "training", "checkpoint"]
-    doing: list[str] = []
-
-    class Busy(Activity):
-        """Does something else at each look."""
-
-        def __getattribute__(self, name: str) -> Any:
-            return doing.pop(0) if name == "doing" else super().__getattribute__(name)
-
-    waits = [True, False, False]  # of those that count
+def test_a_look_tells_work_from_waiting_and_leaves_other_activities_out(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = watch(1.5, monkeypatch, [[0, 0, 0]])
-    seen: list[FrameType] = []
-
-    class Turns:
-        """Lets the thread look once for each activity."""
-
-        def wait(self, seconds: float) -> bool:
-            return not doing
-
-    def is_waiting(frame: FrameType) -> bool:
-        seen.append(frame)
-        return waits[len(seen) - 1]
-
-    turns: Any = Turns()
-    monkeypatch.setattr(stragglers, "is_waiting", is_waiting)
-    looked._stopped, looked._activity = turns, Busy()
-    doing[:] = looks
     looked._watched = threading.get_ident()
-    looked._look_on()
+    for doing, waits in (("training", True), ("data", False), ("evaluation", False), ("training", False)):
+        monkeypatch.setattr(stragglers, "is_waiting", lambda frame, waits=waits: waits)
+        looked._activity.doing = doing
+        looked._look()
     assert (looked._working, looked._waiting, looked._for_data) == (2, 1, 1)
 
 

@@ -5,9 +5,8 @@ import logging
 import resource
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +21,38 @@ from pretraining.config.training import CheckpointConfig, ReportConfig, TrainCon
 from pretraining.errors import ConfigError
 from pretraining.observability import report_file
 from pretraining.observability import trackers as trackers_module
+from pretraining.observability.report_file import LineSink, Sink
 from pretraining.observability.tensorboard import TensorBoard
-from pretraining.observability.trackers import (
-    METRICS_FILE,
-    JsonLines,
-    QueuedSink,
-    ReportSink,
-    TrackedRun,
-    Trackers,
-    open_trackers,
-)
+from pretraining.observability.trackers import METRICS_FILE, JsonLines, QueuedSink, TrackedRun, Trackers, open_trackers
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
-def metrics_in(folder: Path, restored_step: int, clock: Callable[[], float] = time.time) -> JsonLines:
-    return JsonLines(TrackedRun(TrainConfig(), "run", folder, restored_step), clock)
+def metrics_in(folder: Path, restored_step: int) -> LineSink:
+    return LineSink(JsonLines(TrackedRun(TrainConfig(), "run", folder, restored_step)))
 
 
-def test_metrics_are_one_object_a_line_and_readable_at_once(tmp_path: Path) -> None:
-    tracker = metrics_in(tmp_path / "logs", 0, clock=lambda: 1e9)
-    tracker.log(10, {"loss": 2.5, "mfu": None})
-    assert lines_of(tmp_path / "logs") == [{"step": 10, "time": "2001-09-09T01:46:40Z", "loss": 2.5, "mfu": None}]
-    tracker.close()
-
-
-def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(tmp_path: Path) -> None:
-    first = metrics_in(tmp_path, 0)
+def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    first = metrics_in(tmp_path / "logs", 0)
     for step in (10, 20, 30):
-        first.log(step, {"loss": float(step)})
+        first.log(step, {"loss": float(step), "mfu": None})
+    line = {"step": 10, "time": "2001-09-09T01:46:40Z", "loss": 10.0, "mfu": None}
+    assert lines_of(tmp_path / "logs")[0] == line  # readable at once
     first.close()
-    with (tmp_path / METRICS_FILE).open("a") as file:
+    with (tmp_path / "logs" / METRICS_FILE).open("a") as file:
         file.write('{"step": "4"}\n' + "[" * 100_000 + '\n{"step": 40, "lo')  # damage, and what a kill leaves
-    resumed = metrics_in(tmp_path, 20)
+    resumed = metrics_in(tmp_path / "logs", 20)
     resumed.log(30, {"loss": 0.5})
     resumed.close()
-    assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(10, 10.0), (20, 20.0), (30, 0.5)]
-    metrics_in(tmp_path, 0).close()
-    assert lines_of(tmp_path) == []
+    kept = [(line["step"], line["loss"]) for line in lines_of(tmp_path / "logs")]
+    assert kept == [(10, 10.0), (20, 20.0), (30, 0.5)]
+    metrics_in(tmp_path / "logs", 0).close()
+    assert lines_of(tmp_path / "logs") == []
 
 
 def config_of(run: Path, *trackers: str, tracker_dir: Path | None = None) -> TrainConfig:
@@ -77,8 +68,10 @@ OWN = "unit.observability.test_trackers:Service"
 class Service:
     """A tracker of the user's own that gives the run an id."""
 
+    told: TrackedRun
+
     def __init__(self, run: TrackedRun) -> None:
-        self.run = run
+        type(self).told = run
         self.run_id = run.run_id or f"id-of-{run.name}"
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -94,8 +87,8 @@ def test_a_tracker_of_the_users_own_gets_settings_name_and_the_id_that_checkpoin
     without = open_trackers(config_of(tmp_path / "mine", "tensorboard"), 7, first.state_dict() | {"damaged": 3})
     assert without.state_dict() == first.state_dict()  # a start without it forgets nothing
     later = open_trackers(config_of(tmp_path / "moved", OWN), 7, without.state_dict())
-    service: Any = later.sinks[OWN].tracker
-    assert service.run_id == "id-of-mine" and service.run.restored_step == 7 and service.run.config.report.tracker
+    told = load_plugin("tracker", OWN).told  # of the module as users' code is imported
+    assert (told.run_id, told.restored_step, told.name) == ("id-of-mine", 7, "moved") and told.config.report.tracker
     for trackers in (first, without, later):
         trackers.close()
 
@@ -108,22 +101,6 @@ def test_jsonl_is_metrics_jsonl_in_the_trackers_folder(tmp_path: Path) -> None:
     alone = open_trackers(config_of(tmp_path / "run", "jsonl"), 0, {})
     assert list(alone.sinks) == [METRICS_FILE]
     alone.close()
-
-
-def test_tensorboard_gets_every_known_number_and_the_settings(tmp_path: Path) -> None:
-    trackers = open_trackers(config_of(tmp_path, "tensorboard"), 0, {})
-    trackers.log(10, {"loss": 2.5, "mfu": None})
-    trackers.close()
-    events = EventAccumulator(str(tmp_path / "logs"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(10, 2.5)]
-    assert "mfu" not in events.Tags()["scalars"]
-    (text,) = events.Tensors("settings/text_summary")
-    assert b"    report:\n" in text.tensor_proto.string_val[0]
-    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert hparams["seq_length"].number_value == TrainConfig().data.seq_length
-    assert hparams["use_dummy_dataset"].string_value == "false" and hparams["tracker_dir"].string_value == "none"
 
 
 @pytest.mark.parametrize("name", ["no.such:Thing", "wandb", "mlflow"])
@@ -163,7 +140,9 @@ def test_reports_that_find_no_room_wait_up_to_a_number_and_are_written_once_ther
     caplog.set_level(logging.INFO, "pretraining")
     monkeypatch.setattr(report_file, "MOST_WAITING", most)
     run = TrackedRun(config_of(tmp_path), "run", tmp_path / "logs", 0)
-    trackers = Trackers({"": ReportSink("", JsonLines(run)), "tensorboard": ReportSink("", TensorBoard(run))})
+    curves = TensorBoard(run)
+    tensorboard = Sink("tensorboard", lambda report: curves.log(*report), curves.close)
+    trackers = Trackers({METRICS_FILE: LineSink(JsonLines(run)), "tensorboard": tensorboard})
     metrics = tmp_path / "logs" / METRICS_FILE
     trackers.log(1, {"loss": 1.0})
     with no_file_longer_than(metrics.stat().st_size + 10):
@@ -172,8 +151,8 @@ def test_reports_that_find_no_room_wait_up_to_a_number_and_are_written_once_ther
         assert [line["step"] for line in lines_of(tmp_path / "logs")] == [1]  # no half line
     assert len(caplog.messages) == 2 and str(metrics) in caplog.messages[0]  # one of each file
     trackers.log(5, {"loss": 5.0})
-    assert len(caplog.messages) == 4
     trackers.close()
+    assert len(caplog.messages) == (4 if most == 100 else 6)  # at the end, what is lost
     assert [line["step"] for line in lines_of(tmp_path / "logs")] == kept
     assert scalars_of(tmp_path / "logs", "loss") == [(step, float(step)) for step in kept]
 
@@ -185,7 +164,7 @@ def queued(tracker: Any) -> QueuedSink:
 @pytest.mark.parametrize(
     "error", [ConnectionResetError("the service has hung up"), KeyError("a mistake of mine"), SystemExit("it has left")]
 )
-def test_a_tracker_that_fails_ends_nothing_and_is_one_warning(
+def test_a_tracker_that_fails_ends_nothing_and_is_one_warning_and_what_it_lacks(
     error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Service):
@@ -196,12 +175,23 @@ def test_a_tracker_that_fails_ends_nothing_and_is_one_warning(
             raise OSError("still")
 
     run = TrackedRun(config_of(tmp_path), "run", tmp_path, 0)
-    trackers = Trackers({"mine": queued(Failing(run)), METRICS_FILE: ReportSink("", metrics_in(tmp_path, 0))})
+    trackers = Trackers({"mine": queued(Failing(run)), METRICS_FILE: metrics_in(tmp_path, 0)})
     for step in (1, 2):
         trackers.log(step, {})
     trackers.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
     assert [str(error.args[0]) in message for message in caplog.messages] == [True, False]
+    assert "2 reports" in caplog.messages[1]
+
+
+def test_a_report_that_is_no_json_costs_itself_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = metrics_in(tmp_path, 0)
+    for step, value in ((1, object()), (2, 2.0)):
+        metrics.log(step, {"custom/mine": value})
+    metrics.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [2] and len(caplog.messages) == 2
 
 
 class Slow(Service):
@@ -236,20 +226,16 @@ def test_a_slow_tracker_is_waited_for_by_its_thread_alone_and_its_queue_has_an_e
         sink.log(step, {})
     slow.may_answer.set()
     sink.close()
-    assert slow.calls == [0, 4, 5, 6, type(None)] and len(caplog.messages) == 1
+    assert slow.calls == [0, 1, 2, 3, type(None)] and "3 reports" in caplog.text
     assert len(slow.threads) == 1 and threading.get_ident() not in slow.threads
 
 
 def test_a_tracker_learns_how_the_run_ends_and_the_error_is_as_it_was() -> None:
     slow = Slow()
-    sink = queued(slow)
-    with pytest.raises(ValueError) as failed:
-        try:
-            raise ValueError("of the training")
-        finally:
-            sink.close()
-    assert slow.calls == [ValueError]
-    assert len(failed.traceback) == 1
+    with pytest.raises(ValueError) as failed, ExitStack() as run:
+        run.callback(queued(slow).close)
+        raise ValueError("of the training")
+    assert slow.calls == [ValueError] and len(failed.traceback) == 1
 
 
 def test_a_tracker_that_hangs_holds_neither_the_start_nor_the_end(
@@ -301,7 +287,7 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / METRICS_FILE
-    first = metrics_in(tmp_path, 0, clock=lambda: 1e9)
+    first = metrics_in(tmp_path, 0)
     for step in (10, 20, 30, 40):
         first.log(step, {"loss": 2.5, "mfu": None})
     first.close()
@@ -309,44 +295,45 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
         caplog.clear()
-        resumed = metrics_in(tmp_path, 30, clock=lambda: 1e9)
-        resumed.log(40, {"loss": 2.5, "mfu": None})
-        resumed.close()
-        *kept, last = path.read_bytes().splitlines()
-        assert last == content.splitlines()[-1]
+        metrics_in(tmp_path, 30).close()
+        kept = path.read_bytes().splitlines()
         assert len([line for line in kept if line in content.splitlines()]) >= 1
         assert all(json.loads(line)["step"] <= 30 for line in kept)
         assert all(message == f"{path}: 1 damaged line dropped" for message in caplog.messages)
 
 
-def test_a_later_start_hides_the_points_that_it_makes_again(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "tensorboard")
+def test_tensorboard_gets_known_numbers_and_settings_and_a_later_start_hides_what_it_reports_again(
+    tmp_path: Path,
+) -> None:
     for restored_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        trackers = open_trackers(config, restored_step, {})
+        trackers = open_trackers(config_of(tmp_path, "tensorboard"), restored_step, {})
         for step in steps:
-            trackers.log(step, {"loss": float(step + 10 * restored_step)})
+            trackers.log(step, {"loss": float(step + 10 * restored_step), "mfu": None})
         trackers.close()
-    assert len(list((tmp_path / "logs").glob("events.out.tfevents.*"))) == 2
     assert scalars_of(tmp_path / "logs", "loss") == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+    events = EventAccumulator(str(tmp_path / "logs"))
+    events.Reload()
+    assert "mfu" not in events.Tags()["scalars"]
+    assert b"    report:\n" in events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams["seq_length"].number_value == TrainConfig().data.seq_length
+    assert hparams["use_dummy_dataset"].string_value == "false" and hparams["tracker_dir"].string_value == "none"
 
 
 # Settings
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("tracker", "name", "is_read"),
     [
-        (["tracker_project_name=a"], "tracker_project_name"),
-        (["tracker=tensorboard,jsonl", "tracker_run_id=a"], "tracker_run_id"),
-        (["tracker=wandb,my.OWN:Tracker", "tracker_run_id=a"], "tracker_run_id"),
-        (["tracker=none", "tracker_project_name=a", "tracker_run_name=b", "tracker_run_id=c"], None),
-        (["tracker=tensorboard,mlflow", "tracker_project_name=a", "tracker_run_id=c"], None),
+        ("none", "tracker_run_id", True),
+        ("tensorboard,jsonl", "tracker_run_id", False),
+        ("tensorboard,mlflow", "tracker_project_name", True),
+        ("wandb,my.OWN:Tracker", "tracker_run_id", False),
     ],
 )
-def test_names_that_no_tracker_reads_are_refused(flags: list[str], named: str | None) -> None:
-    if named is None:
-        assert load_train_config(["data_path=d", *flags], {}).report.tracker_project_name == "a"
-    else:
-        with pytest.raises(ConfigError) as error:
-            load_train_config(["data_path=d", *flags], {})
-        assert error.value.settings[0] == named
+def test_names_that_no_tracker_reads_are_refused(tracker: str, name: str, is_read: bool) -> None:
+    with nullcontext() if is_read else pytest.raises(ConfigError) as error:
+        load_train_config(["data_path=d", f"tracker={tracker}", f"{name}=a"], {})
+    assert error is None or error.value.settings[0] == name

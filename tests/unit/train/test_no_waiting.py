@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from unit.train.test_step import CPU, context_for_step, micro_batches, sequences
 
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
-from pretraining.observability.custom_metrics import NO_METRICS, MetricsHook, Outputs, custom_metrics
+from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, MetricsHook, Outputs
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.step import StepContext, train_step
 
@@ -67,7 +67,7 @@ def with_metrics(context: StepContext) -> StepContext:
         return {"loss": (outputs.loss_sum, outputs.valid_tokens), "norm": (outputs.hidden_states.norm(), 1)}
 
     hook = MetricsHook(measure, needs_hidden_states=True)
-    return replace(context, metrics=custom_metrics(hook, context.model.module, CPU))
+    return replace(context, metrics=CustomMetrics(hook, context.model.module, CPU))
 
 
 FORMS = {"rows": lambda batch: batch, "documents": documents}

@@ -15,7 +15,7 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.replicated import ReplicatedModel
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
-from pretraining.observability.custom_metrics import MetricsHook, Outputs, custom_metrics
+from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook, Outputs
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.horizon import Horizon
 from pretraining.optim.registry import build_optimizer
@@ -90,7 +90,7 @@ def test_how_a_batch_is_cut_does_not_change_metrics_of_the_users_own() -> None:
     found = []
     for size in (6, 2, 4):
         context = context_for_step()
-        metrics = custom_metrics(MetricsHook(measure, needs_hidden_states=True), context.model.module, CPU)
+        metrics = CustomMetrics(MetricsHook(measure, needs_hidden_states=True), context.model.module, CPU)
         outcome = train_step(replace(context, metrics=metrics), micro_batches(sequences(6), size), 0)
         found.append(torch.stack(list(outcome.custom.values())))
         assert list(outcome.custom) == ["loss", "norm"] and outcome.custom["norm"][1] == 6 * 8

@@ -1,0 +1,315 @@
+"""Weights & Biases and MLflow: stand-ins for both, then the real packages, where they are installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import ROOT, run_command
+from training_runs import TINY
+
+from pretraining.config.training import CheckpointConfig, ReportConfig, TrainConfig
+from pretraining.errors import ConfigError
+from pretraining.observability import mlflow_tracker
+from pretraining.observability.trackers import Trackers, open_trackers
+
+
+@dataclass
+class FakeWandb(ModuleType):
+    """What `import wandb` finds: it keeps what it is told.
+
+    Attributes:
+        fails: given the arguments of `init`, raises or returns.
+    """
+
+    fails: Callable[[dict[str, Any]], None] = lambda arguments: None
+    inits: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    axes: list[tuple[str, str | None]] = field(default_factory=list)
+    exit_codes: list[int] = field(default_factory=list)
+    teardowns: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.errors = SimpleNamespace(UsageError=KeyError)
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **arguments: Any) -> FakeWandb:
+        self.fails(arguments)
+        self.inits.append(arguments)
+        return self
+
+    def teardown(self) -> None:
+        self.teardowns += 1
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+
+class FakeError(Exception):
+    """As MLflow raises it."""
+
+    def __init__(self, text: str, error_code: str = "TEMPORARILY_UNAVAILABLE") -> None:
+        super().__init__(text)
+        self.error_code = error_code
+
+
+@dataclass
+class FakeStore:
+    """A store of MLflow, and the client for it.
+
+    Attributes:
+        away: how often it does not answer from now on.
+        runs: status by id.
+    """
+
+    away: int = 0
+    uris: list[str] = field(default_factory=list)
+    experiments: list[tuple[str, str | None]] = field(default_factory=list)
+    runs: dict[str, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    parameters: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, tracking_uri: str) -> FakeStore:
+        if tracking_uri == "file:///runs":
+            raise FakeError("the file store is in maintenance mode")
+        self.uris.append(tracking_uri)
+        return self
+
+    def check(self) -> None:
+        if self.away:
+            self.away -= 1
+            raise FakeError("no route to host\nand where it was tried")
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        self.check()
+        known = [number for number, (other, _) in enumerate(self.experiments) if other == name]
+        return SimpleNamespace(experiment_id=known[0]) if known else None
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> int:
+        self.experiments.append((name, artifact_location))
+        return len(self.experiments) - 1
+
+    def create_run(self, experiment_id: int, run_name: str) -> Any:
+        self.names.append(run_name)
+        self.runs[run_id := f"run-{len(self.runs)}"] = "RUNNING"
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.check()
+        if run_id not in self.runs:
+            raise FakeError("there is none", "RESOURCE_DOES_NOT_EXIST")
+        self.runs[run_id] = status
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        self.check()
+        assert run_id in self.runs and len(params) <= 100
+        self.parameters.update({each.name: each.value for each in params})
+        if metrics:
+            self.metrics.append((metrics[0].step, {each.name: each.value for each in metrics}))
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.check()
+        self.runs[run_id] = status
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    store = FakeStore()
+    module: Any = ModuleType("mlflow")
+    module.__spec__ = ModuleSpec("mlflow", None)
+    module.MlflowClient = store
+    module.exceptions = SimpleNamespace(MlflowException=FakeError)
+    module.entities = SimpleNamespace(
+        Metric=lambda name, value, time, step: SimpleNamespace(name=name, value=value, step=step),
+        Param=lambda name, value: SimpleNamespace(name=name, value=value),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in mlflow_tracker.VARIABLES:
+        monkeypatch.setenv(name, "as the test says")
+    return store
+
+
+def opened(
+    service: str, run: Path, restored_step: int = 0, ids: Mapping[str, str] | None = None, **names: str
+) -> Trackers:
+    report = ReportConfig(tracker=(service,), **{f"tracker_{name}": value for name, value in names.items()})  # type: ignore[arg-type]
+    config = TrainConfig(checkpoint=CheckpointConfig(ckpt_save_path=str(run)), report=report)
+    return open_trackers(config, restored_step, ids or {})
+
+
+def start_twice_and_report(service: str, run: Path) -> None:
+    """Starts a run and resumes it from step 2; the ids go from one start to the next."""
+    ids: dict[str, Any] = {}
+    for step in (0, 2):
+        trackers = opened(service, run, step, ids)
+        for later in (1, 2):
+            trackers.log(step + later, {"loss": 2.0, "mfu": None})
+        trackers.close()
+        ids = trackers.state_dict()
+
+
+def test_all_starts_of_a_run_are_one_run_of_wandb_and_steps_are_values_there(tmp_path: Path, wandb: FakeWandb) -> None:
+    start_twice_and_report("wandb", tmp_path / "mine")
+    first, second = wandb.inits
+    assert first["id"] == second["id"] and len(first["id"]) == 16 and first["resume"] == "allow"
+    assert (first["project"], first["name"], first["dir"]) == ("pretraining", "mine", f"{tmp_path}/mine/logs")
+    assert first["config"]["seq_length"] == TrainConfig().data.seq_length and first["allow_val_change"]
+    assert wandb.axes == [("step", None), ("*", "step")] * 2
+    assert wandb.rows == [{"step": step, "loss": 2.0} for step in (1, 2, 3, 4)] and wandb.exit_codes == [0, 0]
+    opened("wandb", tmp_path, 0, {"wandb": "other"}, project_name="llamas", run_name="first", run_id="abc").close()
+    named = wandb.inits[-1]
+    assert (named["project"], named["name"], named["id"]) == ("llamas", "first", "abc")
+
+
+def test_all_starts_of_a_run_are_one_run_of_mlflow_in_a_file_of_its_folder(tmp_path: Path, store: FakeStore) -> None:
+    start_twice_and_report("mlflow", tmp_path / "mine")
+    assert store.uris == [f"sqlite:///{tmp_path}/mine/logs/mlflow.db"] * 2
+    assert store.experiments == [("pretraining", (tmp_path / "mine" / "logs" / "mlflow_artifacts").as_uri())]
+    assert (store.runs, store.names) == ({"run-0": "FINISHED"}, ["mine"])
+    assert store.metrics == [(step, {"loss": 2.0}) for step in (1, 2, 3, 4)]
+    assert store.parameters["seq_length"] == str(TrainConfig().data.seq_length)
+
+
+def test_a_server_of_mlflow_is_found_by_its_own_variable_and_keeps_artifacts_itself(
+    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+    opened("mlflow", tmp_path, project_name="llamas").close()
+    assert store.uris == ["http://server"] and store.experiments == [("llamas", None)]
+
+
+def test_an_error_of_the_training_fails_the_run_and_one_that_mlflow_does_not_know_begins_again(
+    tmp_path: Path, store: FakeStore, wandb: FakeWandb
+) -> None:
+    services = [opened("wandb", tmp_path), opened("mlflow", tmp_path, run_id="gone")]
+    for trackers in services:
+        with pytest.raises(ValueError):
+            try:
+                raise ValueError("of the training")
+            finally:
+                trackers.close()
+    assert wandb.exit_codes == [1] and store.runs == {"run-0": "FAILED"}
+
+
+@pytest.mark.parametrize("works_offline", [True, False])
+def test_a_wandb_server_that_is_away_is_one_warning_and_the_run_is_kept_offline_or_goes_on_without_it(
+    works_offline: bool, tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
+) -> None:
+    def is_away(arguments: dict[str, Any]) -> None:
+        if "mode" not in arguments or not works_offline:
+            raise TimeoutError("no answer\nfor a long time")
+
+    wandb.fails = is_away
+    trackers = opened("wandb", tmp_path)
+    trackers.log(1, {"loss": 2.0})
+    trackers.close()
+    (message,) = caplog.messages
+    assert "\n" not in message and bool(wandb.rows) is works_offline
+    if works_offline:
+        assert wandb.inits[0]["mode"] == "offline" and wandb.teardowns == 1
+
+
+def test_reports_wait_while_the_store_of_mlflow_is_away(tmp_path: Path, store: FakeStore) -> None:
+    store.away = 3  # at the start and at two reports
+    trackers = opened("mlflow", tmp_path)
+    assert trackers.state_dict() == {}
+    for step in (1, 2, 3):
+        trackers.log(step, {"loss": float(step)})
+    trackers.close()
+    assert [step for step, _ in store.metrics] == [1, 2, 3] and store.runs == {"run-0": "FINISHED"}
+
+
+@pytest.mark.parametrize("service", ["wandb", "mlflow"])
+def test_a_name_or_a_place_that_a_service_refuses_is_an_error_at_the_start(
+    service: str, tmp_path: Path, wandb: FakeWandb, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(arguments: dict[str, Any]) -> None:
+        raise KeyError("no slash in a name")
+
+    wandb.fails = refuse
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "file:///runs")
+    with pytest.raises(ConfigError) as error:
+        opened(service, tmp_path)
+    assert error.value.settings == ("tracker",)
+
+
+# The real ones, which read their environment once a process
+
+
+def train(service: str, run: Path, *flags: str, **environment: str) -> str:
+    """Trains with the real package, in a process of its own; returns what it says on stderr."""
+    pytest.importorskip(service, reason=f"needs the extra {service}")
+    common = [*(flag for flag in TINY if not flag.startswith("tracker")), "use_dummy_dataset=true"]
+    command = [sys.executable, str(ROOT / "main_training.py"), *common, f"tracker={service},tensorboard", *flags]
+    return run_command([*command, f"ckpt_save_path={run}"], environment).stderr
+
+
+@pytest.mark.slow
+def test_mlflow_itself_keeps_a_run_over_two_starts(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    for stop in ("run_steps=3", "run_steps=1"):
+        said = train("mlflow", run, "num_steps=4", "tracker_project_name=llamas", stop)
+        assert "cannot be written" not in said
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run}/logs/mlflow.db")
+    experiment = client.get_experiment_by_name("llamas")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
+    assert found.data.params["num_hidden_layers"] == "3"
+    for name in ("loss", "param_norm", "learning_rate_group_1"):
+        assert [point.step for point in client.get_metric_history(found.info.run_id, name)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_wandb_itself_keeps_a_run_over_two_starts_offline(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    for stop in ("run_steps=3", "run_steps=1"):
+        said = train("wandb", run, "num_steps=4", "tracker_project_name=llamas", stop, WANDB_MODE="offline")
+        assert "--tracker=wandb" not in said
+    folders = (run / "logs" / "wandb").glob("offline-run-*")
+    names = sorted(folder.name.rpartition("-")[2] for folder in folders)  # the id of the run
+    assert len(names) == 2 and names[0] == names[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("service", "environment", "said"),
+    [
+        ("wandb", {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}, "`wandb sync`"),
+        ("wandb", {"WANDB_API_KEY": ""}, "`wandb sync`"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}, "lacks 2 reports"),
+    ],
+    ids=["wandb's server away", "nobody logged in", "mlflow's server away"],
+)
+def test_training_goes_on_where_a_service_itself_is_away(
+    service: str, environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    assert train(service, tmp_path / "run", "num_steps=2", **home, **environment).count(said) == 1
+    assert service == "mlflow" or list((tmp_path / "run" / "logs" / "wandb").glob("offline-run-*/run-*.wandb"))
