@@ -11,6 +11,7 @@ device or for other processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,16 +163,14 @@ class CustomMetrics:
                 return each.double()
             return torch.full((), each, dtype=torch.float64, device=self._device)
 
-        try:
+        with suppress(TypeError, ValueError, RuntimeError):  # no pair, no number, or on several devices
             pair = torch.stack([scalar(each) for each in value])
-        except (TypeError, ValueError, RuntimeError):  # no pair, no number, or on several devices
-            pair = None
-        if pair is None or pair.shape != (2,) or pair.device != self._device:
-            raise ConfigError(
-                f"extra_metrics: {name} is {value!r:.200}; give (sum, count), two scalar tensors on {self._device}, "
-                "such as (values.sum(), outputs.valid_tokens)"
-            )
-        return pair
+            if pair.shape == (2,) and pair.device == self._device:
+                return pair
+        raise ConfigError(
+            f"extra_metrics: {name} is {value!r:.200}; give (sum, count), two scalar tensors on {self._device}, "
+            "such as (values.sum(), outputs.valid_tokens)"
+        )
 
 
 NO_METRICS = CustomMetrics()

@@ -122,8 +122,6 @@ def test_a_set_gets_what_a_batch_of_its_rows_alone_would_give() -> None:
     [
         None,
         {3: (1, 1)},
-        {"": (1, 1)},
-        {"mine": 3.0},
         {"mine": (1.0, 2, 3)},
         {"mine": ("one", 1)},
         {"mine": (torch.ones(2), 1)},
