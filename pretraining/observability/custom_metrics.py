@@ -130,7 +130,7 @@ class CustomMetrics:
         if self._is_known:
             try:
                 measured = self._measure(hook, outputs, inputs)
-                self._check_names(measured)
+                self._check_names(measured, "now")
             except ConfigError as error:
                 error.rank = dist.get_rank()  # others do not know of it
                 raise
@@ -138,16 +138,16 @@ class CustomMetrics:
             measured = on_every_rank(lambda: self._measure(hook, outputs, inputs))
             everyone = gather_from_every_rank(lambda: tuple(measured))
             self.names, self._is_known = everyone[0], True
-            for names in everyone:
-                self._check_names(names)
+            for rank, names in enumerate(everyone):
+                self._check_names(names, f"on rank {rank}")
         for name, pair in measured.items():
             sums[name] = sums[name] + pair if name in sums else pair
 
-    def _check_names(self, names: Iterable[str]) -> None:
+    def _check_names(self, names: Iterable[str], where: str) -> None:
         if tuple(names) != self.names:
             raise ConfigError(
-                f"extra_metrics returned the names {list(self.names)} first, and {list(names)} later or on another "
-                "rank: return the same names each time, with a count of 0 if there is nothing to count"
+                f"extra_metrics returned {', '.join(self.names)} on rank 0 first and {', '.join(names)} {where}: "
+                "return the same names each time, with a count of 0 if there is nothing to count"
             )
 
     def _measure(self, hook: MetricsHook, outputs: Outputs, inputs: ModelInputs) -> Sums:

@@ -62,7 +62,7 @@ def test_metrics_are_those_of_one_process_whatever_the_layout_and_every_rank_has
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        ("other names", "ConfigError: extra_metrics returned of_0 on rank 0 and of_1 on rank 1"),
+        ("other names", "ConfigError: extra_metrics returned of_0 on rank 0 first and of_1 on rank 1"),
         ("failing", "PretrainError: rank 1 failed: KeyError: 'a mistake of mine'"),
     ],
 )
