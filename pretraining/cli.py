@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
@@ -36,7 +37,7 @@ from pretraining.config.commands import (
 )
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
-from pretraining.errors import ConfigError, LaunchError, LostPeerError, Preempted, PretrainError
+from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
 from pretraining.launch.layout import ProcessLayout, resolve_layout
@@ -208,7 +209,7 @@ def _run(arguments: Sequence[str]) -> None:
     elif name not in COMMANDS:
         lines = "\n".join(f"  pretrain {command:10} {row.purpose}" for command, row in COMMANDS.items())
         text = f"Commands:\n{lines}\n`pretrain COMMAND --help` explains every flag, --help=FLAG one."
-        if not helps and arguments:
+        if arguments and not name.startswith("-"):
             raise ConfigError(f"unknown command {name!r}. {text}")
         print(text)
     elif helps:
@@ -218,6 +219,10 @@ def _run(arguments: Sequence[str]) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
         _check_words(arguments[1:])
+        try:
+            Path.cwd()  # libraries abort without one
+        except OSError as error:
+            raise PathError(f"the working folder is gone ({error.strerror}): change to one that is there") from None
         import fire  # here: `--help` does without, and answers at once
 
         fire.Fire(_taking_text(COMMANDS[name].run), command=arguments[1:], name=f"pretrain {name}")
@@ -228,10 +233,10 @@ def _end_without_output(error: OSError) -> NoReturn:
 
     Any other error of the system that names no path is raised again.
     """
-    if error.errno not in (errno.EPIPE, errno.ENOSPC):
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO):
         raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to complain about at the exit
-    if error.errno == errno.ENOSPC:
+    if error.errno != errno.EPIPE:
         print(f"error: output cannot be written: {error.strerror}", file=sys.stderr)
     sys.exit(FAILED)
 

@@ -284,3 +284,16 @@ def test_a_run_whose_time_is_over_leaves_its_launcher_a_note(
     with pytest.raises(SystemExit) as ended:
         main(["train"])
     assert ended.value.code == 75 and (tmp_path / "note").exists() is is_out_of_time
+
+
+def test_help_of_no_command_and_a_start_in_a_folder_that_is_gone_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for words in (["foo", "--help"], ["plan"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 1 and capsys.readouterr().err.startswith("error: ")

@@ -95,6 +95,7 @@ def test_every_setting_of_a_training_run_is_explained_and_every_default_within_i
 
 DECLARATIONS = """
 from dataclasses import dataclass
+from typing import Literal
 
 from pretraining.config.fields import PositiveInt, setting
 from pretraining.config.training import BatchConfig, ParallelConfig
