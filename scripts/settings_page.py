@@ -35,10 +35,12 @@ def _settings_tables() -> Iterator[str]:
     yield "## Settings"
     for section, subject, members in sections_for_readers(TrainConfig):
         yield f"\n### {section}\n\n{subject}\n"
-        yield "| setting | default | values | meaning |\n|---|---|---|---|"
+        yield "| setting | values [default] | meaning |\n|---|---|---|"
         for setting in members:
             meaning = setting.help.replace("<", "&lt;")  # a placeholder, which Markdown would take for an element
-            cells = (f"`{setting.name}`", f"`{describe_default(setting)}`", describe_type(setting), meaning)
+            values = describe_type(setting)
+            values = values.removesuffix(", or none") if setting.default is None else values  # the default tells it
+            cells = (f"`{setting.name}`", f"{values} [`{describe_default(setting)}`]", meaning)
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -53,8 +55,8 @@ def _variants_table() -> Iterator[str]:
         yield f"| {name} | {' | '.join(_dimensions(shape))} |"
     yield (
         "\nThe context is what a variant was made for; `seq_length` may be longer or shorter. "
-        "Both llama3.2_1b and llama3.2_3b share the embedding with the head and stretch rotary frequencies by the "
-        "llama3 rule. The variant medium is 125m, large is 350m."
+        "The variants llama3.2_1b and llama3.2_3b share the embedding with the head, and scale rotary frequencies by "
+        "the llama3 rule."
     )
 
 
