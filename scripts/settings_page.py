@@ -15,13 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pretraining.config.assignments import ALIASES, RECIPE_NAMES  # noqa: E402  # the checkout's own package
-from pretraining.config.fields import settings_of  # noqa: E402
+from pretraining.config.fields import Setting, settings_of  # noqa: E402
 from pretraining.config.help import describe_default, sections_for_readers  # noqa: E402
 from pretraining.config.training import TrainConfig  # noqa: E402
 from pretraining.config.values import describe_type  # noqa: E402
 from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count  # noqa: E402
 
 PAGE = ROOT / "docs" / "configurations.md"
+SHORT = {"whole number": "integer", "true or false": "boolean", ", at least": " ≥", ", at most": " ≤", ", below": " <"}
+SHORT |= {" or tokens": ", tokens", " or epochs": ", epochs", " or seconds": ", seconds", " or percent": ", percent"}
 MARK = "<!-- From here on made by `python scripts/settings_page.py`. -->\n"
 
 
@@ -38,10 +40,16 @@ def _settings_tables() -> Iterator[str]:
         yield "| setting | values [default] | meaning |\n|---|---|---|"
         for setting in members:
             meaning = setting.help.replace("<", "&lt;")  # a placeholder, which Markdown would take for an element
-            values = describe_type(setting)
-            values = values.removesuffix(", or none") if setting.default is None else values  # the default tells it
-            cells = (f"`{setting.name}`", f"{values} [`{describe_default(setting)}`]", meaning)
+            cells = (f"`{setting.name}`", f"{_values(setting)} [`{describe_default(setting)}`]", meaning)
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _values(setting: Setting) -> str:
+    """Return what may be given, without none where the default tells it."""
+    text = describe_type(setting)
+    for words, short in SHORT.items():
+        text = text.replace(words, short)
+    return text.removesuffix(", or none") if setting.default is None else text
 
 
 def _variants_table() -> Iterator[str]:
@@ -51,8 +59,9 @@ def _variants_table() -> Iterator[str]:
         "| variant | hidden | heads/kv | layers | feed-forward | context | rope theta | vocabulary | parameters |\n"
         "|---|---|---|---|---|---|---|---|---|"
     )
-    for name, shape in VARIANTS.items():
-        yield f"| {name} | {' | '.join(_dimensions(shape))} |"
+    for shape in dict.fromkeys(VARIANTS.values()):
+        names = [name for name, other in VARIANTS.items() if other == shape]
+        yield f"| {', '.join(names)} | {' | '.join(_dimensions(shape))} |"
     yield (
         "\nThe context is what a variant was made for; `seq_length` may be longer or shorter. "
         "The variants llama3.2_1b and llama3.2_3b share the embedding with the head, and scale rotary frequencies by "
