@@ -22,8 +22,11 @@ from pretraining.config.values import describe_type  # noqa: E402
 from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count  # noqa: E402
 
 PAGE = ROOT / "docs" / "configurations.md"
-SHORT = {"whole number": "integer", "true or false": "boolean", ", at least": " ≥", ", at most": " ≤", ", below": " <"}
-SHORT |= {" or tokens": ", tokens", " or epochs": ", epochs", " or seconds": ", seconds", " or percent": ", percent"}
+SHORT = {
+    **{"whole number": "integer", "true or false": "boolean", ", at least": " ≥", ", at most": ", ≤", ", below": ", <"},
+    **{f" or {unit}": f", {unit}" for unit in ("tokens", "epochs", "seconds", "percent")},
+}
+"""What the table of values writes in place of the words of `--help`."""
 MARK = "<!-- From here on made by `python scripts/settings_page.py`. -->\n"
 
 
@@ -47,6 +50,8 @@ def _settings_tables() -> Iterator[str]:
 def _values(setting: Setting) -> str:
     """Return what may be given, without none where the default tells it."""
     text = describe_type(setting)
+    if setting.choices and all(choice in setting.help for choice in setting.choices):
+        text = "see meaning"
     for words, short in SHORT.items():
         text = text.replace(words, short)
     return text.removesuffix(", or none") if setting.default is None else text

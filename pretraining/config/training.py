@@ -62,8 +62,7 @@ class ModelConfig:
     )
     vocab_size: Annotated[int, Ge(2)] | None = setting(
         None,
-        "rows of the embedding; none = of the weights, of tokenizer_path rounded up to a multiple of 128, or of the "
-        "variant",
+        "rows of the embedding; none = of the weights, of tokenizer_path (a multiple of 128), or of the variant",
     )
     max_position_embeddings: PositiveInt | None = setting(
         None,
@@ -128,8 +127,7 @@ class DataConfig:
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto",
-        "format of the token files: auto (by suffix), arrow, npy, bin, or user-defined as package.module:Class "
-        "(docs/extending.md)",
+        "auto (by suffix), arrow, npy, bin, or package.module:Class (docs/extending.md)",
         silent_change=True,
     )
     token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
@@ -143,7 +141,7 @@ class DataConfig:
     held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(0.0, "fraction of the documents kept for evaluation")
     index_path: str | None = setting(
         None,
-        "folder for document indices; none = each dataset's, or the user's cache folder if that is read-only",
+        "folder for document indices; none = each dataset's, or the user's cache folder if read-only",
         silent_change=True,
         per_node=True,
     )
@@ -194,19 +192,19 @@ class RunConfig:
     )
     max_starts_without_progress: NonNegativeInt = setting(
         5,
-        "refuse to start after this many starts in a row that crashed before a new checkpoint, or ran out of time "
-        "before their first step; 0 = never",
+        "refuse to start after this many starts in a row that crashed before a new checkpoint or ended before their "
+        "first step; 0 = never",
     )
     seed: NonNegativeInt = setting(2023, "of the initial weights and of the order of the data")
     gc_interval: NonNegativeInt = setting(
         50,
-        "steps between collections of Python's garbage, at the same steps in all processes; 0 = when Python wants",
+        "steps between collections of Python's garbage, at once in all processes; 0 = Python decides",
         silent_change=True,
     )
     cpu_threads: PositiveInt | None = setting(
         None,
-        "CPU threads per process; the last bits of sums depend on it. none = OMP_NUM_THREADS, the checkpoint's, or "
-        "the cores of the process",
+        "CPU threads per process; change the last bits of sums. none = OMP_NUM_THREADS, the checkpoint's, or the "
+        "process's cores",
         per_node=True,
     )
     deterministic: bool = setting(False, "only kernels that give the same bits each time (slower on CUDA)")
@@ -248,12 +246,12 @@ class ParallelConfig:
     )
     float8: Float8Scaling | None = setting(
         None,
-        "multiply the matrices of the blocks in float8, scaled by tensor (tensorwise) or by row (rowwise: finer). "
-        "Needs torchao and compute capability 8.9; none = in mp_dtype",
+        "multiply the matrices of the blocks in float8, with a scale per tensor (tensorwise) or row (rowwise). Needs "
+        "torchao and compute capability 8.9; none = in mp_dtype",
     )
     low_cpu_fsdp: bool = setting(
         True,
-        "fill the model shard by shard; false = make it whole on every GPU first, with the same weights",
+        "fill the model shard by shard; false = make it whole on every GPU first",
     )
     fsdp_activation_checkpointing: bool = setting(
         False,
@@ -262,8 +260,8 @@ class ParallelConfig:
     )
     selective_checkpointing: str = setting(
         ALL_BLOCKS,
-        "the blocks for fsdp_activation_checkpointing. 1: all; k: every k-th; a fraction (1/3, 0.25): that share; op: "
-        "all, but keep results of matrix products and attention",
+        "blocks of fsdp_activation_checkpointing. 1: all; k: every k-th; a fraction (1/3, 0.25): that share; op: all, "
+        "but keep results of matrix products and attention",
         silent_change=True,
     )
     use_torch_compile: bool = setting(
@@ -280,7 +278,7 @@ class OptimizerConfig:
     optimizer: Annotated[str, OneOfOr(tuple(OPTIMIZERS))] = setting(
         "adamw",
         "adamw, adam, nadam, rmsprop, sgd, sgdm (with momentum), normalized_sgdm, muon (hidden matrices; AdamW for "
-        "the rest), or user-defined as package.module:Class (docs/extending.md)",
+        "the rest), or package.module:Class (docs/extending.md)",
     )
     optimizer_options: tuple[str, ...] = setting((), "arguments of a user-defined optimizer: key=value")
     learning_rate: NonNegativeFloat | None = setting(
@@ -289,8 +287,8 @@ class OptimizerConfig:
     )
     weight_decay: NonNegativeFloat | None = setting(
         None,
-        "not of norms and embeddings. Decoupled in adamw, nadam, muon and normalized_sgdm, else added to the "
-        "gradient; none = 0.1 for adamw, nadam and muon, else 0",
+        "not of norms and embeddings; decoupled in adamw, nadam, muon and normalized_sgdm; none = 0.1 for adamw, "
+        "nadam and muon, else 0",
     )
     adam_beta1: DecayFactor = setting(0.9, "of adamw, adam, nadam, muon: decay of the first moment")
     adam_beta2: DecayFactor = setting(0.95, "of adamw, adam, nadam, muon: decay of the second moment")
@@ -356,13 +354,13 @@ class ScheduleConfig:
     schedule: Annotated[str, OneOfOr(tuple(SCHEDULES))] = setting(
         "cosine",
         "after a linear warm-up: cosine, linear or polynomial down to min_lr_ratio of the peak; constant; wsd or "
-        "trapezoid (the peak, then a decay). Or piecewise_linear: schedule_points without warm-up. Or user-defined as "
+        "trapezoid (the peak, then a decay). Or piecewise_linear (schedule_points, no warm-up), or "
         "package.module:function (docs/extending.md)",
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
         "initial",
-        "annealing: from the peak straight to zero over the run, in place of the other settings here",
+        "annealing: from the peak straight to zero over the run, instead of the schedule",
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     stable_steps: PartOfRun | None = setting(None, "of wsd and trapezoid: length at the peak; the decay takes the rest")
@@ -400,30 +398,29 @@ class CheckpointConfig:
 
     ckpt_save_path: str | None = setting(
         "runs/default",
-        "the run's folder; a run found there is resumed. With {timestamp}, the time of the first start, the same "
-        "settings resume the newest unfinished run, others begin a new one. With none, the default of "
-        "use_dummy_dataset, nothing is saved",
+        "the run's folder; a run found there is resumed. {timestamp} is the time of the first start: the same "
+        "settings then resume the newest unfinished run. none (with use_dummy_dataset the default) = save nothing",
     )
     ckpt_load_path: str | None = setting(
         None,
-        "run, checkpoint, or Hugging Face Llama (folder or name on the Hub) to start from if ckpt_save_path holds no "
+        "run, checkpoint, or Hugging Face Llama (folder or name on the Hub) to start from if ckpt_save_path has no "
         "checkpoint",
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
         "auto",
-        "auto: the newest checkpoint in ckpt_save_path, else ckpt_load_path, else initial weights; resume: the same, "
+        "auto: the newest checkpoint in ckpt_save_path, else ckpt_load_path, else initial weights; resume: auto, but "
         "refused without a checkpoint; scratch: initial weights, refused if ckpt_save_path holds another run",
         silent_change=True,
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "an older checkpoint of the run in ckpt_save_path, by path, name or step, to return to once; newer ones move "
-        "to checkpoints/set_aside_<time>/. One of elsewhere: the same as ckpt_load_path",
+        "path, name or step of an older checkpoint of the run to return to once; newer ones move to "
+        "checkpoints/set_aside_<time>/. One of elsewhere: the same as ckpt_load_path",
         silent_change=True,
     )
     weights_only: bool = setting(
         False,
-        "take only the weights from ckpt_load_path and begin a new run; always so from a Hugging Face folder",
+        "take only the weights from ckpt_load_path and begin a new run; with a Hugging Face folder always",
     )
     ckpt_format: Literal["sharded", "full"] = setting(
         "sharded",
@@ -465,7 +462,7 @@ class EvaluationConfig:
 
     eval_datasets: tuple[str, ...] = setting(
         (),
-        "folders with token files, or such files: each an evaluation set beside the held-out documents",
+        "folders with token files, or such files: each an evaluation set besides the held-out documents",
     )
     eval_interval: Duration = setting(
         Duration(1000, "steps"),
@@ -473,8 +470,8 @@ class EvaluationConfig:
     )
     eval_batches: PositiveInt = setting(
         16,
-        "global batches per evaluation, always the same: of the held-out documents, and of each of eval_datasets at "
-        "most as many as it fills",
+        "global batches per evaluation, always the same: of the held-out documents, and at most of each of "
+        "eval_datasets",
     )
     extra_scores: tuple[str, ...] = setting(
         (),
@@ -483,7 +480,7 @@ class EvaluationConfig:
     )
     best_by: str | None = setting(
         None,
-        "the evaluation set that chooses the best checkpoint; none = the mean over the tokens of all sets",
+        "the evaluation set that chooses the best checkpoint; none = the mean over all tokens",
     )
     early_stopping_evaluations: NonNegativeInt = setting(
         0,
@@ -502,7 +499,7 @@ class EvaluationConfig:
     )
     sample_at_evaluations: bool = setting(
         False,
-        "a sample after each evaluation, too; each token costs a forward pass of the model",
+        "a sample after each evaluation, too",
         silent_change=True,
     )
 
@@ -514,8 +511,8 @@ class ReportConfig:
     report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
         ("tensorboard",),
-        "trackers besides the terminal and logs/metrics.jsonl: tensorboard, wandb, mlflow, jsonl (in tracker_dir), or "
-        "user-defined as package.module:Class (docs/extending.md); none = no others",
+        "trackers besides logs/metrics.jsonl: tensorboard, wandb, mlflow, jsonl (in tracker_dir), or "
+        "package.module:Class (docs/extending.md)",
     )
     tracker_dir: str | None = setting(None, "folder of the tracker's files; none = <ckpt_save_path>/logs")
     tracker_project_name: str | None = setting(None, "project of wandb, experiment of mlflow; none = pretraining")
@@ -532,12 +529,12 @@ class GuardConfig:
 
     max_skipped_steps: NonNegativeInt = setting(
         20,
-        "skipped updates in a row after which the run stops, or rolls back if max_rollbacks allows; 0 = never",
+        "skipped updates in a row before the run stops or rolls back (max_rollbacks); 0 = never",
     )
     spike_threshold: Annotated[float, Ge(1)] | None = setting(
         None,
-        "skip an update if its loss is more than this many standard deviations above the mean of the last ones; 6 is "
-        "common; none = only if loss or gradient is not finite",
+        "skip an update if its loss is this many standard deviations above the mean of the last ones; 6 is common; "
+        "none = only if loss or gradient is not finite",
     )
     spike_window: Annotated[int, Ge(4)] = setting(
         128, "losses that spike_threshold compares with; it begins with half of them"
@@ -545,11 +542,11 @@ class GuardConfig:
     max_rollbacks: NonNegativeInt = setting(
         0,
         "after max_skipped_steps, return to the newest checkpoint before them without their samples, at most this "
-        "many times without progress; 0 = stop the run",
+        "many times without progress; 0 = stop",
     )
     replica_check_interval: Duration = setting(
         Duration(0, "steps"),
-        "how often to compare the weights of replicas, and stop the run if they differ; 0 = never",
+        "how often to compare the weights of replicas, and stop if they differ; 0 = never",
     )
     straggler_factor: Annotated[float, Ge(1.05)] | None = setting(
         1.5,
@@ -557,7 +554,7 @@ class GuardConfig:
     )
     hang_timeout: Time = setting(
         Duration(600, "seconds"),
-        "stop the job, with exit code 124 and all stacks, after this long without progress; 0s = never",
+        "stop the job, with exit code 124 and stacks, after this long without progress; 0s = never",
     )
     first_step_timeout: Time = setting(
         Duration(1800, "seconds"),
@@ -591,15 +588,14 @@ class ProfilerConfig:
     )
     profile_steps: tuple[str, ...] = setting(
         (),
-        "steps to profile, from 1: A-B, both included; empty = the fourth to sixth of each start, unless "
-        "profile_interval is given",
+        "steps to profile, from 1: A-B, both included; empty = steps 4 to 6 of each start, unless profile_interval is "
+        "given",
     )
     profile_interval: Duration = setting(Duration(0, "steps"), "how often to profile three steps; 0 = never")
     profiler_rank0_only: bool = setting(True, "trace the first process only; false = all, a file each")
     memory_snapshot: bool = setting(
         False,
-        "on CUDA, record the line of each allocation, with each profile and when memory runs out, for "
-        "pytorch.org/memory_viz",
+        "on CUDA, record the line of each allocation, with each profile and when memory runs out",
     )
 
     @property
