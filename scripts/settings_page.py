@@ -89,9 +89,9 @@ def _dimensions(shape: LlamaShape) -> Iterator[str]:
 def _aliases_table() -> Iterator[str]:
     """Tabulate names and values that are understood besides the canonical ones."""
     yield "\n## Other names\n\n| written | means |\n|---|---|"
-    yield f"| `{RECIPE_NAMES[1]}` | the same as {RECIPE_NAMES[0]} |"
+    yield f"| `{RECIPE_NAMES[1]}` | {RECIPE_NAMES[0]} |"
     for name, alias in ALIASES.items():
-        yield f"| `{name}` | {alias.help} |"
+        yield f"| `{name}` | {alias.help.removeprefix('the same as ')} |"
     for name, setting in settings_of(TrainConfig).items():
         for word, meaning in setting.aliases.items():
             yield f"| `{name}={word}` | `{name}={meaning}` |"
