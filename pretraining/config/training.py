@@ -58,11 +58,12 @@ class ModelConfig:
     num_attention_heads: PositiveInt | None = setting(None, "query heads; none = the variant's")
     num_key_value_heads: PositiveInt | None = setting(
         None,
-        "key/value heads; none = the variant's, or num_attention_heads if equal there",
+        "key/value heads; none = the variant's, or num_attention_heads if the variant has as many",
     )
     vocab_size: Annotated[int, Ge(2)] | None = setting(
         None,
-        "rows of the embedding; none = of the weights, of tokenizer_path (a multiple of 128), or of the variant",
+        "rows of the embedding; none = from the weights, from tokenizer_path (rounded up to a multiple of 128), or "
+        "from the variant",
     )
     max_position_embeddings: PositiveInt | None = setting(
         None,
@@ -203,7 +204,7 @@ class RunConfig:
     )
     cpu_threads: PositiveInt | None = setting(
         None,
-        "CPU threads per process; change the last bits of sums. none = OMP_NUM_THREADS, the checkpoint's, or the "
+        "CPU threads per process; they change the last bits of sums. none = OMP_NUM_THREADS, the checkpoint's, or the "
         "process's cores",
         per_node=True,
     )
@@ -223,7 +224,7 @@ class ParallelConfig:
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: GPUs if there are any; cuda: refused without")
     backend: Literal["auto", "nccl", "gloo"] = setting(
         "auto",
-        "of communication; auto: nccl on GPUs, gloo on CPUs",
+        "library of communication; auto: nccl on GPUs, gloo on CPUs",
     )
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",
@@ -470,8 +471,8 @@ class EvaluationConfig:
     )
     eval_batches: PositiveInt = setting(
         16,
-        "global batches per evaluation, always the same: of the held-out documents, and at most of each of "
-        "eval_datasets",
+        "global batches per evaluation, always the same: of the held-out documents, and of each of eval_datasets, or "
+        "all that it fills",
     )
     extra_scores: tuple[str, ...] = setting(
         (),
