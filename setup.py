@@ -39,7 +39,7 @@ setup(
         # Reading Hugging Face datasets in `pretrain prepare`.
         "hf": ["datasets>=4.0"],
         # Pictures of schedules, sweeps, plans and losses; the plots of `pretrain report`.
-        "report": ["matplotlib>=3.9", "plotly>=6.0"],
+        "report": ["matplotlib>=3.9"],
         # Float8 training. 0.18 is for all of these versions of torch, and avoids kernels that gave NaN once compiled.
         "float8": ["torchao>=0.18,<0.19"],
         # Trackers.
@@ -54,7 +54,6 @@ setup(
             "hypothesis>=6.100",
             "matplotlib>=3.9",
             "mypy>=1.15",
-            "plotly>=6.0",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

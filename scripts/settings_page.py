@@ -15,13 +15,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pretraining.config.assignments import ALIASES, RECIPE_NAMES  # noqa: E402  # the checkout's own package
-from pretraining.config.fields import settings_of  # noqa: E402
+from pretraining.config.fields import Setting, settings_of  # noqa: E402
 from pretraining.config.help import describe_default, sections_for_readers  # noqa: E402
 from pretraining.config.training import TrainConfig  # noqa: E402
 from pretraining.config.values import describe_type  # noqa: E402
 from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count  # noqa: E402
 
 PAGE = ROOT / "docs" / "configurations.md"
+SHORT = {
+    **{"whole number": "integer", "true or false": "boolean", ", at least": " ≥", ", at most": ", ≤", ", below": ", <"},
+    **{f" or {unit}": f", {unit}" for unit in ("tokens", "epochs", "seconds", "percent")},
+}
+"""What the table of values writes in place of the words of `--help`."""
 MARK = "<!-- From here on made by `python scripts/settings_page.py`. -->\n"
 
 
@@ -35,11 +40,21 @@ def _settings_tables() -> Iterator[str]:
     yield "## Settings"
     for section, subject, members in sections_for_readers(TrainConfig):
         yield f"\n### {section}\n\n{subject}\n"
-        yield "| setting | default | values | meaning |\n|---|---|---|---|"
+        yield "| setting | values [default] | meaning |\n|---|---|---|"
         for setting in members:
             meaning = setting.help.replace("<", "&lt;")  # a placeholder, which Markdown would take for an element
-            cells = (f"`{setting.name}`", f"`{describe_default(setting)}`", describe_type(setting), meaning)
+            cells = (f"`{setting.name}`", f"{_values(setting)} [`{describe_default(setting)}`]", meaning)
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _values(setting: Setting) -> str:
+    """Return what may be given, without none where the default tells it."""
+    text = describe_type(setting)
+    if setting.choices and all(choice in setting.help for choice in setting.choices):
+        text = "see meaning"
+    for words, short in SHORT.items():
+        text = text.replace(words, short)
+    return text.removesuffix(", or none") if setting.default is None else text
 
 
 def _variants_table() -> Iterator[str]:
@@ -49,12 +64,13 @@ def _variants_table() -> Iterator[str]:
         "| variant | hidden | heads/kv | layers | feed-forward | context | rope theta | vocabulary | parameters |\n"
         "|---|---|---|---|---|---|---|---|---|"
     )
-    for name, shape in VARIANTS.items():
-        yield f"| {name} | {' | '.join(_dimensions(shape))} |"
+    for shape in dict.fromkeys(VARIANTS.values()):
+        names = [name for name, other in VARIANTS.items() if other == shape]
+        yield f"| {', '.join(names)} | {' | '.join(_dimensions(shape))} |"
     yield (
         "\nThe context is what a variant was made for; `seq_length` may be longer or shorter. "
-        "Both llama3.2_1b and llama3.2_3b share the embedding with the head and stretch rotary frequencies by the "
-        "llama3 rule. The variant medium is 125m, large is 350m."
+        "The variants llama3.2_1b and llama3.2_3b share the embedding with the head, and scale rotary frequencies by "
+        "the llama3 rule."
     )
 
 
@@ -73,9 +89,9 @@ def _dimensions(shape: LlamaShape) -> Iterator[str]:
 def _aliases_table() -> Iterator[str]:
     """Tabulate names and values that are understood besides the canonical ones."""
     yield "\n## Other names\n\n| written | means |\n|---|---|"
-    yield f"| `{RECIPE_NAMES[1]}` | the same as {RECIPE_NAMES[0]} |"
+    yield f"| `{RECIPE_NAMES[1]}` | {RECIPE_NAMES[0]} |"
     for name, alias in ALIASES.items():
-        yield f"| `{name}` | {alias.help} |"
+        yield f"| `{name}` | {alias.help.removeprefix('the same as ')} |"
     for name, setting in settings_of(TrainConfig).items():
         for word, meaning in setting.aliases.items():
             yield f"| `{name}={word}` | `{name}={meaning}` |"

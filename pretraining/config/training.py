@@ -46,11 +46,11 @@ PER_OPERATION = "op"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which Llama: a named variant, any dimension of it changed under its Hugging Face name."""
+    """A named variant of Llama; any dimension may change, under its Hugging Face name."""
 
     model_variant: str | None = setting(
         None,
-        "named dimensions, listed in docs/configurations.md; none = those of what the run starts from, 7b without one",
+        "named dimensions (docs/configurations.md); none = those of the weights that the run starts from, else 7b",
     )
     hidden_size: PositiveInt | None = setting(None, "width of the residual stream; none = the variant's")
     intermediate_size: PositiveInt | None = setting(None, "width of the feed-forward layer; none = the variant's")
@@ -58,22 +58,22 @@ class ModelConfig:
     num_attention_heads: PositiveInt | None = setting(None, "query heads; none = the variant's")
     num_key_value_heads: PositiveInt | None = setting(
         None,
-        "key/value heads; none = the variant's, or num_attention_heads where it has as many",
+        "key/value heads; none = the variant's, or num_attention_heads if the variant has as many",
     )
     vocab_size: Annotated[int, Ge(2)] | None = setting(
         None,
-        "rows of the embedding; none = those of what the run starts from, or the entries of tokenizer_path, rounded "
-        "up to a multiple of 128, or the variant's",
+        "rows of the embedding; none = from the weights, from tokenizer_path (rounded up to a multiple of 128), or "
+        "from the variant",
     )
     max_position_embeddings: PositiveInt | None = setting(
         None,
-        "context that exports name (at least seq_length); nothing computed depends on it; none = the variant's",
+        "context length in exports; none = the variant's",
     )
     rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies; none = the variant's")
     rope_scaling: tuple[NonNegativeFloat, ...] = setting(
         (),
-        "llama3 rule: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, comma list; factor"
-        " 1 = no scaling; empty = the variant's",
+        "llama3 rule: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings; factor 1 = no "
+        "scaling; empty = the variant's",
     )
     rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm; none = the variant's")
     tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
@@ -91,36 +91,35 @@ class DataConfig:
     )
     datasets: tuple[str, ...] = setting(
         (),
-        "sub-folders of data_path, or files in it, comma list; empty = every sub-folder with token files",
+        "sub-folders of data_path, or files in it; empty = every sub-folder with token files",
         silent_change=True,
     )
     weights: tuple[float, ...] = setting(
         (),
-        "proportions of the datasets, comma list; empty = in proportion to their tokens",
+        "proportions of the datasets; empty = in proportion to their tokens",
         silent_change=True,
     )
-    seq_length: PositiveInt = setting(4096, "tokens a sequence")
+    seq_length: PositiveInt = setting(4096, "tokens per sequence")
     packing: Packing = setting(
         "stream",
-        "how documents make samples. stream: laid end to end and cut, without padding; the others: whole documents "
-        "and padding, only longer ones are cut; best_fit pads least, greedy most",
+        "stream: documents end to end, without padding; the others: whole documents and padding; best_fit pads least, "
+        "greedy most",
     )
     bos_token: NonNegativeInt | None = setting(
         None,
-        "token id that begins every document, where it does not already; none = nothing",
+        "token id that begins every document, unless it is there; none = nothing",
     )
     sep_token: NonNegativeInt | None = setting(
         None,
-        "token id that ends every document, where it does not already; none = the end_of_text of the prepare.json "
-        "beside the data, or nothing",
+        "token id that ends every document, unless it is there; none = end_of_text of prepare.json, or nothing",
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
         (),
-        "token ids removed at both ends of every document, before bos_token and sep_token, comma list",
+        "token ids removed at both ends of every document, before bos_token and sep_token",
     )
     min_length: PositiveInt = setting(1, "leave out documents with fewer tokens, after strip_tokens")
-    logical_shards: PositiveInt = setting(1024, "pieces a dataset is cut into; the order of the data depends on it")
-    document_mask: bool = setting(False, "attention and labels stay inside documents, and positions restart at each")
+    logical_shards: PositiveInt = setting(1024, "pieces of a dataset; the order of the data depends on it")
+    document_mask: bool = setting(False, "keep attention and labels inside documents; positions restart at each")
     num_workers: NonNegativeInt = setting(
         1,
         "threads that read ahead in each process; 0 = none. The data is the same",
@@ -129,8 +128,7 @@ class DataConfig:
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto",
-        "format of the token files: auto (by suffix), arrow, npy, bin, or a class of your own as package.module:Class "
-        "(docs/extending.md). `pretrain prepare` makes such files of Parquet",
+        "auto (by suffix), arrow, npy, bin, or package.module:Class (docs/extending.md)",
         silent_change=True,
     )
     token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
@@ -144,23 +142,22 @@ class DataConfig:
     held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(0.0, "fraction of the documents kept for evaluation")
     index_path: str | None = setting(
         None,
-        "folder for document indices; none = each dataset's, or the user's cache folder where that is read-only",
+        "folder for document indices; none = each dataset's, or the user's cache folder if read-only",
         silent_change=True,
         per_node=True,
     )
     skip_samples: tuple[str, ...] = setting(
         (),
-        "samples never to train on: global indices A-B, both included, comma list; those of a checkpoint stay skipped",
+        "samples never to train on: global indices A-B, both included; those of a checkpoint stay skipped",
         silent_change=True,
     )
     bad_documents: Literal["stop", "quarantine"] = setting(
         "stop",
-        "when a sample cannot be read: stop and name it, or quarantine: go on without its labels and say so; no other"
-        " sample moves",
+        "if a sample cannot be read: stop, or quarantine: continue without its labels",
     )
     use_dummy_dataset: bool = setting(
         False,
-        "made-up tokens, for quick tests and benchmarks; data_path, datasets and weights are not read",
+        "made-up tokens, for tests and benchmarks; data_path, datasets and weights are not read",
     )
 
     @property
@@ -171,134 +168,128 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How many sequences a step."""
+    """Sequences per step."""
 
     batch_size: PositiveInt = setting(2, "sequences that one GPU takes at once")
     global_batch_size: PositiveInt | None = setting(
         None,
-        "sequences a step over all GPUs; none = the checkpoint's, or batch_size x grad_accum_steps x GPUs",
+        "sequences per step over all GPUs; none = the checkpoint's, or batch_size x grad_accum_steps x GPUs",
     )
-    grad_accum_steps: PositiveInt | None = setting(None, "micro-batches a step; none = from global_batch_size, or 1")
+    grad_accum_steps: PositiveInt | None = setting(None, "micro-batches per step; none = from global_batch_size, or 1")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, and from which seed."""
+    """Length, seed and limits of a run."""
 
     num_steps: RunLength = setting(Duration(1000, "steps"), "length of the run: steps, tokens (5Btok) or epochs (2ep)")
     run_steps: PositiveInt | None = setting(
-        None, "end this invocation after this many steps; the schedule ends at num_steps", silent_change=True
+        None, "stop after this many steps; the schedule still ends at num_steps", silent_change=True
     )
     time_limit: Time | None = setting(
         None,
-        "stop and save this long after the start of the job (23h30min), to be started again; 0s = never; "
-        "none = 5 minutes ahead of the end of a SLURM job",
+        "save and stop this long after the start of the job (23h30min); 0s = never; none = 5 minutes before the end "
+        "of a SLURM job",
     )
     max_starts_without_progress: NonNegativeInt = setting(
         5,
-        "refuse to start after this many starts in a row that crashed before a new checkpoint, or ran out of time "
-        "before their first step; 0 = never",
+        "refuse to start after this many starts in a row that crashed before a new checkpoint or ended before their "
+        "first step; 0 = never",
     )
     seed: NonNegativeInt = setting(2023, "of the initial weights and of the order of the data")
     gc_interval: NonNegativeInt = setting(
         50,
-        "steps between collections of Python's garbage, at the same steps in all processes; 0 = whenever Python "
-        "wants, one process at a time",
+        "steps between collections of Python's garbage, at once in all processes; 0 = Python decides",
         silent_change=True,
     )
     cpu_threads: PositiveInt | None = setting(
         None,
-        "threads of each process that compute on a CPU; the last bits of sums depend on it. none = OMP_NUM_THREADS, "
-        "or those of the checkpoint, or the cores that a process may use",
+        "CPU threads per process; they change the last bits of sums. none = OMP_NUM_THREADS, the checkpoint's, or the "
+        "process's cores",
         per_node=True,
     )
     deterministic: bool = setting(False, "only kernels that give the same bits each time (slower on CUDA)")
     ignore_memory: bool = setting(False, "start even if the estimate says that memory is too small", silent_change=True)
     dry_run: bool = setting(
         False,
-        "show what a start would do, and end: settings and their sources, the plan, the first batch. Nothing is "
-        "written",
+        "show the settings and their sources, the plan and the first batch; write nothing",
         silent_change=True,
     )
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How parameters, gradients and optimizer state are laid out over GPUs, and what is recomputed to save memory."""
+    """Layout of parameters, gradients and optimizer state over GPUs, precision and recomputation."""
 
-    device: Literal["auto", "cuda", "cpu"] = setting(
-        "auto", "what trains. auto: GPUs where there are any; cuda: refused without"
-    )
+    device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: GPUs if there are any; cuda: refused without")
     backend: Literal["auto", "nccl", "gloo"] = setting(
         "auto",
-        "how processes talk. auto: by NCCL on GPUs, by gloo on CPUs; others are refused elsewhere",
+        "library of communication; auto: nccl on GPUs, gloo on CPUs",
     )
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",
-        "ddp (zero0): everything everywhere; zero2: gradients and optimizer state sharded; fsdp (zero3): parameters "
-        "too; hsdp, hsdp_zero2: the same inside groups that are replicas",
+        "ddp (zero0): nothing sharded; zero2: gradients and optimizer state sharded; fsdp (zero3): parameters too; "
+        "hsdp, hsdp_zero2: the same inside groups that are replicas",
         aliases={"zero0": "ddp", "zero3": "fsdp"},
         silent_change=True,
     )
     hsdp_group_size: PositiveInt | None = setting(
-        None, "GPUs a sharding group of hsdp; none = those of a node", silent_change=True
+        None, "GPUs per sharding group of hsdp; none = those of a node", silent_change=True
     )
     mixed_precision: bool | None = setting(
         None,
-        "compute in mp_dtype; master weights, optimizer and gradient reduction stay in float32; none = where the "
-        "device has units for it",
+        "compute in mp_dtype; master weights, optimizer and gradient reduction stay in float32; none = if the device "
+        "has units for it",
     )
     mp_dtype: Literal["bfloat16", "float16"] = setting(
         "bfloat16",
-        "of mixed_precision: bfloat16; float16 with a scale of the loss that is found on the way, and some updates "
-        "left out for it",
+        "of mixed_precision: bfloat16, or float16 with a dynamic loss scale",
     )
     float8: Float8Scaling | None = setting(
         None,
-        "multiply the matrices of the blocks in float8, scaled by tensor (tensorwise) or by row (rowwise: finer). "
-        "Needs torchao and compute capability 8.9; use_torch_compile pays; none = in mp_dtype",
+        "multiply the matrices of the blocks in float8, with a scale per tensor (tensorwise) or row (rowwise). Needs "
+        "torchao and compute capability 8.9; none = in mp_dtype",
     )
     low_cpu_fsdp: bool = setting(
         True,
-        "give the model memory and values shard by shard; false = make it whole on every GPU first: the same weights",
+        "fill the model shard by shard; false = make it whole on every GPU first",
     )
     fsdp_activation_checkpointing: bool = setting(
         False,
-        "keep only what goes into a block, and compute what is inside again in the backward pass",
+        "keep only the inputs of blocks, and recompute the rest in the backward pass",
         silent_change=True,
     )
     selective_checkpointing: str = setting(
         ALL_BLOCKS,
-        "which blocks fsdp_activation_checkpointing is for. 1: all; k: every k-th; a fraction (1/3, 0.25): that "
-        "share, spread evenly; op: all, but keep what matrix products and attention give",
+        "blocks of fsdp_activation_checkpointing. 1: all; k: every k-th; a fraction (1/3, 0.25): that share; op: all, "
+        "but keep results of matrix products and attention",
         silent_change=True,
     )
     use_torch_compile: bool = setting(
         False,
-        "compile each block as a whole graph; the first step then takes from seconds to minutes",
+        "compile the blocks; the first step then takes seconds to minutes",
         silent_change=True,
     )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How gradients become updates."""
+    """The optimizer and its settings."""
 
     optimizer: Annotated[str, OneOfOr(tuple(OPTIMIZERS))] = setting(
         "adamw",
-        "adamw, adam, nadam, rmsprop, sgd, sgdm (with momentum), normalized_sgdm (updates of equal length), muon "
-        "(hidden matrices; AdamW for the rest); or a torch.optim.Optimizer of your own as package.module:Class "
-        "(docs/extending.md)",
+        "adamw, adam, nadam, rmsprop, sgd, sgdm (with momentum), normalized_sgdm, muon (hidden matrices; AdamW for "
+        "the rest), or package.module:Class (docs/extending.md)",
     )
-    optimizer_options: tuple[str, ...] = setting((), "arguments of an optimizer of your own: key=value, comma list")
+    optimizer_options: tuple[str, ...] = setting((), "arguments of a user-defined optimizer: key=value")
     learning_rate: NonNegativeFloat | None = setting(
         None,
-        "the peak, after warm-up; none = the optimizer's own: 3e-4, muon 1e-3, sgd, sgdm and normalized_sgdm 0.1",
+        "the peak, after warm-up; none = 3e-4, muon 1e-3, sgd, sgdm and normalized_sgdm 0.1",
     )
     weight_decay: NonNegativeFloat | None = setting(
         None,
-        "not of norms and embeddings. Decoupled in adamw, nadam, muon and normalized_sgdm, added to the gradient in "
-        "the others; none = 0.1 for adamw, nadam and muon, 0 for the others",
+        "not of norms and embeddings; decoupled in adamw, nadam, muon and normalized_sgdm; none = 0.1 for adamw, "
+        "nadam and muon, else 0",
     )
     adam_beta1: DecayFactor = setting(0.9, "of adamw, adam, nadam, muon: decay of the first moment")
     adam_beta2: DecayFactor = setting(0.95, "of adamw, adam, nadam, muon: decay of the second moment")
@@ -306,14 +297,16 @@ class OptimizerConfig:
         1e-8, "of adamw, adam, nadam, rmsprop, muon: added to the second moment's root"
     )
     momentum: DecayFactor | None = setting(
-        None, "of sgdm, normalized_sgdm (none = 0.9), rmsprop (none = 0) and muon (none = 0.95): its decay"
+        None, "decay of sgdm, normalized_sgdm (none = 0.9), rmsprop (none = 0) and muon (none = 0.95)"
     )
     nesterov: bool | None = setting(None, "of sgdm (none = false) and muon (none = true): look one gradient ahead")
     rms_alpha: DecayFactor | None = setting(None, "of rmsprop: decay of the mean of squares; none = 0.99")
     muon_adam_learning_rate: NonNegativeFloat | None = setting(
-        None, "of muon: the peak for what AdamW updates; none = learning_rate"
+        None, "of muon: the peak of AdamW's part; none = learning_rate"
     )
-    muon_adam_weight_decay: NonNegativeFloat | None = setting(None, "of muon: of the head; none = weight_decay")
+    muon_adam_weight_decay: NonNegativeFloat | None = setting(
+        None, "of muon: weight decay of the head; none = weight_decay"
+    )
     muon_ns_steps: PositiveInt | None = setting(None, "of muon: iterations that make an update orthogonal; none = 5")
     grad_clip_thresh: NonNegativeFloat = setting(1.0, "largest norm of the gradient; 0 = no clipping")
 
@@ -361,28 +354,26 @@ class ScheduleConfig:
 
     schedule: Annotated[str, OneOfOr(tuple(SCHEDULES))] = setting(
         "cosine",
-        "after a linear warm-up: cosine, linear or polynomial down to min_lr_ratio of the peak; constant; wsd (at the "
-        "peak, then down in decay_shape), trapezoid (the same, linear). Or piecewise_linear: through schedule_points, "
-        "without the warm-up. Or a function of your own as package.module:function (docs/extending.md)",
+        "after a linear warm-up: cosine, linear or polynomial down to min_lr_ratio of the peak; constant; wsd or "
+        "trapezoid (the peak, then a decay). Or piecewise_linear (schedule_points, no warm-up), or "
+        "package.module:function (docs/extending.md)",
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
         "initial",
-        "annealing: from the peak straight to zero over the whole run, in place of the other settings here",
+        "annealing: from the peak straight to zero over the run, instead of the schedule",
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
-    stable_steps: PartOfRun | None = setting(
-        None, "of wsd and trapezoid: how long at the peak; the decay takes the rest"
-    )
+    stable_steps: PartOfRun | None = setting(None, "of wsd and trapezoid: length at the peak; the decay takes the rest")
     decay_steps: PartOfRun | None = setting(
-        None, "of wsd and trapezoid: how long the decay is; none = a fifth of the run"
+        None, "of wsd and trapezoid: length of the decay; none = a fifth of the run"
     )
     decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = setting(
-        None, "of wsd: how the rate comes down; none = 1-sqrt"
+        None, "of wsd: shape of the decay; none = 1-sqrt"
     )
     decay_power: NonNegativeFloat | None = setting(None, "of polynomial: its exponent; none = 1")
     schedule_points: tuple[str, ...] = setting(
-        (), "of piecewise_linear: length:share of the peak, comma list, as in 0:0,2000:1,80%:1,100%:0.1"
+        (), "of piecewise_linear: length:share of the peak, as in 0:0,2000:1,80%:1,100%:0.1"
     )
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = setting(0.1, "learning rate at the end, as a fraction of the peak")
 
@@ -404,37 +395,33 @@ def parse_point(text: str) -> tuple[Duration, float]:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The run's folder, and what is saved there."""
+    """The run's folder, and its checkpoints."""
 
     ckpt_save_path: str | None = setting(
         "runs/default",
-        "the run's folder; a run found there is resumed. In it, {timestamp} stands for the time of the first start. "
-        "The same settings resume the newest unfinished run, others begin a new one. With none, the default of "
-        "use_dummy_dataset, nothing is kept",
+        "the run's folder; a run found there is resumed. {timestamp} is the time of the first start: the same "
+        "settings then resume the newest unfinished run. none (with use_dummy_dataset the default) = save nothing",
     )
     ckpt_load_path: str | None = setting(
         None,
-        "run, checkpoint, or Hugging Face Llama (folder or name on the Hub) to start from while ckpt_save_path holds "
-        "no checkpoint",
+        "run, checkpoint, or Hugging Face Llama (folder or name on the Hub) to start from if ckpt_save_path has no "
+        "checkpoint",
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
         "auto",
-        "auto: from the newest checkpoint in ckpt_save_path, else from ckpt_load_path, else from initial weights; "
-        "resume: the same, refused without a checkpoint; scratch: from initial weights, refused where ckpt_save_path "
-        "holds a run that was begun otherwise",
+        "auto: the newest checkpoint in ckpt_save_path, else ckpt_load_path, else initial weights; resume: auto, but "
+        "refused without a checkpoint; scratch: initial weights, refused if ckpt_save_path holds another run",
         silent_change=True,
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "a checkpoint of the run in ckpt_save_path, by path, name or step, to go back to; newer ones move to "
-        "checkpoints/set_aside_<time>/. Done once: the same command, restarted, goes on from what came after it. One "
-        "of elsewhere: the same as ckpt_load_path",
+        "path, name or step of an older checkpoint of the run to return to once; newer ones move to "
+        "checkpoints/set_aside_<time>/. One of elsewhere: the same as ckpt_load_path",
         silent_change=True,
     )
     weights_only: bool = setting(
         False,
-        "take only the weights from ckpt_load_path and begin a new run with them; from a Hugging Face folder it is "
-        "always so",
+        "take only the weights from ckpt_load_path and begin a new run; with a Hugging Face folder always",
     )
     ckpt_format: Literal["sharded", "full"] = setting(
         "sharded",
@@ -442,15 +429,13 @@ class CheckpointConfig:
     )
     load_optimizer: bool = setting(
         True,
-        "resume the optimizer's state, too; false = it begins anew, until a save was made with this setting",
+        "resume the optimizer's state; false = discard it, until the first save with this setting",
     )
-    checkpoint_interval: Duration = setting(
-        Duration(1000, "steps"), "how often to save, 0 = only at the end of an invocation"
-    )
-    checkpoint_steps: tuple[PositiveInt, ...] = setting((), "steps to save after, besides: comma list")
+    checkpoint_interval: Duration = setting(Duration(1000, "steps"), "how often to save; 0 = only at the end")
+    checkpoint_steps: tuple[PositiveInt, ...] = setting((), "further steps to save after")
     preempt_interval: Duration = setting(
         Duration(0, "steps"),
-        "how often to save besides, in case the run is killed: the next checkpoint takes its place; 0 = never",
+        "how often to save a checkpoint that the next one replaces; 0 = never",
     )
     keep_last: PositiveInt | None = setting(
         None, "newest checkpoints to keep, besides the best and final ones; none = all"
@@ -462,7 +447,7 @@ class CheckpointConfig:
     )
     async_save: bool | None = setting(
         None,
-        "write checkpoints beside the training, from a copy in the host's memory; none = on CUDA",
+        "write checkpoints during training, from a copy in host memory; none = on CUDA",
     )
 
     @property
@@ -474,12 +459,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How well documents are predicted that are never trained on, and samples of text."""
+    """Losses on documents that are never trained on, and samples of text."""
 
     eval_datasets: tuple[str, ...] = setting(
         (),
-        "folders with token files, or such files, to evaluate on, comma list, each a set of its own beside the "
-        "held-out documents of each dataset",
+        "folders with token files, or such files: each an evaluation set besides the held-out documents",
     )
     eval_interval: Duration = setting(
         Duration(1000, "steps"),
@@ -487,36 +471,36 @@ class EvaluationConfig:
     )
     eval_batches: PositiveInt = setting(
         16,
-        "global batches an evaluation, the same ones each time: of the held-out documents, and of each of "
-        "eval_datasets at most as many as it fills",
+        "global batches per evaluation, always the same: of the held-out documents, and of each of eval_datasets, or "
+        "all that it fills",
     )
     extra_scores: tuple[str, ...] = setting(
         (),
-        "scores of your own besides, in reports and evaluations: package.module:Class, comma list (docs/extending.md)",
+        "user-defined scores, in reports and evaluations: package.module:Class (docs/extending.md)",
         silent_change=True,
     )
     best_by: str | None = setting(
         None,
-        "the evaluation set whose loss says which checkpoint is best; none = the mean over the tokens of all sets",
+        "the evaluation set that chooses the best checkpoint; none = the mean over all tokens",
     )
     early_stopping_evaluations: NonNegativeInt = setting(
         0,
-        "finish the run once this many evaluations in a row have not lowered that loss; 0 = never",
+        "finish the run after this many evaluations in a row without a lower loss; 0 = never",
         silent_change=True,
     )
     eval_only: bool = setting(
         False,
-        "evaluate what ckpt_load_path names, or the newest checkpoint of ckpt_save_path, print the numbers as a table"
-        " and as JSON, and end; nothing is written",
+        "evaluate ckpt_load_path, or the newest checkpoint of ckpt_save_path, print a table and JSON, and write "
+        "nothing",
         silent_change=True,
     )
-    sample_prompt: str = setting("", "what the generated sample continues; empty = free choice", silent_change=True)
+    sample_prompt: str = setting("", "prompt of the generated sample; empty = none", silent_change=True)
     sample_tokens: NonNegativeInt = setting(
         64, "tokens generated at the end of the run, with tokenizer_path; 0 = none", silent_change=True
     )
     sample_at_evaluations: bool = setting(
         False,
-        "a sample after each evaluation, too; each token costs a forward pass of the whole model",
+        "a sample after each evaluation, too",
         silent_change=True,
     )
 
@@ -528,45 +512,42 @@ class ReportConfig:
     report_interval: Duration = setting(Duration(10, "steps"), "how often to report; 0 = only at the end")
     tracker: tuple[Annotated[str, OneOfOr(tuple(TRACKERS))], ...] = setting(
         ("tensorboard",),
-        "where reports go besides the terminal and logs/metrics.jsonl, comma list: tensorboard, wandb, mlflow, jsonl "
-        "(in tracker_dir, too), or a class of your own as package.module:Class (docs/extending.md); none = nowhere "
-        "else",
+        "trackers besides logs/metrics.jsonl: tensorboard, wandb, mlflow, jsonl (in tracker_dir), or "
+        "package.module:Class (docs/extending.md)",
     )
     tracker_dir: str | None = setting(None, "folder of the tracker's files; none = <ckpt_save_path>/logs")
     tracker_project_name: str | None = setting(None, "project of wandb, experiment of mlflow; none = pretraining")
     tracker_run_name: str | None = setting(None, "name of the run at wandb and mlflow; none = its folder's")
-    tracker_run_id: str | None = setting(
-        None, "run of wandb or mlflow to go on with; none = the folder's, or a new one"
-    )
+    tracker_run_id: str | None = setting(None, "run of wandb or mlflow to continue; none = the folder's, or a new one")
     progress: Literal["auto", "live", "plain"] = setting(
-        "auto", "plain: a line per report; live: below them a line that shows each step; auto: live on a terminal"
+        "auto", "plain: a line per report; live: also a line that shows each step; auto: live on a terminal"
     )
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """When an update is left out, and when a run that goes wrong is ended or turned back."""
+    """When updates are skipped, and when a run stops or rolls back."""
 
     max_skipped_steps: NonNegativeInt = setting(
         20,
-        "this many updates left out in a row end the run, or turn it back where max_rollbacks allows; 0 = never",
+        "skipped updates in a row before the run stops or rolls back (max_rollbacks); 0 = never",
     )
     spike_threshold: Annotated[float, Ge(1)] | None = setting(
         None,
-        "leave an update out where its loss lies more than this many standard deviations above the mean of the last "
-        "ones; 6 is common; none = only where loss or gradient is not finite",
+        "skip an update if its loss is this many standard deviations above the mean of the last ones; 6 is common; "
+        "none = only if loss or gradient is not finite",
     )
     spike_window: Annotated[int, Ge(4)] = setting(
-        128, "losses that spike_threshold looks back on; with half of them it begins"
+        128, "losses that spike_threshold compares with; it begins with half of them"
     )
     max_rollbacks: NonNegativeInt = setting(
         0,
-        "after max_skipped_steps, go back to the newest checkpoint before them without their samples, at most this "
-        "many times without progress in between; 0 = end the run",
+        "after max_skipped_steps, return to the newest checkpoint before them without their samples, at most this "
+        "many times without progress; 0 = stop",
     )
     replica_check_interval: Duration = setting(
         Duration(0, "steps"),
-        "how often to compare the weights of replicas, and end the run where they differ; 0 = never",
+        "how often to compare the weights of replicas, and stop if they differ; 0 = never",
     )
     straggler_factor: Annotated[float, Ge(1.05)] | None = setting(
         1.5,
@@ -574,8 +555,7 @@ class GuardConfig:
     )
     hang_timeout: Time = setting(
         Duration(600, "seconds"),
-        "end the job, with exit code 124, all stacks and the names of those at fault, where nothing makes progress "
-        "for this long; 0s = never",
+        "stop the job, with exit code 124 and stacks, after this long without progress; 0s = never",
     )
     first_step_timeout: Time = setting(
         Duration(1800, "seconds"),
@@ -589,13 +569,13 @@ class LossConfig:
 
     loss_chunk_tokens: NonNegativeInt | None = setting(
         None,
-        "tokens whose logits are in memory at once; 0 = all of a micro-batch; none = 256 on a CPU, else as many as "
-        "have 2^28 logits (1 GiB in float32)",
+        "tokens whose logits are in memory at once; 0 = all of a micro-batch; none = 256 on a CPU, else 2^28 logits "
+        "(1 GiB in float32)",
     )
     z_loss_weight: NonNegativeFloat = setting(
         0.0,
-        "add this many times ln(Z)^2 to the loss of each token, Z the denominator of its softmax; 1e-4 is common. "
-        "Reported apart from the loss, and no part of an evaluation's; 0 = none",
+        "add this many times ln(Z)^2 to the loss of each token, Z the denominator of its softmax; 1e-4 is common; 0 = "
+        "none",
     )
 
 
@@ -605,19 +585,18 @@ class ProfilerConfig:
 
     use_profiler: bool = setting(
         False,
-        "record what a few steps do, as traces in <ckpt_save_path>/profile_traces, and print where their time went",
+        "trace a few steps into <ckpt_save_path>/profile_traces, and print where their time went",
     )
     profile_steps: tuple[str, ...] = setting(
         (),
-        "steps to profile, numbered from 1: A-B, both included, comma list; empty = the fourth to sixth of each "
-        "start, unless profile_interval is given",
+        "steps to profile, from 1: A-B, both included; empty = steps 4 to 6 of each start, unless profile_interval is "
+        "given",
     )
     profile_interval: Duration = setting(Duration(0, "steps"), "how often to profile three steps; 0 = never")
-    profiler_rank0_only: bool = setting(True, "trace the first process only; false = all of them, a file each")
+    profiler_rank0_only: bool = setting(True, "trace the first process only; false = all, a file each")
     memory_snapshot: bool = setting(
         False,
-        "on CUDA, write down which line made each allocation, with each profile and where memory runs out, for "
-        "pytorch.org/memory_viz",
+        "on CUDA, record the line of each allocation, with each profile and when memory runs out",
     )
 
     @property

@@ -120,7 +120,7 @@ def test_data_that_cannot_be_trained_on_is_refused(
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[3] / "docs/data.md").read_text()
-    example = page.split("**use it from Python**")[1].split("```python\n")[1].split("```")[0]
+    example = page.split("## Python")[1].split("```python\n")[1].split("```")[0]
     for name in ("one", "two"):
         write_documents(tmp_path / f"data/web/{name}.arrow", random_documents(300))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The way to llama.cpp that docs/checkpoints.md shows: its greedy text is that of `pretrain sample`."""
+"""The way to llama.cpp that docs/tutorial.md shows: its greedy text is that of `pretrain sample`."""
 
 from __future__ import annotations
 

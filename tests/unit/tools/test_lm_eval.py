@@ -1,4 +1,4 @@
-"""The way to lm-eval that docs/checkpoints.md shows, on a task defined here: its answers are those of the model."""
+"""The way to lm-eval that docs/tutorial.md shows, on a task defined here: its answers are those of the model."""
 
 from __future__ import annotations
 
