@@ -100,7 +100,6 @@ def test_weights_go_with_the_datasets_they_were_given_with(tmp_path: Path) -> No
         ([[1] * 50], {"bos_token": 1000}, "bos_token"),
         ([[1] * 50], {"sep_token": 1000}, "sep_token"),
         ([], {}, None),
-        ([], {"packing": "best_fit"}, None),
         ([[], []], {}, None),
         ([[], []], {"packing": "best_fit"}, None),
         ([[1] * 16], {}, "seq_length"),
