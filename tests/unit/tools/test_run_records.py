@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from pretraining.checkpoint import lease
 from pretraining.errors import ConfigError
 from pretraining.observability import environment
 from pretraining.tools import run_records
-from pretraining.tools.run_records import Columns, mixture_of, read_run, read_runs
+from pretraining.tools.run_records import mixture_of, read_run, read_runs
 
 
 def test_a_whole_run_is_read_without_a_note(tmp_path: Path) -> None:
@@ -37,22 +36,6 @@ def test_folders_of_earlier_versions_are_read(form: str) -> None:
     assert run.state in ("finished", "preempted") and np.isfinite(run.training.last("loss"))
     assert {part.dataset for part in run.mixture} == {"first", "second"}
     assert all(abs(part.asked - part.realised) * part.samples <= 2 for part in run.mixture)
-
-
-def test_columns_have_a_row_per_report() -> None:
-    columns = Columns()
-    columns.add({"step": 1, "loss": 2.0, "text": "x", "huge": 10**400})
-    columns.add({"step": 2, "mfu": 0.5, "loss": None})
-    assert list(columns) == ["step", "loss", "mfu"] and columns["step"].tolist() == [1.0, 2.0]
-    assert columns["loss"][0] == 2.0 and math.isnan(columns["loss"][1]) and math.isnan(columns["mfu"][0])
-    assert columns.last("loss") == 2.0 and math.isnan(columns.last("none")) and len(columns["none"]) == 2
-
-
-def test_a_folder_of_nothing_but_settings_is_a_run_that_has_reported_nothing(tmp_path: Path) -> None:
-    write_run(tmp_path / "whole")
-    (tmp_path / "config.yaml").write_text((tmp_path / "whole" / "config.yaml").read_text())
-    run = read_runs([str(tmp_path)])[0]
-    assert run.state == "unknown" and run.settings and len(run.training) == 0 and len(run.notes) == 4
 
 
 @pytest.mark.parametrize(
@@ -137,12 +120,3 @@ def test_the_realised_mixture_is_counted_from_the_state_of_the_data(tmp_path: Pa
     assert code.samples + web.samples == 100 and code.samples in (24, 25, 26)
     manifest.data = {}
     assert mixture_of(manifest) == []
-
-
-def test_a_damaged_checkpoint_costs_the_mixture_alone(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    checkpoint = tmp_path / "checkpoints" / "step_40_ckp"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
-    run = read_run(tmp_path, "a")
-    assert run.mixture == [] and len(run.training) == 20

@@ -22,7 +22,7 @@ from pretraining.errors import DataError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.prepare import documents, encode, units
 from pretraining.tools.prepare import prepare as run
-from pretraining.tools.prepare.console import suggested_variant
+from pretraining.tools.prepare.console import describe_training, suggested_variant
 from pretraining.tools.prepare.prepare import _cores_of_this_process, prepare
 
 CaptureFixture = pytest.CaptureFixture[str]
@@ -164,6 +164,7 @@ def test_a_given_tokenizer_is_kept_beside_the_data_and_shared_by_the_datasets_of
     assert load_tokenizer(config.output_path).sha256 == given_tokenizer.sha256
     assert rows(summary.folder)[0] == given_tokenizer.encode(TEXTS[0])
     assert (summary.vocab_size, stored_type(summary.folder)) == (65_537, pa.uint32())  # it needs four bytes
+    assert "--bos_token=7" in describe_training(summary, begin_of_text=7)
     (tmp_path / "second.txt").write_text("entirely different words")
     second = prepare(replace(config, input_path=(str(tmp_path / "second.txt"),)))
     assert rows(second.folder) == [given_tokenizer.encode("entirely different words")]
