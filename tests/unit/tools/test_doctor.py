@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pretraining import cli
 from pretraining.cli import main
 from pretraining.tools import doctor as module
 from pretraining.tools.doctor import RankReport, Reading, find_slow
@@ -77,6 +78,24 @@ def test_the_place_of_checkpoints_is_tried_by_a_save_and_left_as_it_was(
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage if path == tmp_path else real(path))
         found = examine(capsys, *flags)
         assert found["rows"]["room for checkpoints"]["verdict"] == verdict and found["code"] == (verdict == "bad")
+
+
+@pytest.mark.parametrize(("cores", "verdict"), [(0, "bad"), (2, "good")])
+def test_processes_that_share_cores_are_told(
+    cores: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(cli, "set_threads", lambda *arguments: None)
+    assert examine(capsys, "--disk_path=none")["rows"]["cores"]["verdict"] == verdict
+
+
+def test_emulated_bfloat16_and_a_low_share_of_the_peak_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "matmul_tflops", lambda device, dtype, size: 1.0 if dtype == torch.bfloat16 else 9.0)
+    cpu = torch.device("cpu")
+    verdicts = [next(module._matmuls(cpu, "x86_64", is_chosen)).verdict for is_chosen in (True, False)]
+    assert verdicts == ["look at", "good"]
+    assert next(module._matmuls(cpu, "NVIDIA H100", False)).verdict == "look at"
 
 
 def test_a_gpu_is_asked_how_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError
 from pretraining.files import with_checksum
 from pretraining.observability import trackers
+from pretraining.tools import dry_run as dry_run_module
 
 Show = Callable[..., str]
 
@@ -135,6 +136,14 @@ def test_a_folder_with_a_timestamp_is_not_made_and_what_a_start_point_gives_is_n
     assert "the newest folder of this pattern" in text
     own = [f"--recipe={made}/config.yaml", "--model_variant=none", "--hidden_size=none", "--num_hidden_layers=none"]
     assert re.search(rf"(?m)^  hidden_size +32 +taken from {made}/checkpoints/step_1_ckp$", show(*own))
+
+
+def test_of_a_large_batch_the_first_slots_are_shown_and_a_summary_of_all(tmp_path: Path, show: Show) -> None:
+    size = dry_run_module.SLOTS_SHOWN + 5
+    flags = ["--use_dummy_dataset", "--num_steps=1", f"--ckpt_save_path={tmp_path}/run", f"--batch_size={size}"]
+    text = show(*flags)
+    assert len(lines_of(text, "slot ")) == dry_run_module.SLOTS_SHOWN
+    assert "and 5 slots more" in text and f"steps 1 to 1: {size} samples" in text
 
 
 Spoil = Callable[[Path, pytest.MonkeyPatch], object]

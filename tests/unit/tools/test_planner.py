@@ -105,6 +105,7 @@ def test_where_nothing_fits_a_search_takes_other_global_batches_unless_one_is_as
 ) -> None:
     plans = documents(capsys, "--model_variant=34b", "--search=true")
     assert plans and {plan["global_batch_size"] for plan in plans}.isdisjoint({16})
+    assert all("16 sequences" in said(capsys, "--model_variant=34b", search) for search in SEARCH)
     assert "--global_batch_size=8 or less" in refused(
         capsys, "--model_variant=34b", "--global_batch_size=16", "--search=true"
     )

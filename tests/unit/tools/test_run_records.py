@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from pretraining.checkpoint import lease
 from pretraining.errors import ConfigError
 from pretraining.observability import environment
 from pretraining.tools import run_records
-from pretraining.tools.run_records import mixture_of, read_run, read_runs
+from pretraining.tools.run_records import Columns, mixture_of, read_run, read_runs
 
 
 def test_a_whole_run_is_read_without_a_note(tmp_path: Path) -> None:
@@ -38,6 +39,15 @@ def test_folders_of_earlier_versions_are_read(form: str) -> None:
     assert all(abs(part.asked - part.realised) * part.samples <= 2 for part in run.mixture)
 
 
+def test_columns_have_a_row_per_report() -> None:
+    columns = Columns()
+    columns.add({"step": 1, "loss": 2.0, "text": "x", "huge": 10**400})
+    columns.add({"step": 2, "mfu": 0.5, "loss": None})
+    assert list(columns) == ["step", "loss", "mfu"] and columns["step"].tolist() == [1.0, 2.0]
+    assert columns["loss"][0] == 2.0 and math.isnan(columns["loss"][1]) and math.isnan(columns["mfu"][0])
+    assert columns.last("loss") == 2.0 and math.isnan(columns.last("none")) and len(columns["none"]) == 2
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -51,14 +61,16 @@ def test_folders_of_earlier_versions_are_read(form: str) -> None:
         ("logs/environment.json", "[1]"),
         ("logs/environment.json", "["),
         ("config.yaml", "a: ["),
+        ("checkpoints/step_40_ckp/manifest.json", "{}"),
     ],
 )
 def test_a_damaged_file_costs_what_it_holds_and_a_note(tmp_path: Path, file: str, content: str) -> None:
     write_run(tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(content)
     run = read_run(tmp_path, "a")
-    is_empty_list = content == "{}"  # nothing is lost
-    assert is_empty_list or any(Path(file).name in note for note in run.notes), run.notes
+    is_nothing_lost = content == "{}"  # but for the mixture
+    assert is_nothing_lost or any(Path(file).name in note for note in run.notes), run.notes
     others = (run.settings, run.events, len(run.training), run.environments)
     assert sum(not each for each in others) <= 1
 

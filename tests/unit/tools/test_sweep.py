@@ -42,6 +42,8 @@ def test_settings_that_are_lists_vary_between_semicolons() -> None:
     _, found = grid("optimizer=my.module:Own", "optimizer_options=a=1,b=2;a=2")
     assert [each.values["optimizer_options"] for each in found] == ["a=1,b=2", "a=2"]
     assert len({each.name for each in found}) == 2 and all("/" not in each.name for each in found)
+    _, found = sweep.read_sweep([*TINY[1:], f"data_path=/data/{'x' * 200}/a;/data/{'x' * 200}/b"], {})
+    assert len({each.name for each in found}) == 2 and all(len(each.name) < 200 for each in found)
 
 
 @pytest.mark.parametrize(

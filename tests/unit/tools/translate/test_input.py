@@ -66,6 +66,7 @@ def test_assignments_are_calculated_and_not_run(tmp_path: Path) -> None:
         ("x = open('x')", "line 1: `open('x')` is no plain value"),
         ("x = 'a' * 10**9", "`'a'` is no number"),
         ("x = 2**1000", "the power is too large"),
+        ("x = 10**31", "the number is too large"),
         ("x = (-8) ** 0.5", "is no real number"),
         ("x = 1 / 0", "line 1: division by zero"),
         ("x = 'aaa'\n" + "x = f'{x}{x}'\n" * 30, "the text is too long"),
@@ -91,6 +92,7 @@ BAD = [
     ("a.yaml", "optim: {betas: 0.9}\ndist: {dtype: float32}", "optim.betas: 0.9: two numbers are needed"),
     ("a.json", '{"use_amp": true, "optimizer": "lamb"}', "optimizer: lamb: one of adamw"),
     ("a.json", '{"scheduler": {"type": "X", "params": {"warmup_num_steps": 1}}}', "scheduler.type: X: of DeepSpeed's"),
+    ("a.json", '{"use_amp": true, "lr_scheduler": "step"}', "lr_scheduler: step: one of cosine"),
     ("a.json", '{"use_amp": true, "dropout": 0.1}', "dropout: 0.1: a Llama is trained without dropout. --accept_l"),
     ("a.json", '{"seed": 1, "training": {"seed": 2, "use_amp": true}}', "two values for seed: "),
     ("a.json", '{"use_amp": true, "eps": 1, "epsilon": 2}', "two values for adam_epsilon, "),
@@ -131,6 +133,12 @@ def test_what_is_not_known_or_no_llama_is_left_out_on_request(tmp_path: Path) ->
     config = TranslateConfig(str(path), accept_llama=True, accept_unknown=True, output_path=str(tmp_path / "a.yaml"))
     translate(config)
     assert "#   learning_rte: 1 (not known, and not applied)" in (tmp_path / "a.yaml").read_text()
+
+
+def test_a_file_of_no_system_is_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("learning_rte: 1\n")
+    with pytest.raises(ConfigError, match="learning_rate"):
+        load([str(tmp_path / "a.yaml")], DUMMY)
 
 
 # Arguments and flags
@@ -182,6 +190,13 @@ def test_a_name_of_the_files_system_sets_its_key(file: str, argument: str, setti
 def test_a_flag_wins_over_what_contradicts_it(file: str, flags: Mapping[str, str], expected: Mapping[str, str]) -> None:
     found = values(file, **{"ckpt_save_path": "run", **flags})
     assert expected.items() <= found.items()
+
+
+def test_a_flag_wins_over_what_cannot_be_translated(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"use_amp": true, "optimizer": "lamb", "lr_scheduler": "step"}')
+    found = values(str(path), optimizer="adamw", schedule="linear", num_steps="5000")
+    assert (found["optimizer"], found["schedule"]) == ("adamw", "linear")
 
 
 @pytest.mark.parametrize(
