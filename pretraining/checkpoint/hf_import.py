@@ -18,8 +18,9 @@ import torch
 import yaml
 
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
+from pretraining.checkpoint.headers import StoredTensors, read_headers
 from pretraining.checkpoint.manifest import Manifest
-from pretraining.checkpoint.reader import TensorFiles
+from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
@@ -38,7 +39,7 @@ class HuggingFaceFolder:
 
     path: Path
     shape: LlamaShape
-    weights: TensorFiles
+    weights: StoredTensors
 
 
 def open_folder(path: Path) -> HuggingFaceFolder:
@@ -49,8 +50,14 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             tensor is missing, surplus or of another shape.
     """
     shape = shape_of_document(_read_json(path, CONFIG_FILE), str(path / CONFIG_FILE))
-    weights = TensorFiles(path, dict.fromkeys(weight_files(path)))
-    _check_tensors(path, shape, weights)
+    weights = read_headers(path, weight_files(path))
+    for name in [name for name in weights.chunks if name.endswith("rotary_emb.inv_freq")]:
+        del weights.chunks[name]  # older conversions keep what is computed here
+    if shape.tie_word_embeddings and _HEAD in weights.chunks:
+        _check_tied(path, weights)
+        del weights.chunks[_HEAD]
+    if faults := tensor_faults(weights, Manifest(model=asdict(shape))):
+        raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}: {first_faults(faults)}", path=path)
     return HuggingFaceFolder(path, shape, weights)
 
 
@@ -126,20 +133,10 @@ def _check_inside(path: Path, name: str) -> None:
         raise CheckpointError("missing. Fetch the model again", path=path / name)
 
 
-def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
-    # Older conversions keep the rotary frequencies, which are computed here.
-    stored = {name: held for name, held in weights.chunks.items() if not name.endswith("rotary_emb.inv_freq")}
-    if shape.tie_word_embeddings and _HEAD in stored:
-        _check_tied(path, weights)
-        del stored[_HEAD]
-    if faults := tensor_faults(path, stored, Manifest(model=asdict(shape))):
-        raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}: {first_faults(faults)}", path=path)
-
-
-def _check_tied(path: Path, weights: TensorFiles) -> None:
+def _check_tied(path: Path, weights: StoredTensors) -> None:
     """Raise a CheckpointError unless a head that is kept although it is tied is the embedding."""
-    size = weights.shapes()[_HEAD]
-    if size != weights.shapes().get(_EMBEDDING) or not torch.equal(weights.read(_HEAD), weights.read(_EMBEDDING)):
+    is_same_size = weights.shape(_HEAD) == weights.shape(_EMBEDDING)
+    if not is_same_size or not torch.equal(read_tensor(weights, _HEAD), read_tensor(weights, _EMBEDDING)):
         raise CheckpointError(
             f"its {_HEAD} is not the embedding, but {CONFIG_FILE} says tie_word_embeddings: set that to false there",
             path=path,

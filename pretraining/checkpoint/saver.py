@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,23 +25,16 @@ from torch import nn
 
 from pretraining.checkpoint.completeness import is_finite
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import (
-    CHECKPOINTS,
-    Manifest,
-    checkpoint_name,
-    distinct_name,
-    read_document,
-    tensor_state,
-)
+from pretraining.checkpoint.manifest import Manifest, tensor_state
 from pretraining.checkpoint.pt_files import FullSave
 from pretraining.checkpoint.retention import tidy_up
+from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_at, checkpoint_name, distinct_name
 from pretraining.checkpoint.writer import Save, SavePlan, plan_save, save_checkpoint
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.errors import CheckpointError
-from pretraining.files import exists
 from pretraining.optim.optimizer import materialise_state, skips_on_device
 
 
@@ -162,10 +154,9 @@ class Saver:
     def _folder_for(self, manifest: Manifest) -> Path:
         """Return where to commit; two steps whose names are the same by rounding must not replace each other."""
         folder = self._config.folder / CHECKPOINTS / checkpoint_name(self._config.ckpt_name, manifest)
-        taken = False
-        with suppress(CheckpointError):  # what nobody can read may go
-            taken = exists(folder) and read_document(folder).step != manifest.step
-        return folder.with_name(distinct_name(folder.name, manifest.step)) if taken else folder
+        there = checkpoint_at(folder)
+        is_taken = there.kind is not None and there.step != manifest.step  # what nobody can read may go
+        return folder.with_name(distinct_name(folder.name, manifest.step)) if is_taken else folder
 
     def _write(self, folder: Path, files: Save, manifest: Manifest, group: dist.ProcessGroup | None = None) -> Saved:
         self._staging.wait()

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoint.hf_import import HuggingFaceFolder, open_folder, origin_of
-from pretraining.checkpoint.manifest import MANIFEST, Manifest, checkpoint_path, committed_checkpoints
+from pretraining.checkpoint.manifest import MANIFEST, Manifest
+from pretraining.checkpoint.reader import read_tensor
+from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import size_of, write_tensors
 from pretraining.config.commands import ImportConfig
 from pretraining.config.recipes import dump_config
@@ -50,7 +52,9 @@ def import_weights(config: ImportConfig) -> None:
     origin = origin_of(source.path, config.input_path)
     with atomic_folder(folder, "--ckpt_save_path", sum(size_of(*kind) for kind in kinds.values())) as temporary:
         files = {
-            name: write_tensors(temporary / name, content, (source.weights.read(each).float() for each in content))
+            name: write_tensors(
+                temporary / name, content, (read_tensor(source.weights, each).float() for each in content)
+            )
             for name, content in planned.items()
         }
         manifest = Manifest(model=asdict(source.shape), files=files, config=_settings(source, run))

@@ -9,13 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import (
-    BEST,
-    CHECKPOINTS,
-    committed_checkpoints,
-    run_of,
-    unfinished_saves,
-)
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
 from pretraining.checkpoint.start_point import manifest_at
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
@@ -77,7 +71,7 @@ def rows_of(run: Path) -> list[Row]:
     link = run / CHECKPOINTS / BEST
     best = real_path(link) if link.is_symlink() else None
     incomplete = [_measured(path, "incomplete", best) for path in unfinished_saves(run)]
-    return [_row(path, best) for path in committed_checkpoints(run)] + incomplete
+    return [_row(each.path, best) for each in committed_checkpoints(run)] + incomplete
 
 
 def _row(path: Path, best: Path | None) -> Row:

@@ -21,18 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.checkpoint.completeness import tensor_faults
-from pretraining.checkpoint.headers import chunks_by_name, read_header
-from pretraining.checkpoint.manifest import (
-    CHECKPOINTS,
-    FULL_FILES,
-    MANIFEST,
-    committed_checkpoints,
-    misnamed_files,
-    run_of,
-    shape_of,
-    unfinished_saves,
-)
+from pretraining.checkpoint.headers import read_headers
+from pretraining.checkpoint.manifest import MANIFEST, misnamed_files, shape_of
 from pretraining.checkpoint.reader import file_faults
+from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef, document_at, files_of, is_checkpoint
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
@@ -249,15 +241,11 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
         return [str(error)]
     misnamed = list(misnamed_files(path, manifest))
     own = {name: entry for name, entry in files.items() if Path(name).name == name}
-    faults = file_faults(path, {name: entry for name, entry in own.items() if entry is not None}, threads)
-    headers = []
-    for name in () if faults else own:
-        try:
-            headers.append(read_header(path / name))
-        except CheckpointError as error:
-            faults.append(str(error) if name in FULL_FILES else f"{path / name} is no sound safetensors file: {error}")
-    # What a bad file holds would be missed everywhere.
-    return misnamed + (faults or tensor_faults(path, chunks_by_name(headers), manifest))
+    faults = file_faults(path, own, threads)
+    try:  # What a bad file holds would be missed everywhere.
+        return misnamed + (faults or tensor_faults(read_headers(path, own), manifest))
+    except CheckpointError as error:
+        return [*misnamed, str(error)]
 
 
 def _find_checkpoints(source: Path) -> tuple[list[Path], list[Path]]:
@@ -265,7 +253,7 @@ def _find_checkpoints(source: Path) -> tuple[list[Path], list[Path]]:
     if is_checkpoint(source):
         return [source], []
     run = run_of(source)
-    paths = committed_checkpoints(run)
+    paths = [each.path for each in committed_checkpoints(run)]
     if not paths:
         raise CheckpointError(
             f"neither a checkpoint (a folder with {MANIFEST}, or four .pt files) nor a run with some in "

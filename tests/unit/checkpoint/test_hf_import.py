@@ -14,6 +14,7 @@ from unit.checkpoint.checkpoint_files import SHAPES
 
 from pretraining.checkpoint.hf_import import manifest_of_folder, open_folder
 from pretraining.checkpoint.manifest import shape_of
+from pretraining.checkpoint.reader import read_tensor
 from pretraining.checkpoint.start_point import find_start, named_checkpoint
 from pretraining.config.commands import ImportConfig
 from pretraining.config.training import CheckpointConfig
@@ -66,8 +67,8 @@ def set_index(folder: Path, places: object) -> None:
 def test_weights_are_read_in_any_layout_and_type(tmp_path: Path, shape: LlamaShape, layout, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     expected = weights(shape, dtype)
     folder = open_folder(layout(tmp_path / "m", expected, shape))
-    assert folder.shape == shape and folder.weights.shapes().keys() == expected.keys()
-    assert all(torch.equal(folder.weights.read(name), value) for name, value in expected.items())
+    assert folder.shape == shape and folder.weights.chunks.keys() == expected.keys()
+    assert all(torch.equal(read_tensor(folder.weights, name), value) for name, value in expected.items())
     manifest = manifest_of_folder(tmp_path / "m")
     assert shape_of(manifest) == shape and manifest.step == 0 and not manifest.data
 

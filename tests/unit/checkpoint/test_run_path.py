@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from unit.checkpoint.examples import manifest_of, save, tensors
 
-from pretraining.checkpoint.manifest import EVALUATION_STATE, MANIFEST, checkpoint_path
-from pretraining.checkpoint.start_point import existing_run_path, folders_of, newest_run_path, with_run_path
+from pretraining.checkpoint.manifest import EVALUATION_STATE, MANIFEST
+from pretraining.checkpoint.run_folder import checkpoint_path
+from pretraining.checkpoint.run_path import existing_run_path, folders_of, newest_run_path, with_run_path
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
