@@ -42,7 +42,8 @@ def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slic
     Raises:
         CheckpointError: the manifest describes no model.
     """
-    parameters = {name: tuple(size) for name, size in parameter_shapes(shape_of(manifest)).items()}
+    shape = shape_of(manifest)
+    parameters = {name: tuple(size) for name, size in parameter_shapes(shape).items()}
     optimizer, faults = _optimizer_of(manifest), []
     for name in list(parameters)[share]:
         in_matrix = is_hidden_matrix(name, len(parameters[name]))
@@ -52,6 +53,8 @@ def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slic
         if any(f"{OPTIMIZER_PREFIX}{moment}.{name}" not in stored.chunks for moment in moments):
             faults.append(f"{stored.folder} lacks the optimizer's state of {name}")
     for name in sorted(stored.chunks)[share]:
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and shape.tie_word_embeddings):
+            continue  # computed from the shape, or the embedding's second name: nothing reads it
         files = sorted({chunk.file for chunk in stored.chunks[name]})
         is_exact = bool(manifest.files) and not any(file in FULL_FILES for file in files)
         fault = _fault_of(name, stored, parameters, is_exact)

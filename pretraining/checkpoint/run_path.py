@@ -121,9 +121,7 @@ def make_run_folder(run: Path) -> None:
 def check_run_folder(run: Path) -> None:
     """Raise the CheckpointError of `make_run_folder` where that is sure to fail, and make nothing."""
     there = next(folder for folder in (run, *run.absolute().parents) if exists(folder))
-    if not is_folder(there):
-        raise run_not_writable(run, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there)))
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not (is_folder(there) and os.access(there, os.W_OK | os.X_OK)):
         raise run_not_writable(run, PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there)))
 
 

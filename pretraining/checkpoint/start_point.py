@@ -160,7 +160,7 @@ def _start_elsewhere(config: CheckpointConfig, damaged: Mapping[Path, str]) -> C
     load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
     if load_path is None:
         source, flag = request, RESUME
-    elif is_within(Path(load_path), config.folder) and not _checkpoints_at(Path(load_path)):
+    elif is_within(Path(load_path), config.folder) and not checkpoints_at(Path(load_path)):
         return None  # a script may name one folder as both paths, for its first start and for all later ones
     else:
         source, flag = str(from_hub(load_path, MODEL_FILES, CheckpointError)), LOAD_PATH
@@ -178,7 +178,7 @@ def find_newest(
     Raises:
         CheckpointError: there is none, or all are damaged.
     """
-    paths = _checkpoints_at(source)
+    paths = checkpoints_at(source)
     if not paths:
         raise CheckpointError(
             f"{flag}={source} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a "
@@ -187,9 +187,10 @@ def find_newest(
     return _newest_good(paths, damaged, flag, source)
 
 
-def _checkpoints_at(source: Path) -> list[Path]:
-    """Return the checkpoint at a path, or those of the run there, newest first."""
-    if is_checkpoint(source) or is_hugging_face_folder(source):
+def checkpoints_at(source: Path) -> list[Path]:
+    """Return the checkpoint at a path, be it damaged, or those of the run there, newest first."""
+    forms = (MANIFEST, ITERATION_FILE, HUGGING_FACE_FILE)
+    if is_folder(source) and (is_committed(source) or any(is_file(source / name) for name in forms)):
         return [source]
     return [each.path for each in reversed(committed_checkpoints(run_of(source)))]
 
@@ -205,13 +206,8 @@ def _newest_good(paths: list[Path], damaged: Mapping[Path, str], flag: str, sour
             faults.append(str(error))
         else:
             return CheckpointRef(path, manifest, weights_only=not manifest.data, damaged=tuple(faults))
-    if paths == [source]:  # the user named this one, so that no other will do
-        raise CheckpointError(f"{faults[0]}. Name another checkpoint with {flag}.")
     lines = "\n".join(f"  {line}" for line in faults)
-    raise CheckpointError(
-        f"{flag}={source} holds {len(faults)} checkpoints, and none is good:\n{lines}\n"
-        "Repair one, or give another --ckpt_save_path to start a new run."
-    )
+    raise CheckpointError(f"{flag}={source} holds no good checkpoint:\n{lines}\nRepair one, or give another {flag}")
 
 
 def is_within(path: Path, folder: Path) -> bool:
@@ -239,34 +235,11 @@ def document_at(path: Path) -> Manifest:
         from pretraining.checkpoint.pt_files import manifest_of_files
 
         return manifest_of_files(path)
-    if is_hugging_face_folder(path):
+    if is_file(path / HUGGING_FACE_FILE):
         from pretraining.checkpoint.hf_import import manifest_of_folder
 
         return manifest_of_folder(path)
     return read_document(path)
-
-
-def is_hugging_face_folder(path: Path) -> bool:
-    """Whether a folder is meant to hold a Hugging Face model: it has a config.json."""
-    return is_file(path / HUGGING_FACE_FILE)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint, be it damaged, and not a run."""
-    return is_folder(path) and (is_committed(path) or _is_of_ours(path))
-
-
-def _is_of_ours(path: Path) -> bool:
-    """Whether a folder holds a checkpoint, and not the model of another program."""
-    return is_file(path / MANIFEST) or is_file(path / ITERATION_FILE)
-
-
-def named_checkpoint(path: str) -> CheckpointRef:
-    """Return `find_newest` of a path, where a Hugging Face folder is an error, too."""
-    source = Path(path)
-    if is_hugging_face_folder(source) and not is_file(source / MANIFEST):
-        raise CheckpointError("a Hugging Face folder, not a checkpoint: `pretrain import` makes one of it", path=source)
-    return find_newest(source)
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
@@ -285,8 +258,7 @@ def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None
     """Read tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
     from pretraining.checkpoint.reader import load_tensors
 
-    manifest = checkpoint.manifest if _is_of_ours(checkpoint.path) else None
-    load_tensors(checkpoint.path, files_of(checkpoint), tensors, manifest)
+    load_tensors(checkpoint.path, files_of(checkpoint), tensors, checkpoint.manifest)
 
 
 def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[CheckpointRef, Llama]:

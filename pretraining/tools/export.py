@@ -30,7 +30,7 @@ from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import check_host_memory, write_full
 from pretraining.checkpoint.reader import read_tensor
-from pretraining.checkpoint.start_point import CheckpointRef, named_checkpoint, open_tensors
+from pretraining.checkpoint.start_point import CheckpointRef, find_newest, open_tensors
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import settings_in
@@ -70,7 +70,7 @@ def export(config: ExportConfig) -> None:
         ConfigError, DataError: the settings or the tokenizer cannot be used.
     """
     max_bytes = config.max_shard_bytes  # first: a size that is none should not wait for the checkpoint
-    checkpoint = named_checkpoint(config.ckpt_load_path)
+    checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: passed over", damaged)
     tensors = open_tensors(checkpoint)

@@ -24,8 +24,8 @@ from pretraining.checkpoint.completeness import tensor_faults
 from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.manifest import MANIFEST, misnamed_files, shape_of
 from pretraining.checkpoint.reader import file_faults
-from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
-from pretraining.checkpoint.start_point import CheckpointRef, document_at, files_of, is_checkpoint
+from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_saves
+from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at, document_at, files_of
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
@@ -209,15 +209,20 @@ def _wrong_tokens(path: str, layout: DocumentLayout, vocab_size: int | None) -> 
 
 
 def _verify_checkpoints(source: Path, threads: int) -> None:
-    paths, unfinished = _find_checkpoints(source)
-    damaged = 0
+    paths, damaged = checkpoints_at(source)[::-1], 0
+    if not paths:
+        raise CheckpointError(
+            f"neither a checkpoint (a folder with {MANIFEST}, or four .pt files) nor a run with some in "
+            f"{CHECKPOINTS}/. Give token files with --data_path",
+            path=source,
+        )
     for path in paths:
         print_text(f"reading {path}", file=sys.stderr)
         faults = faults_of(path, threads)
         damaged += bool(faults)
         for fault in faults or [_describe(path)]:
             print_text(fault)
-    for path in unfinished:
+    for path in unfinished_saves(run_of(source)):
         print_text(f"{path} is incomplete: never read, and no fault")
     if damaged:
         raise CheckpointError(f"damaged: {damaged} of {count_of(len(paths), 'checkpoint')}; faults are listed above")
@@ -246,18 +251,3 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
         return misnamed + (faults or tensor_faults(read_headers(path, own), manifest))
     except CheckpointError as error:
         return [*misnamed, str(error)]
-
-
-def _find_checkpoints(source: Path) -> tuple[list[Path], list[Path]]:
-    """Find the checkpoints to check, and what interrupted saves have left beside them."""
-    if is_checkpoint(source):
-        return [source], []
-    run = run_of(source)
-    paths = [each.path for each in committed_checkpoints(run)]
-    if not paths:
-        raise CheckpointError(
-            f"neither a checkpoint (a folder with {MANIFEST}, or four .pt files) nor a run with some in "
-            f"{CHECKPOINTS}/. Give token files with --data_path",
-            path=source,
-        )
-    return paths, unfinished_saves(run)

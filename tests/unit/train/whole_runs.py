@@ -12,7 +12,7 @@ import torch
 from training_runs import TINY, status_of
 
 from pretraining.checkpoint.reader import read_tensor
-from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
+from pretraining.checkpoint.start_point import find_newest, open_tensors
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import PretrainError
@@ -64,7 +64,7 @@ def damage(folder: Path) -> None:
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, or of the newest of a run."""
-    source = open_tensors(named_checkpoint(str(path)))
+    source = open_tensors(find_newest(path))
     return {name: read_tensor(source, name) for name in source.chunks}
 
 
