@@ -43,9 +43,8 @@ import pyarrow as pa
 import torch
 
 from pretraining.checkpoint.manifest import read_document
-from pretraining.checkpoint.reader import read_tensor
+from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, UNFINISHED_SUFFIX, committed_checkpoints
-from pretraining.checkpoint.start_point import CheckpointRef, open_tensors
 from pretraining.launch.layout import free_port
 from pretraining.tools.verify import faults_of
 
@@ -367,7 +366,7 @@ def _facts(run: Path, checkpoints: dict[int, Path], exact: bool) -> dict[str, An
     for step, path in checkpoints.items():
         manifest = read_document(path)
         facts |= {f"checkpoint {step}: {name}": getattr(manifest, name) for name in IN_MANIFESTS}
-        tensors = open_tensors(CheckpointRef(path, manifest))
+        tensors = open_tensors(path, manifest.files)
         facts |= {f"checkpoint {step}: {name}": read_tensor(tensors, name) for name in tensors.chunks}
     return facts | {f"{where}, lines": count for where, count in lines.items()}
 

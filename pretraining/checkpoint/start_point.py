@@ -41,7 +41,6 @@ from pretraining.model.hf import MODEL_FILES
 if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a second to import; what loads it does
     import torch
 
-    from pretraining.checkpoint.headers import StoredTensors
     from pretraining.checkpoint.reader import Files
     from pretraining.model.llama import Llama
 
@@ -85,6 +84,17 @@ class CheckpointRef:
             return settings_in(self.manifest.config, "config of the checkpoint")
         except ConfigError:
             return TrainConfig()
+
+    @property
+    def files(self) -> Files:
+        """The files that hold its tensors, with sizes and checksums where it has a manifest."""
+        if self.manifest.files or is_file(self.path / MANIFEST):
+            return self.manifest.files
+        if is_file(self.path / ITERATION_FILE):
+            return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE))
+        from pretraining.checkpoint.hf_import import weight_files
+
+        return dict.fromkeys(weight_files(self.path))
 
 
 def find_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> CheckpointRef | None:
@@ -258,7 +268,8 @@ def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None
     """Read tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
     from pretraining.checkpoint.reader import load_tensors
 
-    load_tensors(checkpoint.path, files_of(checkpoint), tensors, checkpoint.manifest)
+    files: Files = checkpoint.manifest.files or on_rank_zero(lambda: checkpoint.files)
+    load_tensors(checkpoint.path, files, tensors, checkpoint.manifest)
 
 
 def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[CheckpointRef, Llama]:
@@ -287,22 +298,3 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[Che
             damaged[found.path] = str(error)
         else:
             return found, model.to(device=device, dtype=dtype).eval()
-
-
-def open_tensors(checkpoint: CheckpointRef) -> StoredTensors:
-    """Find the tensors of a checkpoint, once its files are compared with their checksums; raises as in `reader`."""
-    from pretraining.checkpoint.reader import open_tensors
-
-    return open_tensors(checkpoint.path, files_of(checkpoint))
-
-
-def files_of(checkpoint: CheckpointRef) -> Files:
-    """Return the files that hold a checkpoint's tensors, with sizes and checksums where it has a manifest."""
-    path = checkpoint.path
-    if checkpoint.manifest.files or is_file(path / MANIFEST):
-        return checkpoint.manifest.files
-    if is_file(path / ITERATION_FILE):
-        return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE))
-    from pretraining.checkpoint.hf_import import weight_files
-
-    return dict.fromkeys(on_rank_zero(lambda: weight_files(path)))

@@ -29,8 +29,8 @@ from pretraining.checkpoint.completeness import check_finite, first_faults, tens
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import check_host_memory, write_full
-from pretraining.checkpoint.reader import read_tensor
-from pretraining.checkpoint.start_point import CheckpointRef, find_newest, open_tensors
+from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import settings_in
@@ -73,7 +73,7 @@ def export(config: ExportConfig) -> None:
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: passed over", damaged)
-    tensors = open_tensors(checkpoint)
+    tensors = open_tensors(checkpoint.path, checkpoint.files)
     faults = tensor_faults(tensors, checkpoint.manifest)
     if faults:
         raise CheckpointError(first_faults(faults) + f". See `pretrain verify {checkpoint.path}`")

@@ -25,7 +25,7 @@ from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.manifest import MANIFEST, misnamed_files, shape_of
 from pretraining.checkpoint.reader import file_faults
 from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_saves
-from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at, document_at, files_of
+from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at, document_at
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
@@ -231,7 +231,7 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
 def _describe(path: Path) -> str:
     """Describe a checkpoint without faults."""
     manifest = document_at(path)
-    files = files_of(CheckpointRef(path, manifest))
+    files = CheckpointRef(path, manifest).files
     size = format_bytes(sum((path / name).stat().st_size for name in files))
     return f"{path}: step {manifest.step}, {count_of(len(files), 'file')}, {size}: no faults"
 
@@ -241,7 +241,7 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
     try:
         manifest = document_at(path)
         shape_of(manifest)
-        files = files_of(CheckpointRef(path, manifest))
+        files = CheckpointRef(path, manifest).files
     except CheckpointError as error:
         return [str(error)]
     misnamed = list(misnamed_files(path, manifest))

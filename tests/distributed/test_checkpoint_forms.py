@@ -8,8 +8,8 @@ import pytest
 import torch
 from training_runs import losses_of, train_runs
 
-from pretraining.checkpoint.reader import read_tensor
-from pretraining.checkpoint.start_point import find_newest, open_tensors
+from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.start_point import find_newest
 from pretraining.config.commands import ExportConfig
 from pretraining.tools.export import export
 from pretraining.tools.verify import faults_of
@@ -21,7 +21,8 @@ COMMON = ["global_batch_size=6", "batch_size=2", "num_steps=8", "tie_word_embedd
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    source = open_tensors(find_newest(path))
+    found = find_newest(path)
+    source = open_tensors(found.path, found.files)
     return {name: read_tensor(source, name) for name in source.chunks}
 
 

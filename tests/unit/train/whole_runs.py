@@ -11,8 +11,8 @@ import pytest
 import torch
 from training_runs import TINY, status_of
 
-from pretraining.checkpoint.reader import read_tensor
-from pretraining.checkpoint.start_point import find_newest, open_tensors
+from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.start_point import find_newest
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import PretrainError
@@ -64,7 +64,8 @@ def damage(folder: Path) -> None:
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, or of the newest of a run."""
-    source = open_tensors(find_newest(path))
+    found = find_newest(path)
+    source = open_tensors(found.path, found.files)
     return {name: read_tensor(source, name) for name in source.chunks}
 
 
