@@ -6,6 +6,7 @@ import errno
 import glob
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from pretraining.config.fields import values_of
 from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, is_folder, run_not_writable, write_atomic
+from pretraining.files import exists, is_folder, write_atomic, writing_into
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -61,13 +62,10 @@ def with_run_path(config: AnyTrainConfig, now: datetime | None = None) -> AnyTra
     moment = now or datetime.now(UTC)
     while True:
         folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
-        try:
+        with writing_into(folder), suppress(FileExistsError):
             folder.mkdir(parents=True)
             return replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(folder)))
-        except FileExistsError:
-            moment += timedelta(seconds=1)  # another run began in the same second
-        except OSError as error:
-            raise run_not_writable(folder, error) from None
+        moment += timedelta(seconds=1)  # another run began in the same second
 
 
 def newest_run_path(pattern: str) -> str:
@@ -112,25 +110,22 @@ def _is_finished(folder: Path) -> bool:
 
 def make_run_folder(run: Path) -> None:
     """Make the run's folder, unless it is there; a CheckpointError if it cannot be written."""
-    try:
+    with writing_into(run):
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise run_not_writable(run, error) from None
 
 
 def check_run_folder(run: Path) -> None:
     """Raise the CheckpointError of `make_run_folder` where that is sure to fail, and make nothing."""
     there = next(folder for folder in (run, *run.absolute().parents) if exists(folder))
-    if not (is_folder(there) and os.access(there, os.W_OK | os.X_OK)):
-        raise run_not_writable(run, PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there)))
+    with writing_into(run):
+        if not (is_folder(there) and os.access(there, os.W_OK | os.X_OK)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 def write_config(config: TrainConfig) -> None:
     """Write the settings of a start that was not refused into its folder, if any: the file can start the run again."""
     if config.checkpoint.ckpt_save_path is None:
         return
-    run = Path(config.checkpoint.ckpt_save_path)
-    try:
+    run = config.checkpoint.folder
+    with writing_into(run):
         write_atomic(run / CONFIG_FILE, dump_config(config))
-    except OSError as error:
-        raise run_not_writable(run, error) from None

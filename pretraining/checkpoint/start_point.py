@@ -145,7 +145,7 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
         return replace(newest, remarks=(remark,))
     if named is not None:
         chosen = _newest_good([named.path], damaged, RESUME, named.path)
-        newer = tuple(each.path for each in own if each.step > named.step)
+        newer = tuple(each.path for each in reversed(own) if each.step > named.step)
         return replace(chosen, damaged=newest.damaged, goes_back=True, newer=newer)
     if exists(run / ROLLBACK_FILE):  # the run has gone back by itself, to before the one that is named
         return newest

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,29 +186,3 @@ def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error_unless_the_fi
     flip_byte(shards_of(folder)[0], -1)
     with pytest.raises(DamagedError):
         load(folder, {**tensors(0.0), name: value})
-
-
-def failing(times: int) -> object:
-    """An os.preadv that fails a few times."""
-    real, calls = os.preadv, []
-
-    def preadv(descriptor: int, targets: Sequence[memoryview], begin: int) -> int:
-        calls.append(begin)
-        if len(calls) in range(2, 2 + times):  # in the middle of a file
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(descriptor, targets, begin)
-
-    return preadv
-
-
-def test_a_disk_that_cannot_be_read_is_tried_again_and_then_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, restored = save(tmp_path, 6), tensors(0.0)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(os, "preadv", failing(2))
-    load(folder, restored)
-    assert all(torch.equal(restored[name], value) for name, value in tensors(6.0).items())
-    monkeypatch.setattr(os, "preadv", failing(99))
-    with pytest.raises(DamagedError, match=f"^{shards_of(folder)[0]}: .*Input/output error$"):
-        load(folder, restored)
