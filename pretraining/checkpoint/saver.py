@@ -197,8 +197,8 @@ class Staging:
         if self._stream is not None:
             self._copied = self._stream.record_event()
         files = {
-            number: [replace(piece, values=self._buffers[piece.name]) for piece in file]
-            for number, file in plan.files.items()
+            name: [replace(piece, values=self._buffers[piece.name]) for piece in file]
+            for name, file in plan.files.items()
         }
         return replace(plan, files=files)
 

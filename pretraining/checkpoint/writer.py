@@ -241,38 +241,33 @@ class SavePlan:
     """What one process writes of a sharded checkpoint.
 
     Attributes:
-        files: items by the number of the file that they go into.
-        number_of_files: the most that a process writes.
+        files: items by the name of the file that they go into.
         total_bytes: of all processes.
     """
 
-    files: dict[int, list[WriteItem]]
-    number_of_files: int
+    files: dict[str, list[WriteItem]]
     total_bytes: int
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
         """Write this process's files, several at a time; return what they have to be, by name."""
-        names = {
-            number: f"shard-{dist.get_rank() + 1:05d}-model-{number:05d}-of-{self.number_of_files:05d}{SHARD_SUFFIX}"
-            for number in self.files
-        }
 
-        def write(number: int) -> FileEntry:
-            path = folder / names[number]
-            return with_retries(lambda: write_chunks(path, self.files[number]), f"writing {path}")
+        def write(name: str) -> FileEntry:
+            return with_retries(lambda: write_chunks(folder / name, self.files[name]), f"writing {folder / name}")
 
         with ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="checkpoint") as pool:
-            return dict(zip(names.values(), pool.map(write, names), strict=True))
+            return dict(zip(self.files, pool.map(write, self.files), strict=True))
 
 
 def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
     """Return what this process writes of a checkpoint of `tensors`; nothing is copied."""
-    numbers = file_of_tensor(tensors, dist.get_world_size())
-    files: dict[int, list[WriteItem]] = {}
+    numbers, shard = file_of_tensor(tensors, dist.get_world_size()), dist.get_rank() + 1
+    count = max(numbers.values(), default=0)
+    files: dict[str, list[WriteItem]] = {}
     for name in _written_here(tensors):
+        file = f"shard-{shard:05d}-model-{numbers[name]:05d}-of-{count:05d}{SHARD_SUFFIX}"
         item = WriteItem(name, local_chunk(tensors[name]), local_tensor(tensors[name]))
-        files.setdefault(numbers[name], []).append(item)
-    return SavePlan(files, max(numbers.values(), default=0), sum(tensor.nbytes for tensor in tensors.values()))
+        files.setdefault(file, []).append(item)
+    return SavePlan(files, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
