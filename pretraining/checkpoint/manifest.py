@@ -246,7 +246,7 @@ def size_fault(path: Path, written: FileEntry) -> str | None:
 
 def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Yield the files that the manifest does not name, and those it names that may lie anywhere."""
-    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")}
+    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")} if manifest.files else set()
     for name in sorted(here - manifest.files.keys()):
         yield f"{folder / name} is no part of the checkpoint: its manifest does not name it"
     for name in manifest.files:

@@ -16,12 +16,14 @@ from pretraining.checkpoint.hf_import import manifest_of_folder, open_folder
 from pretraining.checkpoint.manifest import shape_of
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.checkpoint.start_point import find_newest, find_start
-from pretraining.config.commands import ImportConfig
+from pretraining.config.commands import ExportConfig, ImportConfig
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import config_document, parameter_shapes
+from pretraining.tools.export import export
 from pretraining.tools.import_weights import import_weights
+from pretraining.tools.verify import faults_of
 
 PLAIN, TIED = SHAPES["plain"], SHAPES["tied"]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -172,6 +174,12 @@ def test_what_a_llama_does_not_read_is_passed_over(tmp_path: Path) -> None:
     frequencies = changed("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))
     assert open_folder(single(tmp_path / "m", frequencies))[0] == PLAIN
     assert open_folder(single(tmp_path / "tied", {**weights(TIED), HEAD: torch.zeros(3)}, TIED))[0] == TIED
+    assert faults_of(tmp_path / "m") == faults_of(tmp_path / "tied") == []
+    export(ExportConfig(str(tmp_path / "m"), str(tmp_path / "hf"), dtype="float32"))
+    export(ExportConfig(str(tmp_path / "tied"), str(tmp_path / "full"), format="full"))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in weights().items())
+    assert faults_of(tmp_path / "full") == []
 
 
 def test_pickles_are_refused_and_so_is_a_folder_without_weights(tmp_path: Path) -> None:
