@@ -131,14 +131,10 @@ def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str]) -> Checkp
 
 def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping[Path, str]) -> CheckpointRef:
     """Find the newest good checkpoint of a run, or the older one that the run goes back to."""
-    run, request, load_path = config.folder, config.resume_from_checkpoint, config.ckpt_load_path
+    run, request = config.folder, config.resume_from_checkpoint
     newest = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
     if request is None:
-        named = None if load_path is None else _named_in(own, load_path)
-        if named is None or named.path == newest.path:
-            return newest
-        remark = f"not from --ckpt_load_path={load_path}: --resume_from_checkpoint={load_path} goes back to that one"
-        return replace(newest, remarks=(remark,))
+        return newest
     named, before = _named_in(own, request), newest.config.checkpoint.resume_from_checkpoint
     if before is not None and (before == request or (named is not None and _named_in(own, before) == named)):
         remark = f"after --resume_from_checkpoint={request}: done before. A start without the flag makes it work again"
