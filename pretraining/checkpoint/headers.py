@@ -160,8 +160,12 @@ def _pt_header(path: Path) -> Header:
     if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
         return Header([])
     tensors = content if path.name == MODEL_FILE else _flat_optimizer_state(content, path)
-    chunks = [_stored_chunk(path, name, value) for name, value in tensors.items()]
-    return Header(chunks)
+    chunks = {name: _stored_chunk(path, name, value) for name, value in tensors.items()}
+    # A tied head is the embedding under a second name.
+    head, embedding = chunks.get("lm_head.weight"), chunks.get("model.embed_tokens.weight")
+    if head is not None and embedding is not None and head.begin == embedding.begin:
+        del chunks["lm_head.weight"]
+    return Header(list(chunks.values()))
 
 
 def load_file(path: Path) -> dict[str, Any]:
