@@ -172,7 +172,6 @@ def _commit(temporary: Path, folder: Path, plan: Save, manifest: Manifest, lease
             if exists(second):
                 remove_checkpoint(second)
             folder.rename(second)
-            flush_folder(folder.parent)
         with_retries(lambda: temporary.rename(folder), f"renaming {temporary}")
         flush_folder(folder.parent)
         if exists(second):
