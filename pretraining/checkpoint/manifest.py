@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, is_file, read_json, with_checksum
+from pretraining.model.hf import CONFIG_FILE
 
 if TYPE_CHECKING:  # to read manifests needs no torch, which takes a second to import
     import torch
@@ -212,21 +213,35 @@ def crc32_text(value: int) -> str:
 
 
 def read_document(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, without a look at its files; raises as `Manifest.parse`."""
+    """Read what a checkpoint is, without a look at the files that it names.
+
+    Its manifest says so; without one its four .pt files or, where the folder is Hugging Face's, the model in it.
+
+    Raises:
+        CheckpointError: it is damaged, or of no form that is read here.
+    """
     path = folder / MANIFEST
+    if not is_file(path):
+        if is_file(folder / ITERATION_FILE):
+            from pretraining.checkpoint.pt_files import manifest_of_files
+
+            return manifest_of_files(folder)
+        if is_file(folder / CONFIG_FILE):
+            from pretraining.checkpoint.hf_import import manifest_of_folder
+
+            return manifest_of_folder(folder)
+        raise CheckpointError(f"damaged: it has lost its {MANIFEST}", path=folder)
     try:
         return Manifest.parse(read_json(path), str(path))
-    except FileNotFoundError:
-        raise CheckpointError(f"damaged: it has lost its {MANIFEST}", path=folder) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot be read: {error}", path=path) from None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint and compare names and sizes of its files; their content is not read.
+    """Read what a checkpoint is, and compare names and sizes of its files; their content is not read.
 
     Raises:
-        CheckpointError: the manifest is unreadable, or a file is missing, surplus or has another size.
+        CheckpointError: as `read_document`; or a file is missing, surplus or has another size.
     """
     manifest = read_document(folder)
     sizes = (size_fault(folder / name, entry) for name, entry in manifest.files.items())

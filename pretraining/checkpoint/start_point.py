@@ -24,7 +24,6 @@ from pretraining.checkpoint.manifest import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     Manifest,
-    read_document,
     read_manifest,
     shape_of,
     tensor_state,
@@ -207,7 +206,7 @@ def _newest_good(paths: list[Path], damaged: Mapping[Path, str], flag: str, sour
         try:
             if path in damaged:
                 raise CheckpointError(damaged[path])
-            manifest = manifest_at(path)
+            manifest = read_manifest(path)
         except CheckpointError as error:
             faults.append(str(error))
         else:
@@ -220,32 +219,6 @@ def is_within(path: Path, folder: Path) -> bool:
     """Whether a path is a folder or below it, links followed."""
     real = real_path(path)
     return real_path(folder) in (real, *real.parents)
-
-
-def manifest_at(path: Path) -> Manifest:
-    """Read what a checkpoint is: from its manifest, from its four .pt files, or from a Hugging Face folder.
-
-    Names and sizes of its files are compared; their content is not read.
-
-    Raises:
-        CheckpointError: it is damaged, or of no form that is read here.
-    """
-    return read_manifest(path) if is_file(path / MANIFEST) else document_at(path)
-
-
-def document_at(path: Path) -> Manifest:
-    """As `manifest_at`, without a look at the files that the manifest names."""
-    if is_file(path / MANIFEST):
-        return read_document(path)
-    if is_file(path / ITERATION_FILE):
-        from pretraining.checkpoint.pt_files import manifest_of_files
-
-        return manifest_of_files(path)
-    if is_file(path / HUGGING_FACE_FILE):
-        from pretraining.checkpoint.hf_import import manifest_of_folder
-
-        return manifest_of_folder(path)
-    return read_document(path)
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pretraining.checkpoint.manifest import read_manifest
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
-from pretraining.checkpoint.start_point import manifest_at
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_folder, real_path
@@ -76,7 +76,7 @@ def rows_of(run: Path) -> list[Row]:
 
 def _row(path: Path, best: Path | None) -> Row:
     try:
-        manifest = manifest_at(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return replace(_measured(path, "damaged", best), fault=str(error))
     return replace(

@@ -26,10 +26,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pretraining.checkpoint.manifest import Manifest
+from pretraining.checkpoint.manifest import Manifest, read_document
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of
 from pretraining.checkpoint.run_path import CONFIG_FILE
-from pretraining.checkpoint.start_point import document_at
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.settings_files import read_text
 from pretraining.data.resume import restored_mixture
@@ -256,7 +255,7 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _newest_mixture(folder: Path) -> list[MixturePart]:
     for each in reversed(committed_checkpoints(folder)):
         try:
-            return mixture_of(document_at(each.path))
+            return mixture_of(read_document(each.path))
         except CheckpointError:  # `pretrain verify` says what is wrong with it
             continue
     return []

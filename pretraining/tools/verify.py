@@ -22,10 +22,10 @@ import numpy as np
 
 from pretraining.checkpoint.completeness import tensor_faults
 from pretraining.checkpoint.headers import read_headers
-from pretraining.checkpoint.manifest import MANIFEST, misnamed_files, shape_of
+from pretraining.checkpoint.manifest import MANIFEST, misnamed_files, read_document, shape_of
 from pretraining.checkpoint.reader import file_faults
 from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_saves
-from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at, document_at
+from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
@@ -230,7 +230,7 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
 
 def _describe(path: Path) -> str:
     """Describe a checkpoint without faults."""
-    manifest = document_at(path)
+    manifest = read_document(path)
     files = CheckpointRef(path, manifest).files
     size = format_bytes(sum((path / name).stat().st_size for name in files))
     return f"{path}: step {manifest.step}, {count_of(len(files), 'file')}, {size}: no faults"
@@ -239,7 +239,7 @@ def _describe(path: Path) -> str:
 def faults_of(path: Path, threads: int = 1) -> list[str]:
     """Return what is wrong with a checkpoint, a line per fault; everything in it is read, on as many threads."""
     try:
-        manifest = document_at(path)
+        manifest = read_document(path)
         shape_of(manifest)
         files = CheckpointRef(path, manifest).files
     except CheckpointError as error:
