@@ -361,9 +361,15 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def run_not_writable(run: Path, error: OSError) -> CheckpointError:
-    """Make the error for users whose run's folder cannot be written."""
-    return CheckpointError(f"cannot be written: {error}. Give a --ckpt_save_path that this user may write.", path=run)
+@contextmanager
+def writing_into(run: Path) -> Iterator[None]:
+    """Turn what the file system says about writing into a run's folder into an error for users."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be written: {error}. Give a --ckpt_save_path that this user may write.", path=run
+        ) from None
 
 
 @contextmanager

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.manifest import Manifest, Stateful
-from pretraining.checkpoint.saver import Saved, Saver
+from pretraining.checkpoint.run_folder import Checkpoint
+from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import CheckpointConfig, TrainConfig
@@ -196,12 +197,12 @@ class CheckpointManager:
             global_batch_size=data["phases"][-1]["global_batch_size"],
         )
 
-    def _log_saved(self, saved: Saved | None) -> None:
+    def _log_saved(self, saved: Checkpoint | None) -> None:
         """Log what was saved, if anything was."""
         if saved is not None:
-            self.newest, step, kind = saved.path, saved.manifest.step, saved.manifest.kind
-            log.info("step %d  checkpoint %s", step, saved.path)
-            self._observer.events.add("checkpoint", step, kind=kind, path=str(saved.path))
+            self.newest = saved.path
+            log.info("step %d  checkpoint %s", saved.step, saved.path)
+            self._observer.events.add("checkpoint", saved.step, kind=saved.kind, path=str(saved.path))
 
 
 def _kind_at_end(state: TrainState) -> str:

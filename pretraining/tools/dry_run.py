@@ -21,7 +21,9 @@ from itertools import islice
 
 from pretraining.checkpoint.lease import look_at_lease
 from pretraining.checkpoint.rollback_file import read_rollback
-from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder, resolve_run
+from pretraining.checkpoint.run_path import check_run_folder
+from pretraining.checkpoint.run_settings import resolve_run
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.assignments import Assignment
 from pretraining.config.command_line import ResolvedConfig
 from pretraining.config.fields import sections_of, settings_of, values_of

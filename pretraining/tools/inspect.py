@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.checkpoint.manifest import run_of
 from pretraining.checkpoint.rollback_file import read_rollback, without_samples
-from pretraining.checkpoint.start_point import adopt_settings, find_newest, find_start, newest_run_path
+from pretraining.checkpoint.run_folder import run_of
+from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.run_settings import adopt_settings
+from pretraining.checkpoint.start_point import find_newest, find_start
 from pretraining.config.assignments import COMMAND_LINE
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.command_line import parse_config, read_given

@@ -9,14 +9,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import (
-    BEST,
-    CHECKPOINTS,
-    committed_checkpoints,
-    run_of,
-    unfinished_saves,
-)
-from pretraining.checkpoint.start_point import manifest_at
+from pretraining.checkpoint.manifest import read_manifest
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_folder, real_path
@@ -77,12 +71,12 @@ def rows_of(run: Path) -> list[Row]:
     link = run / CHECKPOINTS / BEST
     best = real_path(link) if link.is_symlink() else None
     incomplete = [_measured(path, "incomplete", best) for path in unfinished_saves(run)]
-    return [_row(path, best) for path in committed_checkpoints(run)] + incomplete
+    return [_row(each.path, best) for each in committed_checkpoints(run)] + incomplete
 
 
 def _row(path: Path, best: Path | None) -> Row:
     try:
-        manifest = manifest_at(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return replace(_measured(path, "damaged", best), fault=str(error))
     return replace(

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, tensor_state
 from pretraining.checkpoint.retention import set_aside
+from pretraining.checkpoint.run_path import make_run_folder, write_config
 from pretraining.checkpoint.saver import Saver
-from pretraining.checkpoint.start_point import CheckpointRef, find_start, load, make_run_folder, write_config
+from pretraining.checkpoint.start_point import CheckpointRef, find_start, load
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.host_sync import HostSync

@@ -13,7 +13,8 @@ from pathlib import Path
 from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
-from pretraining.checkpoint.start_point import CheckpointRef, find_newest, load, newest_run_path
+from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.start_point import CheckpointRef, find_newest, load
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape

@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from pretraining.checkpoint.start_point import CONFIG_FILE
+from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import (

@@ -17,8 +17,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import check_same_model, unfinished_saves
+from pretraining.checkpoint.manifest import check_same_model
 from pretraining.checkpoint.rollback_file import without_samples
+from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS

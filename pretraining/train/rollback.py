@@ -17,21 +17,14 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.manifest import (
-    UNFINISHED_SUFFIX,
-    committed_checkpoints,
-    has_save_name,
-    is_as_saved,
-    read_document,
-    step_of,
-)
-from pretraining.checkpoint.retention import best_of, list_records, point_to_best
+from pretraining.checkpoint.retention import give_up
 from pretraining.checkpoint.rollback_file import (
     ROLLBACK_FILE,
     Rollback,
     read_rollback,
     write_rollback,
 )
+from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.processes import on_rank_zero
@@ -149,24 +142,16 @@ def _drop_checkpoints(run: Path, rollback: Rollback) -> list[Path]:
         CheckpointError: one of them is a copy that a user has made, which a start would go on from.
     """
     step = rollback.first_step
-    dropped = [path for path in committed_checkpoints(run) if step_of(path) >= step and not rollback.is_in(path)]
-    copies = [str(path) for path in dropped if not _was_saved_here(path)]
+    own = committed_checkpoints(run)
+    dropped = [each for each in own if each.step >= step and not rollback.is_in(each.path)]
+    copies = [str(each.path) for each in dropped if not each.is_as_saved]
     if copies:
         raise CheckpointError(
             f"the run is to go back to before step {step}, but would go on from {', '.join(copies)}, which was copied "
             "or renamed by hand and is not removed. Move it elsewhere, and start again"
         )
-    for path in dropped:
-        path.rename(path.with_name(path.name + UNFINISHED_SUFFIX))
-    point_to_best(run, best_of(list_records(run)))
-    return dropped
-
-
-def _was_saved_here(path: Path) -> bool:
-    try:
-        return is_as_saved(path, read_document(path))
-    except CheckpointError:
-        return has_save_name(path)
+    give_up(run, dropped)
+    return [each.path for each in dropped]
 
 
 def _log_rollback(divergence: DivergenceError, rollbacks: int, most: int, dropped: list[Path]) -> None:

@@ -19,7 +19,9 @@ from typing import Any, Literal
 import torch
 
 from pretraining.checkpoint.lease import hold_lease
-from pretraining.checkpoint.start_point import adopt_settings, find_newest, resolve_run, with_run_path
+from pretraining.checkpoint.run_path import with_run_path
+from pretraining.checkpoint.run_settings import adopt_settings, resolve_run
+from pretraining.checkpoint.start_point import find_newest
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
 from pretraining.config.training import TrainConfig
