@@ -30,10 +30,9 @@ from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_tok
 from pretraining.observability.custom_metrics import Ratio, Sums
 from pretraining.observability.display import Display, choose_display, perplexity_of
 from pretraining.observability.events import Events
-from pretraining.observability.out_of_memory import peak_bytes
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
-from pretraining.observability.throughput import StepTimes, Stopwatch, device_name
+from pretraining.observability.throughput import StepTimes, Stopwatch, device_name, peak_bytes
 from pretraining.observability.trackers import Trackers
 from pretraining.progress import Interval, Progress, TrainState
 

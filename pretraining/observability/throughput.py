@@ -8,6 +8,8 @@ it. A CPU has no such figure: `pretrain doctor` measures what it reaches.
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,14 @@ T = TypeVar("T")
 def device_name(device: torch.device) -> str:
     """Return what a device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most that this process had in use at once; on a CPU everything that it held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Stopwatch:

@@ -25,7 +25,6 @@ from pretraining.evaluation.scores import Scores
 from pretraining.files import from_hub
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
-from pretraining.model.init import parameter_name
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.text import format_table
 from pretraining.train.build import build_model, use_deterministic_kernels
@@ -90,7 +89,7 @@ def evaluate_only(
     batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
     sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
     model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
-    start = _load(source, {parameter_name(name): parameter for name, parameter in model.parameters.items()})
+    start = _load(source, model.parameters)
     table_V = byte_lengths(config, processes, shape.vocab_size)
     stop = 0
 

@@ -40,7 +40,6 @@ from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.events import Events
-from pretraining.observability.out_of_memory import MemoryWatch
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TokenSchedule, TrainState
@@ -61,7 +60,6 @@ class Job:
         stop_requests: what asks this rank to end early.
         status: run_status.json.
         lease: on the run's folder, checked before each commit; None = the run keeps nothing.
-        memory: told whose memory to measure where it runs out.
         threads: that were chosen for this process; None = it keeps those that it has.
         events: what happens to the run.
         hook: makes the user's own metrics; None = there are none.
@@ -75,7 +73,6 @@ class Job:
     stop_requests: StopRequests = field(default_factory=StopRequests)
     status: StatusKeeper = field(default_factory=lambda: StatusKeeper(0, is_writer=False))
     lease: Lease | None = None
-    memory: MemoryWatch | None = None
     threads: CpuThreads | None = None
     events: Events = field(default_factory=Events)
     hook: MetricsHook | None = None

@@ -37,6 +37,7 @@ from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, DivergenceError
 from pretraining.files import exists
+from pretraining.observability.events import Events
 from pretraining.train.build import build_run
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.plan import Job
@@ -78,16 +79,7 @@ def train_to_the_end(
         skipped.append(divergence.samples)
         rollback = Rollback(divergence.first_step, (*config.data.skipped_ranges, *skipped))
         dropped = on_rank_zero(partial(_roll_back, config.checkpoint.folder, rollback))
-        _log_rollback(divergence, rollbacks, config.guard.max_rollbacks, dropped)
-        begin, end = divergence.samples
-        job.events.add(
-            "rollback",
-            divergence.last_step,
-            number=rollbacks,
-            first_step=divergence.first_step,
-            samples=[begin, end - 1],
-            checkpoints_dropped=[str(path) for path in dropped],
-        )
+        _report(divergence, rollbacks, dropped, job.events)
         run = build_run(job, find_start(config.checkpoint), skipped, stop_step)
     return run, had_work
 
@@ -169,16 +161,12 @@ def _was_saved_here(path: Path) -> bool:
         return has_save_name(path)
 
 
-def _log_rollback(divergence: DivergenceError, rollbacks: int, most: int, dropped: list[Path]) -> None:
-    begin, end = divergence.samples
-    log.info(
-        "step %d  the updates since step %d were left out: rollback %d of %d, from here on without samples %d-%d",
-        divergence.last_step,
-        divergence.first_step,
-        rollbacks,
-        most,
-        begin,
-        end - 1,
-    )
-    for path in dropped:
+def _report(divergence: DivergenceError, number: int, dropped: Sequence[Path], events: Events) -> None:
+    first_step, last_step, (begin, end) = divergence.first_step, divergence.last_step, divergence.samples
+    back = f"rollback {number} to before step {first_step}, from here on without samples {begin}-{end - 1}"
+    log.info("step %d  %s", last_step, back)
+    paths = [str(path) for path in dropped]
+    for path in paths:
         log.info("            %s was saved after the first of them: given up", path)
+    samples = [begin, end - 1]
+    events.add("rollback", last_step, number=number, first_step=first_step, samples=samples, checkpoints_dropped=paths)

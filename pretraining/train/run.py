@@ -45,13 +45,12 @@ from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.environment import record_environment
 from pretraining.observability.events import Events
-from pretraining.observability.out_of_memory import explain_out_of_memory
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
 from pretraining.train.build import begin_start
 from pretraining.train.evaluate_only import Evaluated, evaluate_only, path_of_what_is_evaluated, print_evaluation
 from pretraining.train.loop import Run
-from pretraining.train.memory_check import describe_peak
+from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import conclude, conclude_preempted, describe_speed
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Job, lay_out
@@ -142,7 +141,7 @@ def train(
         path = config.checkpoint.ckpt_save_path
         with (
             nullcontext() if path is None else hold_lease(Path(path), processes) as lease,
-            explain_out_of_memory(config, processes) as memory,
+            explain_out_of_memory(config, mesh["shard"].size(), processes),
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
             skipped = finish_rollback(config.checkpoint)
@@ -156,7 +155,6 @@ def train(
                 stop_requests=requests,
                 status=status,
                 lease=lease,
-                memory=memory,
                 threads=threads,
                 events=events,
                 hook=hook,
@@ -242,27 +240,19 @@ def _check_same_settings(config: TrainConfig) -> None:
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
     if len(set(gather_from_every_rank(lambda: digest))) == 1:
         return
-    ranks: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # by setting, by value
     everyone = gather_from_every_rank(lambda: texts)
-    for rank, given in enumerate(everyone):
-        for name in {name: None for each in everyone for name in each}:
-            ranks[name][given.get(name, "unknown")].append(rank)
-    different = [
-        f"{name} is " + " and ".join(f"{text or 'empty'} on ranks {list_ranks(on)}" for text, on in by_value.items())
-        for name, by_value in ranks.items()
-        if len(by_value) > 1
-    ]
+    different = []
+    for name in sorted(set().union(*everyone)):
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, given in enumerate(everyone):
+            ranks[given.get(name, "unknown")].append(rank)
+        if len(ranks) > 1:
+            values = (f"{text or 'empty'} on ranks {list_ranks(on)}" for text, on in ranks.items())
+            different.append(f"{name} is {' and '.join(values)}")
     raise ConfigError(
         f"the processes of this job were given different settings: {list_some(different, _MOST_NAMED, '; ')}.\n"
         "Give all nodes the same recipe and flags; a recipe on a node's own disk may be an old copy"
     )
-
-
-def _log_peak(config: TrainConfig, run: Run, processes: Processes) -> None:
-    measured = run.observer.newest.get("memory_gib")
-    if measured is not None:  # of the last report; a run that only evaluates has none
-        shape, shard_size = resolve_shape(config.model), run.mesh["shard"].size()
-        log.info(describe_peak(config, shape, shard_size, processes.device, measured))
 
 
 def _conclude(job: Job, run: Run, trained: bool) -> TrainResult:
@@ -274,10 +264,8 @@ def _conclude(job: Job, run: Run, trained: bool) -> TrainResult:
     Raises:
         Preempted: the run was told to end before it was done.
     """
-    if trained:
-        _log_peak(job.config, run, job.processes)
-        if run.observer.step_times is not None:
-            log.info(describe_speed(run.observer, run.observer.step_times.seconds, job.processes))
+    if trained and run.observer.step_times is not None:
+        log.info(describe_speed(run.observer, run.observer.step_times.seconds, job.processes))
     if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
         preempted = conclude_preempted(run.state, is_saved=job.config.checkpoint.ckpt_save_path is not None)
         preempted.result = _result(job, run, "preempted")
