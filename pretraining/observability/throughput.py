@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -96,44 +96,3 @@ class Stopwatch:
         self._lap_started = now
         self.overall_training_seconds += training
         return training, spent
-
-
-class StepTimes:
-    """Seconds of each step on the device, from asking for its batch to its update; no step waits to be measured.
-
-    On CUDA, two events on the stream enclose a step, and `read` takes their times later; on a CPU it is the clock.
-
-    Args:
-        stopwatch: tells when a batch is asked for; what is told later, such as an evaluation, is no part of a step.
-
-    Attributes:
-        seconds: of the steps that `read` has seen.
-    """
-
-    def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
-        self._is_on_gpu = device.type == "cuda"
-        self._begun = self._mark()
-        self._unread: list[tuple[Any, Any]] = []
-        self.seconds: list[float] = []
-        stopwatch.also_tell(self._turn_to)
-
-    def end_step(self) -> None:
-        """Mark the end of a step."""
-        self._unread.append((self._begun, self._mark()))
-
-    def read(self) -> None:
-        """Take the times of the steps so far, all of which the device has finished."""
-        for begun, ended in self._unread:
-            self.seconds.append(begun.elapsed_time(ended) / 1000 if self._is_on_gpu else ended - begun)
-        self._unread = []
-
-    def _turn_to(self, doing: str) -> None:
-        if doing == "data":
-            self._begun = self._mark()
-
-    def _mark(self) -> Any:
-        if not self._is_on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

@@ -109,7 +109,7 @@ def build_run(
         start = begin_start(config.checkpoint, job.status, damaged)
     processes.activity.step = plan.state.step
     announce(plan)
-    _add_events(plan, job.events)
+    _add_events(plan, job.status.events)
     if start is None:  # late: mistakes in the settings of the data need not wait for it
         initialize_parameters(model.parameters, plan.shape, config.run.seed, processes.device)
     run = _assemble(plan, _build_context(plan, model, optimizer, job), job)
@@ -180,7 +180,7 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
     stopwatch, host_sync = Stopwatch(), HostSync()
     stopwatch.also_tell(processes.activity.turn_to)
-    observer = _build_observer(plan, context, stopwatch, job.events)
+    observer = _build_observer(plan, context, stopwatch, job.status.events)
 
     def should_stop() -> bool:
         state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
@@ -188,7 +188,7 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
 
     evaluator = _build_evaluator(plan, context, observer, should_stop, job.sampler)
     replicas = Replicas(list(context.model.parameters.values()), plan.mesh)
-    guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.events)
+    guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.status.events)
     states: dict[str, Stateful] = {
         GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
@@ -119,8 +118,8 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         if not plan.takes_optimizer:
             yield "the optimizer begins anew (--load_optimizer=false)"
         yield from start.remarks
-        changed = (*plan.loader.changes_at_resume, *changed_settings(start.config, plan.config))
-        yield from (*changed, *filter(None, [plan.threads]))
+        yield from plan.loader.changes_at_resume
+        yield from changed_settings(start.config, plan.config)
         if state.stop_step < state.total_steps:
             yield f"this invocation ends at step {state.stop_step}"
 
@@ -151,25 +150,18 @@ def _describe_blocks(parallel: ParallelConfig, layers: int) -> Iterator[str]:
         yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
 
 
-def describe_speed(observer: Observer, seconds: Sequence[float], processes: Processes) -> str:
-    """Say what a run on made-up data has measured: the median over the steps after the first tenth, of at least three.
-
-    Args:
-        seconds: of each step.
-    """
-    measured = seconds[max(3, math.ceil(len(seconds) / 10)) :]
-    if not measured:
-        return f"speed       not measured: the first 3 steps do not count, and there were {len(seconds)}"
-    step, newest = median(measured), observer.newest
+def describe_speed(observer: Observer, processes: Processes) -> str:
+    """Say what a run on made-up data has measured: the median over the reports after the first, which warms up."""
+    measured, newest, gpus = observer.step_seconds[1:] or observer.step_seconds, observer.newest, processes.world_size
+    step = median(measured)
     faster = newest["step_seconds"] / step  # than in the steps of the last report, whose rates these are
-    rate, gpus = newest["tokens_per_second_per_gpu"] * faster, processes.world_size
-    kind = "GPU" if processes.device.type == "cuda" else "process"
+    rate, kind = newest["tokens_per_second_per_gpu"] * faster, "GPU" if processes.device.type == "cuda" else "process"
     mfu = "no MFU, since the peak is not known"
     if observer.peak_tflops is not None:
         mfu = f"MFU {newest['mfu'] * faster:.1%} of {observer.peak_tflops:g} TFLOP/s"
     return (
-        f"speed       {step:#.3g} s/step, the median of {len(measured)} steps; {rate:,.0f} tokens/s per {kind}, "
-        f"{rate * gpus:,.0f} in all; {mfu}; peak {newest['memory_gib']:.1f} GiB"
+        f"speed       {step:#.3g} s/step, the median of {count_of(len(measured), 'report')}; {rate:,.0f} tokens/s per "
+        f"{kind}, {rate * gpus:,.0f} in all; {mfu}; peak {newest['memory_gib']:.1f} GiB"
     )
 
 

@@ -9,6 +9,7 @@ and no hang. After damage or a rollback a run is planned again, with what is now
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,6 @@ from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
 from pretraining.observability.custom_metrics import MetricsHook
-from pretraining.observability.events import Events
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TokenSchedule, TrainState
@@ -47,6 +47,8 @@ from pretraining.train.memory_check import check_memory
 from pretraining.train.open_data import OpenedData, evaluation_sources
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import StatusKeeper
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,8 @@ class Job:
         mesh: that the model is laid out on.
         data: open.
         stop_requests: what asks this rank to end early.
-        status: run_status.json.
+        status: run_status.json, and what happens to the run.
         lease: on the run's folder, checked before each commit; None = the run keeps nothing.
-        threads: that were chosen for this process; None = it keeps those that it has.
-        events: what happens to the run.
         hook: makes the user's own metrics; None = there are none.
         sampler: has the model write text; None = it writes none.
     """
@@ -73,8 +73,6 @@ class Job:
     stop_requests: StopRequests = field(default_factory=StopRequests)
     status: StatusKeeper = field(default_factory=lambda: StatusKeeper(0, is_writer=False))
     lease: Lease | None = None
-    threads: CpuThreads | None = None
-    events: Events = field(default_factory=Events)
     hook: MetricsHook | None = None
     sampler: TextSampler | None = None
 
@@ -91,7 +89,6 @@ class Plan:
         training_tokens: of one pass over the datasets; None for made-up data, which has no end.
         token_schedule: tokens of each step, also of those before the start point.
         sources: what is evaluated on.
-        threads: how many compute on a CPU, beside those of before, in words; None = nothing to say.
     """
 
     config: TrainConfig
@@ -109,7 +106,6 @@ class Plan:
     loader: Loader
     sources: list[EvaluationSource]
     state: TrainState
-    threads: str | None
 
     @property
     def restored(self) -> CheckpointRef | None:
@@ -139,9 +135,6 @@ def plan_run(
         check_same_model(start.manifest, shape, start.path)
         takes_optimizer = _takes_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
-    threads = None
-    if restored is not None and job.threads is not None and processes.device.type == "cpu":
-        threads = _take_threads(restored, config.parallel.sharding_strategy, processes.world_size, job.threads)
     is_kept = config.checkpoint.ckpt_save_path is not None
     unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if is_kept else [])
 
@@ -174,7 +167,6 @@ def plan_run(
         loader=loader,
         sources=sources,
         state=_initial_state(config, token_schedule, training_tokens, restored, stop_step),
-        threads=threads,
     )
 
 
@@ -207,22 +199,28 @@ def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
     return True
 
 
-def _take_threads(restored: CheckpointRef, sharding_strategy: str, processes: int, threads: CpuThreads) -> str | None:
-    """Take as many threads as a checkpoint was made with, if its run goes on in the same layout and they fit.
+def keep_threads(
+    start: CheckpointRef | None, config: TrainConfig, processes: Processes, threads: CpuThreads | None
+) -> None:
+    """Compute with as many threads as a checkpoint was made with, if its run goes on in the same layout and they fit.
 
-    Their number decides on the last bits of sums.
+    Their number decides on the last bits of sums. A line says if it is not what it would be without the checkpoint, or
+    not that of before.
 
-    Returns:
-        A line for the user where the number is not what it would be without the checkpoint, or not that of before.
+    Args:
+        threads: that were chosen for this process; None = it keeps those that it has.
     """
-    world, now = restored.manifest.world, torch.get_num_threads()
+    if start is None or start.weights_only or threads is None or processes.device.type != "cpu":
+        return
+    world, now = start.manifest.world, torch.get_num_threads()
     saved, layout = world.get("cpu_threads"), (world.get("processes"), world.get("sharding_strategy"))
-    if type(saved) is not int or saved == now or layout != (processes, sharding_strategy):
-        return None
+    if type(saved) is not int or saved == now or layout != (processes.world_size, config.parallel.sharding_strategy):
+        return
     if threads.is_chosen and 1 <= saved <= threads.fitting:
         torch.set_num_threads(saved)
-        return f"cpu_threads is {saved} as before, of {threads.fitting} that fit: sums stay the same to the last bit"
-    return f"cpu_threads was {saved} and is {now} from here on: sums differ in their last bits"
+        log.info("cpu_threads is %d as before: sums stay the same to the last bit", saved)
+    else:
+        log.info("cpu_threads was %d and is %d from here on: sums differ in their last bits", saved, now)
 
 
 def _initial_state(

@@ -79,7 +79,7 @@ def train_to_the_end(
         skipped.append(divergence.samples)
         rollback = Rollback(divergence.first_step, (*config.data.skipped_ranges, *skipped))
         dropped = on_rank_zero(partial(_roll_back, config.checkpoint.folder, rollback))
-        _report(divergence, rollbacks, dropped, job.events)
+        _report(divergence, rollbacks, dropped, job.status.events)
         run = build_run(job, find_start(config.checkpoint), skipped, stop_step)
     return run, had_work
 

@@ -44,7 +44,6 @@ from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.environment import record_environment
-from pretraining.observability.events import Events
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
 from pretraining.train.build import begin_start
@@ -53,7 +52,7 @@ from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import conclude, conclude_preempted, describe_speed
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Job, lay_out
+from pretraining.train.plan import Job, keep_threads, lay_out
 from pretraining.train.preemption import StopRequests
 from pretraining.train.rollback import finish_rollback, train_to_the_end
 from pretraining.train.run_status import StatusKeeper
@@ -126,11 +125,10 @@ def train(
     requests = StopRequests() if stop_requests is None else stop_requests
     # Whether the time limit leaves room for a start is asked once the start is counted.
     end_at_signal = replace(requests, deadline=None).end_before_training
-    events = Events()
     # The status is written last, when an error has been put into words.
     with (
         nullcontext() if config.checkpoint.ckpt_save_path is not None else _ending_for_good(),
-        StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0, events) as status,
+        StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0) as status,
         working_together(config, layout, end_at_signal, is_guest) as processes,
     ):
         config, _ = resolve_run(config)
@@ -147,6 +145,7 @@ def train(
             skipped = finish_rollback(config.checkpoint)
             start = begin_start(config.checkpoint, status)
             on_every_rank(requests.end_before_training)
+            keep_threads(start, config, processes, threads)
             job = Job(
                 config=config,
                 processes=processes,
@@ -155,8 +154,6 @@ def train(
                 stop_requests=requests,
                 status=status,
                 lease=lease,
-                threads=threads,
-                events=events,
                 hook=hook,
                 sampler=sampler,
             )
@@ -264,8 +261,8 @@ def _conclude(job: Job, run: Run, trained: bool) -> TrainResult:
     Raises:
         Preempted: the run was told to end before it was done.
     """
-    if trained and run.observer.step_times is not None:
-        log.info(describe_speed(run.observer, run.observer.step_times.seconds, job.processes))
+    if job.config.data.use_dummy_dataset and run.observer.step_seconds:
+        log.info(describe_speed(run.observer, job.processes))
     if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
         preempted = conclude_preempted(run.state, is_saved=job.config.checkpoint.ckpt_save_path is not None)
         preempted.result = _result(job, run, "preempted")
@@ -276,7 +273,7 @@ def _conclude(job: Job, run: Run, trained: bool) -> TrainResult:
     log.info(conclude(job.config, run, trained))
     if sample is not None:
         if trained:
-            job.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
+            job.status.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
         log.info("  a sample of its text:\n%s", sample.indented())
     return _result(job, run, "finished")
 

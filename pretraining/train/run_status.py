@@ -56,14 +56,16 @@ class StatusKeeper:
     Args:
         max_starts_without_progress: as `count_start`.
         is_writer: whether this process writes; in the others nothing happens.
-        events: opened in the run's folder, and told of start and end.
+
+    Attributes:
+        events: of the run, opened in its folder; start and end are among them.
     """
 
-    def __init__(self, max_starts_without_progress: int, is_writer: bool, events: Events | None = None) -> None:
+    def __init__(self, max_starts_without_progress: int, is_writer: bool) -> None:
+        self.events = Events()
         self._path = Path(STATUS_FILE)
         self._limit = max_starts_without_progress
         self._is_writer = is_writer
-        self._events = events or Events()
         self._begun: RunStatus | None = None
         self._previous = RunStatus()
         self._state: TrainState | None = None
@@ -101,13 +103,13 @@ class StatusKeeper:
             self._add_start(run, begun)
 
     def _add_start(self, run: Path, begun: RunStatus) -> None:
-        self._events.open(run)
+        self.events.open(run)
         details: dict[str, object] = {"number": begun.starts}
         if self._previous.starts:
             status = self._previous.status
             details["previous_status"] = "killed" if status == "running" else status  # it, or its machine
             details["previous_reason"] = self._previous.reason
-        self._events.add("restart" if self._previous.starts else "start", begun.step, **details)
+        self.events.add("restart" if self._previous.starts else "start", begun.step, **details)
 
     def training(self, state: TrainState) -> None:
         """Count any error from now on as a crash; `state` tells how far the run is."""
@@ -129,8 +131,8 @@ class StatusKeeper:
             self._write(ended)
         except OSError as problem:  # whatever ended the run matters more
             log.warning("%s cannot be written: %s", self._path, problem)
-        self._events.add("end", ended.step, status=ended.status, reason=ended.reason)
-        self._events.close()
+        self.events.add("end", ended.step, status=ended.status, reason=ended.reason)
+        self.events.close()
 
     def _is_without_progress(self, error: BaseException | None, step: int) -> bool:
         """Return whether the start has crashed, or its time was over before its first step; a later end saves."""

@@ -10,7 +10,6 @@ import pytest
 from training_runs import events_of
 
 from pretraining.errors import CheckpointError, ConfigError, LostPeerError, Preempted
-from pretraining.observability.events import Events
 from pretraining.progress import Progress, TrainState
 from pretraining.train.preemption import TIME_LIMIT, ending
 from pretraining.train.run_status import STATUS_FILE, StatusKeeper, read_status
@@ -48,7 +47,7 @@ def status_of(run: Path) -> dict[str, object]:
 
 
 def test_an_older_checkpoint_is_no_start_of_its_own_and_a_failure_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), StatusKeeper(2, is_writer=True, events=Events()) as status:
+    with pytest.raises(ValueError), StatusKeeper(2, is_writer=True) as status:
         status.begin(tmp_path, 7)
         status.begin(tmp_path, 5)
         raise ValueError("broken")
