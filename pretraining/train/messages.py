@@ -165,8 +165,8 @@ def describe_speed(observer: Observer, processes: Processes) -> str:
     )
 
 
-def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
-    """Say where everything is; `trained` is whether there was anything left to do."""
+def conclude(config: TrainConfig, run: Run) -> str:
+    """Say what a run has come to, and where everything is."""
     state = run.state
     head = f"Stopped at step {state.step} of {state.total_steps}, as asked."
     if state.early_end:
@@ -174,7 +174,7 @@ def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
     elif state.finished:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."
-    if not trained:
+    if not run.observer.newest:  # nothing was trained or evaluated
         head = f"This run is finished already, at step {state.step} of {state.total_steps}. {state.early_end}".rstrip()
     if config.checkpoint.ckpt_save_path is None:
         return head

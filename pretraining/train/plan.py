@@ -189,11 +189,9 @@ def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
     if not config.checkpoint.load_optimizer:
         return start.is_own and not saved.checkpoint.load_optimizer and not start.goes_back and not changes
     if changes:
-        was, is_now = before.optimizer, now.optimizer
-        if was == is_now:  # with momentum, or without
-            was, is_now = f"{was} with momentum={before.resolved().momentum:g}", f"momentum={now.resolved().momentum:g}"
+        was, is_now = (f"{each.optimizer} (--momentum={each.momentum})" for each in (before.resolved(), now.resolved()))
         raise ConfigError(
-            f"{start.path} has the state of --optimizer={was}, which {is_now} cannot go on from. Give the optimizer of "
+            f"{start.path} has the state of --optimizer={was}, which {is_now} cannot resume. Give the optimizer of "
             "before, or --load_optimizer=false: parameters and position in the data stay, the optimizer begins anew"
         )
     return True

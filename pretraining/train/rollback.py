@@ -45,9 +45,7 @@ from pretraining.train.plan import Job
 log = logging.getLogger(__name__)
 
 
-def train_to_the_end(
-    job: Job, start: CheckpointRef | None, skipped_samples: Sequence[tuple[int, int]]
-) -> tuple[Run, bool]:
+def train_to_the_end(job: Job, start: CheckpointRef | None, skipped_samples: Sequence[tuple[int, int]]) -> Run:
     """Train, going back at most `max_rollbacks` times without progress in between; a collective call.
 
     Args:
@@ -55,16 +53,18 @@ def train_to_the_end(
         skipped_samples: of a rollback that `finish_rollback` found.
 
     Returns:
-        The run that came to its end, and whether there was anything to do.
+        The run that came to its end.
 
     Raises:
         DivergenceError: the run must not go back again.
     """
     config, skipped = job.config, list(skipped_samples)
-    run = build_run(job, start, skipped)
-    had_work = not run.state.stopping or run.evaluator.pending
-    furthest, rollbacks = 0, 0
-    while (divergence := _train(run)) is not None:
+    furthest, rollbacks, stop_step = 0, 0, None
+    while True:
+        run = build_run(job, start, skipped, stop_step)
+        divergence = _train(run)
+        if divergence is None:
+            return run
         if divergence.first_step > furthest:
             rollbacks = 0
         if rollbacks == config.guard.max_rollbacks:
@@ -80,8 +80,7 @@ def train_to_the_end(
         rollback = Rollback(divergence.first_step, (*config.data.skipped_ranges, *skipped))
         dropped = on_rank_zero(partial(_roll_back, config.checkpoint.folder, rollback))
         _report(divergence, rollbacks, dropped, job.status.events)
-        run = build_run(job, find_start(config.checkpoint), skipped, stop_step)
-    return run, had_work
+        start = find_start(config.checkpoint)
 
 
 def _train(run: Run) -> DivergenceError | None:

@@ -159,8 +159,8 @@ def train(
             )
             if path is not None:
                 record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
-            run, trained = train_to_the_end(job, start, skipped)
-        return _conclude(job, run, trained)
+            run = train_to_the_end(job, start, skipped)
+        return _conclude(job, run)
 
 
 def evaluate(
@@ -252,11 +252,8 @@ def _check_same_settings(config: TrainConfig) -> None:
     )
 
 
-def _conclude(job: Job, run: Run, trained: bool) -> TrainResult:
+def _conclude(job: Job, run: Run) -> TrainResult:
     """Log what a run has come to, and return it; a collective call.
-
-    Args:
-        trained: whether there was anything left to do.
 
     Raises:
         Preempted: the run was told to end before it was done.
@@ -270,9 +267,9 @@ def _conclude(job: Job, run: Run, trained: bool) -> TrainResult:
     sample = None
     if job.sampler is not None:
         sample = job.sampler.sample(run.context.model.module, job.processes.device)
-    log.info(conclude(job.config, run, trained))
+    log.info(conclude(job.config, run))
     if sample is not None:
-        if trained:
+        if run.observer.newest:
             job.status.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
         log.info("  a sample of its text:\n%s", sample.indented())
     return _result(job, run, "finished")

@@ -23,9 +23,12 @@ def test_commands_to_copy_are_quoted_as_a_shell_wants_it(early_end: str) -> None
     state = TrainState(5, 5, 10, Progress(5, 50))
     state.end_early(early_end)
     run = SimpleNamespace(
-        state=state, stopwatch=SimpleNamespace(elapsed=1.0), checkpoints=SimpleNamespace(newest=Path(RUN))
+        state=state,
+        stopwatch=SimpleNamespace(elapsed=1.0),
+        checkpoints=SimpleNamespace(newest=Path(RUN)),
+        observer=SimpleNamespace(newest={"loss": 1.0}),
     )
-    said = conclude(config, cast(Run, run), trained=True)
+    said = conclude(config, cast(Run, run))
     changed = "--early_stopping_evaluations=0" if early_end else "--num_steps=10"
     assert said.endswith(f"the same command with {changed} '--ckpt_save_path={RUN}'")
     assert f"tensorboard --logdir '{RUN}/logs'" in said
