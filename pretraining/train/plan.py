@@ -288,8 +288,6 @@ def check_kernels(config: TrainConfig, shape: LlamaShape, device: torch.device) 
     is_fixed = not config.data.document_mask or has_kernel_for_documents(device, dtype, shape.head_dim)
     if config.parallel.use_torch_compile and not is_fixed:
         raise ConfigError(
-            "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has those of "
-            f"the documents here, others in each step ({device.type}, {str(dtype).removeprefix('torch.')}, head size "
-            f"{shape.head_dim}; a GPU of compute capability 8.0 takes all at once, in bfloat16 or float16, at head "
-            "sizes of 8, 16, ... 256). Leave one of them out"
+            "--use_torch_compile=true compiles for fixed shapes, and --document_mask=true has others in each step: "
+            f"{device.type}, {str(dtype).removeprefix('torch.')}, head size {shape.head_dim}. Leave one of them out"
         )
