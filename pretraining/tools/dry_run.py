@@ -28,6 +28,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.evaluation.generation import read_prompt
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
@@ -37,7 +38,7 @@ from pretraining.train.messages import announce
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Job, Plan, keep_threads, lay_out, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.run import read_prompt, working_together
+from pretraining.train.run import working_together
 from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
 
 SLOTS_SHOWN = 16

@@ -24,8 +24,6 @@ from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
-from pretraining.config.variants import resolve_shape
-from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.distributed.compile import naming_the_flag
 from pretraining.distributed.processes import (
     Processes,
@@ -38,7 +36,7 @@ from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, Interrupted, Preempted
-from pretraining.evaluation.generation import TextSampler
+from pretraining.evaluation.generation import open_sampler
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.shared_cores import leaving_cores_to_others
@@ -290,37 +288,3 @@ def _result(job: Job, run: Run, status: Literal["finished", "preempted"]) -> Tra
         checkpoint=checkpoints.newest,
         metrics_file=None if run_path is None else Path(run_path) / LOGS / METRICS_FILE,
     )
-
-
-def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
-    """Return what samples text from the model, or None where no text is asked for; errors are as in `read_prompt`.
-
-    Rank 0 keeps the tokenizer, since its files may move while a run goes on for months.
-    """
-    read = on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
-    tokens = on_rank_zero(lambda: read and read[1])
-    if tokens is None:
-        return None
-    evaluation, context = config.evaluation, config.data.seq_length
-    return TextSampler(
-        evaluation.sample_prompt,
-        tokens,
-        evaluation.sample_tokens,
-        context,
-        config.run.seed,
-        tokenizer=read[0] if read else None,
-    )
-
-
-def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
-    """Tokenizer of the samples of text and the tokens that they continue, or None without samples.
-
-    Raises:
-        DataError: the tokenizer cannot be read.
-        ConfigError: it has more tokens than the model.
-    """
-    if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
-        return None
-    tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, resolve_shape(config.model).vocab_size)
-    tokens = tokenizer.encode(config.evaluation.sample_prompt)
-    return tokenizer, tokens or [tokenizer.end_of_text or 0]
