@@ -36,7 +36,7 @@ from pretraining.observability.trackers import check_trackers
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
 from pretraining.train.messages import announce
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Job, Plan, keep_threads, lay_out, plan_run
+from pretraining.train.plan import Plan, keep_threads, lay_out, plan_run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run import working_together
 from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
@@ -74,7 +74,7 @@ def dry_run(
             skipped = on_rank_zero(lambda: _check_folder(config, start))
         data = open_data(config, processes, folder)
         keep_threads(start, config, processes, threads)
-        plan = plan_run(Job(config, processes, lay_out(config, processes), data), start, skipped)
+        plan = plan_run(config, processes, lay_out(config, processes), data, start, skipped)
         on_rank_zero(lambda: check_trackers(config))
         announce(plan)
         on_every_rank(end_at_signal)

@@ -9,10 +9,8 @@ hang.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,8 +20,8 @@ from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, tensor_state
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.saver import Saver
-from pretraining.checkpoint.start_point import CheckpointRef, find_start, load, make_run_folder, write_config
-from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.checkpoint.start_point import load, write_config
+from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
@@ -31,14 +29,13 @@ from pretraining.distributed.parallelize import ParallelModel, compute_dtype, pa
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
-from pretraining.errors import DamagedError
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.evaluation.scores import Scores
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
-from pretraining.observability.custom_metrics import CustomMetrics
+from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.observability.events import Events
 from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import Profiler
@@ -51,7 +48,8 @@ from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.open_data import batches_of, byte_lengths
-from pretraining.train.plan import Job, Plan, plan_run
+from pretraining.train.plan import Plan
+from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
@@ -62,61 +60,39 @@ log = logging.getLogger(__name__)
 TRACKERS_STATE, REPORT_STATE = "trackers", "report"  # in checkpoints
 
 
-def begin_start(
-    config: CheckpointConfig, status: StatusKeeper, damaged: Mapping[Path, str] = MappingProxyType({})
-) -> CheckpointRef | None:
-    """Find what a run starts from, make its folder and count the start; a collective call.
-
-    Raises:
-        CheckpointError: as `find_start`; or the run has crashed there too often.
-    """
-    start = find_start(config, damaged)
-    if config.ckpt_save_path is not None:
-        run, step = config.folder, start.step if start is not None else 0
-        on_rank_zero(lambda: make_run_folder(run))
-        on_rank_zero(lambda: status.begin(run, step, goes_back=start is not None and start.goes_back))
-    return start
-
-
 def build_run(
-    job: Job,
-    start: CheckpointRef | None,
-    skipped_samples: Sequence[tuple[int, int]] = (),
-    stop_step: int | None = None,
+    plan: Plan,
+    stop_requests: StopRequests,
+    status: StatusKeeper,
+    lease: Lease | None = None,
+    hook: MetricsHook | None = None,
+    sampler: TextSampler | None = None,
 ) -> Run:
-    """Put a run together and restore what it starts from, or an older checkpoint if that is damaged; a collective call.
+    """Put a run together and restore what it starts from; a collective call.
 
     Args:
-        start: as `begin_start` returns it; the others are those of `plan_run`.
+        stop_requests: what asks this rank to end early.
+        status: is told how far the run is, and what happens to it.
+        lease: on the run's folder, checked before each commit; None = the run keeps nothing.
+        hook: makes the user's own metrics; None = there are none.
+        sampler: has the model write text; None = it writes none.
 
     Raises:
+        DamagedError: what the run starts from is damaged.
         PretrainError: any mistake of the user, the same on all ranks.
         Preempted: a signal came before the first step.
     """
-    config, processes = job.config, job.processes
-    processes.activity.restart(step=start.step if start is not None else 0)
-    if config.run.deterministic:
-        use_deterministic_kernels()
-    damaged: dict[Path, str] = {}
-    while True:
-        plan = plan_run(job, start, skipped_samples, stop_step)
-        try:
-            model, optimizer = _restore(plan)
-            break
-        except DamagedError as error:
-            assert start is not None
-            damaged[start.path] = str(error)
-        start = begin_start(config.checkpoint, job.status, damaged)
-    processes.activity.step = plan.state.step
+    model, optimizer = _restore(plan)
     announce(plan)
-    _add_events(plan, job.status.events)
-    if start is None:  # late: mistakes in the settings of the data need not wait for it
-        initialize_parameters(model.parameters, plan.shape, config.run.seed, processes.device)
-    run = _assemble(plan, _build_context(plan, model, optimizer, job), job)
-    on_rank_zero(lambda: write_config(config))
-    on_every_rank(job.stop_requests.end_before_training)
+    _add_events(plan, status.events)
+    if plan.start is None:  # late: mistakes in the settings of the data need not wait for it
+        initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
+    context = _build_context(plan, model, optimizer, hook)
+    run = _assemble(plan, context, stop_requests, status.events, lease, sampler)
+    on_rank_zero(lambda: write_config(plan.config))
+    on_every_rank(stop_requests.end_before_training)
     on_rank_zero(lambda: _set_aside_newer(plan))
-    job.status.training(plan.state)
+    status.training(plan.state)
     return run
 
 
@@ -176,19 +152,26 @@ def build_model(
     return laid_out
 
 
-def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
+def _assemble(
+    plan: Plan,
+    context: StepContext,
+    stop_requests: StopRequests,
+    events: Events,
+    lease: Lease | None,
+    sampler: TextSampler | None,
+) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
     stopwatch, host_sync = Stopwatch(), HostSync()
     stopwatch.also_tell(processes.activity.turn_to)
-    observer = _build_observer(plan, context, stopwatch, job.status.events)
+    observer = _build_observer(plan, context, stopwatch, events)
 
     def should_stop() -> bool:
-        state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
+        state.request_stop(host_sync.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
         return state.preempted
 
-    evaluator = _build_evaluator(plan, context, observer, should_stop, job.sampler)
+    evaluator = _build_evaluator(plan, context, observer, should_stop, sampler)
     replicas = Replicas(list(context.model.parameters.values()), plan.mesh)
-    guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.status.events)
+    guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, events)
     states: dict[str, Stateful] = {
         GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,
@@ -199,7 +182,7 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
         states["spikes"] = context.spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
-    checkpoints = _build_checkpoints(plan, context, states, observer, job.lease)
+    checkpoints = _build_checkpoints(plan, context, states, observer, lease)
     evaluator.early_stopping.end_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # without one, there is nothing to profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
@@ -211,7 +194,7 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
         evaluator=evaluator,
         checkpoints=checkpoints,
         host_sync=host_sync,
-        stop_requests=job.stop_requests,
+        stop_requests=stop_requests,
         stopwatch=stopwatch,
         guards=guards,
         garbage=GarbageCollection(config.run.gc_interval),
@@ -219,7 +202,9 @@ def _assemble(plan: Plan, context: StepContext, job: Job) -> Run:
     )
 
 
-def _build_context(plan: Plan, model: ParallelModel, optimizer: torch.optim.Optimizer, job: Job) -> StepContext:
+def _build_context(
+    plan: Plan, model: ParallelModel, optimizer: torch.optim.Optimizer, hook: MetricsHook | None
+) -> StepContext:
     config, device = plan.config, plan.processes.device
     spikes = None
     if config.guard.spike_threshold is not None:
@@ -235,7 +220,7 @@ def _build_context(plan: Plan, model: ParallelModel, optimizer: torch.optim.Opti
         device=device,
         spikes=spikes,
         scaler=LossScaler(device) if compute_dtype(config.parallel, device) == torch.float16 else None,
-        metrics=CustomMetrics(job.hook, model.module, device),
+        metrics=CustomMetrics(hook, model.module, device),
         scores=on_every_rank(lambda: Scores(config.evaluation.extra_scores)),
         activity=plan.processes.activity,
     )
@@ -308,15 +293,3 @@ def _decided_by(plan: Plan) -> tuple[str, ...]:
     """Return the names of the evaluation sets that decide which checkpoint is the best."""
     best_by = plan.config.evaluation.best_by
     return tuple(sorted(each for source in plan.sources for each in source.sets if best_by in (None, each)))
-
-
-def use_deterministic_kernels() -> None:
-    """Make PyTorch choose kernels that give the same bits each time."""
-    # Libraries read these when they are first used, which is later. NCCL would choose algorithms by what it measures.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    # It would fill every buffer that is made, to find reads of memory that nobody wrote: a search, not a promise.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

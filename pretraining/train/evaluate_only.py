@@ -27,7 +27,7 @@ from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.text import format_table
-from pretraining.train.build import build_model, use_deterministic_kernels
+from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
 from pretraining.train.plan import build_run_mesh, check_kernels
 from pretraining.train.preemption import StopRequests, ending, reason_of
@@ -82,8 +82,6 @@ def evaluate_only(
     manifest = on_rank_zero(lambda: find_newest(source)).manifest
     check_same_model(manifest, shape, source)
     on_every_rank(lambda: _check_never_trained_on(config, manifest.data.get("held_out_fraction")))
-    if config.run.deterministic:
-        use_deterministic_kernels()
     check_kernels(config, shape, device)
     data = open_data(config, processes)
     batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)

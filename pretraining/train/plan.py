@@ -10,14 +10,14 @@ and no hang. After damage or a rollback a run is planned again, with what is now
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import check_same_model, unfinished_saves
 from pretraining.checkpoint.rollback_file import without_samples
 from pretraining.checkpoint.start_point import CheckpointRef
@@ -34,47 +34,17 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError
-from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import EvaluationSource
 from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
-from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TokenSchedule, TrainState
 from pretraining.train.memory_check import check_memory
 from pretraining.train.open_data import OpenedData, evaluation_sources
-from pretraining.train.preemption import StopRequests
-from pretraining.train.run_status import StatusKeeper
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a run shares with those that take its place after a rollback.
-
-    Attributes:
-        config: with nothing left open; it stays as it is.
-        mesh: that the model is laid out on.
-        data: open.
-        stop_requests: what asks this rank to end early.
-        status: run_status.json, and what happens to the run.
-        lease: on the run's folder, checked before each commit; None = the run keeps nothing.
-        hook: makes the user's own metrics; None = there are none.
-        sampler: has the model write text; None = it writes none.
-    """
-
-    config: TrainConfig
-    processes: Processes
-    mesh: DeviceMesh
-    data: OpenedData
-    stop_requests: StopRequests = field(default_factory=StopRequests)
-    status: StatusKeeper = field(default_factory=lambda: StatusKeeper(0, is_writer=False))
-    lease: Lease | None = None
-    hook: MetricsHook | None = None
-    sampler: TextSampler | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +84,10 @@ class Plan:
 
 
 def plan_run(
-    job: Job,
+    config: TrainConfig,
+    processes: Processes,
+    mesh: DeviceMesh,
+    opened: OpenedData,
     start: CheckpointRef | None,
     skipped_samples: Sequence[tuple[int, int]] = (),
     stop_step: int | None = None,
@@ -122,14 +95,16 @@ def plan_run(
     """Find out what a run will do that begins from a start point; a collective call.
 
     Args:
+        config: with nothing left open.
+        mesh: that the model is laid out on.
         skipped_samples: (first, end) of what is left out besides what the settings say.
         stop_step: where this invocation ends; None = as the settings say.
 
     Raises:
         PretrainError: the start point does not fit the settings, or the data do not.
     """
-    config, processes, data = job.config, job.processes, job.data.training
-    shape = resolve_shape(config.model)
+    processes.activity.restart(step=start.step if start is not None else 0)
+    data, shape = opened.training, resolve_shape(config.model)
     takes_optimizer = False
     if start is not None:
         check_same_model(start.manifest, shape, start.path)
@@ -147,14 +122,14 @@ def plan_run(
     )
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
-    sources = evaluation_sources(config, job.data, batch, processes, shape.vocab_size)
+    sources = evaluation_sources(config, opened, batch, processes, shape.vocab_size)
     token_schedule = _token_schedule(loader, config.data.seq_length)
     training_tokens = data.training_tokens if data is not None else None
     learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
     return Plan(
         config=config,
         processes=processes,
-        mesh=job.mesh,
+        mesh=mesh,
         shape=shape,
         start=start,
         takes_optimizer=takes_optimizer,
@@ -267,7 +242,9 @@ def lay_out(config: TrainConfig, processes: Processes) -> DeviceMesh:
 
 
 def build_run_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
-    """Make the mesh of a run; a collective call."""
+    """Make the mesh of a run, and switch to deterministic kernels if they are asked for; a collective call."""
+    if config.run.deterministic:
+        use_deterministic_kernels()
     return build_mesh(
         config.parallel,
         processes.world_size,
@@ -291,3 +268,15 @@ def check_kernels(config: TrainConfig, shape: LlamaShape, device: torch.device) 
             "--use_torch_compile=true compiles for fixed shapes, and --document_mask=true has others in each step: "
             f"{device.type}, {str(dtype).removeprefix('torch.')}, head size {shape.head_dim}. Leave one of them out"
         )
+
+
+def use_deterministic_kernels() -> None:
+    """Make PyTorch choose kernels that give the same bits each time."""
+    # Libraries read these when they are first used, which is later. NCCL would choose algorithms by what it measures.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # It would fill every buffer that is made, to find reads of memory that nobody wrote: a search, not a promise.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

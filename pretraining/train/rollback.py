@@ -1,8 +1,8 @@
-"""Trains a run to its end. Where it diverges, it goes back to the newest checkpoint before, without the samples since.
+"""Trains a run to its end: plans it, builds it, and does so again if its checkpoint is damaged or if it diverges.
 
-This is how PaLM got past its loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting
-certain weights, and with other batches from there on they did not come back. The run is built again as for any start,
-without the samples of the skipped updates; the data state keeps them from there on, so that later
+A run that diverges goes back to the newest checkpoint before, without the samples since. This is how PaLM got past its
+loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting certain weights, and with
+other batches from there on they did not come back. The data state keeps the samples that are left out, so that later
 starts and `pretrain inspect` know of them. Until a checkpoint holds that state, rollback.json does: a start that finds
 it does the rest of the rollback.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -32,23 +33,32 @@ from pretraining.checkpoint.rollback_file import (
     read_rollback,
     write_rollback,
 )
-from pretraining.checkpoint.start_point import CheckpointRef, find_start
+from pretraining.checkpoint.start_point import CheckpointRef, find_start, make_run_folder
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.processes import on_rank_zero
-from pretraining.errors import CheckpointError, DivergenceError
+from pretraining.errors import CheckpointError, DamagedError, DivergenceError
 from pretraining.files import exists
 from pretraining.observability.events import Events
-from pretraining.train.build import build_run
 from pretraining.train.loop import Run, train_loop
-from pretraining.train.plan import Job
+from pretraining.train.plan import Plan
+from pretraining.train.run_status import StatusKeeper
 
 log = logging.getLogger(__name__)
 
 
-def train_to_the_end(job: Job, start: CheckpointRef | None, skipped_samples: Sequence[tuple[int, int]]) -> Run:
+def train_to_the_end(
+    make_plan: Callable[[CheckpointRef | None, Sequence[tuple[int, int]], int | None], Plan],
+    build: Callable[[Plan], Run],
+    status: StatusKeeper,
+    start: CheckpointRef | None,
+    skipped_samples: Sequence[tuple[int, int]],
+) -> Run:
     """Train, going back at most `max_rollbacks` times without progress in between; a collective call.
 
     Args:
+        make_plan: `plan_run` of this job.
+        build: `build_run` of this job.
+        status: counts the start again if its checkpoint is damaged, and keeps what happens.
         start: as `begin_start` returns it.
         skipped_samples: of a rollback that `finish_rollback` found.
 
@@ -58,10 +68,18 @@ def train_to_the_end(job: Job, start: CheckpointRef | None, skipped_samples: Seq
     Raises:
         DivergenceError: the run must not go back again.
     """
-    config, skipped = job.config, list(skipped_samples)
+    skipped, damaged = list(skipped_samples), dict[Path, str]()
     furthest, rollbacks, stop_step = 0, 0, None
     while True:
-        run = build_run(job, start, skipped, stop_step)
+        plan = make_plan(start, skipped, stop_step)
+        config = plan.config
+        try:
+            run = build(plan)
+        except DamagedError as error:
+            assert start is not None
+            damaged[start.path] = str(error)
+            start = begin_start(config.checkpoint, status, damaged)
+            continue
         divergence = _train(run)
         if divergence is None:
             return run
@@ -74,13 +92,29 @@ def train_to_the_end(job: Job, start: CheckpointRef | None, skipped_samples: Seq
         stop_step = run.state.stop_step  # going back does not move it
         del run  # the next one needs its memory
         gc.collect()
-        if job.processes.device.type == "cuda":
+        if plan.processes.device.type == "cuda":
             torch.cuda.empty_cache()
         skipped.append(divergence.samples)
         rollback = Rollback(divergence.first_step, (*config.data.skipped_ranges, *skipped))
         dropped = on_rank_zero(partial(_roll_back, config.checkpoint.folder, rollback))
-        _report(divergence, rollbacks, dropped, job.status.events)
+        _report(divergence, rollbacks, dropped, status.events)
         start = find_start(config.checkpoint)
+
+
+def begin_start(
+    config: CheckpointConfig, status: StatusKeeper, damaged: Mapping[Path, str] = MappingProxyType({})
+) -> CheckpointRef | None:
+    """Find what a run starts from, make its folder and count the start; a collective call.
+
+    Raises:
+        CheckpointError: as `find_start`; or the run has crashed there too often.
+    """
+    start = find_start(config, damaged)
+    if config.ckpt_save_path is not None:
+        run, step = config.folder, start.step if start is not None else 0
+        on_rank_zero(lambda: make_run_folder(run))
+        on_rank_zero(lambda: status.begin(run, step, goes_back=start is not None and start.goes_back))
+    return start
 
 
 def _train(run: Run) -> DivergenceError | None:

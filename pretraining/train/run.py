@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, Interrupted, Preempted
-from pretraining.evaluation.generation import open_sampler
+from pretraining.evaluation.generation import TextSampler, open_sampler
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.shared_cores import leaving_cores_to_others
@@ -44,15 +45,15 @@ from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.environment import record_environment
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
-from pretraining.train.build import begin_start
+from pretraining.train.build import build_run
 from pretraining.train.evaluate_only import Evaluated, evaluate_only, path_of_what_is_evaluated, print_evaluation
 from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import conclude, conclude_preempted, describe_speed
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Job, keep_threads, lay_out
+from pretraining.train.plan import keep_threads, lay_out, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.rollback import finish_rollback, train_to_the_end
+from pretraining.train.rollback import begin_start, finish_rollback, train_to_the_end
 from pretraining.train.run_status import StatusKeeper
 
 log = logging.getLogger(__name__)
@@ -144,21 +145,12 @@ def train(
             start = begin_start(config.checkpoint, status)
             on_every_rank(requests.end_before_training)
             keep_threads(start, config, processes, threads)
-            job = Job(
-                config=config,
-                processes=processes,
-                mesh=mesh,
-                data=open_data(config, processes),
-                stop_requests=requests,
-                status=status,
-                lease=lease,
-                hook=hook,
-                sampler=sampler,
-            )
+            make_plan = partial(plan_run, config, processes, mesh, open_data(config, processes))
+            build = partial(build_run, stop_requests=requests, status=status, lease=lease, hook=hook, sampler=sampler)
             if path is not None:
                 record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
-            run = train_to_the_end(job, start, skipped)
-        return _conclude(job, run)
+            run = train_to_the_end(make_plan, build, status, start, skipped)
+        return _conclude(config, processes, run, sampler)
 
 
 def evaluate(
@@ -250,31 +242,31 @@ def _check_same_settings(config: TrainConfig) -> None:
     )
 
 
-def _conclude(job: Job, run: Run) -> TrainResult:
+def _conclude(config: TrainConfig, processes: Processes, run: Run, sampler: TextSampler | None) -> TrainResult:
     """Log what a run has come to, and return it; a collective call.
 
     Raises:
         Preempted: the run was told to end before it was done.
     """
-    if job.config.data.use_dummy_dataset and run.observer.step_seconds:
-        log.info(describe_speed(run.observer, job.processes))
+    if config.data.use_dummy_dataset and run.observer.step_seconds:
+        log.info(describe_speed(run.observer, processes))
     if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
-        preempted = conclude_preempted(run.state, is_saved=job.config.checkpoint.ckpt_save_path is not None)
-        preempted.result = _result(job, run, "preempted")
+        preempted = conclude_preempted(run.state, is_saved=config.checkpoint.ckpt_save_path is not None)
+        preempted.result = _result(config, run, "preempted")
         raise preempted
     sample = None
-    if job.sampler is not None:
-        sample = job.sampler.sample(run.context.model.module, job.processes.device)
-    log.info(conclude(job.config, run))
+    if sampler is not None:
+        sample = sampler.sample(run.context.model.module, processes.device)
+    log.info(conclude(config, run))
     if sample is not None:
         if run.observer.newest:
-            job.status.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
+            run.observer.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
         log.info("  a sample of its text:\n%s", sample.indented())
-    return _result(job, run, "finished")
+    return _result(config, run, "finished")
 
 
-def _result(job: Job, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
-    state, checkpoints, run_path = run.state, run.checkpoints, job.config.checkpoint.ckpt_save_path
+def _result(config: TrainConfig, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
+    state, checkpoints, run_path = run.state, run.checkpoints, config.checkpoint.ckpt_save_path
     return TrainResult(
         status=status,
         step=state.step,
