@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -57,7 +58,7 @@ class Observer:
     Attributes:
         events: told of evaluations.
         peak_tflops: of a device; None where it is not known.
-        step_seconds: of each report of this invocation, the mean over its steps.
+        step_seconds: of the newest reports of this invocation, the mean over the steps of each.
         last_loss: the newest reported loss, at first that of an earlier invocation.
         newest: the newest reported number of each name, of this invocation.
     """
@@ -81,7 +82,7 @@ class Observer:
     ) -> None:
         self.state, self.stopwatch, self.trackers, self.events = state, stopwatch, trackers, events
         self.peak_tflops = peak_tflops(device_name(processes.device))
-        self.step_seconds: list[float] = []
+        self.step_seconds: deque[float] = deque(maxlen=1000)
         self.last_loss: float | None = None
         self.newest: dict[str, Any] = {}
         self._shape = shape

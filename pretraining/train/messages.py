@@ -152,7 +152,8 @@ def _describe_blocks(parallel: ParallelConfig, layers: int) -> Iterator[str]:
 
 def describe_speed(observer: Observer, processes: Processes) -> str:
     """Say what a run on made-up data has measured: the median over the reports after the first, which warms up."""
-    measured, newest, gpus = observer.step_seconds[1:] or observer.step_seconds, observer.newest, processes.world_size
+    measured, newest, gpus = list(observer.step_seconds), observer.newest, processes.world_size
+    measured = measured[1:] or measured
     step = median(measured)
     faster = newest["step_seconds"] / step  # than in the steps of the last report, whose rates these are
     rate, kind = newest["tokens_per_second_per_gpu"] * faster, "GPU" if processes.device.type == "cuda" else "process"

@@ -119,19 +119,15 @@ class StatusKeeper:
         found = read_status(self._path) if self._begun is not None else None
         if self._begun is None or (found is not None and found.starts != self._begun.starts):
             return  # nothing has begun; or a later start has taken the folder over, and speaks for it
-        ended = replace(
-            self._begun,
-            status="finished" if error is None else "preempted" if isinstance(error, Preempted) else "failed",
-            step=self._begun.step if self._state is None else self._state.step,
-            reason=self._describe(error),
-        )
-        if not self._is_without_progress(error, ended.step):
-            ended = replace(ended, starts_without_progress=ended.starts_without_progress - 1)
+        status, reason = self._outcome(error)
+        step = self._begun.step if self._state is None else self._state.step
+        crashes = self._begun.starts_without_progress - (not self._is_without_progress(error, step))
+        ended = replace(self._begun, status=status, step=step, reason=reason, starts_without_progress=crashes)
         try:
             self._write(ended)
         except OSError as problem:  # whatever ended the run matters more
             log.warning("%s cannot be written: %s", self._path, problem)
-        self.events.add("end", ended.step, status=ended.status, reason=ended.reason)
+        self.events.add("end", step, status=status, reason=reason)
         self.events.close()
 
     def _is_without_progress(self, error: BaseException | None, step: int) -> bool:
@@ -142,21 +138,21 @@ class StatusKeeper:
         is_mistake = isinstance(error, PretrainError) and error.is_everywhere and self._state is None
         return not (error is None or is_mistake or isinstance(error, KeyboardInterrupt))
 
-    def _describe(self, error: BaseException | None) -> str:
-        """Return why the run ends."""
+    def _outcome(self, error: BaseException | None) -> tuple[str, str]:
+        """Return the status of a run that ends, and why it ends."""
         if error is None:
             assert self._state is not None, "a run that ends well has trained, or has found nothing left to train"
             step, total_steps = self._state.step, self._state.total_steps
             if self._state.early_end:
-                return f"stopped early at step {step} of {total_steps}: {self._state.early_end}"
+                return "finished", f"stopped early at step {step} of {total_steps}: {self._state.early_end}"
             asked = "" if self._state.finished else ", as many as --run_steps asked for"
-            return f"{step} of {total_steps} steps are done{asked}"
-        if isinstance(error, KeyboardInterrupt):
-            return "interrupted (Ctrl-C)"
+            return "finished", f"{step} of {total_steps} steps are done{asked}"
         if isinstance(error, Preempted):
-            return error.reason
+            return "preempted", error.reason
+        if isinstance(error, KeyboardInterrupt):
+            return "failed", "interrupted (Ctrl-C)"
         name = "" if isinstance(error, PretrainError) else type(error).__name__
-        return ": ".join(filter(None, (name, str(error))))
+        return "failed", ": ".join(filter(None, (name, str(error))))
 
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
