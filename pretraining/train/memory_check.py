@@ -168,6 +168,6 @@ def _limit_of(processes: Processes) -> tuple[int, str]:
 def _format_parts(needed: MemoryEstimate) -> str:
     names = ("parameters", "gradients", "optimizer_state", "gathered", "activations", "loss")
     sizes = {name: getattr(needed, name) for name in names}
-    text = ", ".join(f"{name.partition('_')[0]} {format_gib(size)}" for name, size in sizes.items() if size)
+    text = ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in sizes.items() if size)
     later = needed.later_gradients
     return f"{text}, less {format_gib(later)} of gradients that come after the peak" if later else text
