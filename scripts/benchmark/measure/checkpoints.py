@@ -50,7 +50,6 @@ from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.launch.layout import ProcessLayout, free_port
-from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
@@ -225,8 +224,7 @@ def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, tor
     model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
     optimizer = build_optimizer(model.parameters, config.optimizer)
     materialise_state(optimizer)
-    parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
-    return tensor_state(parameters, optimizer)
+    return tensor_state(model.parameters, optimizer)
 
 
 def take_turns(root: Path, tensors: Tensors, config: TrainConfig, rounds: int) -> Seconds:

@@ -193,7 +193,7 @@ def hold_the_lease(folder: Path, patch: pytest.MonkeyPatch) -> None:
             lambda _, patch: patch.setattr(trackers, "find_spec", lambda name: None),
             "needs the `wa",
         ),
-        (["--optimizer=sgd"], train_a_step, "which sgd cannot go on from"),
+        (["--optimizer=sgd"], train_a_step, "cannot resume"),
         ([], crash_again_and_again, "this run is in a crash loop: its last 9 starts"),
         ([], lambda _, patch: patch.setattr(os, "access", lambda path, mode: False), "Permission denied"),
         ([], hold_the_lease, "another run is writing into it"),

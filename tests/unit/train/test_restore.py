@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,9 +20,11 @@ from unit.train.whole_runs import checkpoint, damage, equal, saved, started_at, 
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
+from pretraining.config.training import TrainConfig
+from pretraining.distributed.processes import Processes
 from pretraining.errors import CheckpointError, ConfigError, PretrainError
 from pretraining.launch.cpu_threads import CpuThreads
-from pretraining.train.plan import _take_threads
+from pretraining.train.plan import keep_threads
 
 EACH = "checkpoint_interval=1"
 
@@ -123,11 +126,13 @@ FITTING = CpuThreads(4, is_chosen=True)
     ids=str,
 )
 def test_a_run_goes_on_with_its_number_of_threads_where_they_fit_and_says_where_not(
-    world: dict[str, Any], threads: CpuThreads, kept: int, is_said: bool
+    world: dict[str, Any], threads: CpuThreads, kept: int, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
     manifest = replace(manifest_of(1), world={"processes": 1, "sharding_strategy": "fsdp", **world})
-    said = _take_threads(CheckpointRef(Path("c"), manifest), "fsdp", 1, threads)
-    assert torch.get_num_threads() == kept and (said is not None) == is_said
+    alone = Processes(0, 1, 0, 1, torch.device("cpu"))
+    keep_threads(CheckpointRef(Path("c"), manifest), TrainConfig(), alone, threads)
+    assert torch.get_num_threads() == kept and len(caplog.messages) == is_said
 
 
 def test_another_optimizer_is_refused_unless_its_state_is_left_behind(run: Path, begun: Path, tmp_path: Path) -> None:
