@@ -95,6 +95,7 @@ class Index:
         first_documents: [files + 1], number of each file's first document, then n.
         token_bytes: [files], bytes a token.
         is_signed: [files], whether tokens are of a signed type.
+        checksums: [blocks], CRC-32 of each block of documents.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,8 +119,8 @@ class Index:
         self.first_documents = np.ascontiguousarray(files["first_document"])
         self.token_bytes = np.abs(files["token_bytes"][:-1])
         self.is_signed = files["token_bytes"][:-1] < 0
-        self._checksums = self._part("checksums", np.dtype("<u4"))
-        numbers = range(len(self._checksums))
+        self.checksums = self._part("checksums", np.dtype("<u4"))
+        numbers = range(len(self.checksums))
         groups = (numbers[first : first + _BLOCKS_AT_ONCE] for first in numbers[::_BLOCKS_AT_ONCE])
         if not all(map_in_order(self._are_whole, groups, usable_cores())):
             raise DataError("the index is damaged", path=path)
@@ -128,15 +129,11 @@ class Index:
     def _are_whole(self, blocks: range) -> bool:
         size = BLOCK_DOCUMENTS
         checksums = (zlib.crc32(self.documents[block * size : (block + 1) * size].data) for block in blocks)
-        return all(checksum == self._checksums[block] for block, checksum in zip(blocks, checksums, strict=True))
+        return all(checksum == self.checksums[block] for block, checksum in zip(blocks, checksums, strict=True))
 
     def _part(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         part = self.header["parts"][name]
         return np.ndarray(part["count"], dtype=dtype, buffer=self._content, offset=part["offset"])
-
-    def is_for(self, files: DatasetFiles, config: DataConfig) -> bool:
-        """Return whether it was made from these files with these settings."""
-        return bool(self.header["files"] == files.digest and self.header["index"] == index_digest(files, config))
 
     def documents_at(self, numbers: np.ndarray) -> np.ndarray:
         """Copy the `DOCUMENT`s with these canonical numbers."""
@@ -227,11 +224,8 @@ def index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
 
 def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
     """Open the index of a dataset if there is a valid one."""
-    for place in index_places(files, config):
-        index = open_any_index(place)
-        if index is not None and index.is_for(files, config):
-            return index
-    return None
+    found = map(open_any_index, index_places(files, config))  # whose names say what they are for
+    return next((index for index in found if index is not None), None)
 
 
 def open_any_index(place: Path) -> Index | None:
