@@ -202,6 +202,8 @@ class Muon(SelectingOptimizer):
     device has units for it, else in float32.
     """
 
+    _owners: MatrixOwners | None = None
+
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
         """Update the parameters of a group that have gradients; a collective call."""
         gradients, momentum = self.gradients(members), group["momentum"]
@@ -214,22 +216,15 @@ class Muon(SelectingOptimizer):
             torch._foreach_copy_(gradients, moments)
         device = gradients[0].device
         dtype = torch.bfloat16 if has_units(device, torch.bfloat16) else torch.float32
-        owners = self._owners_of(members)
-        directions = owners.share(
+        if self._owners is None:  # the same matrices in each update
+            self._owners = MatrixOwners(members)
+        directions = self._owners.share(
             [gradient.to(dtype) for gradient in gradients], lambda whole: orthogonalize(whole, group["ns_steps"])
         )
         scales = [RMS_OF_ADAMW * math.sqrt(max(parameter.shape)) for parameter in members]
         torch._foreach_copy_(gradients, directions)
         torch._foreach_mul_(gradients, scales)
         self.apply(group, members, gradients, group["weight_decay"])
-
-    def _owners_of(self, members: list[nn.Parameter]) -> MatrixOwners:
-        key = tuple(map(id, members))
-        if self._owners is None or self._owners[0] != key:
-            self._owners = key, MatrixOwners(members)
-        return self._owners[1]
-
-    _owners: tuple[tuple[int, ...], MatrixOwners] | None = None
 
 
 class OptimizerPair(torch.optim.Optimizer):
