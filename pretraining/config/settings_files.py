@@ -7,7 +7,6 @@ string, `on` for a boolean and 010 for eight. Nothing in a file is executed, and
 from __future__ import annotations
 
 import re
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -95,8 +94,6 @@ class _TextLoader(yaml.SafeLoader):
         node: yaml.Node | None = super().compose_node(parent, index)
         if node is not None and node not in self._sizes:
             children: list[yaml.Node] = [] if isinstance(node, yaml.ScalarNode) else node.value
-            if isinstance(node, yaml.ScalarNode):
-                node.value = sys.intern(node.value)  # PyYAML 6.0.4 merges mappings by the identity of their keys
             if isinstance(node, yaml.MappingNode):
                 _mapping_of([(_name_of(key), value) for key, value in node.value])
                 children = list(chain.from_iterable(node.value))
