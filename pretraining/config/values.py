@@ -28,10 +28,7 @@ Raw = str | list[str] | None
 LARGEST_INTEGER = 2**63
 
 NONE_WORDS = ("none", "null", "")
-BOOL_WORDS = {
-    **dict.fromkeys(("true", "1", "yes", "on"), True),
-    **dict.fromkeys(("false", "0", "no", "off"), False),
-}
+BOOL_WORDS = {**dict.fromkeys(("true", "1", "yes", "on"), True), **dict.fromkeys(("false", "0", "no", "off"), False)}
 _NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", Duration: "a duration"}
 
 # Of an object store or a server. As a path it would be a folder called `s3:`; pathlib makes one slash of two.

@@ -17,13 +17,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order
-from pretraining.data.samples import (
-    OpenedDataset,
-    OpenedDatasets,
-    SplitName,
-    dummy_samples,
-    stored_samples,
-)
+from pretraining.data.samples import OpenedDataset, OpenedDatasets, SplitName, dummy_samples, stored_samples
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles

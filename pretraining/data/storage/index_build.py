@@ -110,11 +110,7 @@ def _what_changed(files: DatasetFiles, config: DataConfig) -> str:
 
 
 def _write_index(
-    file: IO[bytes],
-    files: DatasetFiles,
-    config: DataConfig,
-    change: str,
-    documents_of_files: Iterable[_FileDocuments],
+    file: IO[bytes], files: DatasetFiles, config: DataConfig, change: str, documents_of_files: Iterable[_FileDocuments]
 ) -> None:
     """Write a whole index."""
     parts: dict[str, dict[str, int]] = {}
@@ -207,10 +203,7 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
     kept = np.flatnonzero(ends - begins >= config.min_length)
     documents = np.zeros(len(begins), dtype=DOCUMENT)
     documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
-    for token, places, flag in (
-        (config.bos_token, begins, VIRTUAL_BOS),
-        (config.sep_token, ends - 1, VIRTUAL_SEP),
-    ):
+    for token, places, flag in ((config.bos_token, begins, VIRTUAL_BOS), (config.sep_token, ends - 1, VIRTUAL_SEP)):
         if token is not None:
             documents["flags"][kept[~_is_any_of(tokens[places[kept]], [token])]] |= flag
     return documents
