@@ -145,10 +145,7 @@ def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
 
 def _find(name: str) -> Path:
     if name.endswith(RECIPE_SUFFIXES):
-        try:
-            path = Path(expand_home(name))
-        except ValueError as error:
-            raise ConfigError(f"--recipe={name}: {error}") from None
+        path = Path(expand_home(name))
         if not exists(path):
             raise ConfigError(f"--recipe={name}: there is no such file")
         return path

@@ -13,6 +13,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from annotated_types import Ge, Le, Lt
@@ -114,16 +115,9 @@ def parse_ranges(
     return ranges
 
 
-def expand_home(path: str) -> str:
-    """Return a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it.
-
-    Raises:
-        ValueError: there is no such home folder.
-    """
-    expanded = os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
-    if expanded.startswith("~"):
-        raise ValueError(f"there is no home folder {path.partition('/')[0]}: write the path in full")
-    return expanded
+def expand_home(path: str | Path) -> str:
+    """Return a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it."""
+    return os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
 
 
 def limit_problem(setting: Setting, value: Any) -> str | None:
