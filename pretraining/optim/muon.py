@@ -22,7 +22,6 @@ from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.mesh import AXES
 from pretraining.distributed.parallelize import has_units
-from pretraining.distributed.torch_private import start_all_gather
 from pretraining.optim.adaptive import FusedAdamW
 from pretraining.optim.optimizer import Groups, is_hidden_matrix, parameter_groups
 from pretraining.optim.selecting import SelectingOptimizer
@@ -140,10 +139,10 @@ class MatrixOwners:
         longest = max(map(sum, numbers))
         own = torch.cat([results[index].flatten() for index in sorted(results)] or [parts[0].new_empty(0)])
         padded = torch.cat([own, own.new_zeros(longest - own.numel())])
-        told = padded.new_empty(self._replicas * longest)
-        wait_for(start_all_gather(told, padded, self._replica_group))
+        told = [padded.new_empty(longest) for _ in range(self._replicas)]
+        wait_for(dist.all_gather(told, padded, group=self._replica_group, async_op=True))
         found = {}
-        for each, indices, counts in zip(told.view(-1, longest), self._of_replica, numbers, strict=True):
+        for each, indices, counts in zip(told, self._of_replica, numbers, strict=True):
             pieces = each[: sum(counts)].split(counts)
             found.update({index: piece.view_as(parts[index]) for index, piece in zip(indices, pieces, strict=True)})
         return found
