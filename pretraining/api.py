@@ -194,7 +194,7 @@ class Trainer:
         Raises:
             PretrainError: there is no checkpoint, it is damaged, or the folder cannot be written.
         """
-        folder = expand_home(path)
+        folder = _path_text(path)
         config = ExportConfig(self._source(None), folder, format=format, dtype=dtype)
         check_config(config)
         layout = resolve_layout(os.environ)
@@ -252,7 +252,7 @@ class Trainer:
     def _source(self, path: str | Path | None) -> str:
         """Return where the weights are: what the caller names, else this run, else what it would begin from."""
         if path is not None:
-            return expand_home(path)
+            return _path_text(path)
         checkpoint = self.config.checkpoint
         run = self._run_path
         if run is None and checkpoint.ckpt_save_path is not None:
@@ -286,8 +286,16 @@ def _as_settings(config: TrainConfig) -> TrainConfig:
         if settings[name].base is Duration and isinstance(value, int | str):
             parsed[name] = Duration.parse(value)
         elif settings[name].is_path and value:
-            parsed[name] = tuple(map(expand_home, value)) if isinstance(value, tuple) else expand_home(value)
+            parsed[name] = tuple(map(_path_text, value)) if isinstance(value, tuple) else _path_text(value)
     return build(type(config), values | parsed)
+
+
+def _path_text(path: str | Path) -> str:
+    """Return a path given in Python as a setting has it, with the home folder in place of `~`."""
+    try:
+        return expand_home(str(path))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Llama:
@@ -307,7 +315,7 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
     """
     import torch
 
-    return start_point.load_model(expand_home(path), torch.device(device), dtype or torch.float32)[1]
+    return start_point.load_model(_path_text(path), torch.device(device), dtype or torch.float32)[1]
 
 
 @contextmanager

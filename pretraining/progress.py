@@ -260,6 +260,8 @@ class Interval:
             unit, length = self.every.unit, Fraction(self.every.amount)
         else:
             unit, length = "tokens", self.every._in_tokens(self.training_tokens)
+        if length == 0:  # epochs of an empty dataset
+            return False
         return bool(getattr(state.progress, unit) // length > getattr(state.before, unit) // length)
 
 

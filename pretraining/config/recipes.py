@@ -145,7 +145,10 @@ def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
 
 def _find(name: str) -> Path:
     if name.endswith(RECIPE_SUFFIXES):
-        path = Path(expand_home(name))
+        try:
+            path = Path(expand_home(name))
+        except ValueError as error:
+            raise ConfigError(f"--recipe={name}: {error}") from None
         if not exists(path):
             raise ConfigError(f"--recipe={name}: there is no such file")
         return path

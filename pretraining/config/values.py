@@ -116,8 +116,15 @@ def parse_ranges(
 
 
 def expand_home(path: str | Path) -> str:
-    """Return a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it."""
-    return os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
+    """Return a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it.
+
+    Raises:
+        ValueError: there is no such home folder.
+    """
+    expanded = os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
+    if expanded.startswith("~"):
+        raise ValueError(f"there is no home folder {expanded.partition('/')[0]}: write the path in full")
+    return expanded
 
 
 def limit_problem(setting: Setting, value: Any) -> str | None:

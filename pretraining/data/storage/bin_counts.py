@@ -26,7 +26,7 @@ import numpy as np
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.index import SPLITS, Index, index_places, write_once
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, write_once
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 from pretraining.files import check_regular, exists, parse_json
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 BLOCKS_A_PROCESS = 1024
 """Blocks that are worth a process of its own: to start one takes about as long as to count them."""
+_BLOCKS_LOOKED_AT = 64
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,19 @@ def _places(files: DatasetFiles, index: Index, config: DataConfig) -> list[Path]
 
 def _header(index: Index, config: DataConfig) -> dict[str, Any]:
     """Return what counts are of."""
-    # The documents decide: the index may have been made again from other files of the same names and sizes.
+    # The index may have been made again from files of the same names and sizes with other documents: look at its
+    # blocks' tokens, and at the documents of some blocks.
+    checksum = 0
+    for name in SPLITS:
+        checksum = zlib.crc32(index.split(name).block_bounds.tobytes(), checksum)
+    last = max(len(index.documents) - BLOCK_DOCUMENTS, 0)
+    for begin in np.linspace(0, last, _BLOCKS_LOOKED_AT, dtype=np.int64).tolist():
+        checksum = zlib.crc32(index.documents[begin : begin + BLOCK_DOCUMENTS].tobytes(), checksum)
     return {
         "algorithm": ALGORITHM_VERSION,
-        "documents": zlib.crc32(index.checksums.tobytes()),
+        "settings": index.header["settings"],
+        "files": index.header["files"],
+        "documents": checksum,
         "seq_length": config.seq_length,
         "packing": config.packing,
     }

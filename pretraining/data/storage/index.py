@@ -95,7 +95,6 @@ class Index:
         first_documents: [files + 1], number of each file's first document, then n.
         token_bytes: [files], bytes a token.
         is_signed: [files], whether tokens are of a signed type.
-        checksums: [blocks], CRC-32 of each block of documents.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,8 +118,8 @@ class Index:
         self.first_documents = np.ascontiguousarray(files["first_document"])
         self.token_bytes = np.abs(files["token_bytes"][:-1])
         self.is_signed = files["token_bytes"][:-1] < 0
-        self.checksums = self._part("checksums", np.dtype("<u4"))
-        numbers = range(len(self.checksums))
+        self._checksums = self._part("checksums", np.dtype("<u4"))
+        numbers = range(len(self._checksums))
         groups = (numbers[first : first + _BLOCKS_AT_ONCE] for first in numbers[::_BLOCKS_AT_ONCE])
         if not all(map_in_order(self._are_whole, groups, usable_cores())):
             raise DataError("the index is damaged", path=path)
@@ -129,7 +128,7 @@ class Index:
     def _are_whole(self, blocks: range) -> bool:
         size = BLOCK_DOCUMENTS
         checksums = (zlib.crc32(self.documents[block * size : (block + 1) * size].data) for block in blocks)
-        return all(checksum == self.checksums[block] for block, checksum in zip(blocks, checksums, strict=True))
+        return all(checksum == self._checksums[block] for block, checksum in zip(blocks, checksums, strict=True))
 
     def _part(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         part = self.header["parts"][name]

@@ -102,6 +102,8 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["--max_tokens=2ep"], "--max_tokens=2ep"),
         (["--recipe=demo", "--config=other"], "--recipe=demo and --config=other"),
         (["--recipe=demo,,demo"], "--recipe=demo,,demo"),
+        (["--data_path=~nobody_of_that_name/a"], "~nobody_of_that_name"),
+        (["--recipe=~nobody_of_that_name/a.yaml"], "~nobody_of_that_name"),
     ],
 )
 def test_a_mistake_is_told_with_what_to_write(arguments: list[str], problem: str) -> None:
