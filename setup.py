@@ -29,7 +29,7 @@ setup(
         "fire>=0.7",
         "numpy>=2.0",
         "tensorboard>=2.17",
-        "pyyaml>=6.0",
+        "pyyaml>=6.0,!=6.0.4",
         "rich>=13.7",
         "tokenizers>=0.20",
     ],

@@ -181,10 +181,7 @@ class Trainer:
         return found.document()
 
     def save(
-        self,
-        path: str | Path,
-        format: Literal["hf", "full"] = "hf",
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        self, path: str | Path, format: Literal["hf", "full"] = "hf", dtype: Literal["bfloat16", "float32"] = "bfloat16"
     ) -> Path:
         """Write the weights of the newest checkpoint into a new folder, as `pretrain export` does; rank 0 alone.
 

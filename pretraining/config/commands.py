@@ -181,8 +181,7 @@ class TranslateConfig:
 
     input_path: str = required("the file; also as the first word", first_word=True)
     kind: ForeignKind | None = setting(
-        None,
-        "what it is: stub, guide, deepspeed, composed or nanogpt; none = what its keys say",
+        None, "what it is: stub, guide, deepspeed, composed or nanogpt; none = what its keys say"
     )
     output_path: str | None = setting(None, "recipe to write; none = printed")
     accept_llama: bool = setting(

@@ -13,6 +13,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from annotated_types import Ge, Le, Lt
@@ -28,10 +29,7 @@ Raw = str | list[str] | None
 LARGEST_INTEGER = 2**63
 
 NONE_WORDS = ("none", "null", "")
-BOOL_WORDS = {
-    **dict.fromkeys(("true", "1", "yes", "on"), True),
-    **dict.fromkeys(("false", "0", "no", "off"), False),
-}
+BOOL_WORDS = {**dict.fromkeys(("true", "1", "yes", "on"), True), **dict.fromkeys(("false", "0", "no", "off"), False)}
 _NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", Duration: "a duration"}
 
 # Of an object store or a server. As a path it would be a folder called `s3:`; pathlib makes one slash of two.
@@ -117,7 +115,7 @@ def parse_ranges(
     return ranges
 
 
-def expand_home(path: str) -> str:
+def expand_home(path: str | Path) -> str:
     """Return a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it.
 
     Raises:
@@ -125,7 +123,7 @@ def expand_home(path: str) -> str:
     """
     expanded = os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
     if expanded.startswith("~"):
-        raise ValueError(f"there is no home folder {path.partition('/')[0]}: write the path in full")
+        raise ValueError(f"there is no home folder {expanded.partition('/')[0]}: write the path in full")
     return expanded
 
 
