@@ -19,7 +19,7 @@ from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, tensor_state
 from pretraining.checkpoint.retention import set_aside
-from pretraining.checkpoint.run_path import make_run_folder, write_config
+from pretraining.checkpoint.run_path import write_config
 from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import load
 from pretraining.config.training import TrainConfig

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pretraining.errors import CheckpointError, Preempted, PretrainError
-from pretraining.files import checked_values, read_json, run_not_writable, with_checksum, write_atomic
+from pretraining.files import checked_values, read_json, with_checksum, write_atomic, writing_into
 from pretraining.observability.events import Events
 from pretraining.progress import TrainState
 from pretraining.text import count_of
@@ -91,13 +91,12 @@ class StatusKeeper:
             self._previous = read_status(self._path) or RunStatus()
         try:
             begun = count_start(self._previous, restored_step, self._limit, goes_back=goes_back)
-            self._write(begun)
+            with writing_into(run):
+                self._write(begun)
         except CheckpointError:
             if first is not None:  # from a checkpoint that is damaged: this start was none
                 self._write(self._previous)
             raise
-        except OSError as error:
-            raise run_not_writable(run, error) from None
         self._begun = begun
         if first is None:
             self._add_start(run, begun)
