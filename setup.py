@@ -53,6 +53,7 @@ setup(
             "datasets>=4.0",
             "hypothesis>=6.100",
             "matplotlib>=3.9",
+            "moto[server]>=5.0",
             "mypy>=1.15",
             "pytest>=8.2",
             "pytest-timeout>=2.3",

@@ -30,6 +30,7 @@ from pretraining.config.commands import (
     PageConfig,
     PlanConfig,
     PrepareConfig,
+    PushConfig,
     SampleConfig,
     SweepConfig,
     TranslateConfig,
@@ -124,6 +125,12 @@ COMMANDS = {
         reads_words=True,
     ),
     "list": Command(ListConfig, "tools.list_checkpoints:list_checkpoints", "show the checkpoints of a run"),
+    "push": Command(
+        PushConfig,
+        "tools.push:push",
+        "copy the checkpoints of a run into an object store",
+        "what is copied stays; the same command copies the rest",
+    ),
     "report": Command(
         PageConfig, "tools.report:report", "write a page about a run, or several: curves, events, settings"
     ),

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
 
 from pretraining.errors import CheckpointError, DataError, PathError, PretrainError
 
@@ -180,6 +181,21 @@ def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError
             f"there is no {path.absolute()}, and the Hugging Face Hub does not give {name} ({reason}). If the Hub has "
             f"it: `hf download {name} --local-dir={name}` where the Hub can be reached, then the same command again"
         ) from error
+
+
+def is_address(path: str | None) -> bool:
+    """Return whether a path is the address of an object store, such as s3://bucket/runs/mine."""
+    return path is not None and "://" in path
+
+
+def address_problem(address: str) -> str | None:
+    """Return why an address is not used; it must hold no credentials, since logs and config.yaml show it."""
+    parts = urlsplit(address)
+    names = [name.lower() for name, _ in parse_qsl(parts.query)]
+    is_secret = any(word in name for name in names for word in ("key", "secret", "token", "password", "sas"))
+    if is_secret or parts.password is not None or (parts.scheme in ("s3", "gs") and "@" in parts.netloc):
+        return "holds credentials: leave them out, and give them in the environment (docs/checkpoints.md)"
+    return None
 
 
 def read_json(path: Path) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,7 +28,7 @@ SET_ASIDE = "set_aside_"
 """How folders begin that hold checkpoints which a run has gone back from."""
 
 
-def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
+def tidy_up(run: Path, newest: Path, keep_last: int | None, protected: Collection[Path] = ()) -> None:
     """Point `best` to the best checkpoint and remove what is superseded; where that fails, warn.
 
     Call it after a commit, and at a start: a kill may have come in between.
@@ -36,6 +36,7 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
     Args:
         newest: the checkpoint that was just committed, or that the run goes on from.
         keep_last: how many to keep; None = all.
+        protected: not to be removed now.
     """
     try:
         own = checkpoint_at(newest)
@@ -49,7 +50,8 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
     best = best_of(saved)
     _point_to_best(run, best)
     for each in superseded(saved, own, best, keep_last):
-        remove_checkpoint(each.path)
+        if each.path not in protected:
+            remove_checkpoint(each.path)
 
 
 def superseded(

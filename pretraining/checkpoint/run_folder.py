@@ -13,6 +13,7 @@ is ever removed.
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -83,7 +84,11 @@ def checkpoint_at(path: Path) -> Checkpoint:
 @lru_cache(maxsize=4096)
 def _read(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
     # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
-    manifest = read_document(path)
+    return describe(path, read_document(path))
+
+
+def describe(path: Path, manifest: Manifest) -> Checkpoint:
+    """Return what a manifest says of the checkpoint at a path, which need not be of this machine."""
     names = [checkpoint_name(style, manifest) for style in ("step", "tokens")]
     is_as_saved = path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
     losses = manifest.evaluation_loss, manifest.decided_by
@@ -131,6 +136,11 @@ def checkpoint_name(style: str, manifest: Manifest) -> str:
     losses = {"tloss": manifest.loss, "vloss": manifest.evaluation_loss}
     told = "".join(f"_{name}({loss:.3f})" for name, loss in losses.items() if loss is not None)
     return f"tokens({mantissa}e{int(exponent)}){told}_ckpt{suffix}"
+
+
+def temporary_name(folder: Path) -> Path:
+    """Return another name each time: a process that wakes up in the middle of an old save must not write into a new."""
+    return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
 
 
 def distinct_name(name: str, step: int) -> str:

@@ -26,12 +26,14 @@ from torch import nn
 from pretraining.checkpoint.completeness import is_finite
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import Manifest, tensor_state
+from pretraining.checkpoint.mirror import Mirror
 from pretraining.checkpoint.pt_files import FullSave
 from pretraining.checkpoint.retention import tidy_up
 from pretraining.checkpoint.run_folder import CHECKPOINTS, Checkpoint, checkpoint_at, checkpoint_name, distinct_name
 from pretraining.checkpoint.writer import Save, SavePlan, plan_save, save_checkpoint
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.grad_norm import local_part
+from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.errors import CheckpointError
@@ -46,6 +48,7 @@ class Saver:
         parameters: by name, as sharded.
         lease: checked before each commit; None = nobody else writes into the run's folder.
         timeout: after which a process that waits for the others of a background save gives up.
+        mirror: copies checkpoints, which retention leaves alone until they are copied.
     """
 
     def __init__(
@@ -55,15 +58,17 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         lease: Lease | None = None,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
+        mirror: Mirror | None = None,
     ) -> None:
         self._config, self._parameters, self._optimizer, self._lease = config, parameters, optimizer, lease
+        self._mirror = mirror
         self._is_full = config.ckpt_format == "full"
         device = next(iter(parameters.values())).device
         is_async = config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full
         self._group = dist.new_group(backend="gloo", timeout=timeout) if is_async else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Checkpoint] | None = None
-        self._offer: tuple[Any, torch.Tensor] | None = None
+        self._agreement = DelayedMinimum()
         self._staging = staging = Staging(device)
         # An update must not change what is still being copied. (Through `self` the optimizer would hold itself.)
         optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
@@ -100,22 +105,18 @@ class Saver:
         """
         if self._under_way is None:
             return None
-        ended = torch.tensor([self._under_way.done()], dtype=torch.int32)
-        work = dist.all_reduce(ended, op=dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
-        offered, self._offer = self._offer, (work, ended)
-        return self.wait() if offered is not None and _all_ended(offered) else None
+        return self.wait() if self._agreement.offer(self._under_way.done()) else None
 
     def wait(self) -> Checkpoint | None:
         """Wait for the save under way, if any, and return what was saved; raises as `poll`."""
         if self._under_way is None:
             return None
-        if self._offer is not None:
-            _all_ended(self._offer)
+        self._agreement.forget()
         return on_every_rank(self.settle)
 
     def settle(self) -> Checkpoint | None:
         """Wait as `wait` does, without the other ranks: after an error of the training they may be elsewhere."""
-        save, self._under_way, self._offer = self._under_way, None, None
+        save, self._under_way, self._agreement = self._under_way, None, DelayedMinimum()
         return None if save is None else save.result()
 
     def close(self) -> None:
@@ -126,7 +127,8 @@ class Saver:
 
     def tidy_up(self, newest: Path, group: dist.ProcessGroup | None = None) -> None:
         """Remove what is superseded, on rank 0, as of the newest checkpoint."""
-        on_rank_zero(lambda: tidy_up(self._config.folder, newest, self._config.keep_last), group)
+        protected = () if self._mirror is None else self._mirror.protected
+        on_rank_zero(lambda: tidy_up(self._config.folder, newest, self._config.keep_last, protected), group)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors to save, not copied; the same ones at each save."""
@@ -157,13 +159,6 @@ class Saver:
         save_checkpoint(folder, files, manifest, group=group, lease=self._lease)
         self.tidy_up(folder, group)
         return Checkpoint(folder, manifest.step, kind=manifest.kind)
-
-
-def _all_ended(offer: tuple[Any, torch.Tensor]) -> bool:
-    work, ended = offer
-    if work is not None:
-        work.wait()
-    return bool(ended)
 
 
 # Pinned memory comes in powers of two: one allocation a tensor would waste up to half of it.

@@ -11,6 +11,7 @@ weights alone and begins at step 0.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from pretraining.checkpoint.run_folder import CHECKPOINTS, Checkpoint, committed
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.files import exists, from_hub, is_file, is_folder, real_path
+from pretraining.files import exists, from_hub, is_address, is_file, is_folder, real_path
 from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
 from pretraining.model.hf import MODEL_FILES
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a secon
 
 T = TypeVar("T")
 
+FETCHED = "fetched"
+"""In a run's folder: what it has fetched from an object store to start from."""
 SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume_from_checkpoint"
 
 
@@ -165,6 +168,8 @@ def _start_elsewhere(config: CheckpointConfig, damaged: Mapping[Path, str]) -> C
     load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
     if load_path is None:
         source, flag = request, RESUME
+    elif is_address(load_path):
+        source, flag = str(fetched_path(config)), LOAD_PATH
     elif is_within(Path(load_path), config.folder) and not checkpoints_at(Path(load_path)):
         return None  # a script may name one folder as both paths, for its first start and for all later ones
     else:
@@ -173,6 +178,12 @@ def _start_elsewhere(config: CheckpointConfig, damaged: Mapping[Path, str]) -> C
         return None
     found = find_newest(Path(source), damaged, flag)
     return replace(found, is_own=False, weights_only=found.weights_only or config.weights_only)
+
+
+def fetched_path(config: CheckpointConfig) -> Path:
+    """Return where a start puts what it fetches from the address in `ckpt_load_path`: a folder like a run's."""
+    name = re.sub(r"[^\w.-]+", "_", (config.ckpt_load_path or "").partition("?")[0])
+    return config.folder / FETCHED / name
 
 
 def find_newest(

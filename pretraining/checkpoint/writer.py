@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from pretraining.checkpoint.manifest import (
     Manifest,
     crc32_text,
 )
-from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, unfinished_saves
+from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, unfinished_saves, temporary_name
 from pretraining.distributed.grad_norm import is_sharded, local_part
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
@@ -134,17 +133,12 @@ def remove_checkpoint(folder: Path) -> None:
 
 def hide_checkpoint(folder: Path) -> Path:
     """Give a checkpoint a name under which nobody reads it, and the next save removes it; return that."""
-    return folder.rename(_temporary_name(folder))
-
-
-def _temporary_name(folder: Path) -> Path:
-    """Return another name each time: a process that wakes up in the middle of an old save must not write into a new."""
-    return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
+    return folder.rename(temporary_name(folder))
 
 
 def _start_fresh(folder: Path, plan: Save) -> Path:
     """Make an empty folder for a save, and remove what interrupted saves have left."""
-    temporary = _temporary_name(folder)
+    temporary = temporary_name(folder)
     with _writing(folder, plan.total_bytes):
         for abandoned in unfinished_saves(folder.parent.parent):
             remove_checkpoint(abandoned)

@@ -24,7 +24,7 @@ from pretraining.config.rules import find_problems, settle_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError
-from pretraining.files import exists
+from pretraining.files import exists, is_address
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def name_first_words(
 
 
 def _is_path(word: str) -> bool:
-    return bool(word) and ("=" not in word or exists(Path(word)))
+    return bool(word) and ("=" not in word or is_address(word.partition("=")[0]) or exists(Path(word)))
 
 
 def read_arguments(

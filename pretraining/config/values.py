@@ -21,6 +21,7 @@ from annotated_types import Ge, Le, Lt
 from pretraining.config.fields import Setting
 from pretraining.config.plugins import OWN
 from pretraining.errors import ConfigError
+from pretraining.files import is_address
 from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
 Raw = str | list[str] | None
@@ -212,8 +213,9 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         return f"{_NOUNS[setting.base]}{hint} is needed"
     if setting.base is Duration and value.unit not in setting.units:
         return f"{value.unit} mean nothing here, give {' or '.join(setting.units)}"
-    if setting.is_path and _ADDRESS.match(value):
-        return "an address is no path: give a folder or a file of this machine, such as one that is mounted"
+    is_foreign = setting.is_path and _ADDRESS.match(value) is not None
+    if is_foreign and not (setting.may_be_address and is_address(value)):
+        return "an address is no path: copy it to a disk first (aws s3 sync), or give one that is mounted"
     if setting.choices and value not in setting.choices and not (setting.pluggable and OWN.fullmatch(value)):
         hint = did_you_mean(value, setting.choices, " (did you mean {}?)")
         own = ", or your own as package.module:Name" if setting.pluggable else ""

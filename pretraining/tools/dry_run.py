@@ -68,6 +68,8 @@ def dry_run(
         _temporary_folder(processes) as folder,
     ):
         config, start = resolve_run(resolved.config)
+        if start is None and config.checkpoint.ckpt_mirror_path is not None:
+            log.warning("a dry run does not look into --ckpt_mirror_path: a start resumes from a checkpoint there")
         if processes.is_main:
             _print(describe_settings(config, resolved, start))
         on_every_rank(lambda: read_prompt(config) if processes.is_main else None)

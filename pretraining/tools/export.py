@@ -38,7 +38,16 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
-from pretraining.files import atomic_folder, from_hub, is_file, is_folder, read_json, write_flushed, write_json
+from pretraining.files import (
+    atomic_folder,
+    from_hub,
+    is_address,
+    is_file,
+    is_folder,
+    read_json,
+    write_flushed,
+    write_json,
+)
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
     CONFIG_FILE,
@@ -69,6 +78,12 @@ def export(config: ExportConfig) -> None:
         CheckpointError: there is no checkpoint, it is damaged, or nothing can be written.
         ConfigError, DataError: the settings or the tokenizer cannot be used.
     """
+    if is_address(config.ckpt_load_path):
+        from pretraining.checkpoint.object_store import local_view
+
+        with local_view(config.ckpt_load_path, with_files=True) as run:
+            export(replace(config, ckpt_load_path=str(run)))
+        return
     max_bytes = config.max_shard_bytes  # first: a size that is none should not wait for the checkpoint
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, tensor_state
+from pretraining.checkpoint.mirror import Mirror
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_path import write_config
 from pretraining.checkpoint.saver import Saver
@@ -59,6 +60,10 @@ from pretraining.train.step import StepContext
 log = logging.getLogger(__name__)
 
 TRACKERS_STATE, REPORT_STATE = "trackers", "report"  # in checkpoints
+COPYING_SHARE = 0.8
+"""Of --hang_timeout: how long the end of a run waits for the copy of its last checkpoint. The watchdog waits longer."""
+COPYING_SECONDS = 600.0
+"""The same where nothing counts as a hang."""
 
 
 def build_run(
@@ -278,12 +283,23 @@ def _build_evaluator(
 def _build_checkpoints(
     plan: Plan, context: StepContext, states: Mapping[str, Stateful], observer: Observer, lease: Lease | None
 ) -> CheckpointManager:
-    config, saver = plan.config, None
+    config, saver, mirror = plan.config, None, None
+    own = plan.restored if plan.restored is not None and plan.restored.is_own else None
+    if config.checkpoint.ckpt_mirror_path is not None:
+        mirror = Mirror(config.checkpoint, own.step if own else 0, own.path if own and own.manifest.files else None)
     if config.checkpoint.ckpt_save_path is not None:
         timeout = collective_timeout(config.guard)
-        saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, lease, timeout)
+        saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, lease, timeout, mirror)
     checkpoints = CheckpointManager(
-        config.checkpoint, saver, manifest_of_run(config), plan.loader, states, observer, plan.training_tokens
+        config.checkpoint,
+        saver,
+        manifest_of_run(config),
+        plan.loader,
+        states,
+        observer,
+        plan.training_tokens,
+        mirror,
+        patience=COPYING_SHARE * (config.guard.hang_timeout.amount or COPYING_SECONDS),
     )
     if plan.restored is not None:
         checkpoints.restore(plan.restored, _decided_by(plan) if plan.sources else None)

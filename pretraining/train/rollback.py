@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 import torch
 
+from pretraining.checkpoint.mirror import fetch_start
 from pretraining.checkpoint.retention import give_up
 from pretraining.checkpoint.rollback_file import (
     ROLLBACK_FILE,
@@ -64,6 +65,7 @@ def train_to_the_end(
     """
     skipped, damaged = list(skipped_samples), dict[Path, str]()
     furthest, rollbacks, stop_step = 0, 0, None
+    fetched: Path | None = None
     while True:
         plan = make_plan(start, skipped, stop_step)
         config = plan.config
@@ -72,6 +74,10 @@ def train_to_the_end(
         except DamagedError as error:
             assert start is not None
             damaged[start.path] = str(error)
+            if config.checkpoint.ckpt_mirror_path is not None and fetched is None:  # once: a bad disk damages it again
+                fetched = on_rank_zero(partial(fetch_start, config.checkpoint, damaged))
+                if fetched is not None:
+                    del damaged[fetched]
             start = begin_start(config.checkpoint, status, damaged)
             continue
         divergence = _train(run)

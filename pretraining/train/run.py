@@ -20,12 +20,13 @@ from typing import Any, Literal
 import torch
 
 from pretraining.checkpoint.lease import hold_lease
+from pretraining.checkpoint.mirror import fetch_start
 from pretraining.checkpoint.run_path import with_run_path
 from pretraining.checkpoint.run_settings import adopt_settings, resolve_run
 from pretraining.checkpoint.start_point import find_newest
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.distributed.compile import naming_the_flag
 from pretraining.distributed.processes import (
@@ -39,6 +40,7 @@ from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, Interrupted, Preempted
+from pretraining.files import is_address
 from pretraining.evaluation.generation import TextSampler, open_sampler
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
@@ -132,6 +134,7 @@ def train(
         StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0) as status,
         working_together(config, layout, end_at_signal, is_guest) as processes,
     ):
+        _fetch_start(config.checkpoint, processes)
         config, _ = resolve_run(config)
         sampler = open_sampler(config, processes)  # before training: a bad path should not cost a run
         mesh = lay_out(config, processes)
@@ -177,6 +180,13 @@ def evaluate(
         source = path_of_what_is_evaluated(config.checkpoint)
         config = adopt_settings(config, on_rank_zero(lambda: find_newest(source)))
         return evaluate_only(config, source, processes, requests, hook)
+
+
+def _fetch_start(config: CheckpointConfig, processes: Processes) -> None:
+    """Fetch what the run starts from if that is in an object store alone; a collective call."""
+    if config.ckpt_save_path is not None and (is_address(config.ckpt_load_path) or config.ckpt_mirror_path is not None):
+        with hold_lease(config.folder, processes):
+            on_rank_zero(lambda: fetch_start(config))
 
 
 @contextmanager
