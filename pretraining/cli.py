@@ -129,7 +129,6 @@ COMMANDS = {
         PushConfig,
         "tools.push:push",
         "copy the checkpoints of a run into an object store",
-        "what is copied stays; the same command copies the rest",
     ),
     "report": Command(
         PageConfig, "tools.report:report", "write a page about a run, or several: curves, events, settings"

@@ -191,7 +191,7 @@ class Mirror:
         return self._held.get(_folder_of(checkpoint)) != read_document(checkpoint)
 
     def copy(self, checkpoint: Path) -> None:
-        """Copy a committed checkpoint. A copy under way is finished first; of those that wait the newest alone is made."""
+        """Copy a committed checkpoint, after the copy under way; of those that wait, the newest alone is copied."""
         self.protected = (*self.protected[:1], checkpoint)
         if self._work is None:
             self._begin()

@@ -41,7 +41,7 @@ from pretraining.checkpoint.manifest import (
     Manifest,
     crc32_text,
 )
-from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, unfinished_saves, temporary_name
+from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, temporary_name, unfinished_saves
 from pretraining.distributed.grad_norm import is_sharded, local_part
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError

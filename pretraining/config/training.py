@@ -410,8 +410,8 @@ class CheckpointConfig:
     )
     ckpt_mirror_path: str | None = setting(
         None,
-        "address in an object store (s3://bucket/runs/mine, gs://, abfss://, file://) to copy each checkpoint to; a run "
-        "whose folder holds none resumes from there",
+        "address in an object store (s3://bucket/runs/mine, gs://, abfss://, file://) to copy each checkpoint to; if "
+        "ckpt_save_path holds no checkpoint, the run resumes from there",
         silent_change=True,
         may_be_address=True,
     )

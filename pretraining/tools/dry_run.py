@@ -10,6 +10,7 @@ what is written (indices that the data does not have yet) goes to a temporary fo
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import textwrap
@@ -42,6 +43,8 @@ from pretraining.train.plan import Plan, keep_threads, lay_out, plan_run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run import working_together
 from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
+
+log = logging.getLogger(__name__)
 
 SLOTS_SHOWN = 16
 """Of the first batch; a summary stands for more."""

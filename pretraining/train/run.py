@@ -40,8 +40,8 @@ from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, Interrupted, Preempted
-from pretraining.files import is_address
 from pretraining.evaluation.generation import TextSampler, open_sampler
+from pretraining.files import is_address
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.shared_cores import leaving_cores_to_others
