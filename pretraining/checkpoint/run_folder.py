@@ -29,7 +29,7 @@ UNFINISHED_SUFFIX = ".tmp"
 
 _SAVE_NAME = (
     r"(step_(?P<step>\d+)_ckp|tokens\(\d\.\d\de\d+\)(_tloss\(-?\d+\.\d{3}\))?(_vloss\(-?\d+\.\d{3}\))?_ckpt)"
-    r"(\.preempt)?(\.step_(?P<also>\d+))?"
+    r"(\.preempt)?(\.step_(?P<also>\d+))*"
 )
 """What `checkpoint_name` and `distinct_name` give."""
 _COMMITTED = re.compile(_SAVE_NAME)
@@ -64,9 +64,12 @@ def committed_checkpoints(run: Path) -> list[Checkpoint]:
     """
     found = [checkpoint_at(path) for path in _folders(run) if is_committed(path)]
 
-    def place(each: Checkpoint) -> tuple[int, bool, bool, str]:
-        # Of one step's two, a preemption checkpoint was saved first; a user's copy comes before what it is of.
-        return each.step, each.path.suffix != PREEMPT_SUFFIX, _has_save_name(each.path), each.path.name
+    def place(each: Checkpoint) -> tuple[int, bool, bool, bool, str]:
+        # Of one step's two, a preemption checkpoint was saved first, and what a save replaces has the second name; a
+        # user's copy comes before what it is of.
+        name = _COMMITTED.fullmatch(each.path.name)
+        is_second = name is not None and name["also"] is not None
+        return each.step, each.path.suffix != PREEMPT_SUFFIX, name is not None, not is_second, each.path.name
 
     return sorted(found, key=place)
 

@@ -117,9 +117,11 @@ def make_run_folder(run: Path) -> None:
 def check_run_folder(run: Path) -> None:
     """Raise the CheckpointError of `make_run_folder` where that is sure to fail, and make nothing."""
     there = next(folder for folder in (run, *run.absolute().parents) if exists(folder))
+    fault = None if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+    fault = fault if is_folder(there) else errno.ENOTDIR
     with writing_into(run):
-        if not (is_folder(there) and os.access(there, os.W_OK | os.X_OK)):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+        if fault is not None:
+            raise OSError(fault, os.strerror(fault), str(there))
 
 
 def write_config(config: TrainConfig) -> None:

@@ -74,12 +74,15 @@ def train_to_the_end(
         except DamagedError as error:
             assert start is not None
             damaged[start.path] = str(error)
+            run = None
+        if run is None:
+            _free_memory(plan.processes.device)
             if config.checkpoint.ckpt_mirror_path is not None and fetched is None:  # once: a bad disk damages it again
                 fetched = on_rank_zero(partial(fetch_start, config.checkpoint, damaged))
-                if fetched is not None:
-                    del damaged[fetched]
+                damaged = {path: fault for path, fault in damaged.items() if path != fetched}
             start = begin_start(config.checkpoint, status, damaged)
             continue
+        damaged = {}  # from here on its names may be those of new checkpoints
         divergence = _train(run)
         if divergence is None:
             return run
@@ -90,10 +93,8 @@ def train_to_the_end(
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
         stop_step = run.state.stop_step  # going back does not move it
-        del run  # the next one needs its memory
-        gc.collect()
-        if plan.processes.device.type == "cuda":
-            torch.cuda.empty_cache()
+        del run
+        _free_memory(plan.processes.device)
         skipped.append(divergence.samples)
         rollback = Rollback(divergence.first_step, (*config.data.skipped_ranges, *skipped))
         dropped = on_rank_zero(partial(_roll_back, config.checkpoint.folder, rollback))
@@ -115,6 +116,13 @@ def begin_start(
         on_rank_zero(lambda: make_run_folder(run))
         on_rank_zero(lambda: status.begin(run, step, goes_back=start is not None and start.goes_back))
     return start
+
+
+def _free_memory(device: torch.device) -> None:
+    """Give back the memory of a run that is gone: the next one needs it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _train(run: Run) -> DivergenceError | None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,7 +23,7 @@ from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.mirror import fetch_start
 from pretraining.checkpoint.run_path import with_run_path
 from pretraining.checkpoint.run_settings import adopt_settings, resolve_run
-from pretraining.checkpoint.start_point import find_newest
+from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
 from pretraining.config.training import CheckpointConfig, TrainConfig
@@ -55,7 +55,7 @@ from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import conclude, conclude_preempted, describe_speed
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import keep_threads, lay_out, plan_run
+from pretraining.train.plan import Plan, keep_threads, lay_out, plan_run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.rollback import begin_start, finish_rollback, train_to_the_end
 from pretraining.train.run_status import StatusKeeper
@@ -149,8 +149,14 @@ def train(
             skipped = finish_rollback(config.checkpoint)
             start = begin_start(config.checkpoint, status)
             on_every_rank(requests.end_before_training)
-            keep_threads(start, config, processes, threads)
-            make_plan = partial(plan_run, config, processes, mesh, open_data(config, processes))
+            data = open_data(config, processes)
+
+            def make_plan(
+                start: CheckpointRef | None, skipped: Sequence[tuple[int, int]], stop_step: int | None
+            ) -> Plan:
+                keep_threads(start, config, processes, threads)
+                return plan_run(config, processes, mesh, data, start, skipped, stop_step)
+
             build = partial(build_run, stop_requests=requests, status=status, lease=lease, hook=hook, sampler=sampler)
             if path is not None:
                 record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)

@@ -89,14 +89,14 @@ class StatusKeeper:
         first, self._begun, self._path = self._begun, None, run / STATUS_FILE
         if first is None:
             self._previous = read_status(self._path) or RunStatus()
-        try:
-            begun = count_start(self._previous, restored_step, self._limit, goes_back=goes_back)
-            with writing_into(run):
-                self._write(begun)
-        except CheckpointError:
-            if first is not None:  # from a checkpoint that is damaged: this start was none
-                self._write(self._previous)
-            raise
+        with writing_into(run):
+            try:
+                begun = count_start(self._previous, restored_step, self._limit, goes_back=goes_back)
+            except CheckpointError:
+                if first is not None:  # from a checkpoint that is damaged: this start was none
+                    self._write(self._previous)
+                raise
+            self._write(begun)
         self._begun = begun
         if first is None:
             self._add_start(run, begun)

@@ -107,6 +107,13 @@ def test_the_manifest_says_the_step_and_the_name_only_where_there_is_none(tmp_pa
     assert steps_in(tmp_path) == [3, 6]
 
 
+def test_a_kill_between_the_two_renames_of_a_save_again_leaves_the_new_one_in_front(tmp_path: Path) -> None:
+    """Retention and starts take the last of a step; what the save replaces has the second name."""
+    folder = save(tmp_path, 5)
+    shutil.copytree(folder, folder.with_name("step_5_ckp.step_5"), dirs_exist_ok=True)
+    assert [each.path.name for each in committed_checkpoints(tmp_path)] == ["step_5_ckp.step_5", "step_5_ckp"]
+
+
 def test_a_link_in_the_place_of_a_checkpoint_is_replaced_or_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     elsewhere, path = save(tmp_path, 5).rename(tmp_path / "large_disk"), checkpoint_path(tmp_path, 5)
     for remove in (False, True):

@@ -67,6 +67,18 @@ def test_a_start_that_passed_over_a_damaged_checkpoint_goes_on_as_if_it_were_not
     assert started_at(run) == started_at(without) == 2 and status_of(run)["starts"] == 2
 
 
+def test_the_checkpoint_that_is_restored_decides_on_the_threads(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def note(start: CheckpointRef | None, *_: object) -> None:
+        asked.append(None if start is None else start.step)
+
+    monkeypatch.setattr("pretraining.train.run.keep_threads", note)
+    damage(checkpoint(run, 4))
+    start(run)
+    assert asked == [4, 2]
+
+
 def test_a_start_that_is_refused_keeps_the_step_and_the_settings(run: Path, begun: Path) -> None:
     damage(checkpoint(run, 4))
     assert "seed was 2023 and is 7" in str(refusal(run, "seed=7"))
