@@ -44,6 +44,8 @@ permission and a missing file are not among them: the next try would meet them a
 _NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 """Of a path that leads nowhere: a link in a circle, and a name that no file can have, too."""
 
+ADDRESS_QUERY = ("region", "scheme", "endpoint_override")
+"""What may follow the question mark in the address of an object store."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 LARGEST_JSON_BYTES = 2**25
 """Twice what `prepare` writes about 100,000 files. With the next two it bounds parsing to about a second."""
@@ -191,11 +193,14 @@ def is_address(path: str | None) -> bool:
 def address_problem(address: str) -> str | None:
     """Return why an address is not used; it must hold no credentials, since logs and config.yaml show it."""
     parts = urlsplit(address)
-    names = [name.lower() for name, _ in parse_qsl(parts.query)]
-    is_secret = any(word in name for name in names for word in ("key", "secret", "token", "password", "sas"))
-    if is_secret or parts.password is not None or (parts.scheme in ("s3", "gs") and "@" in parts.netloc):
-        return "holds credentials: leave them out, and give them in the environment (docs/checkpoints.md)"
-    return None
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    is_open = all(name in ADDRESS_QUERY and "@" not in value for name, value in query)
+    if is_open and parts.password is None and not (parts.scheme in ("s3", "gs") and "@" in parts.netloc):
+        return None
+    return (
+        f"holds more than a place: behind it only {', '.join(ADDRESS_QUERY)} may stand, and credentials come from the "
+        "environment (docs/checkpoints.md)"
+    )
 
 
 def read_json(path: Path) -> Any:

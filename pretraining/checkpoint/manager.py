@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -117,6 +118,8 @@ class CheckpointManager:
             self._saver.tidy_up(restored.path)  # a kill may have come after its commit and before this
 
     def __enter__(self) -> CheckpointManager:
+        if self._mirror is not None:
+            self._mirror.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -160,15 +163,17 @@ class CheckpointManager:
 
     def finish(self, state: TrainState) -> None:
         """Save where the invocation ends, if it has trained, and return once that is committed; as `maybe_save`."""
+        patience = min(PREEMPTED_SECONDS, self._patience) if state.preempted else self._patience
+        deadline = monotonic() + patience
         if self._has_trained:
             self.save_now(state, _kind_at_end(state))
         if self._mirror is not None and self._saver is not None and self.newest is not None:
             with self._observer.stopwatch.measure("checkpoint"):
-                self._finish_copies(self._mirror, self._saver, self.newest, state.preempted)
+                self._finish_copies(self._mirror, self._saver, self.newest, deadline, state.preempted)
 
-    def _finish_copies(self, mirror: Mirror, saver: Saver, newest: Path, preempted: bool) -> None:
+    def _finish_copies(self, mirror: Mirror, saver: Saver, newest: Path, deadline: float, preempted: bool) -> None:
         """Wait for the last copy to the mirror; without it, a run that is not preempted fails."""
-        problem = mirror.finish(min(PREEMPTED_SECONDS, self._patience) if preempted else self._patience)
+        problem = mirror.finish(deadline - monotonic())
         saver.tidy_up(newest)  # what was kept for its copy
         if problem is None:
             return

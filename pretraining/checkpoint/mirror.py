@@ -28,16 +28,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pretraining.checkpoint.manifest import MANIFEST, Manifest, read_document, read_manifest
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_document, read_manifest
 from pretraining.checkpoint.object_store import Store, StoreError, checkpoints_in, fetch_newest
 from pretraining.checkpoint.retention import best_of, superseded
+from pretraining.checkpoint.rollback_file import ROLLBACK_FILE
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, describe
 from pretraining.checkpoint.start_point import fetched_path
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.files import checked_values, is_address, is_file, parse_json, with_checksum, write_atomic
+from pretraining.files import checked_values, exists, is_address, is_file, parse_json, with_checksum, write_atomic
+from pretraining.launch.program import skip_exit_handlers
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ LOG_FILES_SECONDS = 60.0
 PREEMPTED_SECONDS = 20.0
 """How long a run that has to stop waits for its last copy: launchers kill 30 seconds after SIGTERM."""
 CLOSING_SECONDS = 30.0
+TRIES = 5
 
 
 class TakenOverError(CheckpointError):
@@ -60,6 +63,9 @@ class TakenOverError(CheckpointError):
 def fetch_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> Path | None:
     """Check that a run may write to its mirror, and fetch what it starts from if that is in a store alone.
 
+    A mirror that is newer than the folder wins, since a run may have gone on elsewhere; but not over a rollback, which
+    the folder alone knows of.
+
     In one process, which holds the lease of the run.
 
     Args:
@@ -71,19 +77,30 @@ def fetch_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingP
     Raises:
         CheckpointError: a store cannot be used, the mirror is of another run, or what it holds is damaged.
     """
-    run = config.folder
-    store = None if config.ckpt_mirror_path is None else open_mirror(config)
-    if _has_good(run, damaged):
-        return None
-    if store is not None and (fetched := fetch_newest(store, run / CHECKPOINTS)) is not None:
-        for name in LOG_FILES:
-            if not is_file(run / name) and (content := store.read(name)) is not None:
-                (run / name).parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(run / name, content)
-        return fetched
-    if is_address(config.ckpt_load_path) and not _has_good(fetched_path(config)):
-        fetch_newest(Store(config.ckpt_load_path or ""), fetched_path(config) / CHECKPOINTS)
+    run, own_step = config.folder, newest_good_step(config.folder, damaged)
+    if config.ckpt_mirror_path is not None:
+        store = open_mirror(config)
+        found = {folder: each for folder, each in checkpoints_in(store).items() if folder and each.step > own_step}
+        if found and not (own_step >= 0 and exists(run / ROLLBACK_FILE)):
+            _fetch_log_files(store, run)  # first: once the checkpoint is there, they are not asked for again
+            fetched = fetch_newest(store, found, run / CHECKPOINTS)
+            if fetched is None and own_step < 0:
+                raise CheckpointError("holds checkpoints, and none is good", path=store.address)
+            return fetched
+    if own_step < 0 and is_address(config.ckpt_load_path) and newest_good_step(fetched_path(config)) < 0:
+        source = Store(config.ckpt_load_path or "")
+        if fetch_newest(source, checkpoints_in(source), fetched_path(config) / CHECKPOINTS) is None:
+            raise CheckpointError("holds no complete checkpoint that is good", path=source.address)
     return None
+
+
+def _fetch_log_files(store: Store, run: Path) -> None:
+    """Fetch the log files that the run's folder lacks, or of which it has less."""
+    for name in LOG_FILES:
+        content = store.read(name) or b""
+        if len(content) > ((run / name).stat().st_size if is_file(run / name) else 0):
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(run / name, content)
 
 
 def open_mirror(config: CheckpointConfig) -> Store:
@@ -98,13 +115,14 @@ def open_mirror(config: CheckpointConfig) -> Store:
     return store
 
 
-def _has_good(run: Path, damaged: Mapping[Path, str] = MappingProxyType({})) -> bool:
-    for checkpoint in committed_checkpoints(run):
+def newest_good_step(run: Path, damaged: Mapping[Path, str] = MappingProxyType({})) -> int:
+    """Return the step of the newest checkpoint of a run that is not damaged; -1 without one."""
+    for checkpoint in reversed(committed_checkpoints(run)):
         with suppress(CheckpointError):
             read_manifest(checkpoint.path)
             if checkpoint.path not in damaged:
-                return True
-    return False
+                return checkpoint.step
+    return -1
 
 
 def _adopt_id(store: Store, run: Path) -> None:
@@ -164,25 +182,30 @@ class Mirror:
 
     Args:
         config: names the run's folder and its mirror.
-        step: where the run begins. Later checkpoints in the mirror are those that it has gone back from: set aside.
-        newest: the run's own checkpoint that it begins from; copied if the mirror lacks it.
+        step: where the run begins, in whose mirror later checkpoints are those that it has gone back from: set aside.
+        newest: the run's own checkpoint that it begins from; `start` copies it if the mirror lacks it.
 
     Attributes:
         protected: the checkpoint that is being copied, and the one that waits: retention leaves them alone.
     """
 
     def __init__(self, config: CheckpointConfig, step: int, newest: Path | None = None) -> None:
-        self._config, self._run = config, config.folder
+        self._config, self._run, self._newest = config, config.folder, newest
         self._store = on_every_rank(lambda: Store(config.ckpt_mirror_path or ""))
-        self._token = secrets.token_hex(8)
+        self._token = on_rank_zero(lambda: secrets.token_hex(8))
         self._held: dict[str, Manifest] = {}  # on rank 0: what is complete in the mirror
         self._ending = threading.Event()
         self._agreement = DelayedMinimum()
         self._work: Future[int] | None = None
         self._is_uploaded = False
+        self._lost: Path | None = None
         self._log_files_copied = -LOG_FILES_SECONDS
         self.protected: tuple[Path, ...] = ()
-        on_rank_zero(lambda: self._take_over(step))
+        on_rank_zero(lambda: self._store.persist(lambda: self._take_over(step), self._ending, TRIES))
+
+    def start(self) -> None:
+        """Copy what the run begins from, if the mirror lacks it; a collective call."""
+        newest = self._newest
         if newest is not None and on_rank_zero(lambda: self.lacks(newest)):
             self.copy(newest)
 
@@ -222,18 +245,20 @@ class Mirror:
             if status == UNDER_WAY:
                 return next((problem for _, problem in found if problem), "the store is slow")
             self._advance(status)
-        return None
+        return None if self._lost is None else f"{self._lost.name} could not be read; the log says why"
 
     def close(self, *, wait: bool) -> None:
         """End the copy under way; what it has uploaded is no checkpoint.
 
         Args:
-            wait: until its thread has ended.
+            wait: until its thread has ended. Otherwise the process ends without it, also if the store hangs.
         """
         self._ending.set()
-        if wait and self._work is not None:
+        if self._work is not None:
             with suppress(NotDone):
-                self._work.result(CLOSING_SECONDS)
+                self._work.result(CLOSING_SECONDS if wait else 0.0)
+            if not self._work.done():
+                skip_exit_handlers()  # pyarrow's would wait for the store
 
     def _status(self) -> int:
         return self._work.result() if self._work is not None and self._work.done() else UNDER_WAY
@@ -256,6 +281,7 @@ class Mirror:
             self._is_uploaded = True
             self._work = _in_background(partial(self._do, self._commit, checkpoint))
             return
+        self._lost = checkpoint if status == GONE else None
         if status == DONE:
             log.info("%s is copied to %s", checkpoint.name, self._store.address)
         self.protected, self._work = tuple(waiting), None
@@ -268,19 +294,31 @@ class Mirror:
             action(checkpoint)
         except TakenOverError:
             return TAKEN_OVER
-        except (OSError, CheckpointError) as error:  # of the checkpoint: what a store says is tried again
-            log.warning("%s is not copied to %s: %s", checkpoint, self._store.address, error)
+        except Exception as error:  # of the checkpoint: what a store says is tried again
+            if not self._ending.is_set():
+                reason = f"{type(error).__name__}: {error}"
+                log.warning("%s is not copied to %s: %s", checkpoint, self._store.address, reason)
             return GONE
         return DONE
 
     def _upload(self, checkpoint: Path) -> None:
-        """Upload the files that this process wrote, or would have written, in a thread."""
+        """Upload the files that this process wrote, or would have written, in a thread.
+
+        A step that is saved again has the same tensors, which are there already. If they differ, the manifest goes
+        before the first of them does.
+        """
         rank, world_size = _place()
+        folder, before = _folder_of(checkpoint), dict[str, FileEntry]()
+        content = self._store.persist(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._ending)
+        with suppress(CheckpointError, ValueError):
+            before = dict(Manifest.parse(parse_json(content or b""), folder).files)
         for name, entry in read_document(checkpoint).files.items():
             number = re.match(r"shard-(\d+)-", name)
-            if (int(number[1]) - 1 if number else 0) % world_size == rank:
-                target = f"{_folder_of(checkpoint)}/{name}"
-                upload = partial(self._store.upload, checkpoint / name, target, entry, self._ending)
+            if (int(number[1]) - 1 if number else 0) % world_size == rank and before.get(name) != entry:
+                self._store.persist(self._check_writer, self._ending)
+                if content is not None:
+                    self._store.persist(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._ending)
+                upload = partial(self._store.upload, checkpoint / name, f"{folder}/{name}", entry, self._ending)
                 self._store.persist(upload, self._ending)
 
     def _commit(self, checkpoint: Path) -> None:
@@ -314,7 +352,7 @@ class Mirror:
     def _remove_superseded(self, newest: str) -> None:
         copies = sorted((describe(Path(each), self._held[each]) for each in self._held), key=lambda each: each.step)
         [own] = [each for each in copies if each.path == Path(newest)]
-        copies = [each for each in copies if each.step <= own.step]
+        copies = [each for each in copies if each.step <= own.step and each.is_as_saved]
         for each in superseded(copies, own, best_of(copies), self._config.keep_last):
             self._store.remove(f"{each.path}/{MANIFEST}")  # first: half a checkpoint is none
             self._store.remove(str(each.path))

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -43,7 +43,6 @@ TRIES_OF_FETCH = 5
 LOG_SECONDS = 60.0
 """Between two lines about a store that does not answer."""
 LONGEST_PAUSE_SECONDS = 30.0
-_S3_QUERY = ("region", "scheme", "endpoint_override")
 
 
 class StoreError(CheckpointError):
@@ -197,8 +196,6 @@ def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
         system, path = pyarrow.fs.FileSystem.from_uri(address)
         return system, path.rstrip("/")
     query = dict(parse_qsl(parts.query))
-    if unknown := sorted(query.keys() - set(_S3_QUERY)):
-        raise CheckpointError(f"an s3 address takes {', '.join(_S3_QUERY)}, not {unknown[0]}")
     if not query.keys() & {"region", "endpoint_override"}:
         query["region"] = pyarrow.fs.resolve_s3_region(parts.netloc)
     # By default a stream buffers whole files if the store is slow, and a request has three seconds.
@@ -239,14 +236,16 @@ def checkpoints_in(store: Store) -> dict[str, Manifest]:
     return dict(sorted(complete, key=lambda each: (each[1].step, each[1].kind != "preempt")))
 
 
-def fetch_newest(store: Store, target: Path) -> Path | None:
-    """Fetch the newest checkpoint that is not damaged into a folder of checkpoints; None if the store holds none.
+def fetch_newest(store: Store, found: Mapping[str, Manifest], target: Path) -> Path | None:
+    """Fetch the newest checkpoint that is not damaged into a folder of checkpoints; None if all are damaged.
+
+    Args:
+        found: as `checkpoints_in` returns them.
 
     Raises:
-        CheckpointError: all are damaged, or one cannot be read or written.
+        CheckpointError: one cannot be read or written.
     """
-    found = checkpoints_in(store)
-    for folder, manifest in reversed(found.items()):
+    for folder, manifest in reversed(list(found.items())):
         path = target / _name_of(store, folder)
         log.info("%s/%s is fetched to %s", store.address, folder, path)
         try:
@@ -256,8 +255,6 @@ def fetch_newest(store: Store, target: Path) -> Path | None:
         if fault is None:
             return path
         log.warning("%s/%s is damaged: %s", store.address, folder, fault)
-    if found:
-        raise CheckpointError("holds checkpoints, and none is good", path=store.address)
     return None
 
 
@@ -305,10 +302,10 @@ def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
     store = Store(address)
     with tempfile.TemporaryDirectory(prefix="pretrain-") as name:
         run = Path(name) / "run"
-        found = {} if with_files else checkpoints_in(store)
-        if not found and (not with_files or fetch_newest(store, run / CHECKPOINTS) is None):
-            raise CheckpointError("holds no complete checkpoint", path=store.address)
-        for folder, manifest in found.items():
+        found = checkpoints_in(store)
+        if not found or (with_files and fetch_newest(store, found, run / CHECKPOINTS) is None):
+            raise CheckpointError("holds no complete checkpoint that is good", path=store.address)
+        for folder, manifest in ({} if with_files else found).items():
             path = run / CHECKPOINTS / _name_of(store, folder)
             path.mkdir(parents=True)
             for file, entry in manifest.files.items():

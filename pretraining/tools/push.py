@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import read_manifest
-from pretraining.checkpoint.mirror import Mirror, open_mirror
+from pretraining.checkpoint.mirror import Mirror, newest_good_step, open_mirror
+from pretraining.checkpoint.object_store import checkpoints_in
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.commands import PushConfig
@@ -37,7 +37,10 @@ def push(config: PushConfig) -> None:
     try:
         store = open_mirror(settings)
         checkpoints = [each.path for each in committed_checkpoints(run)]
-        step = max((read_manifest(path).step for path in checkpoints), default=0)
+        step = newest_good_step(run)
+        newer = [folder for folder, manifest in checkpoints_in(store).items() if manifest.step > step]
+        if newer:
+            raise CheckpointError(f"holds {newer[-1]}, which is newer than what is in {run}", path=store.address)
         mirror = Mirror(settings, step)
         missing = [path for path in checkpoints if mirror.lacks(path)]
         for path in missing:

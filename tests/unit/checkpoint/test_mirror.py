@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, assert_same_tensors, checkpoints_of, losses_of, metrics_of
 
-from pretraining.checkpoint.mirror import MIRROR_FILE, fetch_start
+from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, fetch_start
 from pretraining.checkpoint.object_store import Store, _fetch, checkpoints_in
 from pretraining.cli import main
+from pretraining.config.commands import PushConfig
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import address_problem
+from pretraining.tools.push import push
 
 COMMON = [*TINY, "use_dummy_dataset=true", "batch_size=2", "num_steps=6", "checkpoint_interval=2"]
 
@@ -149,6 +151,78 @@ def test_a_run_that_goes_back_sets_the_newer_copies_aside(copied: Path) -> None:
     assert {path.parent.name for path in (copied / "store").rglob("set_aside.json")} == {"step_4_ckp", "step_6_ckp"}
 
 
+def mirror_of(folder: Path, step: int = 6) -> Mirror:
+    return Mirror(CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{folder}/store"), step)
+
+
+def test_a_disk_that_is_behind_the_mirror_takes_the_newer_copy(copied: Path) -> None:
+    for step in (4, 6):
+        shutil.rmtree(copied / "run" / "checkpoints" / f"step_{step}_ckp")
+    (copied / "run" / "logs" / "metrics.jsonl").write_text("")
+    train(copied, "num_steps=8")
+    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp", "step_8_ckp"}
+    assert checkpoints_of(copied / "run") == {"step_2_ckp", "step_6_ckp", "step_8_ckp"}
+    assert len(losses_of(copied / "run")) == 8
+
+
+def test_a_writer_that_another_one_follows_overwrites_nothing(copied: Path) -> None:
+    old, new = mirror_of(copied), mirror_of(copied)
+    path = copied / "run" / "checkpoints" / "step_6_ckp"
+    other = copied / "run" / "checkpoints" / "step_4_ckp"
+    shutil.rmtree(path)
+    other.rename(path)  # other content under the same name
+    before = {each: each.read_bytes() for each in (copied / "store").rglob("*") if each.is_file()}
+    old.copy(path)
+    with pytest.raises(TakenOverError):
+        old.finish(60.0)
+    assert before == {each: each.read_bytes() for each in (copied / "store").rglob("*") if each.is_file()}
+    new.copy(path)
+    assert new.finish(60.0) is None and not new.lacks(path)
+
+
+def test_a_copy_is_never_half_replaced(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror, path = mirror_of(copied), copied / "run" / "checkpoints" / "step_6_ckp"
+    uploaded: list[str] = []
+
+    def upload(self: Store, file: Path, name: str, *_: object) -> None:
+        uploaded.append(name)
+        assert not (copied / "store" / "checkpoints" / "step_6_ckp" / "manifest.json").exists()
+        raise CheckpointError("not now")
+
+    monkeypatch.setattr(Store, "upload", upload)
+    mirror.copy(path)
+    assert mirror.finish(60.0) is None and not uploaded  # the same tensors are there
+    shutil.rmtree(path)
+    (copied / "run" / "checkpoints" / "step_4_ckp").rename(path)
+    mirror.copy(path)
+    assert mirror.finish(60.0) is not None and len(uploaded) == 1
+    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp"}
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_copied_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def upload(*_: object) -> None:
+        raise CheckpointError("damaged")
+
+    monkeypatch.setattr(Store, "upload", upload)
+    with pytest.raises(SystemExit) as ending:
+        train(tmp_path)
+    assert ending.value.code == 1 and "step_6_ckp" in checkpoints_of(tmp_path / "run")
+
+
+def test_retention_leaves_what_no_save_has_copied(copied: Path) -> None:
+    copies = copied / "store" / "checkpoints"
+    (copies / "step_2_ckp").rename(copies / "keep_me")
+    train(copied, "keep_last=1", "num_steps=8", "checkpoint_interval=1")
+    assert "keep_me" in copies_in(copied) and "step_4_ckp" not in copies_in(copied)
+
+
+def test_push_refuses_a_mirror_that_is_newer(copied: Path) -> None:
+    shutil.rmtree(copied / "run" / "checkpoints" / "step_6_ckp")
+    with pytest.raises(CheckpointError):
+        push(PushConfig(paths=(str(copied / "run"), f"file://{copied}/store")))
+    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
+
+
 def test_push_copies_what_the_mirror_lacks(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(copied / "store" / "checkpoints" / "step_4_ckp")
     main(["push", str(copied / "run"), f"file://{copied}/store"])
@@ -160,9 +234,6 @@ def test_push_copies_what_the_mirror_lacks(copied: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("words", [["{run}"], ["s3://b/x", "s3://b/y"], ["{run}", "elsewhere"]])
 def test_push_needs_a_run_and_an_address(words: Sequence[str], trained: Path, tmp_path: Path) -> None:
-    from pretraining.config.commands import PushConfig
-    from pretraining.tools.push import push
-
     shutil.copytree(trained / "run", tmp_path / "run")
     text = (tmp_path / "run" / "config.yaml").read_text()
     (tmp_path / "run" / "config.yaml").write_text(text.replace(f"file://{trained}/store", "none"))
@@ -203,6 +274,8 @@ def test_a_run_starts_from_a_checkpoint_in_a_store_fetched_once(copied: Path, tm
         ("abfss://container@account.dfs.core.windows.net/run", False),
         ("s3://id:secret@bucket/run", True),
         ("s3://bucket/run?secret_key=x", True),
+        ("s3://bucket/run?endpoint_override=http://me:word@host", True),
+        ("abfss://container@account.dfs.core.windows.net/run?sig=x", True),
         ("abfss://container:password@account.dfs.core.windows.net/run", True),
     ],
 )
