@@ -47,9 +47,9 @@ def flags_for(store: ObjectStore, folder: Path) -> list[str]:
     return [*COMMON, f"ckpt_save_path={folder / 'run'}", f"ckpt_mirror_path={store.address(folder.name)}"]
 
 
-@pytest.mark.parametrize("killed", first_quick((0, 1), (1,)))
+@pytest.mark.parametrize("killed", first_quick([0, 1], [1]))
 def test_row_48_killed_in_an_upload_the_next_start_on_an_empty_disk_repeats_the_run(
-    killed: tuple[int, ...], tmp_path: Path, store: ObjectStore, expected: Path
+    killed: list[int], tmp_path: Path, store: ObjectStore, expected: Path
 ) -> None:
     flags = flags_for(store, tmp_path)
     run_job([[*flags, "run_steps=2"]])
