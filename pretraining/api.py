@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pretraining.checkpoint import start_point
-from pretraining.checkpoint.manifest import committed_checkpoints
+from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.checkpoint.run_path import newest_run_path
 from pretraining.config.command_line import load_train_config
 from pretraining.config.commands import ExportConfig, SampleConfig
 from pretraining.config.fields import build, settings_of, values_of
@@ -180,10 +181,7 @@ class Trainer:
         return found.document()
 
     def save(
-        self,
-        path: str | Path,
-        format: Literal["hf", "full"] = "hf",
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        self, path: str | Path, format: Literal["hf", "full"] = "hf", dtype: Literal["bfloat16", "float32"] = "bfloat16"
     ) -> Path:
         """Write the weights of the newest checkpoint into a new folder, as `pretrain export` does; rank 0 alone.
 
@@ -259,7 +257,7 @@ class Trainer:
         checkpoint = self.config.checkpoint
         run = self._run_path
         if run is None and checkpoint.ckpt_save_path is not None:
-            run = start_point.newest_run_path(checkpoint.ckpt_save_path)
+            run = newest_run_path(checkpoint.ckpt_save_path)
         if run is not None and committed_checkpoints(Path(run)):
             return run
         source = checkpoint.ckpt_load_path or checkpoint.resume_from_checkpoint

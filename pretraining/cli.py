@@ -30,6 +30,7 @@ from pretraining.config.commands import (
     PageConfig,
     PlanConfig,
     PrepareConfig,
+    PushConfig,
     SampleConfig,
     SweepConfig,
     TranslateConfig,
@@ -69,7 +70,7 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     threads = set_threads(config.run.cpu_threads, layout)
     if config.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that nothing of PyTorch takes memory on a GPU
-    with leave_at_interrupt(_interrupted("train")):  # torch is imported only when there is something to train
+    with leave_at_interrupt(WHEN_INTERRUPTED):  # torch is imported only when there is something to train
         from pretraining.train.preemption import stop_requests
         from pretraining.train.run import train
 
@@ -90,14 +91,12 @@ class Command:
     Attributes:
         function: takes the settings, as "module:function" of `pretraining`.
         purpose: for the list of commands.
-        when_interrupted: what was done by then, and what the same command does.
         reads_words: whether the function takes the words of the command line and its flags instead.
     """
 
     settings: type
     function: str
     purpose: str
-    when_interrupted: str = "nothing was changed"
     reads_words: bool = False
 
     def run(self, overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -112,20 +111,12 @@ class Command:
         getattr(import_module(f"pretraining.{module}"), name)(config)
 
 
-_STARTS_AGAIN = "nothing was written; the same command starts again"
 COMMANDS = {
-    "train": Command(
-        TrainConfig,
-        "cli:train_command",
-        "train a model",
-        "the same command resumes from the newest checkpoint, if there is one",
-        reads_words=True,
-    ),
+    "train": Command(TrainConfig, "cli:train_command", "train a model", reads_words=True),
     "prepare": Command(
         PrepareConfig,
         "tools.prepare.prepare:prepare_in_job",
         "turn text into token files; trains a tokenizer where none is given",
-        "the same command resumes after the token files that are complete",
     ),
     "inspect": Command(
         InspectConfig,
@@ -134,19 +125,19 @@ COMMANDS = {
         reads_words=True,
     ),
     "list": Command(ListConfig, "tools.list_checkpoints:list_checkpoints", "show the checkpoints of a run"),
+    "push": Command(
+        PushConfig,
+        "tools.push:push",
+        "copy the checkpoints of a run into an object store",
+    ),
     "report": Command(
         PageConfig, "tools.report:report", "write a page about a run, or several: curves, events, settings"
     ),
     "sample": Command(SampleConfig, "tools.sample:sample", "continue a prompt with a trained model"),
     "export": Command(
-        ExportConfig,
-        "tools.export:export",
-        "write a checkpoint for Hugging Face's transformers, or as .pt files",
-        _STARTS_AGAIN,
+        ExportConfig, "tools.export:export", "write a checkpoint for Hugging Face's transformers, or as .pt files"
     ),
-    "import": Command(
-        ImportConfig, "tools.import_weights:import_weights", "make a run of a Hugging Face Llama", _STARTS_AGAIN
-    ),
+    "import": Command(ImportConfig, "tools.import_weights:import_weights", "make a run of a Hugging Face Llama"),
     "plan": Command(
         PlanConfig, "tools.planner:plan", "say what a run takes of GPUs, and how fast it is, before it is started"
     ),
@@ -154,7 +145,6 @@ COMMANDS = {
         SweepConfig,
         "tools.sweep:sweep",
         "train every combination of the values that settings are given",
-        "the same command resumes the run that was under way",
         reads_words=True,
     ),
     "translate": Command(
@@ -166,6 +156,7 @@ COMMANDS = {
     "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, disk and links, and name what is slow"),
 }
 
+WHEN_INTERRUPTED = "interrupted; the same command resumes from what is complete"
 HEAD_START = 3.0
 """Seconds that a process which says nothing leaves to the one that does: as one ends, a launcher kills the others."""
 
@@ -194,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(failure)
     except KeyboardInterrupt:
         if _speaks(for_all_nodes=True):
-            print(_interrupted("".join(arguments[:1])), file=sys.stderr)
+            print(WHEN_INTERRUPTED, file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
@@ -246,10 +237,6 @@ def _check_words(words: Sequence[str]) -> None:
     for word in words:
         if word.startswith("-") and not word.partition("=")[0].strip("-"):
             raise ConfigError(f"{word!r} is no setting: leave it out, or write --name=value where it is a value")
-
-
-def _interrupted(name: str) -> str:
-    return f"interrupted; {COMMANDS[name].when_interrupted if name in COMMANDS else 'nothing was changed'}"
 
 
 def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Callable[..., None]:

@@ -110,11 +110,13 @@ class Preempted(PretrainError):
     A run that keeps nothing ends with exit code 143 instead: nobody is to start it again.
 
     Attributes:
+        reason: what asked for it, such as "SIGTERM".
         is_out_of_time: whether its time was nearly over, rather than that somebody wanted its place.
         result: what the run has come to (`TrainResult`); None where it ended before its first step.
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
+    reason: str = ""
     is_out_of_time: bool = False
     result: Any = None
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
 
 from pretraining.errors import CheckpointError, DataError, PathError, PretrainError
 
@@ -43,6 +44,8 @@ permission and a missing file are not among them: the next try would meet them a
 _NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 """Of a path that leads nowhere: a link in a circle, and a name that no file can have, too."""
 
+ADDRESS_QUERY = ("region", "scheme", "endpoint_override")
+"""What may follow the question mark in the address of an object store."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 LARGEST_JSON_BYTES = 2**25
 """Twice what `prepare` writes about 100,000 files. With the next two it bounds parsing to about a second."""
@@ -180,6 +183,24 @@ def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError
             f"there is no {path.absolute()}, and the Hugging Face Hub does not give {name} ({reason}). If the Hub has "
             f"it: `hf download {name} --local-dir={name}` where the Hub can be reached, then the same command again"
         ) from error
+
+
+def is_address(path: str | None) -> bool:
+    """Return whether a path is the address of an object store, such as s3://bucket/runs/mine."""
+    return path is not None and "://" in path
+
+
+def address_problem(address: str) -> str | None:
+    """Return why an address is not used; it must hold no credentials, since logs and config.yaml show it."""
+    parts = urlsplit(address)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    is_open = all(name in ADDRESS_QUERY and "@" not in value for name, value in query)
+    if is_open and parts.password is None and not (parts.scheme in ("s3", "gs") and "@" in parts.netloc):
+        return None
+    return (
+        f"holds more than a place: behind it only {', '.join(ADDRESS_QUERY)} may stand, and credentials come from the "
+        "environment (docs/checkpoints.md)"
+    )
 
 
 def read_json(path: Path) -> Any:
@@ -361,9 +382,15 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def run_not_writable(run: Path, error: OSError) -> CheckpointError:
-    """Make the error for users whose run's folder cannot be written."""
-    return CheckpointError(f"cannot be written: {error}. Give a --ckpt_save_path that this user may write.", path=run)
+@contextmanager
+def writing_into(run: Path) -> Iterator[None]:
+    """Turn what the file system says about writing into a run's folder into an error for users."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be written: {error}. Give a --ckpt_save_path that this user may write.", path=run
+        ) from None
 
 
 @contextmanager

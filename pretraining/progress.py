@@ -103,11 +103,11 @@ class Duration:
                 return f"{int(self.amount) // multiplier}{suffix}tok"
         return f"{self.amount}tok"
 
-    def to_steps(self, schedule: int | TokenSchedule, training_tokens: int | None) -> int:
+    def to_steps(self, schedule: TokenSchedule, training_tokens: int | None) -> int:
         """Return the number of optimizer steps that first reach this length.
 
         Args:
-            schedule: tokens a step, global_batch_size x seq_length; a `TokenSchedule` where they changed on the way.
+            schedule: tokens of the steps.
             training_tokens: tokens of one pass over the datasets; None for data without an end.
 
         Raises:
@@ -117,10 +117,9 @@ class Duration:
             return int(self.amount)
         if self.unit in (PERCENT, "seconds"):
             raise ConfigError(f"{self} is no length: give steps (1000), tokens (5Btok) or epochs (2ep)")
-        schedule = schedule if isinstance(schedule, TokenSchedule) else TokenSchedule.steady(schedule)
         return schedule.steps_to(self._in_tokens(training_tokens))
 
-    def part_of(self, total_steps: int, schedule: int | TokenSchedule, training_tokens: int | None) -> int:
+    def part_of(self, total_steps: int, schedule: TokenSchedule, training_tokens: int | None) -> int:
         """Return the steps of a part of a run: of a share of `total_steps`, rounded down, or as `to_steps`."""
         if self.unit == PERCENT:
             return int(_as_written(self.amount) * total_steps / 100)

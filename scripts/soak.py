@@ -42,15 +42,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pretraining.checkpoint.manifest import (
-    BEST,
-    CHECKPOINTS,
-    UNFINISHED_SUFFIX,
-    committed_checkpoints,
-    read_document,
-    step_of,
-)
-from pretraining.checkpoint.start_point import CheckpointRef, open_tensors
+from pretraining.checkpoint.manifest import read_document
+from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, UNFINISHED_SUFFIX, committed_checkpoints
 from pretraining.launch.layout import free_port
 from pretraining.tools.verify import faults_of
 
@@ -318,7 +312,7 @@ class Soak:
 
 def newest_step(run: Path) -> int:
     """Return the highest committed step of a run; 0 if there is none."""
-    return max(map(step_of, committed_checkpoints(run)), default=0)
+    return max((each.step for each in committed_checkpoints(run)), default=0)
 
 
 def check_checkpoints(run: Path, before: int) -> None:
@@ -327,7 +321,7 @@ def check_checkpoints(run: Path, before: int) -> None:
     Raises:
         Broken: one is not.
     """
-    paths = committed_checkpoints(run)
+    paths = [each.path for each in committed_checkpoints(run)]
     faults = [fault for path in paths for fault in faults_of(path)]
     best = run / CHECKPOINTS / BEST
     if best.is_symlink() and not (best.is_dir() and best.resolve().name in {path.name for path in paths}):
@@ -346,7 +340,7 @@ def differences(reference: Path, run: Path, exact: bool = True) -> list[str]:
         run: folder of the other.
         exact: tensors and losses have to be equal bit for bit; otherwise to rounding, and all the rest exactly.
     """
-    theirs, ours = ({step_of(path): path for path in committed_checkpoints(each)} for each in (reference, run))
+    theirs, ours = ({each.step: each.path for each in committed_checkpoints(folder)} for folder in (reference, run))
     if max(theirs) not in ours:
         return [f"there is no checkpoint of the last step, {max(theirs)}"]
     faults = [f"checkpoints of {sorted(ours)} in place of {sorted(theirs)}"] if len(ours) > len(theirs) else []
@@ -372,8 +366,8 @@ def _facts(run: Path, checkpoints: dict[int, Path], exact: bool) -> dict[str, An
     for step, path in checkpoints.items():
         manifest = read_document(path)
         facts |= {f"checkpoint {step}: {name}": getattr(manifest, name) for name in IN_MANIFESTS}
-        tensors = open_tensors(CheckpointRef(path, manifest))
-        facts |= {f"checkpoint {step}: {name}": tensors.read(name) for name in tensors.shapes()}
+        tensors = open_tensors(path, manifest.files)
+        facts |= {f"checkpoint {step}: {name}": read_tensor(tensors, name) for name in tensors.chunks}
     return facts | {f"{where}, lines": count for where, count in lines.items()}
 
 

@@ -23,7 +23,6 @@ from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import PER_OPERATION, TrainConfig, share_of_blocks
 from pretraining.config.variants import LlamaShape
 from pretraining.data.batch import MicroBatch, StepBatch
-from pretraining.model.init import parameter_name
 from pretraining.model.llama import Llama
 from pretraining.model.loss import choose_chunk_tokens
 from pretraining.optim.registry import build_optimizer
@@ -133,8 +132,7 @@ def _moments(
     tokens = TokenSchedule.steady(batch.global_batch_size * config.data.seq_length)
     with fake_processes(mesh_shape) as mesh, without_memory():
         model = build_model(shape, config, mesh, _CPU, initialize=False)
-        parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
-        optimizer = build_optimizer(parameters, config.optimizer)
+        optimizer = build_optimizer(model.parameters, config.optimizer)
         if device_type == "cuda":
             _normalize_in_one_kernel(model.module)
         context = StepContext(

@@ -1,7 +1,7 @@
 """Whether the files of a checkpoint hold, together, each element of its model exactly once.
 
-    manifest            -> which tensors have to be there, of which shapes and types
-    headers of the files -> the chunks of each tensor    -> what is missing, there twice, or of another kind
+    manifest      -> which tensors have to be there, of which shapes and types
+    StoredTensors -> the chunks of each tensor         -> what is missing, there twice, or of another kind
 
 Every load and `pretrain verify` ask `tensor_faults`, so neither takes what the other refuses. Checksums that fit do not
 help here: they are of whatever the program that wrote the files has written.
@@ -10,12 +10,12 @@ help here: they are of whatever the program that wrote the files has written.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.headers import StoredChunk, extent
+from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.manifest import FULL_FILES, OPTIMIZER_PREFIX, Manifest, shape_of
 from pretraining.checkpoint.writer import Chunk
 from pretraining.config.plugins import OPTIMIZERS
@@ -26,33 +26,40 @@ from pretraining.model.hf import parameter_shapes
 from pretraining.optim.optimizer import is_hidden_matrix
 from pretraining.text import list_some
 
-Stored = Mapping[str, Sequence[StoredChunk]]
-"""The chunks of each tensor, by name."""
-
 FAULTS_SHOWN = 3
 _MOMENTS = frozenset(name for entry in OPTIMIZERS.values() for name in entry.moments)
 _NUMBERS = ("step", "mu_product")
 """What optimizers that ship keep for a parameter: tensors of its shape, and numbers; others may keep other shapes."""
 
 
-def tensor_faults(folder: Path, stored: Stored, manifest: Manifest, rank: int = 0, world_size: int = 1) -> list[str]:
+def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slice(None)) -> list[str]:
     """Return what is wrong with the tensors that the files of a checkpoint hold together, a line per fault.
 
     Args:
         manifest: whose model it should be, and whether it has an optimizer's state.
-        rank, world_size: which of how many equal shares of the tensors to look at.
+        share: of the tensors, which to look at.
 
     Raises:
         CheckpointError: the manifest describes no model.
     """
-    parameters = {name: tuple(size) for name, size in parameter_shapes(shape_of(manifest)).items()}
-    faults = list(_missing(folder, stored, parameters, _optimizer_of(manifest))) if rank == 0 else []
-    for name in sorted(stored)[rank::world_size]:
-        is_exact = bool(manifest.files) and not any(chunk.file in FULL_FILES for chunk in stored[name])
-        fault = _fault_of(name, stored[name], parameters, is_exact)
+    shape = shape_of(manifest)
+    parameters = {name: tuple(size) for name, size in parameter_shapes(shape).items()}
+    optimizer, faults = _optimizer_of(manifest), []
+    for name in list(parameters)[share]:
+        in_matrix = is_hidden_matrix(name, len(parameters[name]))
+        moments = optimizer.moments(in_matrix=in_matrix) if optimizer is not None else ()
+        if name not in stored.chunks:
+            faults.append(f"{stored.folder} lacks {name}")
+        if any(f"{OPTIMIZER_PREFIX}{moment}.{name}" not in stored.chunks for moment in moments):
+            faults.append(f"{stored.folder} lacks the optimizer's state of {name}")
+    for name in sorted(stored.chunks)[share]:
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and shape.tie_word_embeddings):
+            continue  # computed from the shape, or the embedding's second name: nothing reads it
+        files = sorted({chunk.file for chunk in stored.chunks[name]})
+        is_exact = bool(manifest.files) and not any(file in FULL_FILES for file in files)
+        fault = _fault_of(name, stored, parameters, is_exact)
         if fault is not None:
-            places = ", ".join(sorted({chunk.file for chunk in stored[name]}))
-            faults.append(f"{folder}: {fault} (in {places})")
+            faults.append(f"{stored.folder}: {fault} (in {', '.join(files)})")
     return faults
 
 
@@ -86,21 +93,11 @@ def _optimizer_of(manifest: Manifest) -> OptimizerConfig | None:
     return optimizer if optimizer is not None and optimizer.optimizer in OPTIMIZERS else None
 
 
-def _missing(
-    folder: Path, stored: Stored, parameters: Mapping[str, tuple[int, ...]], optimizer: OptimizerConfig | None
-) -> Iterator[str]:
-    for name, shape in parameters.items():
-        moments = optimizer.moments(in_matrix=is_hidden_matrix(name, len(shape))) if optimizer is not None else ()
-        if name not in stored:
-            yield f"{folder} lacks {name}"
-        if any(f"{OPTIMIZER_PREFIX}{moment}.{name}" not in stored for moment in moments):
-            yield f"{folder} lacks the optimizer's state of {name}"
-
-
 def _fault_of(
-    name: str, chunks: Sequence[StoredChunk], parameters: Mapping[str, tuple[int, ...]], is_exact: bool
+    name: str, stored: StoredTensors, parameters: Mapping[str, tuple[int, ...]], is_exact: bool
 ) -> str | None:
     """Return what is wrong with a tensor, if anything; `is_exact` weights are float32, others any floats."""
+    chunks = stored.chunks[name]
     is_weight, owner = not name.startswith(OPTIMIZER_PREFIX), name
     if not is_weight:  # optimizer.exp_avg.<parameter>
         key, _, owner = name.removeprefix(OPTIMIZER_PREFIX).partition(".")
@@ -115,7 +112,7 @@ def _fault_of(
         return f"{name} is of type {dtype}, not torch.float32"
     shape: tuple[int, ...] = parameters[owner]
     if not is_weight and key not in _MOMENTS:
-        shape = () if key in _NUMBERS else extent(chunk.chunk for chunk in chunks)  # of a user's own optimizer
+        shape = () if key in _NUMBERS else stored.shape(name)  # of a user's own optimizer
     if dims != {len(shape)}:
         return f"{name} has not the {len(shape)} dims of its shape {list(shape)}"
     fault = coverage_fault([chunk.chunk for chunk in chunks], shape)

@@ -1,6 +1,6 @@
 """What lies where in a file of tensors: safetensors, or one that torch.save wrote, as its name says.
 
-    a file -> `read_header` -> `Header`: which chunk of which tensor begins at which byte
+    files of a folder -> `read_header` of each -> `StoredTensors`: which chunk of which tensor begins at which byte
 
 The values are read from there by `reader`, whatever the form. Reading never executes anything.
 """
@@ -59,18 +59,30 @@ class Header:
     crc32: int | None = None
 
 
-def chunks_by_name(headers: Iterable[Header]) -> dict[str, list[StoredChunk]]:
-    """Return what files hold together: the chunks of each tensor."""
-    chunks: dict[str, list[StoredChunk]] = {}
-    for header in headers:
-        for stored in header.chunks:
-            chunks.setdefault(stored.name, []).append(stored)
-    return chunks
+class StoredTensors:
+    """Tensors in the files of a folder: which chunk of which one begins at which byte of which file.
+
+    Attributes:
+        headers: of the files, by name.
+        chunks: of each tensor; `completeness.tensor_faults` tells whether they are all of it.
+    """
+
+    def __init__(self, folder: Path, headers: Mapping[str, Header]) -> None:
+        self.folder, self.headers = folder, headers
+        self.chunks: dict[str, list[StoredChunk]] = {}
+        for header in headers.values():
+            for stored in header.chunks:
+                self.chunks.setdefault(stored.name, []).append(stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the smallest shape that all chunks of a tensor are inside of; () without a chunk."""
+        ends = (stored.chunk.ends for stored in self.chunks.get(name, ()))
+        return tuple(map(max, zip(*ends, strict=False)))
 
 
-def extent(chunks: Iterable[Chunk]) -> tuple[int, ...]:
-    """Return the smallest shape that all chunks are inside of."""
-    return tuple(map(max, zip(*(chunk.ends for chunk in chunks), strict=False)))
+def read_headers(folder: Path, files: Iterable[str]) -> StoredTensors:
+    """Read what the files of a folder hold, in one process; raises as `read_header`."""
+    return StoredTensors(folder, {name: read_header(folder / name) for name in files})
 
 
 def read_header(path: Path) -> Header:

@@ -9,87 +9,36 @@ would have to be unpickled are refused.
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
+from pretraining.checkpoint.headers import StoredTensors, read_headers
 from pretraining.checkpoint.manifest import Manifest
-from pretraining.checkpoint.reader import TensorFiles
-from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, read_file, read_json, real_path
+from pretraining.files import exists, read_json, real_path
 from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, shape_of_document
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
-"""Where Hugging Face's cache keeps a model of the Hub."""
-_WORD = re.compile(r"[\w.-]+")
 
-
-@dataclass(frozen=True)
-class HuggingFaceFolder:
-    """A Llama in a folder; its weights have the names and shapes of `shape`'s parameters."""
-
-    path: Path
-    shape: LlamaShape
-    weights: TensorFiles
-
-
-def open_folder(path: Path) -> HuggingFaceFolder:
-    """Find a folder's weights; of their files only the headers are read.
+def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
+    """Find a folder's weights, which have the names and shapes of the parameters; of files only the headers are read.
 
     Raises:
         CheckpointError: this is no Llama that can be trained here; a file leaves the folder, is missing or damaged; a
             tensor is missing, surplus or of another shape.
     """
-    shape = shape_of_document(_read_json(path, CONFIG_FILE), str(path / CONFIG_FILE))
-    weights = TensorFiles(path, dict.fromkeys(weight_files(path)))
-    _check_tensors(path, shape, weights)
-    return HuggingFaceFolder(path, shape, weights)
-
-
-def origin_of(path: Path, name: str) -> dict[str, Any]:
-    """Return what exports of a model keep of the folder it came from; None = not known.
-
-    Args:
-        name: as the user named the model.
-
-    Returns:
-        bos_token_id and eos_token_id of config.json, license of the README.md, and base_model, its name on the Hub.
-    """
-    config = _read_json(path, CONFIG_FILE)
-    tokens = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
-    tokens = {key: ids if _are_token_ids(ids) else None for key, ids in tokens.items()}
-    cached = _IN_CACHE.search(str(path))
-    base = f"{cached[1]}/{cached[2]}" if cached else None if exists(Path(name).expanduser()) else name
-    return {**tokens, "license": _license_of(path / "README.md"), "base_model": base}
-
-
-def _are_token_ids(ids: Any) -> bool:
-    """Return whether an entry is a token id, or a list of some, as ends of a text may be."""
-    several = ids if isinstance(ids, list) else [ids]
-    return len(several) > 0 and all(type(each) is int and each >= 0 for each in several)
-
-
-def _license_of(card: Path) -> str | None:
-    """Return the license in the header of a model card."""
-    try:
-        _, header, _ = read_file(card).decode().split("---\n", 2)
-        found = read_yaml(header).get("license")
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        return None  # a text for people, or none
-    return found if isinstance(found, str) and _WORD.fullmatch(found) else None
+    shape = shape_of_document(read_json_of(path, CONFIG_FILE), str(path / CONFIG_FILE))
+    weights = read_headers(path, weight_files(path))
+    if faults := tensor_faults(weights, Manifest(model=asdict(shape))):
+        raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}: {first_faults(faults)}", path=path)
+    return shape, weights
 
 
 def manifest_of_folder(path: Path) -> Manifest:
     """Describe a folder as a checkpoint of step 0 with weights alone; raises as `open_folder`."""
-    return Manifest(model=asdict(open_folder(path).shape))
+    return Manifest(model=asdict(open_folder(path)[0]))
 
 
 def weight_files(path: Path) -> list[str]:
@@ -98,7 +47,7 @@ def weight_files(path: Path) -> list[str]:
         names = [WEIGHTS_FILE]
     elif exists(path / INDEX_FILE):
         try:
-            names = sorted(set(_read_json(path, INDEX_FILE)["weight_map"].values()))
+            names = sorted(set(read_json_of(path, INDEX_FILE)["weight_map"].values()))
         except (KeyError, TypeError, AttributeError):
             names = []
         if not names or not all(isinstance(name, str) for name in names):
@@ -122,31 +71,10 @@ def _check_inside(path: Path, name: str) -> None:
     homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(real.is_relative_to(home) for home in homes):
         raise CheckpointError(f"leads out of its folder, to {real}. Put the file itself there", path=path / name)
-    if not exists(real):
-        raise CheckpointError("missing. Fetch the model again", path=path / name)
 
 
-def _check_tensors(path: Path, shape: LlamaShape, weights: TensorFiles) -> None:
-    # Older conversions keep the rotary frequencies, which are computed here.
-    stored = {name: held for name, held in weights.chunks.items() if not name.endswith("rotary_emb.inv_freq")}
-    if shape.tie_word_embeddings and _HEAD in stored:
-        _check_tied(path, weights)
-        del stored[_HEAD]
-    if faults := tensor_faults(path, stored, Manifest(model=asdict(shape))):
-        raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}: {first_faults(faults)}", path=path)
-
-
-def _check_tied(path: Path, weights: TensorFiles) -> None:
-    """Raise a CheckpointError unless a head that is kept although it is tied is the embedding."""
-    size = weights.shapes()[_HEAD]
-    if size != weights.shapes().get(_EMBEDDING) or not torch.equal(weights.read(_HEAD), weights.read(_EMBEDDING)):
-        raise CheckpointError(
-            f"its {_HEAD} is not the embedding, but {CONFIG_FILE} says tie_word_embeddings: set that to false there",
-            path=path,
-        )
-
-
-def _read_json(path: Path, name: str) -> Any:
+def read_json_of(path: Path, name: str) -> Any:
+    """Read a JSON file of a folder; a CheckpointError if that cannot be."""
     try:
         return read_json(path / name)
     except (OSError, ValueError) as error:

@@ -26,7 +26,7 @@ from time import monotonic, sleep
 
 from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.files import checked_values, exists, read_json, run_not_writable, with_checksum
+from pretraining.files import checked_values, exists, read_json, with_checksum, writing_into
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +82,10 @@ class Lease:
         Raises:
             CheckpointError: another process holds it, or the folder cannot be written.
         """
-        try:
+        with writing_into(self._run):
             self._run.mkdir(parents=True, exist_ok=True)
             while not self._create():
                 self._remove_free()
-        except OSError as error:
-            raise run_not_writable(self._run, error) from None
         self._heartbeat.start()
 
     def check(self) -> None:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import monotonic
 
 import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.manifest import Manifest, Stateful
-from pretraining.checkpoint.saver import Saved, Saver
+from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
+from pretraining.checkpoint.run_folder import Checkpoint
+from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import CheckpointConfig, TrainConfig
@@ -48,6 +52,8 @@ class CheckpointManager:
         states: further parts with a memory, by the name under which it is kept.
         observer: knows the newest loss, counts the time that training waits, and is told of each checkpoint.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
+        mirror: copies what is saved to an object store; None = there is none.
+        patience: how long to wait at the end for the last copy, in seconds.
 
     Attributes:
         newest: the checkpoint that was committed last, or that the run was restored from.
@@ -63,7 +69,10 @@ class CheckpointManager:
         states: Mapping[str, Stateful],
         observer: Observer,
         training_tokens: int | None = None,
+        mirror: Mirror | None = None,
+        patience: float = 0.0,
     ) -> None:
+        self._mirror, self._patience = mirror, patience
         self._config, self._saver, self._manifest = config, saver, manifest
         self._loader, self._states, self._observer = loader, states, observer
         self._interval = Interval(config.checkpoint_interval, training_tokens)
@@ -109,6 +118,8 @@ class CheckpointManager:
             self._saver.tidy_up(restored.path)  # a kill may have come after its commit and before this
 
     def __enter__(self) -> CheckpointManager:
+        if self._mirror is not None:
+            self._mirror.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -118,6 +129,8 @@ class CheckpointManager:
             self._log_saved(self._saver.settle())
         except Exception as failure:
             log.warning("the save that was under way has failed, too: %s", failure)
+        if self._mirror is not None:
+            self._mirror.close(wait=isinstance(error, DivergenceError))  # the run begins again in this process
         # After other errors ranks may disagree on the step, and leaving the group needs all of them.
         if error is None or isinstance(error, DivergenceError):
             self._saver.close()
@@ -131,6 +144,8 @@ class CheckpointManager:
         self._has_trained = True
         if self._saver is not None:
             self._log_saved(self._saver.poll())
+        if self._mirror is not None:
+            self._mirror.poll()
         is_best = evaluation_loss is not None and self._keep_evaluation(evaluation_loss)
         if evaluation_loss is not None and state.step == self._unevaluated_step:
             kind: str | None = _kind_at_end(state)  # again, and of its kind, since it lacks what was found now
@@ -148,8 +163,25 @@ class CheckpointManager:
 
     def finish(self, state: TrainState) -> None:
         """Save where the invocation ends, if it has trained, and return once that is committed; as `maybe_save`."""
+        patience = min(PREEMPTED_SECONDS, self._patience) if state.preempted else self._patience
+        deadline = monotonic() + patience
         if self._has_trained:
             self.save_now(state, _kind_at_end(state))
+        if self._mirror is not None and self._saver is not None and self.newest is not None:
+            with self._observer.stopwatch.measure("checkpoint"):
+                self._finish_copies(self._mirror, self._saver, self.newest, deadline, state.preempted)
+
+    def _finish_copies(self, mirror: Mirror, saver: Saver, newest: Path, deadline: float, preempted: bool) -> None:
+        """Wait for the last copy to the mirror; without it, a run that is not preempted fails."""
+        problem = mirror.finish(deadline - monotonic())
+        saver.tidy_up(newest)  # what was kept for its copy
+        if problem is None:
+            return
+        command = shlex.join(("pretrain", "push", str(self._config.folder), str(self._config.ckpt_mirror_path)))
+        text = f"{newest} is saved, but not copied to the mirror ({problem}). `{command}` copies it"
+        if not preempted:
+            raise CheckpointError(text)
+        log.warning(text)
 
     def _kind_due(self, state: TrainState, is_best: bool) -> str | None:
         is_regular = self._interval.is_due(state) or state.step in self._config.checkpoint_steps
@@ -196,12 +228,14 @@ class CheckpointManager:
             global_batch_size=data["phases"][-1]["global_batch_size"],
         )
 
-    def _log_saved(self, saved: Saved | None) -> None:
+    def _log_saved(self, saved: Checkpoint | None) -> None:
         """Log what was saved, if anything was."""
         if saved is not None:
-            self.newest, step, kind = saved.path, saved.manifest.step, saved.manifest.kind
-            log.info("step %d  checkpoint %s", step, saved.path)
-            self._observer.events.add("checkpoint", step, kind=kind, path=str(saved.path))
+            self.newest = saved.path
+            log.info("step %d  checkpoint %s", saved.step, saved.path)
+            self._observer.events.add("checkpoint", saved.step, kind=saved.kind, path=str(saved.path))
+            if self._mirror is not None:
+                self._mirror.copy(saved.path)
 
 
 def _kind_at_end(state: TrainState) -> str:

@@ -1,29 +1,19 @@
-"""What a checkpoint is: tensors under stable names, all else as one JSON document, the manifest, and what lies where.
+"""What a checkpoint is: tensors under stable names, and all else as one JSON document, the manifest.
 
     tensors     model.layers.0.mlp.up_proj.weight                     a parameter, under its Hugging Face name
                 optimizer.exp_avg.model.layers.0.mlp.up_proj.weight   what the optimizer keeps for it
     manifest    step, tokens, losses, position in the data, states of parts of the run, model, world, config; size and
                 checksum of every file
 
-    <run>/checkpoints/step_1000_ckp/             committed: it has a manifest, or is damaged
-    <run>/checkpoints/step_1040_ckp.preempt/     the same; goes once a newer one is committed
-    <run>/checkpoints/best -> step_900_ckp       the lowest evaluation loss
-    <run>/checkpoints/step_1100_ckp.1f9c.tmp/    being written, or left by an interrupted save
-    <run>/checkpoints/<any other name>/          the user's own: a checkpoint if it has a manifest; never removed
-
-Neither depends on the number of processes: tensors are global, and the job has one position in the data. Names of
-folders are for people: what a checkpoint is stands in its manifest. Only what has the name that a save gave it is ever
-removed.
+Neither depends on the number of processes: tensors are global, and the job has one position in the data. `run_folder`
+says what lies where.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from types import NoneType
@@ -31,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import entries_of, exists, is_file, is_folder, read_json
+from pretraining.files import exists, is_file, read_json, with_checksum
+from pretraining.model.hf import CONFIG_FILE
 
 if TYPE_CHECKING:  # to read manifests needs no torch, which takes a second to import
     import torch
@@ -41,11 +32,7 @@ FORMAT_VERSION = 2
 
 # Names on disk and in tensors: a change of any of them is a new format.
 OPTIMIZER_PREFIX = "optimizer."
-CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
-BEST = "best"
-PREEMPT_SUFFIX = ".preempt"
-UNFINISHED_SUFFIX = ".tmp"
 SHARD_SUFFIX = ".safetensors"
 MODEL_FILE = "model_state_dict.pt"
 OPTIMIZER_FILE = "optim_state_dict.pt"
@@ -60,13 +47,6 @@ _PENDING_KEY = "owed"
 GUARDS_STATE = "guards"
 """Of what ends a run that goes wrong, among a manifest's states."""
 
-_SAVE_NAME = (
-    r"(step_(?P<step>\d+)_ckp|tokens\(\d\.\d\de\d+\)(_tloss\(-?\d+\.\d{3}\))?(_vloss\(-?\d+\.\d{3}\))?_ckpt)"
-    r"(\.preempt)?(\.step_(?P<also>\d+))?"
-)
-"""What `checkpoint_name` and `distinct_name` give."""
-_COMMITTED = re.compile(_SAVE_NAME)
-_UNFINISHED = re.compile(rf"{_SAVE_NAME}(\.[0-9a-f]{{4}})?\.tmp")
 _NOT_COMPUTED_WITH = ("max_position_embeddings",)
 """Dimensions in which two models with the same weights may differ."""
 
@@ -154,7 +134,7 @@ class Manifest:
     def parse(document: Any, path: str) -> Manifest:
         """Return the manifest in a JSON document; a CheckpointError if it is none, of another version or damaged."""
         manifest = Manifest.of_values(document, path)
-        if document.get("checksum") != manifest.document()["checksum"]:
+        if document != manifest.document():
             raise CheckpointError("damaged: its content does not have the checksum that stands in it", path=path)
         return manifest
 
@@ -182,8 +162,7 @@ class Manifest:
 
     def document(self) -> dict[str, Any]:
         """Return what goes into the file: JSON's own types, and last a checksum of all the rest."""
-        values: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
-        return {**values, "checksum": _checksum(values)}
+        return with_checksum(json.loads(json.dumps(asdict(self), allow_nan=False)))
 
 
 FIELDS = tuple(each.name for each in fields(Manifest))
@@ -228,31 +207,41 @@ def _check_data_state(data: dict[str, Any]) -> None:
             raise ValueError("data has weights of unknown datasets")
 
 
-def _checksum(values: dict[str, Any]) -> str:
-    return crc32_text(zlib.crc32(json.dumps(values, sort_keys=True).encode()))
-
-
 def crc32_text(value: int) -> str:
     """Return a CRC-32 as manifests write it: eight hexadecimal digits."""
     return f"{value:08x}"
 
 
 def read_document(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, without a look at its files; raises as `Manifest.parse`."""
+    """Read what a checkpoint is, without a look at the files that it names.
+
+    Its manifest says so; without one its four .pt files or, where the folder is Hugging Face's, the model in it.
+
+    Raises:
+        CheckpointError: it is damaged, or of no form that is read here.
+    """
     path = folder / MANIFEST
+    if not is_file(path):
+        if is_file(folder / ITERATION_FILE):
+            from pretraining.checkpoint.pt_files import manifest_of_files
+
+            return manifest_of_files(folder)
+        if is_file(folder / CONFIG_FILE):
+            from pretraining.checkpoint.hf_import import manifest_of_folder
+
+            return manifest_of_folder(folder)
+        raise CheckpointError(f"damaged: it has lost its {MANIFEST}", path=folder)
     try:
         return Manifest.parse(read_json(path), str(path))
-    except FileNotFoundError:
-        raise CheckpointError(f"damaged: it has lost its {MANIFEST}", path=folder) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot be read: {error}", path=path) from None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint and compare names and sizes of its files; their content is not read.
+    """Read what a checkpoint is, and compare names and sizes of its files; their content is not read.
 
     Raises:
-        CheckpointError: the manifest is unreadable, or a file is missing, surplus or has another size.
+        CheckpointError: as `read_document`; or a file is missing, surplus or has another size.
     """
     manifest = read_document(folder)
     sizes = (size_fault(folder / name, entry) for name, entry in manifest.files.items())
@@ -272,128 +261,12 @@ def size_fault(path: Path, written: FileEntry) -> str | None:
 
 def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Yield the files that the manifest does not name, and those it names that may lie anywhere."""
-    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")}
+    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")} if manifest.files else set()
     for name in sorted(here - manifest.files.keys()):
         yield f"{folder / name} is no part of the checkpoint: its manifest does not name it"
     for name in manifest.files:
         if Path(name).name != name or not (name.endswith(SHARD_SUFFIX) or name in FULL_FILES):
             yield f"{folder / MANIFEST} names {name!r}, which is no tensor file of this folder"
-
-
-# What lies in a run's folder
-
-
-def committed_checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, the highest step last; what a save has not committed does not count.
-
-    One that lost its manifest is among them: its name says that it was committed.
-    """
-    found = [path for path in _folders(run) if is_committed(path)]
-    # Of one step's two, a preemption checkpoint was saved first; a user's copy comes before what it is of.
-    return sorted(
-        found, key=lambda path: (step_of(path), path.suffix != PREEMPT_SUFFIX, has_save_name(path), path.name)
-    )
-
-
-def is_committed(path: Path) -> bool:
-    """Return whether a folder is a committed checkpoint, be it damaged: it has a manifest, or the name of one."""
-    return path.suffix != UNFINISHED_SUFFIX and (is_file(path / MANIFEST) or has_save_name(path))
-
-
-def has_save_name(path: Path) -> bool:
-    """Return whether a folder has a name that only saves give."""
-    return _COMMITTED.fullmatch(path.name) is not None
-
-
-def unfinished_saves(run: Path) -> list[Path]:
-    """Return the folders of saves that are under way, or never ended, in order; the next save removes them."""
-    return sorted(path for path in _folders(run) if _UNFINISHED.fullmatch(path.name) and not path.is_symlink())
-
-
-def run_of(path: Path) -> Path:
-    """Return a run's folder, where it or its checkpoints/ was named."""
-    return path.parent if path.name == CHECKPOINTS else path
-
-
-def _folders(run: Path) -> list[Path]:
-    folder = run / CHECKPOINTS
-    return [path for path in entries_of(folder) if path.name != BEST and is_folder(path)] if is_folder(folder) else []
-
-
-def checkpoint_path(run: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is committed, as long as checkpoints are named by their steps."""
-    return run / CHECKPOINTS / f"step_{step}_ckp"
-
-
-def checkpoint_name(style: str, manifest: Manifest) -> str:
-    """Return the name of a checkpoint's folder: style "step", or "tokens" for a name that tells the story."""
-    suffix = PREEMPT_SUFFIX if manifest.kind == "preempt" else ""
-    if style == "step":
-        return f"step_{manifest.step}_ckp{suffix}"
-    mantissa, _, exponent = f"{manifest.tokens_seen:.2e}".partition("e")
-    losses = {"tloss": manifest.loss, "vloss": manifest.evaluation_loss}
-    told = "".join(f"_{name}({loss:.3f})" for name, loss in losses.items() if loss is not None)
-    return f"tokens({mantissa}e{int(exponent)}){told}_ckpt{suffix}"
-
-
-def distinct_name(name: str, step: int) -> str:
-    """Return the name for a step whose usual name another step's checkpoint has, as rounding may make them the same."""
-    return f"{name}.step_{step}"
-
-
-def is_as_saved(path: Path, manifest: Manifest) -> bool:
-    """Return whether a checkpoint has the name that its save gave it; otherwise a user has copied or renamed it."""
-    names = [checkpoint_name(style, manifest) for style in ("step", "tokens")]
-    return path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
-
-
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint, of its manifest or, if none can be read, of its name; -1 if neither says."""
-    try:
-        return record_of(path).step
-    except (OSError, CheckpointError):
-        match = _COMMITTED.fullmatch(path.name)
-        return int((match["step"] or match["also"] or -1) if match else -1)
-
-
-@dataclass(frozen=True)
-class Record:
-    """What listings and retention need to know of a checkpoint.
-
-    Attributes:
-        as_saved: whether it has the name that its save gave it.
-        decided_by: the evaluation sets whose loss it is; losses of other sets do not compare.
-        skipped_in_a_row: updates just before it that were left out.
-    """
-
-    path: Path
-    step: int
-    kind: str
-    evaluation_loss: float | None
-    as_saved: bool = True
-    decided_by: tuple[str, ...] = ()
-    skipped_in_a_row: int = 0
-
-
-def record_of(path: Path) -> Record:
-    """Return the record of a checkpoint; an OSError or a CheckpointError if its manifest cannot be read."""
-    status = (path / MANIFEST).stat()
-    return _record(path, status.st_mtime_ns, status.st_size, status.st_ino)
-
-
-@lru_cache(maxsize=4096)
-def _record(path: Path, modified_ns: int, size: int, inode: int) -> Record:
-    # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
-    manifest = read_document(path)
-    return Record(
-        path,
-        manifest.step,
-        manifest.kind,
-        manifest.evaluation_loss,
-        is_as_saved(path, manifest),
-        manifest.decided_by,
-        manifest.skipped_in_a_row,
-    )
 
 
 # Tensors and dimensions

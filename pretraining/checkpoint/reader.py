@@ -1,10 +1,10 @@
 """How tensors are read back from files, whatever the form of the files and the layout that wrote them.
 
-    files  -> `headers`: which chunk of which tensor begins at which byte
-    a wish -> the stored chunks that overlap with it -> `read_chunk`: from the disk into the tensor's memory
+    files    -> `StoredTensors`: which chunk of which tensor begins at which byte
+    a tensor -> the stored chunks that overlap with it -> `read_chunk`: from the disk into the tensor's memory
 
-`TensorFiles` reads any part of any tensor in one process, one tensor at a time. `load_tensors` fills the tensors of all
-ranks in one pass, and compares each byte with what was written:
+`open_tensors` compares the files with what was written, and `read_tensor` reads one tensor at a time, in one process.
+`load_tensors` fills the tensors of all ranks in one pass, and compares each byte on its way:
 
     headers, each rank a share          -> which rank needs which parts of which file
     what a rank needs wholly            -> read by it once: the checksum is computed while the bytes are copied
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
-from pretraining.checkpoint.headers import Header, StoredChunk, chunks_by_name, extent, read_header, reading
+from pretraining.checkpoint.headers import Header, StoredChunk, StoredTensors, read_headers, reading
 from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, Manifest, crc32_text, size_fault
 from pretraining.checkpoint.writer import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.distributed.processes import gather_from_every_rank
@@ -44,58 +44,31 @@ Files = Mapping[str, FileEntry | None]
 """Names of a folder's files, and where they are known, size and checksum."""
 
 
-# One process: any part of any tensor
+# One process: a tensor at a time
 
 
-class TensorFiles:
-    """Tensors in the files of a folder.
-
-    Args:
-        files: a file whose size and checksum are known is compared with them before the first chunk is taken from it.
-
-    Attributes:
-        chunks: of each tensor; ask `tensor_faults` whether they are all of it.
+def open_tensors(folder: Path, files: Files) -> StoredTensors:
+    """Find the tensors in the files of a folder, once the files are compared with what is known of them.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        DamagedError: a file is not what was written, or cannot be read.
     """
+    faults = file_faults(folder, files, READING_THREADS)
+    if faults:
+        raise DamagedError("; ".join(faults))
+    return read_headers(folder, files)
 
-    def __init__(self, folder: Path, files: Files) -> None:
-        self._folder = folder
-        self._unchecked = {name: entry for name, entry in files.items() if entry is not None}
-        self.chunks = chunks_by_name(map(self._header_of, files))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor: as far as its chunks reach."""
-        return {name: extent(stored.chunk for stored in chunks) for name, chunks in self.chunks.items()}
+def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
+    """Return a tensor in new memory on the CPU.
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in new memory on the CPU.
-
-        Raises:
-            CheckpointError: a file cannot be read or is not what was written, or its chunks are not the whole tensor.
-        """
-        stored = self.chunks[name]
-        values = torch.empty(extent(each.chunk for each in stored), dtype=stored[0].dtype)
-        _check_fits(self._folder, name, stored, values, converts=False)
-        for read in _reads_of(stored, Chunk.whole(values.shape), values):
-            self._check(read.stored.file)
-            _read_file(self._folder / read.stored.file, [read])
-        return values
-
-    def _header_of(self, name: str) -> Header:
-        try:
-            return read_header(self._folder / name)
-        except CheckpointError:
-            self._check(name)  # what is wrong with the whole file says more
-            raise
-
-    def _check(self, name: str) -> None:
-        """Compare a file with what was written, the first time."""
-        entry = self._unchecked.pop(name, None)
-        fault = file_fault(self._folder / name, entry) if entry is not None else None
-        if fault is not None:
-            raise CheckpointError(fault)
+    Raises:
+        CheckpointError: a file cannot be read, or its chunks are not the whole tensor.
+    """
+    values = torch.empty(stored.shape(name), dtype=stored.chunks[name][0].dtype)
+    for read in _reads_of(stored, name, values, converts=False):
+        _read_file(stored.folder / read.stored.file, [read])
+    return values
 
 
 # All processes: every tensor in one pass
@@ -119,29 +92,22 @@ def load_tensors(
         CheckpointError: a tensor is missing, or of another shape or type.
     """
     try:
-        headers = _read_headers(folder, sorted(files))
+        stored = _read_headers_together(folder, sorted(files))
         if manifest is not None:
-            _check_complete(folder, headers, manifest)
-        results = gather_from_every_rank(lambda: _fill(folder, files, headers, tensors))
+            shares = gather_from_every_rank(lambda: tensor_faults(stored, manifest, _own_share()))
+            if faults := [fault for share in shares for fault in share]:
+                raise DamagedError(first_faults(faults))
+        results = gather_from_every_rank(lambda: _fill(stored, files, tensors))
     except CheckpointError:
         check_files(folder, files)  # a damaged header may seem to be of other tensors
         raise
     compared = {name for of_rank in results for name in of_rank}
     # Several ranks may have read the same file, and one of them alone what was not written.
-    faults = dict.fromkeys(fault for of_rank in results for fault in of_rank.values() if fault is not None)
+    faults = list(dict.fromkeys(fault for of_rank in results for fault in of_rank.values() if fault is not None))
     check_files(folder, {name: entry for name, entry in files.items() if name not in compared}, faults)
 
 
-def _check_complete(folder: Path, headers: Mapping[str, Header], manifest: Manifest) -> None:
-    """Refuse files that do not hold each tensor of a model once, with a DamagedError; a collective call."""
-    stored = chunks_by_name(headers[name] for name in sorted(headers))
-    shares = gather_from_every_rank(lambda: tensor_faults(folder, stored, manifest, *_place()))
-    faults = [fault for share in shares for fault in share]
-    if faults:
-        raise DamagedError(first_faults(faults))
-
-
-def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:
+def check_files(folder: Path, files: Files, faults: Sequence[str] = ()) -> None:
     """Read every file of known content, each rank a share, and compare with the manifest; a collective call.
 
     Args:
@@ -150,25 +116,20 @@ def check_files(folder: Path, files: Files, faults: Iterable[str] = ()) -> None:
     Raises:
         DamagedError: names every file whose content is not what was written.
     """
-    known = {name: entry for name, entry in files.items() if entry is not None}
-    found = []
-    if known:
-        rank, world_size = _place()
-        own = {name: known[name] for name in sorted(known)[rank::world_size]}
-        found = gather_from_every_rank(lambda: file_faults(folder, own, READING_THREADS))
-    faults = [*faults, *(fault for of_rank in found for fault in of_rank)]
-    if faults:
+    own = {name: files[name] for name in sorted(files)[_own_share()]}
+    shares = gather_from_every_rank(lambda: file_faults(folder, own, READING_THREADS))
+    if faults := [*faults, *(fault for share in shares for fault in share)]:
         raise DamagedError("; ".join(faults))
 
 
-def file_faults(folder: Path, files: Mapping[str, FileEntry], threads: int) -> list[str]:
-    """Read files wholly, and return what differs from what was written."""
+def file_faults(folder: Path, files: Files, threads: int) -> list[str]:
+    """Read the files of known content wholly, and return what differs from what was written."""
+    known = {folder / name: entry for name, entry in files.items() if entry is not None}
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        faults = pool.map(lambda name: file_fault(folder / name, files[name]), files)
-        return [fault for fault in faults if fault]
+        return list(filter(None, pool.map(_file_fault, known, known.values())))
 
 
-def file_fault(path: Path, written: FileEntry) -> str | None:
+def _file_fault(path: Path, written: FileEntry) -> str | None:
     """Read a file wholly, and return what differs from what was written, if anything does."""
     try:
         return size_fault(path, written) or _checksum_fault(path, reading(path, file_entry).crc32, written)
@@ -188,38 +149,32 @@ def _checksum_fault(path: Path, crc32: str, written: FileEntry) -> str | None:
     return f"{path} is damaged: its checksum is {crc32} in place of {written.crc32}"
 
 
-def _read_headers(folder: Path, names: list[str]) -> dict[str, Header]:
-    """Return what lies where in which file; each rank opens its share of the files and tells the others."""
-    rank, world_size = _place()
-    shares = gather_from_every_rank(lambda: {name: read_header(folder / name) for name in names[rank::world_size]})
-    return {name: header for share in shares for name, header in share.items()}
+def _read_headers_together(folder: Path, names: Sequence[str]) -> StoredTensors:
+    """Read what files hold; each rank opens its share of the files and tells the others."""
+    shares = gather_from_every_rank(lambda: read_headers(folder, names[_own_share()]).headers)
+    return StoredTensors(folder, {name: header for share in shares for name, header in share.items()})
 
 
-def _place() -> tuple[int, int]:
-    """Return rank and number of processes; one alone has joined no others."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _own_share() -> slice:
+    """Return which entries of a sequence are this rank's to do; all of a process that has joined no others."""
+    return slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
 
 
-def _fill(
-    folder: Path, files: Files, headers: Mapping[str, Header], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, str | None]:
+def _fill(stored: StoredTensors, files: Files, tensors: Mapping[str, torch.Tensor]) -> dict[str, str | None]:
     """Read this rank's part of every tensor; return what is wrong, if anything, with each file that was compared."""
-    stored = chunks_by_name(headers.values())
     converts = MODEL_FILE in files or None in files.values()
     reads: dict[str, list[ReadItem]] = {}
     for name, tensor in tensors.items():
-        chunks = stored.get(name, [])
-        _check_fits(folder, name, chunks, tensor, converts)
-        for read in _reads_of(chunks, local_chunk(tensor), local_tensor(tensor)):
+        for read in _reads_of(stored, name, tensor, converts):
             reads.setdefault(read.stored.file, []).append(read)
 
     faults: dict[str, str | None] = {}
 
     def read_from(name: str) -> None:
-        path, entry = folder / name, files[name]
+        path, entry, header = stored.folder / name, files[name], stored.headers[name]
         in_order = sorted(reads[name], key=lambda read: read.stored.begin)
-        is_compared = entry is not None and _is_whole(in_order, headers[name], entry)
-        crc32 = _read_file(path, in_order, headers[name].crc32 if is_compared else None)
+        is_compared = entry is not None and _is_whole(in_order, header, entry)
+        crc32 = _read_file(path, in_order, header.crc32 if is_compared else None)
         if entry is not None and crc32 is not None:
             faults[name] = _checksum_fault(path, crc32_text(crc32), entry)
 
@@ -227,21 +182,6 @@ def _fill(
         list(pool.map(read_from, reads))
     free_pinned_memory()
     return faults
-
-
-def _check_fits(folder: Path, name: str, chunks: Sequence[StoredChunk], tensor: torch.Tensor, converts: bool) -> None:
-    """Raise a CheckpointError unless chunks have the type and shape of a tensor, and as many elements."""
-    shape = extent(stored.chunk for stored in chunks)
-    dtypes = {stored.dtype for stored in chunks}
-    if converts and tensor.is_floating_point() and all(dtype.is_floating_point for dtype in dtypes):
-        dtypes = {tensor.dtype}
-    count = sum(stored.chunk.count for stored in chunks)
-    if dtypes != {tensor.dtype} or shape != tuple(tensor.shape) or count != tensor.numel():
-        raise CheckpointError(
-            f"{name} cannot be loaded: {count:,} elements of shape {list(shape)} are there, and "
-            f"{list(tensor.shape)} in {tensor.dtype} is needed",
-            path=folder,
-        )
 
 
 def _is_whole(reads: Iterable[ReadItem], header: Header, entry: FileEntry) -> bool:
@@ -268,15 +208,32 @@ class ReadItem:
     target: torch.Tensor
 
 
-def _reads_of(chunks: Iterable[StoredChunk], wanted: Chunk, values: torch.Tensor) -> Iterator[ReadItem]:
-    """Return what to read for the values of a part of a tensor."""
-    for stored in chunks:
-        part = wanted.overlap(stored.chunk)
+def _reads_of(stored: StoredTensors, name: str, tensor: torch.Tensor, converts: bool) -> list[ReadItem]:
+    """Return what to read for this process's part of a tensor.
+
+    Raises:
+        CheckpointError: the chunks have not the type and shape of the tensor, or not as many elements.
+    """
+    chunks, shape = stored.chunks.get(name, []), stored.shape(name)
+    dtypes = {each.dtype for each in chunks}
+    if converts and tensor.is_floating_point() and all(dtype.is_floating_point for dtype in dtypes):
+        dtypes = {tensor.dtype}
+    count = sum(each.chunk.count for each in chunks)
+    if dtypes != {tensor.dtype} or shape != tuple(tensor.shape) or count != tensor.numel():
+        raise CheckpointError(
+            f"{name} cannot be loaded: {count:,} elements of shape {list(shape)} are there, and "
+            f"{list(tensor.shape)} in {tensor.dtype} is needed",
+            path=stored.folder,
+        )
+    wanted, reads = local_chunk(tensor), []
+    for each in chunks:
+        part = wanted.overlap(each.chunk)
         if part is not None:
-            target = values
+            target = local_tensor(tensor)
             for dim, (begin, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
                 target = target.narrow(dim, begin - wanted.offsets[dim], size)
-            yield ReadItem(stored, part, target)
+            reads.append(ReadItem(each, part, target))
+    return reads
 
 
 def _read_file(path: Path, reads: Iterable[ReadItem], begun: int | None = None) -> int | None:

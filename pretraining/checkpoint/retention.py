@@ -12,20 +12,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import (
-    BEST,
-    CHECKPOINTS,
-    Record,
-    committed_checkpoints,
-    record_of,
-)
 from pretraining.checkpoint.rollback_file import forget_rollback
-from pretraining.checkpoint.writer import remove_checkpoint
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_at, committed_checkpoints
+from pretraining.checkpoint.writer import hide_checkpoint, remove_checkpoint
 from pretraining.errors import CheckpointError, PretrainError
 from pretraining.files import exists, flush_folder, link_atomic
 
@@ -35,7 +28,7 @@ SET_ASIDE = "set_aside_"
 """How folders begin that hold checkpoints which a run has gone back from."""
 
 
-def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
+def tidy_up(run: Path, newest: Path, keep_last: int | None, protected: Collection[Path] = ()) -> None:
     """Point `best` to the best checkpoint and remove what is superseded; where that fails, warn.
 
     Call it after a commit, and at a start: a kill may have come in between.
@@ -43,52 +36,58 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None) -> None:
     Args:
         newest: the checkpoint that was just committed, or that the run goes on from.
         keep_last: how many to keep; None = all.
+        protected: not to be removed now.
     """
     try:
-        own = record_of(newest)
+        own = checkpoint_at(newest)
+        if own.kind is None:  # a network file system may lose sight of it for a moment
+            raise CheckpointError("cannot be read again", path=newest)
         forget_rollback(run, newest)
-        records = [record for record in list_records(run) if record.step <= own.step]
-    except (OSError, PretrainError) as error:  # a network file system may lose sight of it for a moment
-        log.warning("%s cannot be read again, and nothing older is removed: %s", newest, error)
+        saved = [each for each in _saved(run) if each.step <= own.step]
+    except (OSError, PretrainError) as error:
+        log.warning("nothing older than %s is removed: %s", newest, error)
         return
-    best = best_of(records)
-    point_to_best(run, best)
-    for record in superseded(records, own, best, keep_last):
-        try:
-            remove_checkpoint(record.path)
-        except OSError as error:
-            log.warning("%s cannot be removed: %s", record.path, error)
+    best = best_of(saved)
+    _point_to_best(run, best)
+    for each in superseded(saved, own, best, keep_last):
+        if each.path not in protected:
+            remove_checkpoint(each.path)
 
 
-def superseded(records: Sequence[Record], newest: Record, best: Record | None, keep_last: int | None) -> list[Record]:
+def superseded(
+    saved: Sequence[Checkpoint], newest: Checkpoint, best: Checkpoint | None, keep_last: int | None
+) -> list[Checkpoint]:
     """Return what has to go of all checkpoints up to the newest, in the order of their steps."""
     # A run that diverges gives up those that were saved while updates were left out, and goes back to this one.
-    sound = [record for record in (*records, newest) if not record.skipped_in_a_row]
-    removable = [record for record in records if record not in (newest, best, *sound[-1:])]
-    passing = [record for record in removable if record.kind in ("preempt", "best")]
-    regular = [record for record in records if record.kind not in ("preempt", "best")]
+    sound = [each for each in (*saved, newest) if not each.skipped_in_a_row]
+    removable = [each for each in saved if each not in (newest, best, *sound[-1:])]
+    passing = [each for each in removable if each.kind in ("preempt", "best")]
+    regular = [each for each in saved if each.kind not in ("preempt", "best")]
     too_old = regular[:-keep_last] if keep_last is not None else []
-    return passing + [record for record in too_old if record in removable and record.kind != "final"]
+    return passing + [each for each in too_old if each in removable and each.kind != "final"]
 
 
-def best_of(records: Sequence[Record]) -> Record | None:
+def best_of(saved: Sequence[Checkpoint]) -> Checkpoint | None:
     """Return the one with the lowest evaluation loss, by the sets that decide now.
 
     Of equals the first, which was saved when that loss was found.
     """
-    evaluated = [record for record in records if record.evaluation_loss is not None]
-    newest = max(evaluated, key=lambda record: record.step, default=None)
-    evaluated = [record for record in evaluated if newest is not None and record.decided_by == newest.decided_by]
-    return min(evaluated, key=lambda record: (record.evaluation_loss, record.step), default=None)
+    evaluated = [each for each in saved if each.evaluation_loss is not None]
+    newest = max(evaluated, key=lambda each: each.step, default=None)
+    evaluated = [each for each in evaluated if newest is not None and each.decided_by == newest.decided_by]
+    return min(evaluated, key=lambda each: (each.evaluation_loss, each.step), default=None)
 
 
-def list_records(run: Path) -> list[Record]:
-    """Return the checkpoints that saves have left in a run, by their steps, if their manifests can be read."""
-    records = []
-    for path in committed_checkpoints(run):
-        with suppress(OSError, CheckpointError):  # a start names what is damaged; it is nobody's to remove
-            records.append(record_of(path))
-    return [record for record in records if record.as_saved]
+def _saved(run: Path) -> list[Checkpoint]:
+    """Return what saves have left in a run; a start names what is damaged, which is nobody's to remove."""
+    return [each for each in committed_checkpoints(run) if each.is_as_saved and each.kind is not None]
+
+
+def give_up(run: Path, checkpoints: Sequence[Checkpoint]) -> None:
+    """Have no start find checkpoints of a run, and the next save remove them; an OSError if that cannot be."""
+    for each in checkpoints:
+        hide_checkpoint(each.path)
+    _point_to_best(run, best_of(_saved(run)))
 
 
 def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
@@ -108,11 +107,11 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
         flush_folder(run / CHECKPOINTS)
     except OSError as error:
         raise CheckpointError(f"cannot be moved to {folder}: {error.strerror}", path=error.filename) from None
-    point_to_best(run, best_of(list_records(run)))
+    _point_to_best(run, best_of(_saved(run)))
     return folder
 
 
-def point_to_best(run: Path, best: Record | None) -> None:
+def _point_to_best(run: Path, best: Checkpoint | None) -> None:
     """Make the relative link `best` of a run lead to the best checkpoint, or remove it where there is none.
 
     Where that fails, or something else has the name, which is then the user's, it warns.

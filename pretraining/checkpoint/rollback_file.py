@@ -16,7 +16,7 @@ from pathlib import Path
 from pretraining.checkpoint.manifest import read_document
 from pretraining.config.training import DataConfig
 from pretraining.errors import CheckpointError
-from pretraining.files import checked_values, exists, read_json, run_not_writable, with_checksum, write_atomic
+from pretraining.files import checked_values, exists, read_json, with_checksum, write_atomic, writing_into
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,8 @@ class Rollback:
 
 def write_rollback(run: Path, rollback: Rollback) -> None:
     """Keep a rollback in a run's folder; a CheckpointError if it cannot be written."""
-    try:
+    with writing_into(run):
         write_atomic(run / ROLLBACK_FILE, json.dumps(with_checksum(asdict(rollback))) + "\n")
-    except OSError as error:
-        raise run_not_writable(run, error) from None
 
 
 def read_rollback(run: Path) -> Rollback | None:

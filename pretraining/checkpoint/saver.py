@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,32 +24,19 @@ from torch import nn
 
 from pretraining.checkpoint.completeness import is_finite
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import (
-    CHECKPOINTS,
-    Manifest,
-    checkpoint_name,
-    distinct_name,
-    read_document,
-    tensor_state,
-)
+from pretraining.checkpoint.manifest import Manifest, tensor_state
+from pretraining.checkpoint.mirror import Mirror
 from pretraining.checkpoint.pt_files import FullSave
 from pretraining.checkpoint.retention import tidy_up
+from pretraining.checkpoint.run_folder import CHECKPOINTS, Checkpoint, checkpoint_at, checkpoint_name, distinct_name
 from pretraining.checkpoint.writer import Save, SavePlan, plan_save, save_checkpoint
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.grad_norm import local_part
+from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.errors import CheckpointError
-from pretraining.files import exists
 from pretraining.optim.optimizer import materialise_state, skips_on_device
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that was committed."""
-
-    path: Path
-    manifest: Manifest
 
 
 class Saver:
@@ -62,6 +47,7 @@ class Saver:
         parameters: by name, as sharded.
         lease: checked before each commit; None = nobody else writes into the run's folder.
         timeout: after which a process that waits for the others of a background save gives up.
+        mirror: copies checkpoints, which retention leaves alone until they are copied.
     """
 
     def __init__(
@@ -71,20 +57,22 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         lease: Lease | None = None,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
+        mirror: Mirror | None = None,
     ) -> None:
         self._config, self._parameters, self._optimizer, self._lease = config, parameters, optimizer, lease
+        self._mirror = mirror
         self._is_full = config.ckpt_format == "full"
         device = next(iter(parameters.values())).device
         is_async = config.async_save if config.async_save is not None else device.type == "cuda" and not self._is_full
         self._group = dist.new_group(backend="gloo", timeout=timeout) if is_async else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way: Future[Saved] | None = None
-        self._offer: tuple[Any, torch.Tensor] | None = None
+        self._under_way: Future[Checkpoint] | None = None
+        self._agreement = DelayedMinimum()
         self._staging = staging = Staging(device)
         # An update must not change what is still being copied. (Through `self` the optimizer would hold itself.)
         optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
 
-    def save(self, manifest: Manifest, wait: bool) -> Saved | None:
+    def save(self, manifest: Manifest, wait: bool) -> Checkpoint | None:
         """Save this moment; `manifest` describes it but for its files. There must be no save under way.
 
         Args:
@@ -108,7 +96,7 @@ class Saver:
         self._under_way = self._thread.submit(self._write, folder, self._staging.copy(plan), manifest, self._group)
         return None
 
-    def poll(self) -> Saved | None:
+    def poll(self) -> Checkpoint | None:
         """Return what was saved once the save under way has ended on every rank; call it once a step.
 
         Raises:
@@ -116,22 +104,18 @@ class Saver:
         """
         if self._under_way is None:
             return None
-        ended = torch.tensor([self._under_way.done()], dtype=torch.int32)
-        work = dist.all_reduce(ended, op=dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
-        offered, self._offer = self._offer, (work, ended)
-        return self.wait() if offered is not None and _all_ended(offered) else None
+        return self.wait() if self._agreement.offer(self._under_way.done()) else None
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> Checkpoint | None:
         """Wait for the save under way, if any, and return what was saved; raises as `poll`."""
         if self._under_way is None:
             return None
-        if self._offer is not None:
-            _all_ended(self._offer)
+        self._agreement.forget()
         return on_every_rank(self.settle)
 
-    def settle(self) -> Saved | None:
+    def settle(self) -> Checkpoint | None:
         """Wait as `wait` does, without the other ranks: after an error of the training they may be elsewhere."""
-        save, self._under_way, self._offer = self._under_way, None, None
+        save, self._under_way, self._agreement = self._under_way, None, DelayedMinimum()
         return None if save is None else save.result()
 
     def close(self) -> None:
@@ -142,7 +126,8 @@ class Saver:
 
     def tidy_up(self, newest: Path, group: dist.ProcessGroup | None = None) -> None:
         """Remove what is superseded, on rank 0, as of the newest checkpoint."""
-        on_rank_zero(lambda: tidy_up(self._config.folder, newest, self._config.keep_last), group)
+        protected = () if self._mirror is None else self._mirror.protected
+        on_rank_zero(lambda: tidy_up(self._config.folder, newest, self._config.keep_last, protected), group)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors to save, not copied; the same ones at each save."""
@@ -162,23 +147,17 @@ class Saver:
     def _folder_for(self, manifest: Manifest) -> Path:
         """Return where to commit; two steps whose names are the same by rounding must not replace each other."""
         folder = self._config.folder / CHECKPOINTS / checkpoint_name(self._config.ckpt_name, manifest)
-        taken = False
-        with suppress(CheckpointError):  # what nobody can read may go
-            taken = exists(folder) and read_document(folder).step != manifest.step
-        return folder.with_name(distinct_name(folder.name, manifest.step)) if taken else folder
+        there = checkpoint_at(folder)
+        is_taken = there.kind is not None and there.step != manifest.step  # what nobody can read may go
+        return folder.with_name(distinct_name(folder.name, manifest.step)) if is_taken else folder
 
-    def _write(self, folder: Path, files: Save, manifest: Manifest, group: dist.ProcessGroup | None = None) -> Saved:
+    def _write(
+        self, folder: Path, files: Save, manifest: Manifest, group: dist.ProcessGroup | None = None
+    ) -> Checkpoint:
         self._staging.wait()
         save_checkpoint(folder, files, manifest, group=group, lease=self._lease)
         self.tidy_up(folder, group)
-        return Saved(folder, manifest)
-
-
-def _all_ended(offer: tuple[Any, torch.Tensor]) -> bool:
-    work, ended = offer
-    if work is not None:
-        work.wait()
-    return bool(ended)
+        return Checkpoint(folder, manifest.step, kind=manifest.kind)
 
 
 # Pinned memory comes in powers of two: one allocation a tensor would waste up to half of it.
@@ -212,8 +191,8 @@ class Staging:
         if self._stream is not None:
             self._copied = self._stream.record_event()
         files = {
-            number: [replace(piece, values=self._buffers[piece.name]) for piece in file]
-            for number, file in plan.files.items()
+            name: [replace(piece, values=self._buffers[piece.name]) for piece in file]
+            for name, file in plan.files.items()
         }
         return replace(plan, files=files)
 

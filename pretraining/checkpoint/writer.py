@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,13 +37,11 @@ from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import (
     MANIFEST,
     SHARD_SUFFIX,
-    UNFINISHED_SUFFIX,
     FileEntry,
     Manifest,
     crc32_text,
-    distinct_name,
-    unfinished_saves,
 )
+from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, temporary_name, unfinished_saves
 from pretraining.distributed.grad_norm import is_sharded, local_part
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
@@ -120,44 +117,31 @@ def save_checkpoint(
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint so that one half removed never looks like one."""
-    _remove(_hide(folder))
+    """Remove a checkpoint so that one half removed never looks like one, or warn.
 
-
-def _hide(folder: Path) -> Path:
-    """Give a checkpoint a name under which nobody reads it, and the next save removes it; return that."""
-    unfinished = _temporary_name(folder)
-    folder.rename(unfinished)
-    return unfinished
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, or a link to one and not what it leads to."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
-
-
-def _remove_or_warn(folder: Path) -> None:
-    """Remove what nobody reads. A network file system may refuse that while a file is open somewhere: no run ends."""
+    A network file system may refuse that while a file is open somewhere: no run ends, and the next save tries again.
+    """
     try:
-        _remove(folder)
+        hidden = folder if folder.suffix == UNFINISHED_SUFFIX else hide_checkpoint(folder)
+        if hidden.is_symlink():  # and not what it leads to
+            hidden.unlink()
+        else:
+            shutil.rmtree(hidden)
     except OSError as error:
-        log.warning("%s cannot be removed (%s): the next save tries again", folder, error.strerror or error)
+        log.warning("%s cannot be removed (%s): the next save tries again", folder, reason_of(error))
 
 
-def _temporary_name(folder: Path) -> Path:
-    """Return another name each time: a process that wakes up in the middle of an old save must not write into a new."""
-    return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
+def hide_checkpoint(folder: Path) -> Path:
+    """Give a checkpoint a name under which nobody reads it, and the next save removes it; return that."""
+    return folder.rename(temporary_name(folder))
 
 
 def _start_fresh(folder: Path, plan: Save) -> Path:
     """Make an empty folder for a save, and remove what interrupted saves have left."""
-    temporary = _temporary_name(folder)
+    temporary = temporary_name(folder)
     with _writing(folder, plan.total_bytes):
         for abandoned in unfinished_saves(folder.parent.parent):
-            _remove_or_warn(abandoned)
+            remove_checkpoint(abandoned)
         temporary.mkdir(parents=True)
     return temporary
 
@@ -174,20 +158,18 @@ def _commit(temporary: Path, folder: Path, plan: Save, manifest: Manifest, lease
         flush_folder(temporary)
     if lease is not None:
         lease.check()
-    replaced = []
+    # One that a restore passed over, or that is saved again, makes room under a second name: whenever the process dies,
+    # one of the two is there.
+    second = folder.with_name(distinct_name(folder.name, manifest.step))
     with _writing(folder, plan.total_bytes):
-        if exists(folder):  # one that a restore passed over, or that is saved again: make room, but only now
-            # Under a second name first: whenever the process dies, one of the two is there.
-            second = folder.with_name(distinct_name(folder.name, manifest.step))
-            replaced = [_hide(each) for each in (second,) if exists(each)]
-            temporary.rename(second)
-            flush_folder(folder.parent)
-            replaced.append(_hide(folder))
-            temporary = second
+        if exists(folder):
+            if exists(second):
+                remove_checkpoint(second)
+            folder.rename(second)
         with_retries(lambda: temporary.rename(folder), f"renaming {temporary}")
         flush_folder(folder.parent)
-    for each in replaced:
-        _remove_or_warn(each)
+        if exists(second):
+            remove_checkpoint(second)
 
 
 @contextmanager
@@ -252,38 +234,33 @@ class SavePlan:
     """What one process writes of a sharded checkpoint.
 
     Attributes:
-        files: items by the number of the file that they go into.
-        number_of_files: the most that a process writes.
+        files: items by the name of the file that they go into.
         total_bytes: of all processes.
     """
 
-    files: dict[int, list[WriteItem]]
-    number_of_files: int
+    files: dict[str, list[WriteItem]]
     total_bytes: int
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
         """Write this process's files, several at a time; return what they have to be, by name."""
-        names = {
-            number: f"shard-{dist.get_rank() + 1:05d}-model-{number:05d}-of-{self.number_of_files:05d}{SHARD_SUFFIX}"
-            for number in self.files
-        }
 
-        def write(number: int) -> FileEntry:
-            path = folder / names[number]
-            return with_retries(lambda: write_chunks(path, self.files[number]), f"writing {path}")
+        def write(name: str) -> FileEntry:
+            return with_retries(lambda: write_chunks(folder / name, self.files[name]), f"writing {folder / name}")
 
         with ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="checkpoint") as pool:
-            return dict(zip(names.values(), pool.map(write, names), strict=True))
+            return dict(zip(self.files, pool.map(write, self.files), strict=True))
 
 
 def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
     """Return what this process writes of a checkpoint of `tensors`; nothing is copied."""
-    numbers = file_of_tensor(tensors, dist.get_world_size())
-    files: dict[int, list[WriteItem]] = {}
+    numbers, shard = file_of_tensor(tensors, dist.get_world_size()), dist.get_rank() + 1
+    count = max(numbers.values(), default=0)
+    files: dict[str, list[WriteItem]] = {}
     for name in _written_here(tensors):
+        file = f"shard-{shard:05d}-model-{numbers[name]:05d}-of-{count:05d}{SHARD_SUFFIX}"
         item = WriteItem(name, local_chunk(tensors[name]), local_tensor(tensors[name]))
-        files.setdefault(numbers[name], []).append(item)
-    return SavePlan(files, max(numbers.values(), default=0), sum(tensor.nbytes for tensor in tensors.values()))
+        files.setdefault(file, []).append(item)
+    return SavePlan(files, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from pretraining.config.fields import Setting, build, sections_of, settings_of
+from pretraining.config.fields import Setting, build, settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, parse_value
 from pretraining.progress import MULTIPLIERS
@@ -146,10 +146,6 @@ class Reader(Generic[T]):
         return setting if setting is not None and section in ("", setting.section) else None
 
     def _hint(self, section: str, name: str) -> str:
-        if (setting := self.settings.get(name)) is not None:
-            return f"{name} is a setting of {setting.section}" if setting.section else f"write {name} without a section"
-        if not section and name in sections_of(self.root):
-            return f"it is a section; write {name}.<setting>"
         if name in REMOVED:
             return REMOVED[name]
         known = [*self.settings, *self.aliases, *self.also_known]

@@ -18,9 +18,6 @@ from pretraining.config.training import BatchConfig
 from pretraining.errors import ConfigError
 from pretraining.text import count_of
 
-LARGEST_GLOBAL_BATCH = 10**8
-"""Sequences."""
-
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -37,14 +34,6 @@ class BatchSizes:
     micro_batch_size: int
     grad_accum_steps: int
     data_parallel_ranks: int
-
-    def __post_init__(self) -> None:
-        """Refuse a batch that no memory holds even the numbers of, which would end in a traceback."""
-        if self.global_batch_size > LARGEST_GLOBAL_BATCH:
-            raise ConfigError(
-                f"a step of {self.global_batch_size:,} sequences is more than any run has ({LARGEST_GLOBAL_BATCH:,} at "
-                "most): give a smaller --global_batch_size, or a smaller --batch_size or --grad_accum_steps"
-            )
 
     def share(self, rank: int) -> tuple[int, int]:
         """Return the slots [begin, end) of the global batch that a rank computes; in order of rank they tile it."""
@@ -85,7 +74,7 @@ def resolve_batch_sizes(
             size. Accumulation is then derived, so that the same command goes on with another number of ranks.
 
     Raises:
-        ConfigError: `grad_accum_steps` was given and does not fit the global batch size, or that is beyond any run's.
+        ConfigError: `grad_accum_steps` was given and does not fit the global batch size.
     """
     steps = batch.grad_accum_steps
     size = batch.global_batch_size

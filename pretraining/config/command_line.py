@@ -12,30 +12,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, setting_named
-from pretraining.config.fields import settings_of
+from pretraining.config.fields import setting, settings_of
 from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, Translator, read_recipe
 from pretraining.config.rules import find_problems, settle_run_folder
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, format_value, parse_bool, split_list
+from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError
-from pretraining.files import exists
+from pretraining.files import exists, is_address
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-ACCEPTS = {
-    "accept_llama": "where a recipe of another system describes another model, take a Llama of the same shape",
-    "accept_unknown": "leave out what is not understood in a recipe of another system",
-}
-"""Switches that say what may be left out of recipes of other systems."""
-ABOUT_RECIPES = (*RECIPE_NAMES, *ACCEPTS)
-"""Names on a command line that are no settings: which recipes are read, and how."""
+
+@dataclass(frozen=True)
+class RecipeChoice:
+    """Which recipes are read, and what may be left out of those of other systems."""
+
+    recipe: tuple[str, ...] = setting((), "comma list of recipes, read left to right")
+    accept_llama: bool = setting(
+        False, "where a recipe of another system describes another model, take a Llama of the same shape"
+    )
+    accept_unknown: bool = setting(False, "leave out what is not understood in a recipe of another system")
+
+
+ABOUT_RECIPES = (*RECIPE_NAMES, *settings_of(RecipeChoice))
+"""Names on a command line that are no settings."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ def name_first_words(
 
 
 def _is_path(word: str) -> bool:
-    return bool(word) and ("=" not in word or exists(Path(word)))
+    return bool(word) and ("=" not in word or is_address(word.partition("=")[0]) or exists(Path(word)))
 
 
 def read_arguments(
@@ -210,12 +217,12 @@ def _read_recipes(
     recipe has read, may be words of another system: one more recipe, above the others.
     """
     settings = [given for given in assignments if given.section_and_name[1] not in ABOUT_RECIPES]
-    named = [given for given in assignments if given.section_and_name[1] in RECIPE_NAMES]
-    switches = [given for given in assignments if given.section_and_name[1] in ACCEPTS]
-    try:
-        names, accepts = _names_of_recipes(named), _accepted(switches)
-    except ConfigError as error:
-        return [], settings, list(error.problems)
+    reader = Reader(RecipeChoice)
+    reader.read([_one_name(given) for given in assignments if given.section_and_name[1] in ABOUT_RECIPES])
+    if reader.problems:
+        return [], settings, reader.problems
+    names = reader.values.get("recipe", ())
+    accepts = [name for name, value in reader.values.items() if value is True]
     recipes: list[Recipe] = []
     from_arguments: list[Assignment] = []
     problems: list[str] = []
@@ -242,27 +249,9 @@ def _read_recipes(
     return recipes, [*from_arguments, *settings], problems
 
 
-def _names_of_recipes(named: Sequence[Assignment]) -> list[str]:
-    """Return the recipes of a comma list, or of a path with a comma that is there."""
-    if not named:
-        return []
-    given = " and ".join(assignment.where for assignment in named)
-    if len(named) > 1 or named[0].valueless:
-        raise ConfigError(f"{given}: write one comma list of recipes, read left to right, as in --recipe=a.yaml,b.yaml")
-    raw = named[0].raw
-    try:
-        is_path = isinstance(raw, str) and raw.endswith(RECIPE_SUFFIXES) and exists(Path(raw))
-        return [raw] if is_path else split_list(raw)  # type: ignore[list-item]
-    except ValueError as error:
-        raise ConfigError(f"{given}: {error}") from error
-
-
-def _accepted(switches: Sequence[Assignment]) -> list[str]:
-    """Return the switches that are on; a ConfigError where one is neither on nor off."""
-    accepted = {}
-    for given in switches:
-        try:
-            accepted[given.section_and_name[1]] = parse_bool(str(given.raw))
-        except ValueError as error:
-            raise ConfigError(f"{given.where}: {error}") from None
-    return [name for name, is_on in accepted.items() if is_on]
+def _one_name(given: Assignment) -> Assignment:
+    """Return an assignment of recipes under their first name, a path with a comma that is there as a list of one."""
+    if given.section_and_name[1] not in RECIPE_NAMES:
+        return given
+    is_path = isinstance(given.raw, str) and given.raw.endswith(RECIPE_SUFFIXES) and exists(Path(given.raw))
+    return replace(given, name=RECIPE_NAMES[0], raw=[given.raw] if is_path else given.raw)  # type: ignore[list-item]

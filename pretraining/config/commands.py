@@ -116,7 +116,10 @@ class ExportConfig:
     """Write a checkpoint in a form that other programs read. It takes one process and the memory of one tensor."""
 
     ckpt_load_path: str = required(
-        "checkpoint, or run whose newest one is taken; also as the first word", first_word=True
+        "checkpoint, or run whose newest one is taken, or the address of one in an object store; also as the first "
+        "word",
+        first_word=True,
+        may_be_address=True,
     )
     output_path: str = required("folder to make; it appears when it is complete")
     format: Literal["hf", "full"] = setting(
@@ -181,8 +184,7 @@ class TranslateConfig:
 
     input_path: str = required("the file; also as the first word", first_word=True)
     kind: ForeignKind | None = setting(
-        None,
-        "what it is: stub, guide, deepspeed, composed or nanogpt; none = what its keys say",
+        None, "what it is: stub, guide, deepspeed, composed or nanogpt; none = what its keys say"
     )
     output_path: str | None = setting(None, "recipe to write; none = printed")
     accept_llama: bool = setting(
@@ -195,8 +197,23 @@ class TranslateConfig:
 class ListConfig:
     """Show the checkpoints of a run. Their content is not read: `pretrain verify` does that."""
 
-    run_path: str = required("the run's folder; also as the first word", first_word=True)
+    run_path: str = required(
+        "the run's folder, or its address in an object store; also as the first word",
+        first_word=True,
+        may_be_address=True,
+    )
     json: bool = setting(False, "one JSON object a checkpoint")
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """Copy the checkpoints of a run that an object store lacks into it, as training does with ckpt_mirror_path."""
+
+    paths: tuple[str, ...] = required(
+        "the run's folder, and the address to copy to (none = the run's own ckpt_mirror_path); also as the first words",
+        first_word=True,
+        may_be_address=True,
+    )
 
 
 @dataclass(frozen=True)

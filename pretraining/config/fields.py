@@ -28,7 +28,7 @@ from pretraining.progress import PERCENT, UNITS, Duration
 T = TypeVar("T")
 
 PATH_ENDINGS = ("_path", "_dir")
-OTHER_PATHS = ("eval_datasets", "hf_dataset", "picture", "resume_from_checkpoint")
+OTHER_PATHS = ("eval_datasets", "hf_dataset", "paths", "picture", "resume_from_checkpoint")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def setting(
     per_node: bool = False,
     aliases: Mapping[str, str] | None = None,
     first_word: bool = False,
+    may_be_address: bool = False,
 ) -> T:
     """Declare a setting, or a section of them.
 
@@ -73,14 +74,22 @@ def setting(
             many threads work there; none is none on all nodes. Every other setting is the same in the whole job.
         aliases: foreign spellings of its values, and what they mean.
         first_word: whether it may be a word alone, before the flags: `pretrain verify runs/a`.
+        may_be_address: whether the path may be the address of a folder in an object store.
     """
-    declared = {"help": help, "aliases": aliases or {}, "per_node": per_node, "first_word": first_word}
-    return dataclasses.field(default=default, metadata={**declared, "silent_change": silent_change})
+    declared = {
+        "help": help,
+        "silent_change": silent_change,
+        "per_node": per_node,
+        "aliases": aliases or {},
+        "first_word": first_word,
+        "may_be_address": may_be_address,
+    }
+    return dataclasses.field(default=default, metadata=declared)
 
 
-def required(help: str, *, first_word: bool = False) -> Any:
-    """Declare a setting without a default: the user must give it. `first_word` is as in `setting`."""
-    return dataclasses.field(metadata={"help": help, "first_word": first_word})
+def required(help: str, *, first_word: bool = False, may_be_address: bool = False) -> Any:
+    """Declare a setting without a default: the user must give it. Arguments are as in `setting`."""
+    return dataclasses.field(metadata={"help": help, "first_word": first_word, "may_be_address": may_be_address})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +123,7 @@ class Setting:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     per_node: bool = False
     first_word: bool = False
+    may_be_address: bool = False
 
     @property
     def required(self) -> bool:

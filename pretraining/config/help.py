@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from pretraining.config.assignments import ALIASES
-from pretraining.config.command_line import ACCEPTS
+from pretraining.config.command_line import RecipeChoice
 from pretraining.config.fields import Setting, sections_of, settings_of
 from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
@@ -72,8 +72,8 @@ def _introduction(root: type, command: str, purpose: str, groups: Sequence[str],
             f"files of settings (YAML, JSON, or of another system), or of {shipped}; later ones win, flags win over all"
         )
         lines += ["", *_entry("--recipe=A,B", text, columns)]
-        for name, meaning in ACCEPTS.items():
-            lines += _entry(f"--{name}=BOOL", f"{meaning} [false]", columns)
+        for name in ("accept_llama", "accept_unknown"):
+            lines += _entry(f"--{name}=BOOL", _explanation(settings_of(RecipeChoice)[name]), columns)
     return lines
 
 

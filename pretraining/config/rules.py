@@ -30,6 +30,7 @@ from pretraining.config.training import ALL_BLOCKS, OptimizerConfig, ScheduleCon
 from pretraining.config.values import format_value, limit_problem
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import ConfigError
+from pretraining.files import address_problem, is_address
 
 FLOAT8_MULTIPLE = 16
 """Sides of matrices that multiply in float8 are multiples of this."""
@@ -312,6 +313,20 @@ def _check_float8(config: TrainConfig) -> Problems:
             )
 
 
+def _check_addresses(config: TrainConfig) -> Problems:
+    values = values_of(config)
+    for name in ("ckpt_mirror_path", "ckpt_load_path"):
+        if is_address(values[name]) and (problem := address_problem(values[name])) is not None:
+            yield f"--{name} {problem}"
+    mirror = config.checkpoint.ckpt_mirror_path
+    if mirror is not None and not is_address(mirror):
+        yield f"--ckpt_mirror_path={mirror} is no address: write s3://bucket/runs/mine, gs://, abfss:// or file://"
+    if mirror is not None and "{timestamp}" in (config.checkpoint.ckpt_save_path or ""):
+        yield "--ckpt_mirror_path is of one run: give a --ckpt_save_path without {timestamp}"
+    if config.evaluation.eval_only and is_address(config.checkpoint.ckpt_load_path):
+        yield "--eval_only=true reads no object store: copy the checkpoint to a disk first (aws s3 sync)"
+
+
 def _check_run_folder(config: TrainConfig) -> Problems:
     if config.checkpoint.ckpt_save_path is not None or isinstance(config, PlanConfig | DoctorConfig):
         return  # those two take the settings of any run, and keep nothing
@@ -362,6 +377,7 @@ CHECKS: Mapping[type, Sequence[Callable[[Any], Problems]]] = {
         _check_optimizer,
         _check_trackers,
         _check_float8,
+        _check_addresses,
         _check_run_folder,
     ),
     PrepareConfig: (_check_text,),

@@ -404,8 +404,16 @@ class CheckpointConfig:
     )
     ckpt_load_path: str | None = setting(
         None,
-        "run, checkpoint, or Hugging Face Llama (folder or name on the Hub) to start from if ckpt_save_path has no "
-        "checkpoint",
+        "run or checkpoint (folder, or address in an object store), or Hugging Face Llama (folder or name on the Hub), "
+        "to start from if ckpt_save_path holds no checkpoint",
+        may_be_address=True,
+    )
+    ckpt_mirror_path: str | None = setting(
+        None,
+        "address in an object store (s3://bucket/runs/mine, gs://, abfss://, file://) to copy each checkpoint to; if "
+        "ckpt_save_path holds no checkpoint, the run resumes from there",
+        silent_change=True,
+        may_be_address=True,
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
         "auto",

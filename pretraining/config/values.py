@@ -13,6 +13,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from annotated_types import Ge, Le, Lt
@@ -20,6 +21,7 @@ from annotated_types import Ge, Le, Lt
 from pretraining.config.fields import Setting
 from pretraining.config.plugins import OWN
 from pretraining.errors import ConfigError
+from pretraining.files import is_address
 from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
 Raw = str | list[str] | None
@@ -28,10 +30,7 @@ Raw = str | list[str] | None
 LARGEST_INTEGER = 2**63
 
 NONE_WORDS = ("none", "null", "")
-BOOL_WORDS = {
-    **dict.fromkeys(("true", "1", "yes", "on"), True),
-    **dict.fromkeys(("false", "0", "no", "off"), False),
-}
+BOOL_WORDS = {**dict.fromkeys(("true", "1", "yes", "on"), True), **dict.fromkeys(("false", "0", "no", "off"), False)}
 _NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", Duration: "a duration"}
 
 # Of an object store or a server. As a path it would be a folder called `s3:`; pathlib makes one slash of two.
@@ -117,7 +116,7 @@ def parse_ranges(
     return ranges
 
 
-def expand_home(path: str) -> str:
+def expand_home(path: str | Path) -> str:
     """Return a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it.
 
     Raises:
@@ -125,7 +124,7 @@ def expand_home(path: str) -> str:
     """
     expanded = os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
     if expanded.startswith("~"):
-        raise ValueError(f"there is no home folder {path.partition('/')[0]}: write the path in full")
+        raise ValueError(f"there is no home folder {expanded.partition('/')[0]}: write the path in full")
     return expanded
 
 
@@ -214,8 +213,9 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         return f"{_NOUNS[setting.base]}{hint} is needed"
     if setting.base is Duration and value.unit not in setting.units:
         return f"{value.unit} mean nothing here, give {' or '.join(setting.units)}"
-    if setting.is_path and _ADDRESS.match(value):
-        return "an address is no path: give a folder or a file of this machine, such as one that is mounted"
+    is_foreign = setting.is_path and _ADDRESS.match(value) is not None
+    if is_foreign and not (setting.may_be_address and is_address(value)):
+        return "an address is no path: copy it to a disk first (aws s3 sync), or give one that is mounted"
     if setting.choices and value not in setting.choices and not (setting.pluggable and OWN.fullmatch(value)):
         hint = did_you_mean(value, setting.choices, " (did you mean {}?)")
         own = ", or your own as package.module:Name" if setting.pluggable else ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -208,24 +207,24 @@ MOST_IN_A_ROW = 256
 
 
 class Quarantine:
-    """Counts and logs samples that cannot be read; safe to use from several threads.
+    """Counts and logs samples that cannot be read; threads that meet may count one too few.
 
     Their slots lose their labels and no other sample moves. Where nothing can be read any more, as when a file system
     is gone, the run ends.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._count = self._in_a_row = 0
 
     def add(self, problem: str) -> None:
         """Note a sample; a DataError where there were too many in a row."""
-        with self._lock:
-            self._count += 1
-            self._in_a_row += 1
-            count, in_a_row = self._count, self._in_a_row
-        if in_a_row >= MOST_IN_A_ROW:
-            raise DataError(f"{in_a_row} samples in a row cannot be read, which is no case for quarantine: {problem}")
+        self._count += 1
+        self._in_a_row += 1
+        count = self._count
+        if self._in_a_row >= MOST_IN_A_ROW:
+            raise DataError(
+                f"{self._in_a_row} samples in a row cannot be read, which is no case for quarantine: {problem}"
+            )
         if count <= LINES_SHOWN:
             log.warning("quarantined, its labels are left out: %s", problem)
         elif count.bit_count() == 1:  # 32, 64, 128, …: the log of a run of months stays short
@@ -235,5 +234,4 @@ class Quarantine:
 
     def end_row(self) -> None:
         """Note that samples could be read."""
-        with self._lock:
-            self._in_a_row = 0
+        self._in_a_row = 0

@@ -17,13 +17,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order
-from pretraining.data.samples import (
-    OpenedDataset,
-    OpenedDatasets,
-    SplitName,
-    dummy_samples,
-    stored_samples,
-)
+from pretraining.data.samples import OpenedDataset, OpenedDatasets, SplitName, dummy_samples, stored_samples
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles
@@ -100,7 +94,7 @@ def build_loader(
         limit_steps: end after so many steps; `rewind` begins again with the same samples.
 
     Raises:
-        ConfigError: weights do not match the datasets, or bos_token or sep_token is not in the vocabulary.
+        ConfigError: bos_token or sep_token is not in the vocabulary.
         DataError: a dataset has too few tokens for one sample.
     """
     _check_virtual_tokens(config, vocab_size)
@@ -131,25 +125,13 @@ def _weighted_datasets(
     opened: OpenedDatasets, config: DataConfig, split: SplitName
 ) -> tuple[list[OpenedDataset], dict[str, int]]:
     """Find the datasets that samples come from, and their weights."""
-    given = _given_weights(opened, config)
+    given: dict[str, float] = {}
+    if config.weights:
+        given = dict(zip((name.strip("/") for name in config.datasets), config.weights, strict=True))
     # A dataset of weight 0 gives nothing; without weights every dataset has to give something.
-    used = [dataset for dataset in opened.datasets if given is None or given[dataset.files.name]]
+    used = [dataset for dataset in opened.datasets if given.get(dataset.files.name, 1)]
     _check_enough(used, config, split)
-    return used, given or integer_weights({dataset.files.name: dataset.pass_tokens("train") for dataset in used})
-
-
-def _given_weights(opened: OpenedDatasets, config: DataConfig) -> dict[str, int] | None:
-    """Return the weights asked for as integers, by dataset; None where none were given."""
-    if not config.weights:
-        return None
-    # Weights follow the order of --datasets; where every sub-folder is meant, that of the names.
-    asked = [name.strip("/") for name in config.datasets] or [dataset.files.name for dataset in opened.datasets]
-    if len(config.weights) != len(asked):
-        raise ConfigError(
-            f"--weights gives {len(config.weights)} numbers for {len(asked)} datasets ({', '.join(asked)}): "
-            "give one for each, in this order"
-        )
-    return integer_weights(dict(zip(asked, config.weights, strict=True)))
+    return used, integer_weights(given or {dataset.files.name: dataset.pass_tokens("train") for dataset in used})
 
 
 def _check_enough(datasets: list[OpenedDataset], config: DataConfig, split: SplitName) -> None:

@@ -26,8 +26,6 @@ from pretraining.distributed.replicated import ReplicatedModel
 ParallelModel = ShardedModel | ReplicatedModel
 """What is trained of a module, and what its devices exchange in a step."""
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def parallelize(
     module: nn.Module,
@@ -65,7 +63,7 @@ def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype
     float32. Always in float32 are master weights, optimizer state, gradient reduction, the statistics of norms, rotary
     angles and rotations, and the loss with what it makes of the logits.
     """
-    dtype = _DTYPES[parallel.mp_dtype]
+    dtype = torch.float16 if parallel.mp_dtype == "float16" else torch.bfloat16
     wanted = parallel.mixed_precision
     if wanted is None:
         wanted = has_units(device, dtype)

@@ -45,12 +45,6 @@ def set_timeout_of_group(group: dist.ProcessGroup, timeout: timedelta) -> None:
     set_timeout(timeout, group)
 
 
-def start_all_gather(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Start to gather equal parts of all processes into one tensor; under another name since torch 2.13."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(gathered, part, group=group, async_op=True)
-
-
 def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None = None) -> nn.Module:
     """Wrap a module so that backward computes its activations again; parameters keep their names.
 

@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretraining.data.tokenizer import Tokenizer
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import resolve_shape
+from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.distributed.compile import without_compiling
 from pretraining.distributed.fsdp import reshard_model
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.model.cache import KeyValueCache
 from pretraining.model.llama import Llama, next_token_logits
 
@@ -79,6 +82,33 @@ class TextSampler:
             drawn = list(draw_tokens(next_logits, self.prompt_tokens, self.count, self.seed, TEMPERATURE, TOP_K))
         reshard_model(model)
         return Sample(self.prompt, self.tokenizer.decode(drawn) if self.tokenizer is not None else "")
+
+
+def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
+    """Return what samples text from the model, or None where no text is asked for; errors are as in `read_prompt`.
+
+    Rank 0 keeps the tokenizer, since its files may move while a run goes on for months. A collective call.
+    """
+    read = on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
+    tokens = on_rank_zero(lambda: read and read[1])
+    if tokens is None:
+        return None
+    prompt, count = config.evaluation.sample_prompt, config.evaluation.sample_tokens
+    tokenizer = read[0] if read else None
+    return TextSampler(prompt, tokens, count, config.data.seq_length, config.run.seed, tokenizer)
+
+
+def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
+    """Return the tokenizer of the samples of text and the tokens that they continue; None without samples.
+
+    Raises:
+        DataError: the tokenizer cannot be read.
+        ConfigError: it has more tokens than the model.
+    """
+    if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
+        return None
+    tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, resolve_shape(config.model).vocab_size)
+    return tokenizer, tokenizer.encode(config.evaluation.sample_prompt) or [tokenizer.end_of_text or 0]
 
 
 class CachedModel:

@@ -74,12 +74,6 @@ def machine_memory() -> MachineMemory:
     return found
 
 
-def resident_bytes() -> int:
-    """Return the memory that this process holds; 0 where the system does not say."""
-    fields = dict(line.split(":", 1) for line in read_text(PROC / "self" / "status").splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024 if "VmRSS" in fields else 0
-
-
 def read_text(path: Path) -> str:
     """Return a file of the system; empty where there is none."""
     try:

@@ -6,27 +6,23 @@ gloo offers its peers the address that this host's own name resolves to. On Debi
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import struct
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
-IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 DISCARD_PORT = 9  # nothing is sent there
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface, behind its name of 16 bytes
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface, and its address from which packets to some host leave."""
+    """A network interface, and its IPv4 address from which packets to some host leave."""
 
     name: str
     address: str
@@ -34,7 +30,7 @@ class Interface:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine hears what is sent there."""
-        return ipaddress.ip_address(self.address).is_loopback
+        return self.address.startswith("127.")
 
     def __str__(self) -> str:
         return f"{self.address} ({self.name})"
@@ -42,13 +38,11 @@ class Interface:
 
 def interface_towards(host: str) -> Interface | None:
     """Return the interface that leads to a host; None where nobody knows the host or a way to it."""
-    with suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # chooses the way; a datagram socket sends nothing by it
-                address = probe.getsockname()[0].partition("%")[0]
-                if (name := _names_of_interfaces().get(ipaddress.ip_address(address))) is not None:
-                    return Interface(name, address)
+    with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, DISCARD_PORT))  # chooses the way; a datagram socket sends nothing by it
+        address = probe.getsockname()[0]
+        if (name := _names_of_interfaces().get(address)) is not None:
+            return Interface(name, address)
     return None
 
 
@@ -58,21 +52,17 @@ def interface_to_others(hosts: Iterable[str]) -> Interface | None:
     return next((each for each in found if each is not None and not each.is_loopback), None)
 
 
-def _names_of_interfaces() -> dict[IpAddress, str]:
-    """Return names by address, as Linux gives them; nothing elsewhere."""
-    names: dict[IpAddress, str] = {}
+def _names_of_interfaces() -> dict[str, str]:
+    """Return names by IPv4 address, as Linux gives them; nothing elsewhere."""
+    names: dict[str, str] = {}
     if sys.platform != "linux":
         return names
     import fcntl
 
-    with suppress(OSError):  # a system without IPv6
-        for line in IPV6_ADDRESSES.read_text(encoding="ascii").splitlines():
-            address, *_, name = line.split()
-            names[ipaddress.IPv6Address(int(address, 16))] = name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an IPv4 address
                 # name[16], then a sockaddr_in: family (2), port (2), address (4)
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("40s", name.encode()))
-                names[ipaddress.IPv4Address(answer[20:24])] = name
+                names[socket.inet_ntoa(answer[20:24])] = name
     return names

@@ -20,6 +20,13 @@ from typing import NoReturn
 from pretraining.launch.signals import INTERRUPTED
 
 FAILED = 1
+_handlers_may_wait = False
+
+
+def skip_exit_handlers() -> None:
+    """Have this program end without the exit handlers of libraries, one of which would wait for what never comes."""
+    global _handlers_may_wait
+    _handlers_may_wait = True
 
 
 def run_as_program(command: Callable[[], object]) -> NoReturn:
@@ -28,7 +35,8 @@ def run_as_program(command: Callable[[], object]) -> NoReturn:
     The command returns (exit code 0), or raises SystemExit, or something else, whose traceback is printed.
     """
     code = _exit_code_of(command)
-    atexit._run_exitfuncs()  # prints what goes wrong in a handler, and goes on with the next one
+    if not _handlers_may_wait:
+        atexit._run_exitfuncs()  # prints what goes wrong in a handler, and goes on with the next one
     if not _flush_output():
         code = code or FAILED
     os._exit(code)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -30,10 +31,9 @@ from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_tok
 from pretraining.observability.custom_metrics import Ratio, Sums
 from pretraining.observability.display import Display, choose_display, perplexity_of
 from pretraining.observability.events import Events
-from pretraining.observability.out_of_memory import peak_bytes
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
-from pretraining.observability.throughput import StepTimes, Stopwatch, device_name
+from pretraining.observability.throughput import Stopwatch, device_name, peak_bytes
 from pretraining.observability.trackers import Trackers
 from pretraining.progress import Interval, Progress, TrainState
 
@@ -58,7 +58,7 @@ class Observer:
     Attributes:
         events: told of evaluations.
         peak_tflops: of a device; None where it is not known.
-        step_times: of made-up data, which measures speed; None otherwise.
+        step_seconds: of the newest reports of this invocation, the mean over the steps of each.
         last_loss: the newest reported loss, at first that of an earlier invocation.
         newest: the newest reported number of each name, of this invocation.
     """
@@ -82,8 +82,7 @@ class Observer:
     ) -> None:
         self.state, self.stopwatch, self.trackers, self.events = state, stopwatch, trackers, events
         self.peak_tflops = peak_tflops(device_name(processes.device))
-        is_benchmark = config.data.use_dummy_dataset
-        self.step_times = StepTimes(processes.device, stopwatch) if is_benchmark else None
+        self.step_seconds: deque[float] = deque(maxlen=1000)
         self.last_loss: float | None = None
         self.newest: dict[str, Any] = {}
         self._shape = shape
@@ -93,6 +92,7 @@ class Observer:
         self._optimizer, self._shard_group, self._device = optimizer, shard_group, processes.device
         self._display = Display()
         if processes.is_main:
+            is_benchmark = config.data.use_dummy_dataset
             self._display = choose_display(
                 config.report.progress, state.total_steps, processes.world_size, is_benchmark
             )
@@ -117,8 +117,6 @@ class Observer:
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
         """Count a step; report if it crossed a boundary of the interval or was the last one."""
-        if self.step_times is not None:
-            self.step_times.end_step()
         kept = ~outcome.skipped
         # A skipped step's loss may be NaN: it must not spoil the mean of the others.
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
@@ -171,8 +169,6 @@ class Observer:
         )
         memory = self._memory_of_the_fullest_rank()
         seconds, spent = self.stopwatch.lap()  # after the sums: the device has finished the steps
-        if self.step_times is not None:
-            self.step_times.read()
         steps, tokens = now.steps - self._reported.steps, now.tokens - self._reported.tokens
         overall = (now.tokens - self._start.tokens) / self.stopwatch.overall_training_seconds
         loss = loss_sum / valid_tokens if valid_tokens else math.nan
@@ -198,6 +194,7 @@ class Observer:
             values[f"loss/{name}"] = self._score_values(sums)["loss"]
         values |= {f"custom/{name}": Ratio(*pair).value for name, pair in zip(self._custom, custom, strict=True)}
         self.last_loss = _finite(loss)
+        self.step_seconds.append(seconds / steps)
         self._display.show(now.steps, values)
         for line in self._stragglers.report(seconds / steps):
             log.info(line)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from pretraining.config.training import ProfilerConfig
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.distributed.torch_private import write_snapshot
 from pretraining.observability.throughput import Stopwatch
-from pretraining.observability.trace_events import TimeShares, TraceSummary, summarise
+from pretraining.observability.trace_events import TraceSummary, summarise
 from pretraining.progress import Interval, TrainState
 from pretraining.text import count_of
 
@@ -146,36 +147,26 @@ class Profiler:
             shares = summary.shares if summary else None
             everyone = [shares] if self._config.profiler_rank0_only else gather_from_every_rank(lambda: shares)
         if summary is not None:
-            for line in describe(summary, [each for each in everyone if each], self._device.type, where):
+            for line in describe(summary, [each for each in everyone if each], where):
                 log.info(line)
 
 
-def describe(summary: TraceSummary, everyone: list[TimeShares], device_type: str, where: str) -> list[str]:
+def describe(summary: TraceSummary, everyone: Sequence[Mapping[str, float]], where: str) -> list[str]:
     """Return the lines to print about profiled steps.
 
     Args:
         summary: of this rank.
         everyone: the shares of all ranks that have recorded.
-        device_type: cuda or cpu.
         where: the trace's path.
     """
-    seconds = summary.shares.seconds / summary.steps
-    hidden = summary.shares.hidden_communication * seconds * 1e3
-    beside = f"; {hidden:.2f} ms more beside compute" if hidden or summary.shares.exposed_communication else ""
-    idle = "the host is late with work" if device_type == "cuda" else "Python, and what has no operation"
-    rows = {
-        "compute": ("compute", ""),
-        "exposed_communication": ("exposed communication", beside),
-        "data": ("waiting for data", ""),
-        "idle": ("idle", f"  {idle}"),
-    }
-    lines = [f"profile of {count_of(summary.steps, 'step')}, {seconds * 1e3:.2f} ms each: {where}"]
-    for attribute, (name, comment) in rows.items():
-        share, values = getattr(summary.shares, attribute), [getattr(each, attribute) for each in everyone]
+    milliseconds = summary.seconds * 1e3 / summary.steps
+    lines = [f"profile of {count_of(summary.steps, 'step')}, {milliseconds:.2f} ms each: {where}"]
+    for kind, share in summary.shares.items():
+        values = [shares[kind] for shares in everyone]
         among = f"  ({min(values):.1%} to {max(values):.1%} over {len(values)} ranks)" if len(values) > 1 else ""
-        lines.append(f"  {name:22} {share:6.1%}  {share * seconds * 1e3:9.2f} ms a step{among}{comment}")
+        lines.append(f"  {kind:22} {share:6.1%}  {share * milliseconds:9.2f} ms a step{among}")
     lines.append(f"  {'ms a step':>10}  {'calls a step':>12}  operation")
     for operation in summary.operations[:OPERATIONS_SHOWN]:
-        milliseconds, calls = operation.seconds * 1e3 / summary.steps, operation.calls / summary.steps
-        lines.append(f"  {milliseconds:10.2f}  {calls:12.1f}  {operation.name[:80]}")
+        own, calls = operation.seconds * 1e3 / summary.steps, operation.calls / summary.steps
+        lines.append(f"  {own:10.2f}  {calls:12.1f}  {operation.name[:80]}")
     return lines

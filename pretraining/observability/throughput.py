@@ -8,10 +8,12 @@ it. A CPU has no such figure: `pretrain doctor` measures what it reaches.
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +23,14 @@ T = TypeVar("T")
 def device_name(device: torch.device) -> str:
     """Return what a device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most that this process had in use at once; on a CPU everything that it held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Stopwatch:
@@ -86,44 +96,3 @@ class Stopwatch:
         self._lap_started = now
         self.overall_training_seconds += training
         return training, spent
-
-
-class StepTimes:
-    """Seconds of each step on the device, from asking for its batch to its update; no step waits to be measured.
-
-    On CUDA, two events on the stream enclose a step, and `read` takes their times later; on a CPU it is the clock.
-
-    Args:
-        stopwatch: tells when a batch is asked for; what is told later, such as an evaluation, is no part of a step.
-
-    Attributes:
-        seconds: of the steps that `read` has seen.
-    """
-
-    def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
-        self._is_on_gpu = device.type == "cuda"
-        self._begun = self._mark()
-        self._unread: list[tuple[Any, Any]] = []
-        self.seconds: list[float] = []
-        stopwatch.also_tell(self._turn_to)
-
-    def end_step(self) -> None:
-        """Mark the end of a step."""
-        self._unread.append((self._begun, self._mark()))
-
-    def read(self) -> None:
-        """Take the times of the steps so far, all of which the device has finished."""
-        for begun, ended in self._unread:
-            self.seconds.append(begun.elapsed_time(ended) / 1000 if self._is_on_gpu else ended - begun)
-        self._unread = []
-
-    def _turn_to(self, doing: str) -> None:
-        if doing == "data":
-            self._begun = self._mark()
-
-    def _mark(self) -> Any:
-        if not self._is_on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

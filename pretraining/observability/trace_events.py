@@ -3,18 +3,18 @@
 On a GPU the device's own events count: kernels and copies, NCCL's apart. On a CPU the operations count, and gloo's
 collectives with the calls that start them. `Profiler` marks waiting for data on the host, torch.profiler marks steps.
 
-The parts overlap, so each moment is counted once, as the first of these that it is:
+The kinds overlap, so each moment is counted once, as the first of these that it is:
 
-    compute > communication > waiting for data > idle
+    compute > exposed communication > waiting for data > idle
 
-Communication beside compute costs nothing and counts as compute; the rest of it is exposed.
+Communication beside compute costs nothing and counts as compute.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,22 +34,6 @@ Span = tuple[float, float]
 """(start, end) in microseconds."""
 
 
-@dataclass(frozen=True)
-class TimeShares:
-    """Shares of a window of `seconds`; compute, exposed communication, data and idle add up to 1.
-
-    Hidden communication went on beside computing and is a part of `compute`. Exposed communication and waiting for data
-    count only where nothing was computed meanwhile.
-    """
-
-    seconds: float
-    compute: float
-    exposed_communication: float
-    hidden_communication: float
-    data: float
-    idle: float
-
-
 class Operation(NamedTuple):
     """All calls of one operation or kernel; seconds without those of the operations that it calls."""
 
@@ -60,10 +44,11 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Where the time of profiled steps went; operations by their time, the longest first."""
+    """Where the `seconds` of profiled steps went: shares by kind; operations by their time, the longest first."""
 
     steps: int
-    shares: TimeShares
+    seconds: float
+    shares: dict[str, float]
     operations: list[Operation]
 
 
@@ -83,13 +68,12 @@ def summarise(events: Sequence[FunctionEvent]) -> TraceSummary | None:
     last = max(event.time_range.end for event in (*steps, *on_device))
     communication = [event for event in working if _communicates(event)]
     compute = [event for event in working if not _communicates(event) and (on_device or _computes(event))]
-    shares = divide_time(
-        (min(event.time_range.start for event in steps), last),
-        _spans(compute),
-        _spans(communication),
-        _spans(event for event in events if event.name == DATA_RANGE and event.device_type == DeviceType.CPU),
-    )
-    return TraceSummary(len(steps), shares, _by_name(working, is_device=bool(on_device)))
+    data = [event for event in events if event.name == DATA_RANGE and event.device_type == DeviceType.CPU]
+    window = (min(event.time_range.start for event in steps), last)
+    kinds = {"compute": compute, "exposed communication": communication, "waiting for data": data}
+    shares = divide_time(window, {kind: _spans(found) for kind, found in kinds.items()})
+    seconds = (window[1] - window[0]) / 1e6
+    return TraceSummary(len(steps), seconds, shares, _by_name(working, is_device=bool(on_device)))
 
 
 def _communicates(event: FunctionEvent) -> bool:
@@ -116,33 +100,21 @@ def _by_name(events: Iterable[FunctionEvent], is_device: bool) -> list[Operation
     return sorted(operations, key=lambda operation: -operation.seconds)
 
 
-def divide_time(
-    window: Span, compute: Sequence[Span], communication: Sequence[Span], data: Sequence[Span]
-) -> TimeShares:
-    """Divide a time window, of which each moment counts once.
+def divide_time(window: Span, spans: Mapping[str, Sequence[Span]]) -> dict[str, float]:
+    """Return the share of a time window that each kind of spans has; each moment counts as the first kind that it is.
 
     Args:
         window: (start, end) in microseconds; what lies outside does not count.
-        compute: when something was computed; in any order, overlapping or not, as the others.
-        communication: when something was communicated.
-        data: when data was waited for.
+        spans: of each kind, in any order, overlapping or not. What is in none is "idle".
     """
-    total = window[1] - window[0]
-    computing, communicating = _covered(window, compute), _covered(window, communication)
-    busy = _covered(window, [*compute, *communication])
-    known = _covered(window, [*compute, *communication, *data])
-
-    def share(microseconds: float) -> float:
-        return max(0.0, microseconds / total)
-
-    return TimeShares(
-        seconds=total / 1e6,
-        compute=share(computing),
-        exposed_communication=share(busy - computing),
-        hidden_communication=share(computing + communicating - busy),
-        data=share(known - busy),
-        idle=share(total - known),
-    )
+    shares: dict[str, float] = {}
+    known: list[Span] = []
+    for kind, more in spans.items():
+        before = sum(shares.values())
+        known += more
+        shares[kind] = _covered(window, known) / (window[1] - window[0]) - before
+    shares["idle"] = 1.0 - sum(shares.values())
+    return {kind: max(0.0, share) for kind, share in shares.items()}
 
 
 def _covered(window: Span, spans: Sequence[Span]) -> float:

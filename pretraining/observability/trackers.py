@@ -120,7 +120,6 @@ class QueuedSink(Sink):
             log.warning("%s has not started after %g s: training begins, reports wait", self.name, START_SECONDS)
         elif not isinstance(self._made.exception(), ConnectionError | TimeoutError):
             self._made.result()
-        self._made.add_done_callback(self._warn_of_failed_start)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Queue a report; it is lost if too many are in the queue."""
@@ -142,6 +141,8 @@ class QueuedSink(Sink):
         try:
             self._made.set_result(make())
         except BaseException as error:
+            reason = describe_failure(error)
+            log.warning("%s cannot be started (%s)", self.name, reason)
             self._made.set_exception(error)
             return
         while isinstance(report := self._queue.get(), tuple):
@@ -155,10 +156,6 @@ class QueuedSink(Sink):
         except BaseException as error:
             super().close()
             error.__traceback__ = traceback
-
-    def _warn_of_failed_start(self, made: Future[Tracker]) -> None:
-        if (error := made.exception()) is not None:
-            log.warning("%s cannot be started (%s): training goes on without it", self.name, describe_failure(error))
 
 
 @dataclass

@@ -62,7 +62,7 @@ def resolve_horizon(
         warmup,
         total,
         schedule.min_lr_ratio,
-        decay_steps=_decay_steps(schedule, warmup, total, token_schedule.tokens_per_step, training_tokens),
+        decay_steps=_decay_steps(schedule, warmup, total, token_schedule, training_tokens),
         decay_shape="linear" if schedule.schedule == "trapezoid" else schedule.decay_shape or "1-sqrt",
         decay_power=schedule.decay_power if schedule.decay_power is not None else 1.0,
         points=_points(schedule, total, token_schedule, training_tokens),
@@ -70,7 +70,7 @@ def resolve_horizon(
 
 
 def _decay_steps(
-    schedule: ScheduleConfig, warmup: int, total: int, tokens_per_step: int, training_tokens: int | None
+    schedule: ScheduleConfig, warmup: int, total: int, token_schedule: TokenSchedule, training_tokens: int | None
 ) -> int:
     """Count the decay at the end of the run, where steps have as many tokens as they have now."""
     room = total - warmup
@@ -78,7 +78,8 @@ def _decay_steps(
     length = schedule.stable_steps if schedule.decay_steps is None else schedule.decay_steps
     if length is None:
         return min(int(DECAY_SHARE * total), room)
-    steps = length.part_of(total, tokens_per_step, training_tokens)
+    now = TokenSchedule.steady(token_schedule.tokens_per_step)
+    steps = length.part_of(total, now, training_tokens)
     if steps > room:
         raise ConfigError(
             f"warm-up ({warmup} steps) and --{name}={length} ({steps} steps) are longer than the {total} steps of the "

@@ -22,7 +22,6 @@ from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.mesh import AXES
 from pretraining.distributed.parallelize import has_units
-from pretraining.distributed.torch_private import start_all_gather
 from pretraining.optim.adaptive import FusedAdamW
 from pretraining.optim.optimizer import Groups, is_hidden_matrix, parameter_groups
 from pretraining.optim.selecting import SelectingOptimizer
@@ -140,10 +139,10 @@ class MatrixOwners:
         longest = max(map(sum, numbers))
         own = torch.cat([results[index].flatten() for index in sorted(results)] or [parts[0].new_empty(0)])
         padded = torch.cat([own, own.new_zeros(longest - own.numel())])
-        told = padded.new_empty(self._replicas * longest)
-        wait_for(start_all_gather(told, padded, self._replica_group))
+        told = [padded.new_empty(longest) for _ in range(self._replicas)]
+        wait_for(dist.all_gather(told, padded, group=self._replica_group, async_op=True))
         found = {}
-        for each, indices, counts in zip(told.view(-1, longest), self._of_replica, numbers, strict=True):
+        for each, indices, counts in zip(told, self._of_replica, numbers, strict=True):
             pieces = each[: sum(counts)].split(counts)
             found.update({index: piece.view_as(parts[index]) for index, piece in zip(indices, pieces, strict=True)})
         return found
@@ -202,6 +201,8 @@ class Muon(SelectingOptimizer):
     device has units for it, else in float32.
     """
 
+    _owners: MatrixOwners | None = None
+
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
         """Update the parameters of a group that have gradients; a collective call."""
         gradients, momentum = self.gradients(members), group["momentum"]
@@ -214,22 +215,15 @@ class Muon(SelectingOptimizer):
             torch._foreach_copy_(gradients, moments)
         device = gradients[0].device
         dtype = torch.bfloat16 if has_units(device, torch.bfloat16) else torch.float32
-        owners = self._owners_of(members)
-        directions = owners.share(
+        if self._owners is None:  # the same matrices in each update
+            self._owners = MatrixOwners(members)
+        directions = self._owners.share(
             [gradient.to(dtype) for gradient in gradients], lambda whole: orthogonalize(whole, group["ns_steps"])
         )
         scales = [RMS_OF_ADAMW * math.sqrt(max(parameter.shape)) for parameter in members]
         torch._foreach_copy_(gradients, directions)
         torch._foreach_mul_(gradients, scales)
         self.apply(group, members, gradients, group["weight_decay"])
-
-    def _owners_of(self, members: list[nn.Parameter]) -> MatrixOwners:
-        key = tuple(map(id, members))
-        if self._owners is None or self._owners[0] != key:
-            self._owners = key, MatrixOwners(members)
-        return self._owners[1]
-
-    _owners: tuple[tuple[int, ...], MatrixOwners] | None = None
 
 
 class OptimizerPair(torch.optim.Optimizer):

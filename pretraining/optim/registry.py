@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -32,13 +32,12 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     """Make the optimizer over a model's parameters, sharded or not, by their names.
 
     Raises:
-        ConfigError: a user's own optimizer cannot be made, keeps what no checkpoint can hold, or does not skip updates
-            although it says so.
+        ConfigError: a user's own optimizer cannot be made.
     """
     if config.optimizer in OPTIMIZERS:
         optimizer = _make_shipped(parameters, config)
     else:
-        optimizer = _make_own(parameters, config)
+        optimizer = _make_own(parameter_groups(parameters, config.decay), config)
     for group in optimizer.param_groups:
         group[PEAK] = group["lr"]
     return optimizer
@@ -60,12 +59,6 @@ def _by_names_of_torch(names: Iterable[str], config: OptimizerConfig) -> dict[st
     if "betas" in arguments:
         arguments["betas"] = (config.adam_beta1, config.adam_beta2)
     return arguments
-
-
-def try_optimizer(config: OptimizerConfig) -> None:
-    """Make the optimizer over two small parameters, where it is the user's own; a ConfigError as `build_optimizer`."""
-    if config.optimizer not in OPTIMIZERS:
-        build_optimizer({"matrix": nn.Parameter(torch.zeros(4, 4)), "vector": nn.Parameter(torch.zeros(4))}, config)
 
 
 def settings_of_groups(shapes: Mapping[str, Sequence[int]], config: OptimizerConfig) -> Groups:
@@ -107,42 +100,38 @@ def own_arguments(config: OptimizerConfig) -> dict[str, Any]:
     return {**arguments, **options}
 
 
-def _make_own(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    groups = parameter_groups(parameters, config.decay)
-    make = load_plugin("optimizer", config.optimizer)
-    arguments = own_arguments(config)
-
-    def make_over(groups: Groups) -> torch.optim.Optimizer:
-        with plugin_errors("optimizer", config.optimizer):
-            made = make(groups, **arguments)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(
-                f"--optimizer={config.optimizer} is no torch.optim.Optimizer, but a {type(made).__name__}"
-            )
-        return made
-
-    optimizer = make_over(groups)
+def _make_own(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    make, arguments = load_plugin("optimizer", config.optimizer), own_arguments(config)
     with plugin_errors("optimizer", config.optimizer):
-        _check_contract(config.optimizer, make_over)
-    if config.decay and "weight_decay" not in optimizer.defaults:
-        log.info("optimizer   %s has no weight_decay: that of its groups is not used", config.optimizer)
-    if not skips_on_device(optimizer):
-        log.info(
-            "optimizer   %s does not declare skips_on_device: the host waits for the device before each update",
-            config.optimizer,
-        )
-    return optimizer
+        made = make(groups, **arguments)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"--optimizer={config.optimizer} is no torch.optim.Optimizer, but a {type(made).__name__}")
+    return made
 
 
-def _check_contract(name: str, make_over: Callable[[Groups], torch.optim.Optimizer]) -> None:
-    """Try a user's own optimizer on two tiny parameters: it keeps tensors, and a skipped update changes nothing.
+def try_optimizer(config: OptimizerConfig) -> None:
+    """Try a user's own optimizer on two tiny parameters, and say what it costs.
 
     Raises:
-        ConfigError: it breaks the contract.
+        ConfigError: it cannot be made, keeps what no checkpoint can hold, or changes something in a skipped update
+            although it says that it does not.
     """
+    name = config.optimizer
+    if name in OPTIMIZERS:
+        return
     parameters = [nn.Parameter(torch.linspace(-1.0, 1.0, 12).view(3, 4)), nn.Parameter(torch.linspace(-1.0, 1.0, 4))]
-    optimizer = make_over([{"params": [parameters[0]], "weight_decay": 0.1}, {"params": [parameters[1]]}])
+    optimizer = _make_own(parameter_groups({"matrix": parameters[0], "norm": parameters[1]}, config.decay), config)
+    with plugin_errors("optimizer", name):
+        _check_contract(name, optimizer, parameters)
+    if config.decay and "weight_decay" not in optimizer.defaults:
+        log.info("optimizer   %s has no weight_decay: that of its groups is not used", name)
+    if not skips_on_device(optimizer):
+        log.info(
+            "optimizer   %s does not declare skips_on_device: the host waits for the device before each update", name
+        )
 
+
+def _check_contract(name: str, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     def step(gradient: float, skipped: bool) -> list[tuple[str, Any]]:
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, gradient)

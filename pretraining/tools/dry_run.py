@@ -21,7 +21,9 @@ from itertools import islice
 
 from pretraining.checkpoint.lease import look_at_lease
 from pretraining.checkpoint.rollback_file import read_rollback
-from pretraining.checkpoint.start_point import CheckpointRef, check_run_folder, resolve_run
+from pretraining.checkpoint.run_path import check_run_folder
+from pretraining.checkpoint.run_settings import resolve_run
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.assignments import Assignment
 from pretraining.config.command_line import ResolvedConfig
 from pretraining.config.fields import sections_of, settings_of, values_of
@@ -29,17 +31,18 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.evaluation.generation import read_prompt
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.observability.trackers import check_trackers
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
-from pretraining.train.messages import describe_plan
+from pretraining.train.messages import announce
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Job, Plan, lay_out, plan_run
+from pretraining.train.plan import Plan, keep_threads, lay_out, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.run import read_prompt, working_together
-from pretraining.train.run_status import StatusKeeper
+from pretraining.train.run import working_together
+from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,8 @@ def dry_run(
         _temporary_folder(processes) as folder,
     ):
         config, start = resolve_run(resolved.config)
+        if start is None and config.checkpoint.ckpt_mirror_path is not None:
+            log.warning("a dry run does not look into --ckpt_mirror_path: a start resumes from a checkpoint there")
         if processes.is_main:
             _print(describe_settings(config, resolved, start))
         on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
@@ -75,12 +80,10 @@ def dry_run(
         if config.checkpoint.ckpt_save_path is not None:
             skipped = on_rank_zero(lambda: _check_folder(config, start))
         data = open_data(config, processes, folder)
-        job = Job(config, processes, lay_out(config, processes), data, threads=threads)
-        plan = plan_run(job, start, skipped)
+        keep_threads(start, config, processes, threads)
+        plan = plan_run(config, processes, lay_out(config, processes), data, start, skipped)
         on_rank_zero(lambda: check_trackers(config))
-        for name, lines in describe_plan(plan).items():
-            for index, line in enumerate(lines):
-                log.info("%-11s %s", "" if index else name, line)
+        announce(plan)
         on_every_rank(end_at_signal)
         on_every_rank(lambda: _print(_describe_next_step(plan)) if processes.is_main else None)
 
@@ -90,8 +93,9 @@ def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> tuple[tup
     run, step = config.checkpoint.folder, start.step if start is not None else 0
     look_at_lease(run)
     check_run_folder(run)
-    status = StatusKeeper(config.run.max_starts_without_progress, is_writer=False)
-    status.refuse_crash_loop(run, step, goes_back=start is not None and start.goes_back)
+    previous = read_status(run / STATUS_FILE) or RunStatus()
+    goes_back = start is not None and start.goes_back
+    count_start(previous, step, config.run.max_starts_without_progress, goes_back=goes_back)
     rollback = read_rollback(run)
     return rollback.samples if rollback is not None else ()
 

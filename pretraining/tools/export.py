@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
+from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import check_host_memory, write_full
-from pretraining.checkpoint.reader import TensorFiles
-from pretraining.checkpoint.start_point import CheckpointRef, named_checkpoint, open_tensors
+from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import settings_in
@@ -37,7 +38,16 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
-from pretraining.files import atomic_folder, from_hub, is_file, is_folder, read_json, write_flushed, write_json
+from pretraining.files import (
+    atomic_folder,
+    from_hub,
+    is_address,
+    is_file,
+    is_folder,
+    read_json,
+    write_flushed,
+    write_json,
+)
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
     CONFIG_FILE,
@@ -68,12 +78,18 @@ def export(config: ExportConfig) -> None:
         CheckpointError: there is no checkpoint, it is damaged, or nothing can be written.
         ConfigError, DataError: the settings or the tokenizer cannot be used.
     """
+    if is_address(config.ckpt_load_path):
+        from pretraining.checkpoint.object_store import local_view
+
+        with local_view(config.ckpt_load_path, with_files=True) as run:
+            export(replace(config, ckpt_load_path=str(run)))
+        return
     max_bytes = config.max_shard_bytes  # first: a size that is none should not wait for the checkpoint
-    checkpoint = named_checkpoint(config.ckpt_load_path)
+    checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: passed over", damaged)
-    tensors = open_tensors(checkpoint)
-    faults = tensor_faults(checkpoint.path, tensors.chunks, checkpoint.manifest)
+    tensors = open_tensors(checkpoint.path, checkpoint.files)
+    faults = tensor_faults(tensors, checkpoint.manifest)
     if faults:
         raise CheckpointError(first_faults(faults) + f". See `pretrain verify {checkpoint.path}`")
     if config.format == "full":
@@ -82,7 +98,7 @@ def export(config: ExportConfig) -> None:
         _export_hf(config, checkpoint, tensors, max_bytes)
 
 
-def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles, max_bytes: int) -> None:
+def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors, max_bytes: int) -> None:
     manifest, shape = checkpoint.manifest, shape_of(checkpoint.manifest)
     settings = settings_in(manifest.config, f"config of {checkpoint.path}")
     tokenizer = _find_tokenizer(config, settings, shape)
@@ -100,7 +116,7 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorF
     total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
         for name, content in files.items():
-            weights = (check_finite(checkpoint.path, each, tensors.read(each)).to(dtype) for each in content)
+            weights = (check_finite(checkpoint.path, each, read_tensor(tensors, each)).to(dtype) for each in content)
             write_tensors(folder / name, content, weights)
         if len(files) > 1:
             write_json(folder / INDEX_FILE, _index_document(files))
@@ -138,13 +154,13 @@ def _read_origin(checkpoint: CheckpointRef) -> dict[str, Any]:
         raise CheckpointError(f"cannot be read ({error}). Remove it to export without it", path=path) from error
 
 
-def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: TensorFiles) -> None:
-    parameters, shapes = parameter_shapes(shape_of(checkpoint.manifest)), tensors.shapes()
-    total = sum(size_of(tensors.chunks[name][0].dtype, shape) for name, shape in shapes.items())
+def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors) -> None:
+    parameters = parameter_shapes(shape_of(checkpoint.manifest))
+    total = sum(size_of(chunks[0].dtype, tensors.shape(name)) for name, chunks in tensors.chunks.items())
     check_host_memory(total, "Export on a machine with more")
     output = Path(config.output_path)
     with atomic_folder(output, "--output_path", total) as folder:
-        held = {name: tensors.read(name) for name in shapes}
+        held = {name: read_tensor(tensors, name) for name in tensors.chunks}
         for name in parameters:
             check_finite(checkpoint.path, name, held[name])
         files = write_full(folder, held, checkpoint.manifest)

@@ -8,27 +8,36 @@ The checkpoint holds weights alone. Training that finds it begins with them at s
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
-from pretraining.checkpoint.hf_import import HuggingFaceFolder, open_folder, origin_of
-from pretraining.checkpoint.manifest import MANIFEST, Manifest, checkpoint_path, committed_checkpoints
+from pretraining.checkpoint.hf_import import open_folder, read_json_of
+from pretraining.checkpoint.manifest import MANIFEST, Manifest
+from pretraining.checkpoint.reader import read_tensor
+from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import size_of, write_tensors
 from pretraining.config.commands import ImportConfig
 from pretraining.config.recipes import dump_config
+from pretraining.config.settings_files import read_yaml
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
-from pretraining.config.variants import model_settings, parameter_count
+from pretraining.config.variants import LlamaShape, model_settings, parameter_count
 from pretraining.data.tokenizer import TOKENIZER_FILE
 from pretraining.errors import CheckpointError
-from pretraining.files import atomic_folder, from_hub, is_file, write_json
+from pretraining.files import atomic_folder, exists, from_hub, is_file, read_file, write_json
 from pretraining.launch.terminal import print_text
-from pretraining.model.hf import MODEL_FILES, parameter_shapes
+from pretraining.model.hf import CONFIG_FILE, MODEL_FILES, parameter_shapes
 from pretraining.tools.export import ORIGIN_FILE, plan_files
 
 FILE_BYTES = 2**30
+_IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
+"""Where Hugging Face's cache keeps a model of the Hub."""
+_WORD = re.compile(r"[\w.-]+")
 
 
 def import_weights(config: ImportConfig) -> None:
@@ -43,30 +52,64 @@ def import_weights(config: ImportConfig) -> None:
         raise CheckpointError(
             "holds checkpoints already: training would resume from those. Give another folder", path=run
         )
-    source = open_folder(from_hub(config.input_path, MODEL_FILES, CheckpointError))
+    source = from_hub(config.input_path, MODEL_FILES, CheckpointError)
+    shape, stored = open_folder(source)
     folder = checkpoint_path(run, 0)
-    kinds = {name: (torch.float32, tuple(size)) for name, size in parameter_shapes(source.shape).items()}
+    kinds = {name: (torch.float32, tuple(size)) for name, size in parameter_shapes(shape).items()}
     planned = plan_files(kinds, FILE_BYTES)
-    origin = origin_of(source.path, config.input_path)
+    origin = _origin_of(source, config.input_path)
     with atomic_folder(folder, "--ckpt_save_path", sum(size_of(*kind) for kind in kinds.values())) as temporary:
         files = {
-            name: write_tensors(temporary / name, content, (source.weights.read(each).float() for each in content))
+            name: write_tensors(temporary / name, content, (read_tensor(stored, each).float() for each in content))
             for name, content in planned.items()
         }
-        manifest = Manifest(model=asdict(source.shape), files=files, config=_settings(source, run))
+        manifest = Manifest(model=asdict(shape), files=files, config=_settings(source, shape, run))
         write_json(temporary / MANIFEST, manifest.document())
         write_json(run / ORIGIN_FILE, origin)
-    print_text(f"{folder}: the weights of {source.path}, {parameter_count(source.shape):,} parameters, float32")
+    print_text(f"{folder}: the weights of {source}, {parameter_count(shape):,} parameters, float32")
     print_text(f"  train      pretrain train {shlex.quote(f'--ckpt_save_path={run}')} --data_path=…")
 
 
-def _settings(source: HuggingFaceFolder, run: Path) -> str:
+def _settings(source: Path, shape: LlamaShape, run: Path) -> str:
     """Return what is known of the run's settings: its model, and the tokenizer if the folder has one."""
-    tokenizer = str(source.path.resolve()) if is_file(source.path / TOKENIZER_FILE) else None
+    tokenizer = str(source.resolve()) if is_file(source / TOKENIZER_FILE) else None
     return dump_config(
         TrainConfig(
-            model=model_settings(source.shape),
+            model=model_settings(shape),
             data=DataConfig(tokenizer_path=tokenizer),
             checkpoint=CheckpointConfig(ckpt_save_path=str(run)),
         )
     )
+
+
+def _origin_of(path: Path, name: str) -> dict[str, Any]:
+    """Return what exports of a model keep of the folder it came from; None = not known.
+
+    Args:
+        name: as the user named the model.
+
+    Returns:
+        bos_token_id and eos_token_id of config.json, license of the README.md, and base_model, its name on the Hub.
+    """
+    config = read_json_of(path, CONFIG_FILE)
+    tokens = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
+    tokens = {key: ids if _are_token_ids(ids) else None for key, ids in tokens.items()}
+    cached = _IN_CACHE.search(str(path))
+    base = f"{cached[1]}/{cached[2]}" if cached else None if exists(Path(name).expanduser()) else name
+    return {**tokens, "license": _license_of(path / "README.md"), "base_model": base}
+
+
+def _are_token_ids(ids: Any) -> bool:
+    """Return whether an entry is a token id, or a list of some, as ends of a text may be."""
+    several = ids if isinstance(ids, list) else [ids]
+    return len(several) > 0 and all(type(each) is int and each >= 0 for each in several)
+
+
+def _license_of(card: Path) -> str | None:
+    """Return the license in the header of a model card."""
+    try:
+        _, header, _ = read_file(card).decode().split("---\n", 2)
+        found = read_yaml(header).get("license")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None  # a text for people, or none
+    return found if isinstance(found, str) and _WORD.fullmatch(found) else None

@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.checkpoint.manifest import run_of
 from pretraining.checkpoint.rollback_file import read_rollback, without_samples
-from pretraining.checkpoint.start_point import adopt_settings, find_newest, find_start, newest_run_path
+from pretraining.checkpoint.run_folder import run_of
+from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.run_settings import adopt_settings
+from pretraining.checkpoint.start_point import find_newest, find_start
 from pretraining.config.assignments import COMMAND_LINE
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.command_line import parse_config, read_given
@@ -37,6 +39,7 @@ from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import VIRTUAL_BOS
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import ConfigError, DataError
+from pretraining.files import is_address
 from pretraining.launch.terminal import print_text, showing_through
 from pretraining.text import count_of, format_table
 from pretraining.tools.translate.hook import translate_when_needed
@@ -68,6 +71,12 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         named = None  # a new run, with the settings and the data that `train` would begin it with
     if named is None:
         config = parse_config(InspectConfig, overrides, flags, translate=translate)
+    if named is not None and is_address(named):
+        from pretraining.checkpoint.object_store import local_view
+
+        with local_view(named, with_files=False) as run:
+            inspect_command(overrides, {**flags, "ckpt_load_path": str(run)})
+        return
     path = config.checkpoint.ckpt_save_path if named is None else named
     path = None if path is None else newest_run_path(path)
     # What steps train on stands in the manifest; whether the tensors are whole does not matter here.

@@ -9,17 +9,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import (
-    BEST,
-    CHECKPOINTS,
-    committed_checkpoints,
-    run_of,
-    unfinished_saves,
-)
-from pretraining.checkpoint.start_point import manifest_at
+from pretraining.checkpoint.manifest import read_manifest
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
 from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
-from pretraining.files import entries_of, is_folder, real_path
+from pretraining.files import entries_of, is_address, is_folder, real_path
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_bytes, format_seconds, format_table
 
@@ -58,16 +52,22 @@ def list_checkpoints(config: ListConfig) -> None:
     Raises:
         CheckpointError: there is no run.
     """
-    source = Path(config.run_path)
-    run = run_of(source)
-    if not is_folder(run / CHECKPOINTS):
-        raise CheckpointError(f"--run_path is no run: it has no folder {CHECKPOINTS}", path=source)
-    rows = rows_of(run)
+    if is_address(config.run_path):
+        from pretraining.checkpoint.object_store import local_view
+
+        with local_view(config.run_path, with_files=False) as run:
+            rows, place = rows_of(run), config.run_path
+    else:
+        source = Path(config.run_path)
+        run = run_of(source)
+        if not is_folder(run / CHECKPOINTS):
+            raise CheckpointError(f"--run_path is no run: it has no folder {CHECKPOINTS}", path=source)
+        rows, place = rows_of(run), str(run / CHECKPOINTS)
     if config.json:
         lines = [json.dumps(asdict(row)) for row in rows]
     else:
         size = format_bytes(sum(row.bytes for row in rows))
-        lines = [*_table(rows), f"{count_of(len(rows), 'checkpoint')}, {size} in {run / CHECKPOINTS}"]
+        lines = [*_table(rows), f"{count_of(len(rows), 'checkpoint')}, {size} in {place}"]
     for line in lines:
         print_text(line)
 
@@ -77,12 +77,12 @@ def rows_of(run: Path) -> list[Row]:
     link = run / CHECKPOINTS / BEST
     best = real_path(link) if link.is_symlink() else None
     incomplete = [_measured(path, "incomplete", best) for path in unfinished_saves(run)]
-    return [_row(path, best) for path in committed_checkpoints(run)] + incomplete
+    return [_row(each.path, best) for each in committed_checkpoints(run)] + incomplete
 
 
 def _row(path: Path, best: Path | None) -> Row:
     try:
-        manifest = manifest_at(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return replace(_measured(path, "damaged", best), fault=str(error))
     return replace(

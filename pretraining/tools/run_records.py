@@ -26,8 +26,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pretraining.checkpoint.manifest import CHECKPOINTS, Manifest, committed_checkpoints, run_of
-from pretraining.checkpoint.start_point import CONFIG_FILE, document_at
+from pretraining.checkpoint.manifest import Manifest, read_document
+from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of
+from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.settings_files import read_text
 from pretraining.data.resume import restored_mixture
@@ -252,9 +253,9 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _newest_mixture(folder: Path) -> list[MixturePart]:
-    for path in reversed(committed_checkpoints(folder)):
+    for each in reversed(committed_checkpoints(folder)):
         try:
-            return mixture_of(document_at(path))
+            return mixture_of(read_document(each.path))
         except CheckpointError:  # `pretrain verify` says what is wrong with it
             continue
     return []

@@ -21,19 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.checkpoint.completeness import tensor_faults
-from pretraining.checkpoint.headers import chunks_by_name, read_header
-from pretraining.checkpoint.manifest import (
-    CHECKPOINTS,
-    FULL_FILES,
-    MANIFEST,
-    committed_checkpoints,
-    misnamed_files,
-    run_of,
-    shape_of,
-    unfinished_saves,
-)
+from pretraining.checkpoint.headers import read_headers
+from pretraining.checkpoint.manifest import MANIFEST, misnamed_files, read_document, shape_of
 from pretraining.checkpoint.reader import file_faults
-from pretraining.checkpoint.start_point import CheckpointRef, document_at, files_of, is_checkpoint
+from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_saves
+from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at
 from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
@@ -217,15 +209,20 @@ def _wrong_tokens(path: str, layout: DocumentLayout, vocab_size: int | None) -> 
 
 
 def _verify_checkpoints(source: Path, threads: int) -> None:
-    paths, unfinished = _find_checkpoints(source)
-    damaged = 0
+    paths, damaged = checkpoints_at(source)[::-1], 0
+    if not paths:
+        raise CheckpointError(
+            f"neither a checkpoint (a folder with {MANIFEST}, or four .pt files) nor a run with some in "
+            f"{CHECKPOINTS}/. Give token files with --data_path",
+            path=source,
+        )
     for path in paths:
         print_text(f"reading {path}", file=sys.stderr)
         faults = faults_of(path, threads)
         damaged += bool(faults)
         for fault in faults or [_describe(path)]:
             print_text(fault)
-    for path in unfinished:
+    for path in unfinished_saves(run_of(source)):
         print_text(f"{path} is incomplete: never read, and no fault")
     if damaged:
         raise CheckpointError(f"damaged: {damaged} of {count_of(len(paths), 'checkpoint')}; faults are listed above")
@@ -233,8 +230,8 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
 
 def _describe(path: Path) -> str:
     """Describe a checkpoint without faults."""
-    manifest = document_at(path)
-    files = files_of(CheckpointRef(path, manifest))
+    manifest = read_document(path)
+    files = CheckpointRef(path, manifest).files
     size = format_bytes(sum((path / name).stat().st_size for name in files))
     return f"{path}: step {manifest.step}, {count_of(len(files), 'file')}, {size}: no faults"
 
@@ -242,34 +239,15 @@ def _describe(path: Path) -> str:
 def faults_of(path: Path, threads: int = 1) -> list[str]:
     """Return what is wrong with a checkpoint, a line per fault; everything in it is read, on as many threads."""
     try:
-        manifest = document_at(path)
+        manifest = read_document(path)
         shape_of(manifest)
-        files = files_of(CheckpointRef(path, manifest))
+        files = CheckpointRef(path, manifest).files
     except CheckpointError as error:
         return [str(error)]
     misnamed = list(misnamed_files(path, manifest))
     own = {name: entry for name, entry in files.items() if Path(name).name == name}
-    faults = file_faults(path, {name: entry for name, entry in own.items() if entry is not None}, threads)
-    headers = []
-    for name in () if faults else own:
-        try:
-            headers.append(read_header(path / name))
-        except CheckpointError as error:
-            faults.append(str(error) if name in FULL_FILES else f"{path / name} is no sound safetensors file: {error}")
-    # What a bad file holds would be missed everywhere.
-    return misnamed + (faults or tensor_faults(path, chunks_by_name(headers), manifest))
-
-
-def _find_checkpoints(source: Path) -> tuple[list[Path], list[Path]]:
-    """Find the checkpoints to check, and what interrupted saves have left beside them."""
-    if is_checkpoint(source):
-        return [source], []
-    run = run_of(source)
-    paths = committed_checkpoints(run)
-    if not paths:
-        raise CheckpointError(
-            f"neither a checkpoint (a folder with {MANIFEST}, or four .pt files) nor a run with some in "
-            f"{CHECKPOINTS}/. Give token files with --data_path",
-            path=source,
-        )
-    return paths, unfinished_saves(run)
+    faults = file_faults(path, own, threads)
+    try:  # What a bad file holds would be missed everywhere.
+        return misnamed + (faults or tensor_faults(read_headers(path, own), manifest))
+    except CheckpointError as error:
+        return [*misnamed, str(error)]

@@ -9,22 +9,21 @@ hang.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, tensor_state
+from pretraining.checkpoint.mirror import Mirror
 from pretraining.checkpoint.retention import set_aside
+from pretraining.checkpoint.run_path import write_config
 from pretraining.checkpoint.saver import Saver
-from pretraining.checkpoint.start_point import CheckpointRef, find_start, load, make_run_folder, write_config
-from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.checkpoint.start_point import load
+from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
@@ -32,13 +31,13 @@ from pretraining.distributed.parallelize import ParallelModel, compute_dtype, pa
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
-from pretraining.errors import DamagedError
 from pretraining.evaluation.early_stopping import EarlyStopping
+from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import Evaluator
 from pretraining.evaluation.scores import Scores
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
-from pretraining.observability.custom_metrics import CustomMetrics
+from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.observability.events import Events
 from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import Profiler
@@ -51,7 +50,8 @@ from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import announce
 from pretraining.train.open_data import batches_of, byte_lengths
-from pretraining.train.plan import Job, Plan, plan_run
+from pretraining.train.plan import Plan
+from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import StatusKeeper
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
@@ -60,82 +60,49 @@ from pretraining.train.step import StepContext
 log = logging.getLogger(__name__)
 
 TRACKERS_STATE, REPORT_STATE = "trackers", "report"  # in checkpoints
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a run trains.
-
-    Attributes:
-        parameters: of the model, by name, without what the layout adds to names.
-    """
-
-    model: ParallelModel
-    parameters: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
-
-
-def begin_start(
-    config: CheckpointConfig, status: StatusKeeper, damaged: Mapping[Path, str] = MappingProxyType({})
-) -> CheckpointRef | None:
-    """Find what a run starts from, make its folder and count the start; a collective call.
-
-    Raises:
-        CheckpointError: as `find_start`; or the run has crashed there too often.
-    """
-    start = find_start(config, damaged)
-    if config.ckpt_save_path is not None:
-        run, step = config.folder, start.step if start is not None else 0
-        on_rank_zero(lambda: make_run_folder(run))
-        on_rank_zero(lambda: status.begin(run, step, goes_back=start is not None and start.goes_back))
-    return start
+COPYING_SHARE = 0.8
+"""Of --hang_timeout: how long the end of a run waits for the copy of its last checkpoint. The watchdog waits longer."""
+COPYING_SECONDS = 600.0
+"""The same where nothing counts as a hang."""
 
 
 def build_run(
-    job: Job,
-    start: CheckpointRef | None,
-    skipped_samples: Sequence[tuple[int, int]] = (),
-    stop_step: int | None = None,
+    plan: Plan,
+    stop_requests: StopRequests,
+    status: StatusKeeper,
+    lease: Lease | None = None,
+    hook: MetricsHook | None = None,
+    sampler: TextSampler | None = None,
 ) -> Run:
-    """Put a run together and restore what it starts from, or an older checkpoint if that is damaged; a collective call.
+    """Put a run together and restore what it starts from; a collective call.
 
     Args:
-        start: as `begin_start` returns it; the others are those of `plan_run`.
+        stop_requests: what asks this rank to end early.
+        status: is told how far the run is, and what happens to it.
+        lease: on the run's folder, checked before each commit; None = the run keeps nothing.
+        hook: makes the user's own metrics; None = there are none.
+        sampler: has the model write text; None = it writes none.
 
     Raises:
+        DamagedError: what the run starts from is damaged.
         PretrainError: any mistake of the user, the same on all ranks.
         Preempted: a signal came before the first step.
     """
-    config, processes = job.config, job.processes
-    processes.activity.restart(step=start.step if start is not None else 0)
-    if config.run.deterministic:
-        use_deterministic_kernels()
-    damaged: dict[Path, str] = {}
-    while True:
-        plan = plan_run(job, start, skipped_samples, stop_step)
-        try:
-            trained = _restore(plan)
-            break
-        except DamagedError as error:
-            assert start is not None
-            damaged[start.path] = str(error)
-        start = begin_start(config.checkpoint, job.status, damaged)
-    processes.activity.step = plan.state.step
+    model, optimizer = _restore(plan)
     announce(plan)
-    _add_events(plan, job.events)
-    if start is None:  # late: mistakes in the settings of the data need not wait for it
-        initialize_parameters(trained.parameters, plan.shape, config.run.seed, processes.device)
-    run = _assemble(plan, trained, job)
-    on_rank_zero(lambda: write_config(config))
-    on_every_rank(job.stop_requests.end_before_training)
+    _add_events(plan, status.events)
+    if plan.start is None:  # late: mistakes in the settings of the data need not wait for it
+        initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
+    context = _build_context(plan, model, optimizer, hook)
+    run = _assemble(plan, context, stop_requests, status.events, lease, sampler)
+    on_rank_zero(lambda: write_config(plan.config))
+    on_every_rank(stop_requests.end_before_training)
     on_rank_zero(lambda: _set_aside_newer(plan))
-    job.status.training(plan.state)
-    if job.memory is not None:
-        job.memory.watch(trained.optimizer, plan.state, plan.mesh["shard"].size())
+    status.training(plan.state)
     return run
 
 
-def _restore(plan: Plan) -> Trained:
+def _restore(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """Make the model and the optimizer, and read what the run starts from into them; a collective call.
 
     Raises:
@@ -143,13 +110,12 @@ def _restore(plan: Plan) -> Trained:
         CheckpointError: it does not fit.
     """
     model = build_model(plan.shape, plan.config, plan.mesh, plan.processes.device, initialize=False)
-    parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
-    optimizer = build_optimizer(parameters, plan.config.optimizer)
+    optimizer = build_optimizer(model.parameters, plan.config.optimizer)
     if plan.start is not None:
         if plan.restored is not None:
             materialise_state(optimizer)
-        load(plan.start, tensor_state(parameters, optimizer if plan.takes_optimizer else None))
-    return Trained(model, parameters, optimizer)
+        load(plan.start, tensor_state(model.parameters, optimizer if plan.takes_optimizer else None))
+    return model, optimizer
 
 
 def _set_aside_newer(plan: Plan) -> None:
@@ -179,44 +145,50 @@ def _add_events(plan: Plan, events: Events) -> None:
 def build_model(
     shape: LlamaShape, config: TrainConfig, mesh: DeviceMesh, device: torch.device, *, initialize: bool
 ) -> ParallelModel:
-    """Make the model, laid out on its devices; without `initialize` its values are undefined."""
+    """Make the model, laid out on its devices; without `initialize` its values are undefined.
+
+    Its parameters have the names of checkpoints, without what compilation and activation checkpointing add.
+    """
     with torch.device("meta") if config.parallel.low_cpu_fsdp else device:
         model = Llama(shape, config.loss)
     laid_out = parallelize(model, model.model.layers, config.parallel, mesh, device, model.tie_weights)
+    laid_out.parameters = {parameter_name(name): parameter for name, parameter in laid_out.parameters.items()}
     if initialize:
         initialize_parameters(laid_out.parameters, shape, config.run.seed, device)
     return laid_out
 
 
-def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
+def _assemble(
+    plan: Plan,
+    context: StepContext,
+    stop_requests: StopRequests,
+    events: Events,
+    lease: Lease | None,
+    sampler: TextSampler | None,
+) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
-    stopwatch = Stopwatch()
+    stopwatch, host_sync = Stopwatch(), HostSync()
     stopwatch.also_tell(processes.activity.turn_to)
-    host_sync = HostSync()
-    scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
-    trackers = _open_trackers(plan)
-    observer = _observer(plan, trained, job, stopwatch, trackers, scores)
-    metrics = CustomMetrics(job.hook, trained.model.module, processes.device)
-    context = _step_context(plan, trained, metrics, scores)
+    observer = _build_observer(plan, context, stopwatch, events)
 
     def should_stop() -> bool:
-        state.request_stop(host_sync.exchange(stopwatch.elapsed, job.stop_requests.pending()).stop)
+        state.request_stop(host_sync.exchange(stopwatch.elapsed, stop_requests.pending()).stop)
         return state.preempted
 
-    evaluator = _evaluator(plan, trained, job, stopwatch, observer, should_stop, metrics, scores)
-    replicas = Replicas(list(trained.parameters.values()), plan.mesh)
-    guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, job.events)
+    evaluator = _build_evaluator(plan, context, observer, should_stop, sampler)
+    replicas = Replicas(list(context.model.parameters.values()), plan.mesh)
+    guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, events)
     states: dict[str, Stateful] = {
         GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,
         REPORT_STATE: observer,
-        TRACKERS_STATE: trackers,
+        TRACKERS_STATE: observer.trackers,
     }
     if context.spikes is not None:
         states["spikes"] = context.spikes
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
-    checkpoints = _checkpoints(plan, trained, job, states, observer)
+    checkpoints = _build_checkpoints(plan, context, states, observer, lease)
     evaluator.early_stopping.end_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # without one, there is nothing to profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
@@ -228,18 +200,43 @@ def _assemble(plan: Plan, trained: Trained, job: Job) -> Run:
         evaluator=evaluator,
         checkpoints=checkpoints,
         host_sync=host_sync,
-        stop_requests=job.stop_requests,
+        stop_requests=stop_requests,
         stopwatch=stopwatch,
         guards=guards,
         garbage=GarbageCollection(config.run.gc_interval),
         profiler=profiler,
-        mesh=plan.mesh,
     )
 
 
-def _observer(
-    plan: Plan, trained: Trained, job: Job, stopwatch: Stopwatch, trackers: Trackers, scores: Scores
-) -> Observer:
+def _build_context(
+    plan: Plan, model: ParallelModel, optimizer: torch.optim.Optimizer, hook: MetricsHook | None
+) -> StepContext:
+    config, device = plan.config, plan.processes.device
+    spikes = None
+    if config.guard.spike_threshold is not None:
+        # Another mixture, another batch or a document mask shifts the losses: what was usual before says nothing then.
+        conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": config.data.document_mask}
+        spikes = SpikeDetector(config.guard.spike_threshold, config.guard.spike_window, device, conditions)
+    return StepContext(
+        model=model,
+        optimizer=optimizer,
+        learning_rate=plan.learning_rate,
+        grad_clip_thresh=config.optimizer.grad_clip_thresh,
+        shard_group=plan.mesh["shard"].get_group(),
+        device=device,
+        spikes=spikes,
+        scaler=LossScaler(device) if compute_dtype(config.parallel, device) == torch.float16 else None,
+        metrics=CustomMetrics(hook, model.module, device),
+        scores=on_every_rank(lambda: Scores(config.evaluation.extra_scores)),
+        activity=plan.processes.activity,
+    )
+
+
+def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, events: Events) -> Observer:
+    # Trackers go on under the ids that they had for this run; another one's shall not get its points.
+    is_same_run = plan.restored is not None and plan.restored.is_own
+    run_ids = plan.restored.manifest.state.get(TRACKERS_STATE, {}) if plan.restored and is_same_run else {}
+    is_main = plan.processes.is_main
     observer = Observer(
         plan.config,
         plan.shape,
@@ -247,113 +244,69 @@ def _observer(
         plan.state,
         stopwatch,
         plan.training_tokens,
-        trackers,
-        optimizer=trained.optimizer,
-        shard_group=plan.mesh["shard"].get_group(),
-        events=job.events,
+        on_every_rank(lambda: open_trackers(plan.config, plan.state.step, run_ids) if is_main else Trackers()),
+        optimizer=context.optimizer,
+        shard_group=context.shard_group,
+        events=events,
         datasets=tuple(source.name for source in plan.loader.reader.sources),
-        score_columns=scores.columns,
-        score_values=scores.values,
+        score_columns=context.scores.columns,
+        score_values=context.scores.values,
     )
     if plan.restored is not None:
         observer.last_loss = plan.restored.manifest.loss
     return observer
 
 
-def _checkpoints(
-    plan: Plan, trained: Trained, job: Job, states: dict[str, Stateful], observer: Observer
+def _build_evaluator(
+    plan: Plan, context: StepContext, observer: Observer, should_stop: Callable[[], bool], sampler: TextSampler | None
+) -> Evaluator:
+    evaluation = plan.config.evaluation
+    is_chosen = evaluation.best_by is not None or bool(evaluation.eval_datasets)
+    table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.sources else None
+    return Evaluator(
+        model=context.model.module,
+        sources=plan.sources,
+        device=context.device,
+        interval=Interval(evaluation.eval_interval, plan.training_tokens),
+        stopwatch=observer.stopwatch,
+        observer=observer,
+        should_stop=should_stop,
+        best_by=evaluation.best_by,
+        early_stopping=EarlyStopping(evaluation.early_stopping_evaluations, _decided_by(plan) if is_chosen else ()),
+        byte_lengths_V=table_V,
+        metrics=context.metrics,
+        scores=context.scores,
+        sampler=sampler if evaluation.sample_at_evaluations else None,
+    )
+
+
+def _build_checkpoints(
+    plan: Plan, context: StepContext, states: Mapping[str, Stateful], observer: Observer, lease: Lease | None
 ) -> CheckpointManager:
-    config, saver = plan.config, None
+    config, saver, mirror = plan.config, None, None
+    own = plan.restored if plan.restored is not None and plan.restored.is_own else None
+    if config.checkpoint.ckpt_mirror_path is not None:
+        mirror = Mirror(config.checkpoint, own.step if own else 0, own.path if own and own.manifest.files else None)
     if config.checkpoint.ckpt_save_path is not None:
-        saver = Saver(
-            config.checkpoint, trained.parameters, trained.optimizer, job.lease, collective_timeout(config.guard)
-        )
+        timeout = collective_timeout(config.guard)
+        saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, lease, timeout, mirror)
     checkpoints = CheckpointManager(
-        config.checkpoint, saver, manifest_of_run(config), plan.loader, states, observer, plan.training_tokens
+        config.checkpoint,
+        saver,
+        manifest_of_run(config),
+        plan.loader,
+        states,
+        observer,
+        plan.training_tokens,
+        mirror,
+        patience=COPYING_SHARE * (config.guard.hang_timeout.amount or COPYING_SECONDS),
     )
     if plan.restored is not None:
         checkpoints.restore(plan.restored, _decided_by(plan) if plan.sources else None)
     return checkpoints
 
 
-def _evaluator(
-    plan: Plan,
-    trained: Trained,
-    job: Job,
-    stopwatch: Stopwatch,
-    observer: Observer,
-    should_stop: Callable[[], bool],
-    metrics: CustomMetrics,
-    scores: Scores,
-) -> Evaluator:
-    config, processes = plan.config, plan.processes
-    is_chosen = config.evaluation.best_by is not None or bool(config.evaluation.eval_datasets)
-    stops_by = _decided_by(plan) if is_chosen else ()
-    return Evaluator(
-        model=trained.model.module,
-        sources=plan.sources,
-        device=processes.device,
-        interval=Interval(config.evaluation.eval_interval, plan.training_tokens),
-        stopwatch=stopwatch,
-        observer=observer,
-        should_stop=should_stop,
-        best_by=config.evaluation.best_by,
-        early_stopping=EarlyStopping(config.evaluation.early_stopping_evaluations, stops_by),
-        byte_lengths_V=byte_lengths(config, processes, plan.shape.vocab_size) if plan.sources else None,
-        metrics=metrics,
-        scores=scores,
-        sampler=job.sampler if config.evaluation.sample_at_evaluations else None,
-    )
-
-
 def _decided_by(plan: Plan) -> tuple[str, ...]:
     """Return the names of the evaluation sets that decide which checkpoint is the best."""
     best_by = plan.config.evaluation.best_by
     return tuple(sorted(each for source in plan.sources for each in source.sets if best_by in (None, each)))
-
-
-def _open_trackers(plan: Plan) -> Trackers:
-    """Open rank 0's trackers, by the ids that they had for the run before; a collective call."""
-    is_same_run = plan.restored is not None and plan.restored.is_own  # another one's shall not get its points
-    run_ids = plan.restored.manifest.state.get(TRACKERS_STATE, {}) if plan.restored and is_same_run else {}
-    is_main = plan.processes.is_main
-    return on_every_rank(lambda: open_trackers(plan.config, plan.state.step, run_ids) if is_main else Trackers())
-
-
-def _spike_detector(plan: Plan) -> SpikeDetector | None:
-    guard, data = plan.config.guard, plan.config.data
-    if guard.spike_threshold is None:
-        return None
-    # Another mixture, another batch or a document mask shifts the losses: what was usual before says nothing then.
-    conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": data.document_mask}
-    return SpikeDetector(guard.spike_threshold, guard.spike_window, plan.processes.device, conditions)
-
-
-def _step_context(plan: Plan, trained: Trained, metrics: CustomMetrics, scores: Scores) -> StepContext:
-    config, device = plan.config, plan.processes.device
-    in_float16 = compute_dtype(config.parallel, device) == torch.float16
-    return StepContext(
-        model=trained.model,
-        optimizer=trained.optimizer,
-        learning_rate=plan.learning_rate,
-        grad_clip_thresh=config.optimizer.grad_clip_thresh,
-        shard_group=plan.mesh["shard"].get_group(),
-        device=device,
-        spikes=_spike_detector(plan),
-        scaler=LossScaler(device) if in_float16 else None,
-        metrics=metrics,
-        scores=scores,
-        activity=plan.processes.activity,
-    )
-
-
-def use_deterministic_kernels() -> None:
-    """Make PyTorch choose kernels that give the same bits each time."""
-    # Libraries read these when they are first used, which is later. NCCL would choose algorithms by what it measures.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    # It would fill every buffer that is made, to find reads of memory that nobody wrote: a search, not a promise.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -13,7 +13,8 @@ from pathlib import Path
 from torch import nn
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
-from pretraining.checkpoint.start_point import CheckpointRef, find_newest, load, newest_run_path
+from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.start_point import CheckpointRef, find_newest, load
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
@@ -25,10 +26,9 @@ from pretraining.evaluation.scores import Scores
 from pretraining.files import from_hub
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
-from pretraining.model.init import parameter_name
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.text import format_table
-from pretraining.train.build import build_model, use_deterministic_kernels
+from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
 from pretraining.train.plan import build_run_mesh, check_kernels
 from pretraining.train.preemption import StopRequests, ending, reason_of
@@ -83,14 +83,12 @@ def evaluate_only(
     manifest = on_rank_zero(lambda: find_newest(source)).manifest
     check_same_model(manifest, shape, source)
     on_every_rank(lambda: _check_never_trained_on(config, manifest.data.get("held_out_fraction")))
-    if config.run.deterministic:
-        use_deterministic_kernels()
     check_kernels(config, shape, device)
     data = open_data(config, processes)
     batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
     sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
     model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
-    start = _load(source, {parameter_name(name): parameter for name, parameter in model.parameters.items()})
+    start = _load(source, model.parameters)
     table_V = byte_lengths(config, processes, shape.vocab_size)
     stop = 0
 

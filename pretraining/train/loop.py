@@ -6,8 +6,6 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.host_sync import HostSync
@@ -31,7 +29,6 @@ class Run:
         host_sync: a clock and a request to end that all ranks read alike.
         stop_requests: what asks this rank to end early.
         guards: end a run that goes wrong (stability.py).
-        mesh: that the model is sharded over.
     """
 
     state: TrainState
@@ -46,7 +43,6 @@ class Run:
     guards: Guards
     garbage: GarbageCollection
     profiler: Profiler
-    mesh: DeviceMesh
 
 
 def train_loop(run: Run) -> None:

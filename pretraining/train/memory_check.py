@@ -1,21 +1,31 @@
-"""Says before a run what memory it will take, and refuses what cannot fit; says at its end what it took."""
+"""Memory of a run: what cannot fit is refused before it starts, and an error says where memory went if it runs out.
+
+Both know what would take less, by the same estimate.
+"""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from pretraining.checkpoint.pt_files import check_host_memory
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape, parameter_count
+from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
-from pretraining.errors import ConfigError
+from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
+from pretraining.errors import ConfigError, OutOfMemoryError
 from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.memory import STATE_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.launch.machine import machine_memory
+from pretraining.observability.profiler import TRACES
+from pretraining.observability.throughput import peak_bytes
 from pretraining.text import format_gib
 
 log = logging.getLogger(__name__)
@@ -24,18 +34,13 @@ ROOM = 0.9
 """Share of the memory that a suggestion may take."""
 TOLERANCE = 0.15
 """A run is refused where even so much less than the estimate would not fit (measured: docs/performance.md)."""
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """Memory that one process may use, in bytes, and the words for what sets it."""
-
-    bytes: int
-    source: str
-
-    def __str__(self) -> str:
-        """Return what a message says."""
-        return f"{format_gib(self.bytes)} {self.source}"
+PACKAGE = Path(__file__).parent.parent
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
+    r"|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|HIP out of memory"
+    r"|ncclUnhandledCudaError.*out of memory",
+    re.DOTALL,
+)
 
 
 def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, processes: Processes) -> None:
@@ -49,51 +54,86 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
         ConfigError: it is more than there is, and `ignore_memory` is off; says what would fit.
         CheckpointError: so is what full checkpoints gather.
     """
-    device = processes.device
-    needed, limit = _estimate(config, shape, shard_size, device), _limit_of(processes)
+    needed = _estimate(config, shape, shard_size, processes.device)
+    parts, (limit_bytes, limit) = _format_parts(needed), _limit_of(processes)
     if processes.is_main:
-        log.info("memory      about %s of %s: %s", format_gib(needed.total), limit, _parts(needed))
+        log.info("memory      about %s of %s: %s", format_gib(needed.total), limit, parts)
     if config.run.ignore_memory:
         return
-    if processes.is_main and config.checkpoint.ckpt_format == "full" and (device.type == "cuda" or shard_size > 1):
+    on_cpu = processes.device.type == "cpu"
+    if processes.is_main and config.checkpoint.ckpt_format == "full" and (not on_cpu or shard_size > 1):
         gathered = STATE_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
-        if device.type == "cpu":  # which holds what trains, too
+        if on_cpu:  # which holds what trains, too
             gathered += needed.total * processes.local_world_size
         check_host_memory(gathered, "Give --ckpt_format=sharded, or --ignore_memory=true to start all the same")
-    if needed.total * (1 - TOLERANCE) <= limit.bytes:
+    if needed.total * (1 - TOLERANCE) <= limit_bytes:
         return
-    itemsize = compute_dtype(config.parallel, device).itemsize
-    fitting = memory_advice(
-        config,
-        shape,
-        shard_size=shard_size,
-        compute_bytes=itemsize,
-        device_type=device.type,
-        limit_bytes=ROOM * limit.bytes,
-    )
+    fitting = _advice(config, shape, shard_size, processes.device, ROOM * limit_bytes)
     would_fit = f"What would fit: {'; '.join(fitting)}" if fitting else "Nothing smaller would fit, either"
     raise ConfigError(
         f"the model cannot fit: {parameter_count(shape):,} parameters with --batch_size={config.batch.batch_size} and "
-        f"--seq_length={config.data.seq_length} take about {format_gib(needed.total)} a process ({_parts(needed)}), "
+        f"--seq_length={config.data.seq_length} take about {format_gib(needed.total)} a process ({parts}), "
         f"and there are {limit}. {would_fit}. --ignore_memory=true starts all the same"
     )
 
 
-def describe_peak(
-    config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device, measured_gib: float
-) -> str:
-    """Say in a line what a run has taken at its peak, beside what was estimated.
+@contextmanager
+def explain_out_of_memory(config: TrainConfig, shard_size: int, processes: Processes) -> Iterator[None]:
+    """Raise `OutOfMemoryError` in place of the many errors that PyTorch, CUDA and Python have for it.
 
-    On a GPU both are about tensors alone. On a CPU both are about all that the process held.
-
-    Args:
-        measured_gib: `memory_gib` of a report, of the fullest rank.
+    Raises:
+        OutOfMemoryError: with where the memory went, and what would help; of this rank alone.
+        ConfigError: memory snapshots were asked for, and this device makes none.
     """
-    needed = _estimate(config, shape, shard_size, device)
-    on_gpu = device.type == "cuda"
-    estimated = needed.total - needed.runtime if on_gpu else needed.total
-    held = "in tensors" if on_gpu else "by a process, programs included"
-    return f"memory      peak {format_gib(measured_gib * 2**30)} measured, {format_gib(estimated)} estimated, {held}"
+    remembers = config.profiler.memory_snapshot
+    if remembers and processes.device.type != "cuda":
+        raise ConfigError(f"--memory_snapshot=true is for GPUs, and this run is on {processes.device.type}")
+    if remembers:
+        remember_allocations()
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        explained = OutOfMemoryError(_explain(error, config, shard_size, processes))
+        explained.rank = processes.rank
+        raise explained from error
+    finally:
+        if remembers:
+            forget_allocations()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device or the machine has no memory left."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def _explain(error: Exception, config: TrainConfig, shard_size: int, processes: Processes) -> str:
+    shape, device = resolve_shape(config.model), processes.device
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
+    place = f", at {Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}" if frames else ""
+    cause = str(error).strip().partition("\n")[0] or type(error).__name__
+    reserved = ""
+    if device.type == "cuda":
+        reserved = f", {format_gib(torch.cuda.memory_reserved(device))} held by PyTorch's allocator"
+    lines = [
+        f"out of memory in step {processes.activity.step + 1}{place}: {cause}",
+        f"Measured on this rank: {format_gib(peak_bytes(device))} at the peak{reserved}, {_limit_of(processes)[1]}",
+        f"Estimated: {_format_parts(_estimate(config, shape, shard_size, device))}",
+        "What takes less, by the estimate:",
+        *(f"  {line}" for line in _advice(config, shape, shard_size, device)),
+    ]
+    if device.type == "cuda" and config.checkpoint.ckpt_save_path is not None:
+        path = config.checkpoint.folder / TRACES / f"out_of_memory_rank{processes.rank}.memory.pickle"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_snapshot(path)
+            lines.append(f"A snapshot for https://pytorch.org/memory_viz is in {path}")
+        except OSError as problem:
+            lines.append(f"A snapshot of the memory could not be written to {path}: {problem}")
+    return "\n".join(lines)
 
 
 def _estimate(config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device) -> MemoryEstimate:
@@ -101,24 +141,33 @@ def _estimate(config: TrainConfig, shape: LlamaShape, shard_size: int, device: t
     return estimate_memory(config, shape, shard_size=shard_size, compute_bytes=itemsize, device_type=device.type)
 
 
-def _limit_of(processes: Processes) -> MemoryLimit:
+def _advice(
+    config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device, limit_bytes: float | None = None
+) -> list[str]:
+    return memory_advice(
+        config,
+        shape,
+        shard_size=shard_size,
+        compute_bytes=compute_dtype(config.parallel, device).itemsize,
+        device_type=device.type,
+        limit_bytes=limit_bytes,
+    )
+
+
+def _limit_of(processes: Processes) -> tuple[int, str]:
+    """Return the bytes that one process may use, and the words for them."""
     if processes.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(processes.device)
-        return MemoryLimit(free, f"free on {processes.device}")
-    memory = machine_memory()
-    share = f" for each of {processes.local_world_size} processes" if processes.local_world_size > 1 else ""
-    return MemoryLimit(memory.available // processes.local_world_size, f"available in {memory.limited_by}{share}")
+        return free, f"{format_gib(free)} free on {processes.device}"
+    memory, sharing = machine_memory(), processes.local_world_size
+    share = f" for each of {sharing} processes" if sharing > 1 else ""
+    size = memory.available // sharing
+    return size, f"{format_gib(size)} available in {memory.limited_by}{share}"
 
 
-def _parts(needed: MemoryEstimate) -> str:
-    sizes = {
-        "parameters": needed.parameters,
-        "gradients": needed.gradients,
-        "optimizer": needed.optimizer_state,
-        "gathered": needed.gathered,
-        "activations": needed.activations,
-        "loss": needed.loss,
-    }
-    text = ", ".join(f"{name} {format_gib(size)}" for name, size in sizes.items() if size)
+def _format_parts(needed: MemoryEstimate) -> str:
+    names = ("parameters", "gradients", "optimizer_state", "gathered", "activations", "loss")
+    sizes = {name: getattr(needed, name) for name in names}
+    text = ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in sizes.items() if size)
     later = needed.later_gradients
     return f"{text}, less {format_gib(later)} of gradients that come after the peak" if later else text

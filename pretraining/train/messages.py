@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from pretraining.checkpoint.start_point import CONFIG_FILE
+from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import (
@@ -27,15 +24,14 @@ from pretraining.config.values import format_value
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
-from pretraining.errors import ConfigError, Preempted
+from pretraining.errors import Preempted
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.flops import flops_per_token, matmul_parameters
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
-from pretraining.observability.trackers import METRICS_FILE
+from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
 from pretraining.optim.registry import own_arguments
-from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TrainState
 from pretraining.text import count_of, format_seconds
 from pretraining.train.loop import Run
@@ -45,24 +41,11 @@ from pretraining.train.preemption import ending, reason_of
 log = logging.getLogger(__name__)
 
 
-HEADER = (
-    ("model", "blocks"),
-    ("data", "evaluation"),
-    ("batch", "length"),
-    ("optimizer", "schedule"),
-    ("start", "run folder"),
-)
-"""What each line says that a run begins with; `--dry_run` has a line for each of them, and more."""
-
-
 def announce(plan: Plan) -> None:
-    """Log in a few lines what is about to be trained, on what data, for how long, and from where."""
-    described = describe_plan(plan)
-    for names in HEADER:
-        lines = [line if name == names[0] else f"{name} {line}" for name in names for line in described[name]]
-        log.info("%-11s %s", names[0], "; ".join(lines))
-    for line in described["damaged"]:
-        log.info("%-11s %s", "damaged", line)
+    """Log what a run is about to do: the lines of each name."""
+    for name, lines in describe_plan(plan).items():
+        for index, line in enumerate(lines):
+            log.info("%-11s %s", "" if index else name, line)
 
 
 def describe_plan(plan: Plan) -> dict[str, list[str]]:
@@ -76,7 +59,7 @@ def describe_plan(plan: Plan) -> dict[str, list[str]]:
             f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
             f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}"
         ],
-        "blocks": list(_levers(config.parallel, plan.shape.num_hidden_layers)),
+        "blocks": list(_describe_blocks(config.parallel, plan.shape.num_hidden_layers)),
         "data": [_describe_data(plan)],
         "evaluation": list(_describe_evaluation(plan)),
         "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"],
@@ -135,49 +118,27 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         if not plan.takes_optimizer:
             yield "the optimizer begins anew (--load_optimizer=false)"
         yield from start.remarks
-        changed = (*plan.loader.changes_at_resume, *changed_settings(start.config, plan.config))
-        yield from (*changed, *filter(None, [plan.threads]))
-        yield from _describe_new_schedule(plan, start.config)
+        yield from plan.loader.changes_at_resume
+        yield from changed_settings(start.config, plan.config)
         if state.stop_step < state.total_steps:
             yield f"this invocation ends at step {state.stop_step}"
 
 
-def _describe_new_schedule(plan: Plan, before: TrainConfig) -> Iterator[str]:
-    """Say what another schedule, or another length of the run, does to the learning rate from here on."""
-    try:
-        old = build_learning_rate(before.schedule, before.run.num_steps, plan.token_schedule, plan.training_tokens)
-    except ConfigError:  # a user-defined schedule that is gone; the lines above name the one given then
-        return
-    step, new = plan.state.step, plan.learning_rate
-    if (before.schedule, old.horizon) != (plan.config.schedule, new.horizon) and step < plan.state.total_steps:
-        was = old.at(step, before.optimizer.peak_learning_rate)
-        now = new.at(step, plan.config.optimizer.peak_learning_rate)
-        yield (
-            f"learning rate here {now:.3g}, and {was:.3g} before: the rest is that of a run which had the new schedule "
-            "all along"
-        )
-
-
 def _describe_flops(plan: Plan) -> list[str]:
-    shape, seq_length = plan.shape, plan.config.data.seq_length
-    operations = flops_per_token(shape, seq_length)
-    less = ", less in shorter documents" if plan.config.data.document_mask else ""
-    name = device_name(plan.processes.device)
+    shape, seq_length, name = plan.shape, plan.config.data.seq_length, device_name(plan.processes.device)
     peak = peak_tflops(name)
-    relative = (
-        f"no MFU: the peak of a {name} is not known, `pretrain doctor` measures what it reaches"
-        if peak is None
-        else f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}"
-    )
+    less = ", less in shorter documents" if plan.config.data.document_mask else ""
     return [
-        f"{operations:.3e} a token = 6 x {matmul_parameters(shape):,} matmul parameters + "
+        f"{flops_per_token(shape, seq_length):.3e} a token = 6 x {matmul_parameters(shape):,} matmul parameters + "
         f"6 x {shape.num_hidden_layers} layers x {shape.num_attention_heads * shape.head_dim} x {seq_length}{less}",
-        relative,
+        f"no MFU: the peak of a {name} is not known"
+        if peak is None
+        else f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}",
     ]
 
 
-def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
-    """Return what is done to the model's blocks, a line each."""
+def _describe_blocks(parallel: ParallelConfig, layers: int) -> Iterator[str]:
+    """Yield what is done to the model's blocks."""
     if parallel.float8 is not None:
         yield f"linear layers of the blocks multiply in float8, {parallel.float8} scaled"
     selective = parallel.selective_checkpointing
@@ -189,62 +150,49 @@ def _levers(parallel: ParallelConfig, layers: int) -> Iterator[str]:
         yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
 
 
-def describe_speed(observer: Observer, seconds: Sequence[float], processes: Processes) -> str:
-    """Say what a run on made-up data has measured: the median over the steps after the first tenth, of at least three.
-
-    Args:
-        seconds: of each step.
-    """
-    measured = seconds[max(3, math.ceil(len(seconds) / 10)) :]
-    if not measured:
-        return f"speed       not measured: the first 3 steps do not count, and there were {len(seconds)}"
-    step, newest = median(measured), observer.newest
+def describe_speed(observer: Observer, processes: Processes) -> str:
+    """Say what a run on made-up data has measured: the median over the reports after the first, which warms up."""
+    measured, newest, gpus = list(observer.step_seconds), observer.newest, processes.world_size
+    measured = measured[1:] or measured
+    step = median(measured)
     faster = newest["step_seconds"] / step  # than in the steps of the last report, whose rates these are
-    rate, gpus = newest["tokens_per_second_per_gpu"] * faster, processes.world_size
-    kind = "GPU" if processes.device.type == "cuda" else "process"
+    rate, kind = newest["tokens_per_second_per_gpu"] * faster, "GPU" if processes.device.type == "cuda" else "process"
     mfu = "no MFU, since the peak is not known"
     if observer.peak_tflops is not None:
         mfu = f"MFU {newest['mfu'] * faster:.1%} of {observer.peak_tflops:g} TFLOP/s"
     return (
-        f"speed       {step:#.3g} s/step, the median of {len(measured)} steps; {rate:,.0f} tokens/s per {kind}, "
-        f"{rate * gpus:,.0f} in all; {mfu}; peak {newest['memory_gib']:.1f} GiB"
+        f"speed       {step:#.3g} s/step, the median of {count_of(len(measured), 'report')}; {rate:,.0f} tokens/s per "
+        f"{kind}, {rate * gpus:,.0f} in all; {mfu}; peak {newest['memory_gib']:.1f} GiB"
     )
 
 
-def conclude(config: TrainConfig, run: Run, trained: bool) -> str:
-    """Say where everything is, and what to run next; `trained` is whether there was anything left to do."""
-    state, is_kept = run.state, config.checkpoint.ckpt_save_path is not None
-    if not trained:
-        head = f"This run is finished already, at step {state.step} of {state.total_steps}: nothing was trained."
-        head += f" It stopped early: {state.early_end}." if state.early_end else ""
-    elif state.early_end:
+def conclude(config: TrainConfig, run: Run) -> str:
+    """Say what a run has come to, and where everything is."""
+    state = run.state
+    head = f"Stopped at step {state.step} of {state.total_steps}, as asked."
+    if state.early_end:
         head = f"Stopped early at step {state.step} of {state.total_steps}: {state.early_end}."
     elif state.finished:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."
-    else:
-        head = f"Stopped at step {state.step} of {state.total_steps}, as asked"
-        head += "; the same command goes on from there." if is_kept else "."
-    if not is_kept:
+    if not run.observer.newest:  # nothing was trained or evaluated
+        head = f"This run is finished already, at step {state.step} of {state.total_steps}. {state.early_end}".rstrip()
+    if config.checkpoint.ckpt_save_path is None:
         return head
     folder = config.checkpoint.folder
     lines = [
         head,
         f"  checkpoint   {run.checkpoints.newest}",
-        f"  metrics      {folder / 'logs' / METRICS_FILE}",
+        f"  metrics      {folder / LOGS / METRICS_FILE}",
         f"  config       {folder / CONFIG_FILE}",
     ]
     if "tensorboard" in config.report.tracker:
-        logs = shlex.quote(config.report.tracker_dir or str(folder / "logs"))
-        lines.append(f"  curves       tensorboard --logdir {logs}")
-    if "mlflow" in config.report.tracker and "MLFLOW_TRACKING_URI" not in os.environ:
-        database = Path(config.report.tracker_dir or folder / "logs").absolute() / "mlflow.db"
-        lines.append(f"  curves       mlflow ui --backend-store-uri {shlex.quote(f'sqlite:///{database}')}")
+        lines.append(
+            f"  curves       tensorboard --logdir {shlex.quote(config.report.tracker_dir or str(folder / LOGS))}"
+        )
     if state.finished:
-        longer = f"--num_steps={2 * max(state.step, state.total_steps)}"
-        change = "--early_stopping_evaluations=0" if state.early_end else longer
-        lines.append(f"  go on        the same command with {change} {shlex.quote(f'--ckpt_save_path={folder}')}")
-        lines.append("  start anew   the same command with another --ckpt_save_path")
+        change = "early_stopping_evaluations=0" if state.early_end else f"num_steps={2 * state.step}"
+        lines.append(f"  go on        the same command with --{change} {shlex.quote(f'--ckpt_save_path={folder}')}")
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import build_indices, build_loader, is_indexed, open_datasets
 from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
 from pretraining.data.loader import Loader
-from pretraining.data.samples import OpenedDatasets
+from pretraining.data.samples import OpenedDatasets, SplitName
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.tokenizer import load_fitting_tokenizer
 from pretraining.distributed.processes import Processes, gather_from_every_rank, on_every_rank, on_rank_zero
@@ -91,44 +91,31 @@ def evaluation_sources(
         DataError: a set has too few tokens for one sample.
         ConfigError: `--best_by` names no set, or one that `eval_batches` give nothing to.
     """
-    seed, steps, rank = config.run.seed, config.evaluation.eval_batches, processes.rank
+    steps = config.evaluation.eval_batches
     sources: list[EvaluationSource] = []
     counts: dict[str, int] = {}
-    if config.data.held_out_fraction > 0:
-        loader = on_every_rank(
-            lambda: build_loader(
-                *(data.training, config.data, batch, rank, seed, vocab_size), split="held_out", limit_steps=steps
-            )
+
+    def open_loader(opened: OpenedDatasets | None, settings: DataConfig, split: SplitName, limit_steps: int) -> Loader:
+        seed, rank = config.run.seed, processes.rank
+        return on_every_rank(
+            lambda: build_loader(opened, settings, batch, rank, seed, vocab_size, split=split, limit_steps=limit_steps)
         )
+
+    if config.data.held_out_fraction > 0:
+        loader = open_loader(data.training, config.data, "held_out", steps)
         names = tuple(source.name for source in loader.reader.sources)
         counts |= loader.reader.mixture.counts_before_step(steps)
         sources.append(EvaluationSource(names, _opener(loader, processes)))
     for folder, opened in data.folders:
-        loader = _loader_of_folder(folder, opened, config, batch, rank, vocab_size)
+        # Not more than it fills, so that no document counts twice; one where it fills none.
+        full = opened.training_tokens // (config.data.seq_length * batch.global_batch_size)
+        loader = open_loader(opened, folder.config, "train", max(1, min(steps, full)))
         sources.append(EvaluationSource((folder.name,), _opener(loader, processes)))
         counts[folder.name] = 1
     on_every_rank(lambda: _check_best_by(config, counts))
     for name in (name for name, count in counts.items() if count == 0):
         log.info("evaluation set %s gets no sequence of --eval_batches=%d: it has no numbers", name, steps)
     return sources
-
-
-def _loader_of_folder(
-    folder: EvaluationFolder,
-    opened: OpenedDatasets,
-    config: TrainConfig,
-    batch: BatchSizes,
-    rank: int,
-    vocab_size: int,
-) -> Loader:
-    # Not more than it fills, so that no document counts twice; one where it fills none.
-    full = opened.training_tokens // (config.data.seq_length * batch.global_batch_size)
-    steps = max(1, min(config.evaluation.eval_batches, full))
-    return on_every_rank(
-        lambda: build_loader(
-            *(opened, folder.config, batch, rank, config.run.seed, vocab_size), split="train", limit_steps=steps
-        )
-    )
 
 
 def _check_best_by(config: TrainConfig, counts: dict[str, int]) -> None:

@@ -9,16 +9,18 @@ and no hang. After damage or a rollback a run is planned again, with what is now
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import check_same_model, unfinished_saves
+from pretraining.checkpoint.manifest import check_same_model
 from pretraining.checkpoint.rollback_file import without_samples
+from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
@@ -33,53 +35,17 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError
-from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import EvaluationSource
 from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
-from pretraining.observability.custom_metrics import MetricsHook
-from pretraining.observability.events import Events
-from pretraining.observability.out_of_memory import MemoryWatch
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TokenSchedule, TrainState
 from pretraining.train.memory_check import check_memory
 from pretraining.train.open_data import OpenedData, evaluation_sources
-from pretraining.train.preemption import StopRequests
-from pretraining.train.run_status import StatusKeeper
 
-
-@dataclass(frozen=True)
-class Job:
-    """What a run shares with those that take its place after a rollback.
-
-    Attributes:
-        config: with nothing left open; it stays as it is.
-        mesh: that the model is laid out on.
-        data: open.
-        stop_requests: what asks this rank to end early.
-        status: run_status.json.
-        lease: on the run's folder, checked before each commit; None = the run keeps nothing.
-        memory: told whose memory to measure where it runs out.
-        threads: that were chosen for this process; None = it keeps those that it has.
-        events: what happens to the run.
-        hook: makes the user's own metrics; None = there are none.
-        sampler: has the model write text; None = it writes none.
-    """
-
-    config: TrainConfig
-    processes: Processes
-    mesh: DeviceMesh
-    data: OpenedData
-    stop_requests: StopRequests = field(default_factory=StopRequests)
-    status: StatusKeeper = field(default_factory=lambda: StatusKeeper(0, is_writer=False))
-    lease: Lease | None = None
-    memory: MemoryWatch | None = None
-    threads: CpuThreads | None = None
-    events: Events = field(default_factory=Events)
-    hook: MetricsHook | None = None
-    sampler: TextSampler | None = None
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,7 +60,6 @@ class Plan:
         training_tokens: of one pass over the datasets; None for made-up data, which has no end.
         token_schedule: tokens of each step, also of those before the start point.
         sources: what is evaluated on.
-        threads: how many compute on a CPU, beside those of before, in words; None = nothing to say.
     """
 
     config: TrainConfig
@@ -112,7 +77,6 @@ class Plan:
     loader: Loader
     sources: list[EvaluationSource]
     state: TrainState
-    threads: str | None
 
     @property
     def restored(self) -> CheckpointRef | None:
@@ -121,7 +85,10 @@ class Plan:
 
 
 def plan_run(
-    job: Job,
+    config: TrainConfig,
+    processes: Processes,
+    mesh: DeviceMesh,
+    opened: OpenedData,
     start: CheckpointRef | None,
     skipped_samples: Sequence[tuple[int, int]] = (),
     stop_step: int | None = None,
@@ -129,22 +96,21 @@ def plan_run(
     """Find out what a run will do that begins from a start point; a collective call.
 
     Args:
+        config: with nothing left open.
+        mesh: that the model is laid out on.
         skipped_samples: (first, end) of what is left out besides what the settings say.
         stop_step: where this invocation ends; None = as the settings say.
 
     Raises:
         PretrainError: the start point does not fit the settings, or the data do not.
     """
-    config, processes, data = job.config, job.processes, job.data.training
-    shape = resolve_shape(config.model)
+    processes.activity.restart(step=start.step if start is not None else 0)
+    data, shape = opened.training, resolve_shape(config.model)
     takes_optimizer = False
     if start is not None:
         check_same_model(start.manifest, shape, start.path)
         takes_optimizer = _takes_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
-    threads = None
-    if restored is not None and job.threads is not None and processes.device.type == "cpu":
-        threads = _take_threads(restored, config.parallel.sharding_strategy, processes.world_size, job.threads)
     is_kept = config.checkpoint.ckpt_save_path is not None
     unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if is_kept else [])
 
@@ -157,14 +123,14 @@ def plan_run(
     )
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
-    sources = evaluation_sources(config, job.data, batch, processes, shape.vocab_size)
+    sources = evaluation_sources(config, opened, batch, processes, shape.vocab_size)
     token_schedule = _token_schedule(loader, config.data.seq_length)
     training_tokens = data.training_tokens if data is not None else None
     learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
     return Plan(
         config=config,
         processes=processes,
-        mesh=job.mesh,
+        mesh=mesh,
         shape=shape,
         start=start,
         takes_optimizer=takes_optimizer,
@@ -177,7 +143,6 @@ def plan_run(
         loader=loader,
         sources=sources,
         state=_initial_state(config, token_schedule, training_tokens, restored, stop_step),
-        threads=threads,
     )
 
 
@@ -200,32 +165,36 @@ def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
     if not config.checkpoint.load_optimizer:
         return start.is_own and not saved.checkpoint.load_optimizer and not start.goes_back and not changes
     if changes:
-        was, is_now = before.optimizer, now.optimizer
-        if was == is_now:  # with momentum, or without
-            was, is_now = f"{was} with momentum={before.resolved().momentum:g}", f"momentum={now.resolved().momentum:g}"
+        was, is_now = (f"{each.optimizer} (--momentum={each.momentum})" for each in (before.resolved(), now.resolved()))
         raise ConfigError(
-            f"{start.path} has the state of --optimizer={was}, which {is_now} cannot go on from. Give the optimizer of "
+            f"{start.path} has the state of --optimizer={was}, which {is_now} cannot resume. Give the optimizer of "
             "before, or --load_optimizer=false: parameters and position in the data stay, the optimizer begins anew"
         )
     return True
 
 
-def _take_threads(restored: CheckpointRef, sharding_strategy: str, processes: int, threads: CpuThreads) -> str | None:
-    """Take as many threads as a checkpoint was made with, if its run goes on in the same layout and they fit.
+def keep_threads(
+    start: CheckpointRef | None, config: TrainConfig, processes: Processes, threads: CpuThreads | None
+) -> None:
+    """Compute with as many threads as a checkpoint was made with, if its run goes on in the same layout and they fit.
 
-    Their number decides on the last bits of sums.
+    Their number decides on the last bits of sums. A line says if it is not what it would be without the checkpoint, or
+    not that of before.
 
-    Returns:
-        A line for the user where the number is not what it would be without the checkpoint, or not that of before.
+    Args:
+        threads: that were chosen for this process; None = it keeps those that it has.
     """
-    world, now = restored.manifest.world, torch.get_num_threads()
+    if start is None or start.weights_only or threads is None or processes.device.type != "cpu":
+        return
+    world, now = start.manifest.world, torch.get_num_threads()
     saved, layout = world.get("cpu_threads"), (world.get("processes"), world.get("sharding_strategy"))
-    if type(saved) is not int or saved == now or layout != (processes, sharding_strategy):
-        return None
+    if type(saved) is not int or saved == now or layout != (processes.world_size, config.parallel.sharding_strategy):
+        return
     if threads.is_chosen and 1 <= saved <= threads.fitting:
         torch.set_num_threads(saved)
-        return f"cpu_threads is {saved} as before, of {threads.fitting} that fit: sums stay the same to the last bit"
-    return f"cpu_threads was {saved} and is {now} from here on: sums differ in their last bits"
+        log.info("cpu_threads is %d as before: sums stay the same to the last bit", saved)
+    else:
+        log.info("cpu_threads was %d and is %d from here on: sums differ in their last bits", saved, now)
 
 
 def _initial_state(
@@ -274,7 +243,9 @@ def lay_out(config: TrainConfig, processes: Processes) -> DeviceMesh:
 
 
 def build_run_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
-    """Make the mesh of a run; a collective call."""
+    """Make the mesh of a run, and switch to deterministic kernels if they are asked for; a collective call."""
+    if config.run.deterministic:
+        use_deterministic_kernels()
     return build_mesh(
         config.parallel,
         processes.world_size,
@@ -295,8 +266,18 @@ def check_kernels(config: TrainConfig, shape: LlamaShape, device: torch.device) 
     is_fixed = not config.data.document_mask or has_kernel_for_documents(device, dtype, shape.head_dim)
     if config.parallel.use_torch_compile and not is_fixed:
         raise ConfigError(
-            "--use_torch_compile=true compiles for fixed shapes, and with --document_mask=true attention has those of "
-            f"the documents here, others in each step ({device.type}, {str(dtype).removeprefix('torch.')}, head size "
-            f"{shape.head_dim}; a GPU of compute capability 8.0 takes all at once, in bfloat16 or float16, at head "
-            "sizes of 8, 16, ... 256). Leave one of them out"
+            "--use_torch_compile=true compiles for fixed shapes, and --document_mask=true has others in each step: "
+            f"{device.type}, {str(dtype).removeprefix('torch.')}, head size {shape.head_dim}. Leave one of them out"
         )
+
+
+def use_deterministic_kernels() -> None:
+    """Make PyTorch choose kernels that give the same bits each time."""
+    # Libraries read these when they are first used, which is later. NCCL would choose algorithms by what it measures.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # It would fill every buffer that is made, to find reads of memory that nobody wrote: a search, not a promise.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -57,11 +57,11 @@ class StopRequests:
 
 def ending(stop: int, text: str) -> Preempted:
     """Make what a run ends with on request, which decides about the first word of its text and the exit code."""
-    if stop == signal.SIGINT:
-        return Interrupted(f"Interrupted {text}")
-    preempted = Preempted(f"Preempted {text}")
-    preempted.is_out_of_time = is_out_of_time(stop)
-    return preempted
+    ended = Interrupted(f"Interrupted {text}") if stop == signal.SIGINT else Preempted(f"Preempted {text}")
+    ended.reason = reason_of(stop)
+    # The time limit, or the signal that SLURM sends ahead of its own.
+    ended.is_out_of_time = stop in (TIME_LIMIT, signal.SIGUSR1)
+    return ended
 
 
 def reason_of(stop: int) -> str:
@@ -71,11 +71,6 @@ def reason_of(stop: int) -> str:
     if stop == signal.SIGINT:
         return "Ctrl-C"
     return signal.Signals(stop).name
-
-
-def is_out_of_time(stop: int) -> bool:
-    """Whether a request says that the time given is nearly over: the limit, or the signal that SLURM sends ahead."""
-    return stop in (TIME_LIMIT, signal.SIGUSR1)
 
 
 def stop_requests(

@@ -1,8 +1,8 @@
-"""Trains a run to its end. Where it diverges, it goes back to the newest checkpoint before, without the samples since.
+"""Trains a run to its end: plans it, builds it, and does so again if its checkpoint is damaged or if it diverges.
 
-This is how PaLM got past its loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting
-certain weights, and with other batches from there on they did not come back. The run is built again as for any start,
-without the samples of the skipped updates; the data state keeps them from there on, so that later
+A run that diverges goes back to the newest checkpoint before, without the samples since. This is how PaLM got past its
+loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting certain weights, and with
+other batches from there on they did not come back. The data state keeps the samples that are left out, so that later
 starts and `pretrain inspect` know of them. Until a checkpoint holds that state, rollback.json does: a start that finds
 it does the rest of the rollback.
 """
@@ -11,59 +11,81 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from pretraining.checkpoint.manifest import (
-    UNFINISHED_SUFFIX,
-    committed_checkpoints,
-    has_save_name,
-    is_as_saved,
-    read_document,
-    step_of,
-)
-from pretraining.checkpoint.retention import best_of, list_records, point_to_best
+from pretraining.checkpoint.mirror import fetch_start
+from pretraining.checkpoint.retention import give_up
 from pretraining.checkpoint.rollback_file import (
     ROLLBACK_FILE,
     Rollback,
     read_rollback,
     write_rollback,
 )
+from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.checkpoint.run_path import make_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.processes import on_rank_zero
-from pretraining.errors import CheckpointError, DivergenceError
+from pretraining.errors import CheckpointError, DamagedError, DivergenceError
 from pretraining.files import exists
-from pretraining.train.build import build_run
+from pretraining.observability.events import Events
 from pretraining.train.loop import Run, train_loop
-from pretraining.train.plan import Job
+from pretraining.train.plan import Plan
+from pretraining.train.run_status import StatusKeeper
 
 log = logging.getLogger(__name__)
 
 
 def train_to_the_end(
-    job: Job, start: CheckpointRef | None, skipped_samples: Sequence[tuple[int, int]]
-) -> tuple[Run, bool]:
+    make_plan: Callable[[CheckpointRef | None, Sequence[tuple[int, int]], int | None], Plan],
+    build: Callable[[Plan], Run],
+    status: StatusKeeper,
+    start: CheckpointRef | None,
+    skipped_samples: Sequence[tuple[int, int]],
+) -> Run:
     """Train, going back at most `max_rollbacks` times without progress in between; a collective call.
 
     Args:
+        make_plan: `plan_run` of this job.
+        build: `build_run` of this job.
+        status: counts the start again if its checkpoint is damaged, and keeps what happens.
         start: as `begin_start` returns it.
         skipped_samples: of a rollback that `finish_rollback` found.
 
     Returns:
-        The run that came to its end, and whether there was anything to do.
+        The run that came to its end.
 
     Raises:
         DivergenceError: the run must not go back again.
     """
-    config, skipped = job.config, list(skipped_samples)
-    run = build_run(job, start, skipped)
-    had_work = not run.state.stopping or run.evaluator.pending
-    furthest, rollbacks = 0, 0
-    while (divergence := _train(run)) is not None:
+    skipped, damaged = list(skipped_samples), dict[Path, str]()
+    furthest, rollbacks, stop_step = 0, 0, None
+    fetched: Path | None = None
+    while True:
+        plan = make_plan(start, skipped, stop_step)
+        config = plan.config
+        try:
+            run = build(plan)
+        except DamagedError as error:
+            assert start is not None
+            damaged[start.path] = str(error)
+            run = None
+        if run is None:
+            _free_memory(plan.processes.device)
+            if config.checkpoint.ckpt_mirror_path is not None and fetched is None:  # once: a bad disk damages it again
+                fetched = on_rank_zero(partial(fetch_start, config.checkpoint, damaged))
+                damaged = {path: fault for path, fault in damaged.items() if path != fetched}
+            start = begin_start(config.checkpoint, status, damaged)
+            continue
+        damaged = {}  # from here on its names may be those of new checkpoints
+        divergence = _train(run)
+        if divergence is None:
+            return run
         if divergence.first_step > furthest:
             rollbacks = 0
         if rollbacks == config.guard.max_rollbacks:
@@ -71,25 +93,36 @@ def train_to_the_end(
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
         stop_step = run.state.stop_step  # going back does not move it
-        del run  # the next one needs its memory
-        gc.collect()
-        if job.processes.device.type == "cuda":
-            torch.cuda.empty_cache()
+        del run
+        _free_memory(plan.processes.device)
         skipped.append(divergence.samples)
         rollback = Rollback(divergence.first_step, (*config.data.skipped_ranges, *skipped))
         dropped = on_rank_zero(partial(_roll_back, config.checkpoint.folder, rollback))
-        _log_rollback(divergence, rollbacks, config.guard.max_rollbacks, dropped)
-        begin, end = divergence.samples
-        job.events.add(
-            "rollback",
-            divergence.last_step,
-            number=rollbacks,
-            first_step=divergence.first_step,
-            samples=[begin, end - 1],
-            checkpoints_dropped=[str(path) for path in dropped],
-        )
-        run = build_run(job, find_start(config.checkpoint), skipped, stop_step)
-    return run, had_work
+        _report(divergence, rollbacks, dropped, status.events)
+        start = find_start(config.checkpoint)
+
+
+def begin_start(
+    config: CheckpointConfig, status: StatusKeeper, damaged: Mapping[Path, str] = MappingProxyType({})
+) -> CheckpointRef | None:
+    """Find what a run starts from, make its folder and count the start; a collective call.
+
+    Raises:
+        CheckpointError: as `find_start`; or the run has crashed there too often.
+    """
+    start = find_start(config, damaged)
+    if config.ckpt_save_path is not None:
+        run, step = config.folder, start.step if start is not None else 0
+        on_rank_zero(lambda: make_run_folder(run))
+        on_rank_zero(lambda: status.begin(run, step, goes_back=start is not None and start.goes_back))
+    return start
+
+
+def _free_memory(device: torch.device) -> None:
+    """Give back the memory of a run that is gone: the next one needs it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _train(run: Run) -> DivergenceError | None:
@@ -149,36 +182,24 @@ def _drop_checkpoints(run: Path, rollback: Rollback) -> list[Path]:
         CheckpointError: one of them is a copy that a user has made, which a start would go on from.
     """
     step = rollback.first_step
-    dropped = [path for path in committed_checkpoints(run) if step_of(path) >= step and not rollback.is_in(path)]
-    copies = [str(path) for path in dropped if not _was_saved_here(path)]
+    own = committed_checkpoints(run)
+    dropped = [each for each in own if each.step >= step and not rollback.is_in(each.path)]
+    copies = [str(each.path) for each in dropped if not each.is_as_saved]
     if copies:
         raise CheckpointError(
             f"the run is to go back to before step {step}, but would go on from {', '.join(copies)}, which was copied "
             "or renamed by hand and is not removed. Move it elsewhere, and start again"
         )
-    for path in dropped:
-        path.rename(path.with_name(path.name + UNFINISHED_SUFFIX))
-    point_to_best(run, best_of(list_records(run)))
-    return dropped
+    give_up(run, dropped)
+    return [each.path for each in dropped]
 
 
-def _was_saved_here(path: Path) -> bool:
-    try:
-        return is_as_saved(path, read_document(path))
-    except CheckpointError:
-        return has_save_name(path)
-
-
-def _log_rollback(divergence: DivergenceError, rollbacks: int, most: int, dropped: list[Path]) -> None:
-    begin, end = divergence.samples
-    log.info(
-        "step %d  the updates since step %d were left out: rollback %d of %d, from here on without samples %d-%d",
-        divergence.last_step,
-        divergence.first_step,
-        rollbacks,
-        most,
-        begin,
-        end - 1,
-    )
-    for path in dropped:
+def _report(divergence: DivergenceError, number: int, dropped: Sequence[Path], events: Events) -> None:
+    first_step, last_step, (begin, end) = divergence.first_step, divergence.last_step, divergence.samples
+    back = f"rollback {number} to before step {first_step}, from here on without samples {begin}-{end - 1}"
+    log.info("step %d  %s", last_step, back)
+    paths = [str(path) for path in dropped]
+    for path in paths:
         log.info("            %s was saved after the first of them: given up", path)
+    samples = [begin, end - 1]
+    events.add("rollback", last_step, number=number, first_step=first_step, samples=samples, checkpoints_dropped=paths)

@@ -9,23 +9,25 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from pretraining.checkpoint.lease import hold_lease
-from pretraining.checkpoint.start_point import adopt_settings, find_newest, resolve_run, with_run_path
+from pretraining.checkpoint.mirror import fetch_start
+from pretraining.checkpoint.run_path import with_run_path
+from pretraining.checkpoint.run_settings import adopt_settings, resolve_run
+from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.values import format_value
-from pretraining.config.variants import resolve_shape
-from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.distributed.compile import naming_the_flag
 from pretraining.distributed.processes import (
     Processes,
@@ -38,25 +40,24 @@ from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, Interrupted, Preempted
-from pretraining.evaluation.generation import TextSampler
+from pretraining.evaluation.generation import TextSampler, open_sampler
+from pretraining.files import is_address
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.environment import record_environment
-from pretraining.observability.events import Events
-from pretraining.observability.out_of_memory import explain_out_of_memory
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
-from pretraining.train.build import begin_start
+from pretraining.train.build import build_run
 from pretraining.train.evaluate_only import Evaluated, evaluate_only, path_of_what_is_evaluated, print_evaluation
 from pretraining.train.loop import Run
-from pretraining.train.memory_check import describe_peak
+from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import conclude, conclude_preempted, describe_speed
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Job, lay_out
+from pretraining.train.plan import Plan, keep_threads, lay_out, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.rollback import finish_rollback, train_to_the_end
+from pretraining.train.rollback import begin_start, finish_rollback, train_to_the_end
 from pretraining.train.run_status import StatusKeeper
 
 log = logging.getLogger(__name__)
@@ -127,13 +128,13 @@ def train(
     requests = StopRequests() if stop_requests is None else stop_requests
     # Whether the time limit leaves room for a start is asked once the start is counted.
     end_at_signal = replace(requests, deadline=None).end_before_training
-    events = Events()
     # The status is written last, when an error has been put into words.
     with (
         nullcontext() if config.checkpoint.ckpt_save_path is not None else _ending_for_good(),
-        StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0, events) as status,
+        StatusKeeper(config.run.max_starts_without_progress, layout.rank == 0) as status,
         working_together(config, layout, end_at_signal, is_guest) as processes,
     ):
+        _fetch_start(config.checkpoint, processes)
         config, _ = resolve_run(config)
         sampler = open_sampler(config, processes)  # before training: a bad path should not cost a run
         mesh = lay_out(config, processes)
@@ -142,30 +143,25 @@ def train(
         path = config.checkpoint.ckpt_save_path
         with (
             nullcontext() if path is None else hold_lease(Path(path), processes) as lease,
-            explain_out_of_memory(config, processes) as memory,
+            explain_out_of_memory(config, mesh["shard"].size(), processes),
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
             skipped = finish_rollback(config.checkpoint)
             start = begin_start(config.checkpoint, status)
             on_every_rank(requests.end_before_training)
-            job = Job(
-                config=config,
-                processes=processes,
-                mesh=mesh,
-                data=open_data(config, processes),
-                stop_requests=requests,
-                status=status,
-                lease=lease,
-                memory=memory,
-                threads=threads,
-                events=events,
-                hook=hook,
-                sampler=sampler,
-            )
+            data = open_data(config, processes)
+
+            def make_plan(
+                start: CheckpointRef | None, skipped: Sequence[tuple[int, int]], stop_step: int | None
+            ) -> Plan:
+                keep_threads(start, config, processes, threads)
+                return plan_run(config, processes, mesh, data, start, skipped, stop_step)
+
+            build = partial(build_run, stop_requests=requests, status=status, lease=lease, hook=hook, sampler=sampler)
             if path is not None:
                 record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
-            run, trained = train_to_the_end(job, start, skipped)
-        return _conclude(job, run, trained)
+            run = train_to_the_end(make_plan, build, status, start, skipped)
+        return _conclude(config, processes, run, sampler)
 
 
 def evaluate(
@@ -190,6 +186,13 @@ def evaluate(
         source = path_of_what_is_evaluated(config.checkpoint)
         config = adopt_settings(config, on_rank_zero(lambda: find_newest(source)))
         return evaluate_only(config, source, processes, requests, hook)
+
+
+def _fetch_start(config: CheckpointConfig, processes: Processes) -> None:
+    """Fetch what the run starts from if that is in an object store alone; a collective call."""
+    if config.ckpt_save_path is not None and (is_address(config.ckpt_load_path) or config.ckpt_mirror_path is not None):
+        with hold_lease(config.folder, processes):
+            on_rank_zero(lambda: fetch_start(config))
 
 
 @contextmanager
@@ -242,59 +245,46 @@ def _check_same_settings(config: TrainConfig) -> None:
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
     if len(set(gather_from_every_rank(lambda: digest))) == 1:
         return
-    ranks: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # by setting, by value
     everyone = gather_from_every_rank(lambda: texts)
-    for rank, given in enumerate(everyone):
-        for name in {name: None for each in everyone for name in each}:
-            ranks[name][given.get(name, "unknown")].append(rank)
-    different = [
-        f"{name} is " + " and ".join(f"{text or 'empty'} on ranks {list_ranks(on)}" for text, on in by_value.items())
-        for name, by_value in ranks.items()
-        if len(by_value) > 1
-    ]
+    different = []
+    for name in sorted(set().union(*everyone)):
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, given in enumerate(everyone):
+            ranks[given.get(name, "unknown")].append(rank)
+        if len(ranks) > 1:
+            values = (f"{text or 'empty'} on ranks {list_ranks(on)}" for text, on in ranks.items())
+            different.append(f"{name} is {' and '.join(values)}")
     raise ConfigError(
         f"the processes of this job were given different settings: {list_some(different, _MOST_NAMED, '; ')}.\n"
         "Give all nodes the same recipe and flags; a recipe on a node's own disk may be an old copy"
     )
 
 
-def _log_peak(config: TrainConfig, run: Run, processes: Processes) -> None:
-    measured = run.observer.newest.get("memory_gib")
-    if measured is not None:  # of the last report; a run that only evaluates has none
-        shape, shard_size = resolve_shape(config.model), run.mesh["shard"].size()
-        log.info(describe_peak(config, shape, shard_size, processes.device, measured))
-
-
-def _conclude(job: Job, run: Run, trained: bool) -> TrainResult:
+def _conclude(config: TrainConfig, processes: Processes, run: Run, sampler: TextSampler | None) -> TrainResult:
     """Log what a run has come to, and return it; a collective call.
-
-    Args:
-        trained: whether there was anything left to do.
 
     Raises:
         Preempted: the run was told to end before it was done.
     """
-    if trained:
-        _log_peak(job.config, run, job.processes)
-        if run.observer.step_times is not None:
-            log.info(describe_speed(run.observer, run.observer.step_times.seconds, job.processes))
+    if config.data.use_dummy_dataset and run.observer.step_seconds:
+        log.info(describe_speed(run.observer, processes))
     if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
-        preempted = conclude_preempted(run.state, is_saved=job.config.checkpoint.ckpt_save_path is not None)
-        preempted.result = _result(job, run, "preempted")
+        preempted = conclude_preempted(run.state, is_saved=config.checkpoint.ckpt_save_path is not None)
+        preempted.result = _result(config, run, "preempted")
         raise preempted
     sample = None
-    if job.sampler is not None:
-        sample = job.sampler.sample(run.context.model.module, job.processes.device)
-    log.info(conclude(job.config, run, trained))
+    if sampler is not None:
+        sample = sampler.sample(run.context.model.module, processes.device)
+    log.info(conclude(config, run))
     if sample is not None:
-        if trained:
-            job.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
+        if run.observer.newest:
+            run.observer.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
         log.info("  a sample of its text:\n%s", sample.indented())
-    return _result(job, run, "finished")
+    return _result(config, run, "finished")
 
 
-def _result(job: Job, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
-    state, checkpoints, run_path = run.state, run.checkpoints, job.config.checkpoint.ckpt_save_path
+def _result(config: TrainConfig, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
+    state, checkpoints, run_path = run.state, run.checkpoints, config.checkpoint.ckpt_save_path
     return TrainResult(
         status=status,
         step=state.step,
@@ -308,37 +298,3 @@ def _result(job: Job, run: Run, status: Literal["finished", "preempted"]) -> Tra
         checkpoint=checkpoints.newest,
         metrics_file=None if run_path is None else Path(run_path) / LOGS / METRICS_FILE,
     )
-
-
-def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
-    """Return what samples text from the model, or None where no text is asked for; errors are as in `read_prompt`.
-
-    Rank 0 keeps the tokenizer, since its files may move while a run goes on for months.
-    """
-    read = on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
-    tokens = on_rank_zero(lambda: read and read[1])
-    if tokens is None:
-        return None
-    evaluation, context = config.evaluation, config.data.seq_length
-    return TextSampler(
-        evaluation.sample_prompt,
-        tokens,
-        evaluation.sample_tokens,
-        context,
-        config.run.seed,
-        tokenizer=read[0] if read else None,
-    )
-
-
-def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
-    """Tokenizer of the samples of text and the tokens that they continue, or None without samples.
-
-    Raises:
-        DataError: the tokenizer cannot be read.
-        ConfigError: it has more tokens than the model.
-    """
-    if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
-        return None
-    tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, resolve_shape(config.model).vocab_size)
-    tokens = tokenizer.encode(config.evaluation.sample_prompt)
-    return tokenizer, tokens or [tokenizer.end_of_text or 0]

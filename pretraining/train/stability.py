@@ -70,7 +70,7 @@ class Guards:
         self._loader = loader
         self._replicas = replicas
         self._replica_check = Interval(config.replica_check_interval, training_tokens)
-        self._equal_at: int | None = None
+        self._equal_at = 0
         self._activity = activity
         self._pending: _Pending | None = None
         self._in_a_row = 0
@@ -124,10 +124,9 @@ class Guards:
         begin, end = mixture.first_sample(first - 1), mixture.first_sample(last)
         text = (
             f"step {last}: the updates since step {first} were left out, {self._in_a_row} in a row "
-            "(--max_skipped_steps), because loss or gradient was not finite or the loss a spike. The weights are those "
-            f"of step {first - 1}. Go on from a checkpoint before (--ckpt_load_path, with another --ckpt_save_path) "
-            "with a smaller --learning_rate, a longer --warmup_steps, or without the samples of these steps: "
-            f"--skip_samples={begin}-{end - 1}; `pretrain inspect --step={first}` shows them."
+            "(--max_skipped_steps), because loss or gradient was not finite or the loss a spike. Start from an earlier "
+            "checkpoint (--ckpt_load_path, another --ckpt_save_path) with a smaller --learning_rate, or without their "
+            f"samples: --skip_samples={begin}-{end - 1}."
         )
         raise DivergenceError(text, first, last, (begin, end))
 
@@ -137,18 +136,13 @@ class Guards:
             self._equal_at = step
             return
         hosts = gather_from_every_rank(socket.gethostname)
-        named = [
-            f"  rank {rank} on {hosts[rank]} holds other weights than rank {', '.join(map(str, others))}"
+        lines = (
+            f"  rank {rank} on {hosts[rank]} holds other weights than rank {', '.join(map(str, others))}\n"
             for rank, others in odd.items()
-        ]
-        known = (
-            "no earlier step was compared" if self._equal_at is None else f"at step {self._equal_at} they were equal"
         )
         raise HardwareError(
-            f"step {step}: replicas are no longer equal ({known}), so a device computes or remembers wrongly:\n"
-            + "\n".join(named)
-            + "\nTake the machine out (where two differ, it is one of them), remove the checkpoints since then, which "
-            "may hold its weights, and start again."
+            f"step {step}: replicas are no longer equal (at step {self._equal_at} they were), so a device computes or "
+            f"remembers wrongly:\n{''.join(lines)}Take the machine out, remove the checkpoints since then, start again"
         )
 
 

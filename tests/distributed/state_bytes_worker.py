@@ -15,7 +15,6 @@ from pretraining.distributed.processes import gather_from_every_rank, join_proce
 from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.program import run_as_program
-from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import update
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
@@ -35,17 +34,16 @@ def main() -> None:
             config = load_train_config([*FLAGS, *flags])
             shape, mesh = resolve_shape(config.model), build_run_mesh(config, processes)
             model = build_model(shape, config, mesh, processes.device, initialize=True)
-            parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
-            optimizer = build_optimizer(parameters, config.optimizer)
+            optimizer = build_optimizer(model.parameters, config.optimizer)
             tokens = torch.zeros(2, 16, dtype=torch.int64)
             model.next_backward(is_last=True)
             model.module(tokens, tokens).objective_sum.backward()
             model.finish_gradients()
-            gradients = sum(each.nbytes for each in local_gradients(parameters.values()))
+            gradients = sum(each.nbytes for each in local_gradients(model.parameters.values()))
             update(optimizer, torch.tensor(False))
             kept = [local_part(value) for state in optimizer.state.values() for value in state.values()]
             sizes = (
-                sum(local_part(each).nbytes for each in parameters.values()),
+                sum(local_part(each).nbytes for each in model.parameters.values()),
                 gradients,
                 sum(each.nbytes for each in kept if each.dim() > 0),
             )

@@ -8,7 +8,8 @@ import pytest
 import torch
 from training_runs import losses_of, train_runs
 
-from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
+from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.start_point import find_newest
 from pretraining.config.commands import ExportConfig
 from pretraining.tools.export import export
 from pretraining.tools.verify import faults_of
@@ -20,8 +21,9 @@ COMMON = ["global_batch_size=6", "batch_size=2", "num_steps=8", "tie_word_embedd
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    source = open_tensors(named_checkpoint(str(path)))
-    return {name: source.read(name).clone() for name in source.shapes()}
+    found = find_newest(path)
+    source = open_tensors(found.path, found.files)
+    return {name: read_tensor(source, name) for name in source.chunks}
 
 
 def test_both_forms_go_on_in_any_layout_and_hold_the_same_tensors(data_path: Path, tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_both_forms_go_on_in_any_layout_and_hold_the_same_tensors(data_path: Pat
         moved, apart = tensors_of(tmp_path / "moved"), tensors_of(tmp_path / f"twin{number}")
         assert moved.keys() == apart.keys()
         assert all(torch.equal(moved[name], apart[name]) for name in moved), (processes, strategy)
-        assert faults_of(named_checkpoint(str(tmp_path / "moved")).path) == []
+        assert faults_of(find_newest(tmp_path / "moved").path) == []
     assert losses_of(tmp_path / "moved") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-4)
 
 

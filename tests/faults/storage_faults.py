@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pretraining import files
-from pretraining.checkpoint import saver, writer
+from pretraining.checkpoint import manager, mirror, object_store, saver, writer
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.cli import main
 from pretraining.train import loop
@@ -79,6 +79,37 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
 
     _before_save(write, hang)
     _at_step(step, _die)
+
+
+def kill_in_upload(ranks: list[int], checkpoint: str) -> None:
+    """SIGKILL these ranks when half a file of a checkpoint is sent to the mirror."""
+    upload = object_store.Store.upload
+
+    def half(self: object_store.Store, file: Path, name: str, entry: Any, ending: threading.Event) -> None:
+        if checkpoint in name and _rank() in ranks:
+            threading.Timer(0.05, _die).start()
+        upload(self, file, name, entry, ending)
+        if checkpoint in name and _rank() in ranks:
+            threading.Event().wait()
+
+    object_store.Store.upload = half  # type: ignore[method-assign]
+
+
+def preempt_with_patience(step: int, seconds: float) -> None:
+    """SIGTERM at a step; the run waits so long for its last copy."""
+    manager.PREEMPTED_SECONDS = seconds  # type: ignore[attr-defined]
+    _at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def lose_mirror() -> None:
+    """Let another start take the mirror over, before a checkpoint is complete there."""
+    commit = mirror.Mirror._commit
+
+    def late(self: mirror.Mirror, checkpoint: Path) -> None:
+        self._store.write(mirror.MIRROR_FILE, mirror._document(run="same", writer="another"))
+        commit(self, checkpoint)
+
+    mirror.Mirror._commit = late  # type: ignore[method-assign]
 
 
 def fail_first_writes(count: int) -> None:

@@ -27,8 +27,9 @@ import pretraining.tools.verify
 import pretraining.train.run  # noqa: F401  loaded here: another user may not read where they are
 from pretraining.checkpoint import lease
 from pretraining.checkpoint.lease import LEASE
-from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST
-from pretraining.checkpoint.start_point import CONFIG_FILE
+from pretraining.checkpoint.manifest import MANIFEST
+from pretraining.checkpoint.run_folder import CHECKPOINTS
+from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.files import DEEPEST_JSON

@@ -70,7 +70,7 @@ def test_row_29_what_cannot_go_on_is_refused_with_the_difference_and_what_can_is
     for text, change in zip(output[1:], refused, strict=False):
         assert "--- status 1" in text and text.count("error:") == 1
         assert change.partition("=")[0] in text[text.index("error:") :]
-    said = [part for part in output[-2].replace("\n", "; ").split("; ") if "from here on" in part]
+    said = [line.strip() for line in output[-2].splitlines() if "from here on" in line]
     assert said == [
         "num_steps was 10 and is 20 from here on",
         "learning_rate was 0.001 and is 0.002 from here on",

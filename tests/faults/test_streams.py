@@ -61,7 +61,7 @@ def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, proces
 def test_ctrl_c_twice_leaves_at_once(tmp_path: Path) -> None:
     codes, _, stderr = train("Ctrl-C twice", tmp_path)
     assert codes == {130} and "Traceback" not in stderr
-    assert stderr.endswith("interrupted; the same command resumes from the newest checkpoint, if there is one\n")
+    assert stderr.endswith("interrupted; the same command resumes from what is complete\n")
     assert checkpoints_of(tmp_path) == set()
     status = status_of(tmp_path)
     assert (status["reason"], status["starts_without_progress"]) == ("interrupted (Ctrl-C)", 0)

@@ -30,7 +30,7 @@ def test_a_profile_counts_kernels_and_writes_a_snapshot_of_memory(
     out = capsys.readouterr().out
     compute = next(line for line in out.splitlines() if line.startswith("  compute "))
     assert 0 < float(compute.split()[1].rstrip("%")) <= 100
-    assert "the host is late with work" in out and "aten::mm" not in out  # kernels have other names
+    assert "aten::mm" not in out  # kernels have other names
 
 
 def test_out_of_memory_names_the_parts_and_leaves_a_snapshot(
@@ -44,5 +44,5 @@ def test_out_of_memory_names_the_parts_and_leaves_a_snapshot(
         start(tmp_path)
     dist.destroy_process_group()
     said = capsys.readouterr().err
-    assert ending.value.code == 1 and "out of memory in step 1" in said and "held by PyTorch's allocator now" in said
+    assert ending.value.code == 1 and "out of memory in step 1" in said and "held by PyTorch's allocator" in said
     assert (tmp_path / "profile_traces" / "out_of_memory_rank0.memory.pickle").stat().st_size > 0

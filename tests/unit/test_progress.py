@@ -84,8 +84,8 @@ def test_an_impossible_duration_cannot_be_made() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda: Duration(2, "epochs").to_steps(7, None),
-        lambda: Duration(1800, "seconds").to_steps(7, 50),
+        lambda: Duration(2, "epochs").to_steps(TokenSchedule.steady(7), None),
+        lambda: Duration(1800, "seconds").to_steps(TokenSchedule.steady(7), 50),
         lambda: is_due(Duration(1, "epochs"), progress(0), progress(1), None),
         lambda: resolve_warmup_steps(Duration.parse("1Mtok"), Duration(600, "steps"), TokenSchedule.steady(1000), None),
     ],
@@ -108,9 +108,9 @@ def test_a_number_is_read_exactly_as_written(number: float) -> None:
 
 def test_a_length_is_rounded_up_to_whole_steps() -> None:
     lengths = [Duration(100, "steps"), Duration(100, "tokens"), Duration(98, "tokens"), Duration(2, "epochs")]
-    assert [length.to_steps(7, 50) for length in lengths] == [100, 15, 14, 15]
+    assert [length.to_steps(TokenSchedule.steady(7), 50) for length in lengths] == [100, 15, 14, 15]
     # As a binary fraction 0.1 is a little more than a tenth, which would round up to 2 steps.
-    assert Duration(0.1, "epochs").to_steps(100, 1000) == 1
+    assert Duration(0.1, "epochs").to_steps(TokenSchedule.steady(100), 1000) == 1
 
 
 def progress(step: int, tokens_per_step: int = 10) -> Progress:

@@ -16,6 +16,7 @@ FAULTS = {
     "test_foreign_files.py": (36, 38, 41),
     "test_hangs.py": (2, 24),
     "test_killed.py": (1, 7),
+    "test_mirror.py": (48, 49, 50),
     "test_out_of_memory.py": (51,),
     "test_replicas.py": (21,),
     "test_resuming.py": (27, 28, 29, 30),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from pretraining.errors import LaunchError, PathError, Preempted
 from pretraining.model.llama import Llama
 from pretraining.observability.custom_metrics import Outputs
 from pretraining.train import run as run_module
-from pretraining.train.plan import Job
 
 
 class Calling(WithHits):
@@ -142,9 +142,9 @@ def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: P
 def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(job: Job, *arguments: object) -> None:
+    def build(make_plan: object, build: partial[object], *arguments: object) -> None:
         signal.raise_signal(signal.SIGTERM)
-        job.stop_requests.end_before_training()
+        build.keywords["stop_requests"].end_before_training()
 
     monkeypatch.setattr(run_module, "train_to_the_end", build)
     with pytest.raises(Preempted):

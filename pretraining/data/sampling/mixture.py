@@ -21,28 +21,18 @@ from fractions import Fraction
 
 import numpy as np
 
-from pretraining.errors import ConfigError
-
 _LARGEST_TOTAL = 1 << 40
 _LARGEST_RANGE = 1 << 20  # 2 * range * total stays below 2**63
 
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
-    """Turn proportions into integers with the same ratios.
+    """Turn proportions, from 0 on and one of them positive, into integers with the same ratios.
 
     Decimal fractions are taken as they are written, 0.1 as 1/10. Ratios are exact where the total stays up to 2**40;
     otherwise they are rounded to that total, and no positive weight becomes zero.
-
-    Raises:
-        ConfigError: a weight is negative or no number, or all are zero.
     """
-    wrong = [f"{name}={weight}" for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0)]
-    if wrong:
-        raise ConfigError(f"--weights must be numbers of at least 0, not {', '.join(wrong)}")
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     total = sum(exact.values(), Fraction(0))
-    if total == 0:
-        raise ConfigError("--weights are all 0: give at least one dataset a positive weight")
     scale = Fraction(math.lcm(*(weight.denominator for weight in exact.values())))
     scale /= math.gcd(*(int(weight * scale) for weight in exact.values()))
     if total * scale > _LARGEST_TOTAL:

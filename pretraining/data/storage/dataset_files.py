@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "prepare.json"
 """Says what a folder of token files holds that `pretrain prepare` made; a folder that has it is complete."""
-COUNTS_FILES = "meta/*counts*.csv"
-"""What other tools write beside their datasets: how many documents and tokens there are in each file."""
 
 
 @dataclass(frozen=True)
@@ -67,30 +65,25 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
         raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}", path=root)
     formats = _suffixes(config.file_type)
     patterns = " or ".join(f"*{suffix}" for suffix in formats.values())
-    if config.datasets:
-        names = [name.strip("/") for name in config.datasets]
-        if len(set(names)) < len(names):
-            raise DataError(f"--datasets names one more than once: {', '.join(names)}")
-        found = {}
-        for name in names:
+    names = [name.strip("/") for name in config.datasets]
+    if len(set(names)) < len(names):
+        raise DataError(f"--datasets names one more than once: {', '.join(names)}")
+    for name in names:
+        if not exists(root / name):
+            there = list_some(_sub_folders(root), 12) or "no folders"
+            raise DataError(f"dataset '{name}' is not there; {root} has {there}", path=root / name)
+    scanned = {name: _scan(root / name, formats) for name in names or _sub_folders(root)}
+    found = {name: files for name, files in scanned.items() if files}
+    for name in names:
+        if name not in found:
             place = root / name
-            if not exists(place):
-                there = list_some(_sub_folders(root), 12)
-                raise DataError(f"dataset '{name}' is not there; {root} has {there or 'no folders'}", path=place)
-            found[name] = _scan(place, formats)
-            if not found[name]:
-                raise DataError(f"dataset '{name}' has no {patterns} files. {how_to_prepare(place)}", path=place)
-    else:
-        has_counts = any(root.glob(COUNTS_FILES))
-        names = [name for name in _sub_folders(root) if not (has_counts and name == "meta")]
-        scanned = {name: _scan(root / name, formats) for name in names}
-        found = {name: files for name, files in scanned.items() if files}
-        if not found:
-            raise DataError(
-                f"no sub-folder holds {patterns} files. This folder itself is --data_path={root.parent} "
-                f"--datasets={root.name}. {how_to_prepare(root)}",
-                path=root,
-            )
+            raise DataError(f"dataset '{name}' has no {patterns} files. {how_to_prepare(place)}", path=place)
+    if not found:
+        raise DataError(
+            f"no sub-folder holds {patterns} files. This folder itself is --data_path={root.parent} "
+            f"--datasets={root.name}. {how_to_prepare(root)}",
+            path=root,
+        )
     return tuple(_dataset(root, name, found[name], formats) for name in sorted(found))
 
 

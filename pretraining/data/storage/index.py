@@ -134,10 +134,6 @@ class Index:
         part = self.header["parts"][name]
         return np.ndarray(part["count"], dtype=dtype, buffer=self._content, offset=part["offset"])
 
-    def is_for(self, files: DatasetFiles, config: DataConfig) -> bool:
-        """Return whether it was made from these files with these settings."""
-        return bool(self.header["files"] == files.digest and self.header["index"] == index_digest(files, config))
-
     def documents_at(self, numbers: np.ndarray) -> np.ndarray:
         """Copy the `DOCUMENT`s with these canonical numbers."""
         blocks = numbers // BLOCK_DOCUMENTS
@@ -227,11 +223,8 @@ def index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
 
 def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
     """Open the index of a dataset if there is a valid one."""
-    for place in index_places(files, config):
-        index = open_any_index(place)
-        if index is not None and index.is_for(files, config):
-            return index
-    return None
+    found = map(open_any_index, index_places(files, config))  # whose names say what they are for
+    return next((index for index in found if index is not None), None)
 
 
 def open_any_index(place: Path) -> Index | None:

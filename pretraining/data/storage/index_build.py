@@ -94,8 +94,6 @@ def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.nda
     threshold = int(fraction * 2**64)
     if threshold == 0:
         return np.zeros(rows, dtype=bool)
-    if threshold >= 2**64:
-        return np.ones(rows, dtype=bool)
     key = derive_key(Purpose.HELD_OUT, text_key(dataset, path))
     return hash64(key, np.arange(rows)) < np.uint64(threshold)
 
@@ -112,11 +110,7 @@ def _what_changed(files: DatasetFiles, config: DataConfig) -> str:
 
 
 def _write_index(
-    file: IO[bytes],
-    files: DatasetFiles,
-    config: DataConfig,
-    change: str,
-    documents_of_files: Iterable[_FileDocuments],
+    file: IO[bytes], files: DatasetFiles, config: DataConfig, change: str, documents_of_files: Iterable[_FileDocuments]
 ) -> None:
     """Write a whole index."""
     parts: dict[str, dict[str, int]] = {}
@@ -198,9 +192,6 @@ def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.n
     return bounds, np.array(checksums, dtype="<u4")
 
 
-_LOOKED_AT_ONCE = 1 << 20
-
-
 def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarray:
     """Return the documents of a file as the index has them, [n] `DOCUMENT`, without the flag of their split.
 
@@ -212,10 +203,7 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
     kept = np.flatnonzero(ends - begins >= config.min_length)
     documents = np.zeros(len(begins), dtype=DOCUMENT)
     documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
-    for token, places, flag in (
-        (config.bos_token, begins, VIRTUAL_BOS),
-        (config.sep_token, ends - 1, VIRTUAL_SEP),
-    ):
+    for token, places, flag in ((config.bos_token, begins, VIRTUAL_BOS), (config.sep_token, ends - 1, VIRTUAL_SEP)):
         if token is not None:
             documents["flags"][kept[~_is_any_of(tokens[places[kept]], [token])]] |= flag
     return documents
@@ -236,22 +224,14 @@ def _run_lengths(
 ) -> np.ndarray:
     """Count wanted tokens that follow each other from `firsts` in a direction, at most `limits`, [n] int64.
 
-    All documents are looked at together: one token deep, then two more, four more, ... where they still go on.
+    All documents are looked at together, one token deeper each time.
     """
     runs = np.zeros(len(firsts), dtype=np.int64)
-    going_on, depth = np.flatnonzero(limits), 1
+    going_on = np.flatnonzero(limits)
     while len(going_on):
-        still = []
-        size = _LOOKED_AT_ONCE // depth
-        for some in (going_on[begin : begin + size] for begin in range(0, len(going_on), size)):
-            steps = runs[some, None] + np.arange(depth)  # some depth
-            inside = steps < limits[some, None]
-            places = firsts[some, None] + direction * np.where(inside, steps, 0)
-            is_wanted = _is_any_of(tokens[places], wanted) & inside
-            found = np.where(is_wanted.all(axis=1), depth, is_wanted.argmin(axis=1))
-            runs[some] += found
-            still.append(some[found == depth])
-        going_on, depth = np.concatenate(still), min(2 * depth, _LOOKED_AT_ONCE)
+        going_on = going_on[_is_any_of(tokens[firsts[going_on] + direction * runs[going_on]], wanted)]
+        runs[going_on] += 1
+        going_on = going_on[runs[going_on] < limits[going_on]]
     return runs
 
 

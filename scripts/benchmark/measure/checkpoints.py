@@ -40,8 +40,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from pretraining.checkpoint.manifest import Manifest, checkpoint_path, committed_checkpoints, tensor_state
+from pretraining.checkpoint.manifest import Manifest, tensor_state
 from pretraining.checkpoint.reader import load_tensors
+from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.start_point import find_start
 from pretraining.checkpoint.writer import local_tensor, plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
@@ -49,7 +50,6 @@ from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.launch.layout import ProcessLayout, free_port
-from pretraining.model.init import parameter_name
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
@@ -224,8 +224,7 @@ def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, tor
     model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
     optimizer = build_optimizer(model.parameters, config.optimizer)
     materialise_state(optimizer)
-    parameters = {parameter_name(name): parameter for name, parameter in model.parameters.items()}
-    return tensor_state(parameters, optimizer)
+    return tensor_state(model.parameters, optimizer)
 
 
 def take_turns(root: Path, tensors: Tensors, config: TrainConfig, rounds: int) -> Seconds:

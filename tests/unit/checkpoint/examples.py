@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from unit.checkpoint import checkpoint_files
 
-from pretraining.checkpoint.manifest import FileEntry, Manifest, checkpoint_path, read_document
+from pretraining.checkpoint.manifest import FileEntry, Manifest, read_document
 from pretraining.checkpoint.reader import load_tensors
+from pretraining.checkpoint.run_folder import checkpoint_path
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import ModelConfig
 from pretraining.config.variants import resolve_shape

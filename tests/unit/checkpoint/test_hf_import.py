@@ -14,17 +14,20 @@ from unit.checkpoint.checkpoint_files import SHAPES
 
 from pretraining.checkpoint.hf_import import manifest_of_folder, open_folder
 from pretraining.checkpoint.manifest import shape_of
-from pretraining.checkpoint.start_point import find_start, named_checkpoint
-from pretraining.config.commands import ImportConfig
+from pretraining.checkpoint.reader import read_tensor
+from pretraining.checkpoint.start_point import find_newest, find_start
+from pretraining.config.commands import ExportConfig, ImportConfig
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import config_document, parameter_shapes
+from pretraining.tools.export import export
 from pretraining.tools.import_weights import import_weights
+from pretraining.tools.verify import faults_of
 
 PLAIN, TIED = SHAPES["plain"], SHAPES["tied"]
 UP = "model.layers.1.mlp.up_proj.weight"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 def weights(shape: LlamaShape = PLAIN, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -65,9 +68,9 @@ def set_index(folder: Path, places: object) -> None:
 )
 def test_weights_are_read_in_any_layout_and_type(tmp_path: Path, shape: LlamaShape, layout, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     expected = weights(shape, dtype)
-    folder = open_folder(layout(tmp_path / "m", expected, shape))
-    assert folder.shape == shape and folder.weights.shapes().keys() == expected.keys()
-    assert all(torch.equal(folder.weights.read(name), value) for name, value in expected.items())
+    found, stored = open_folder(layout(tmp_path / "m", expected, shape))
+    assert found == shape and stored.chunks.keys() == expected.keys()
+    assert all(torch.equal(read_tensor(stored, name), value) for name, value in expected.items())
     manifest = manifest_of_folder(tmp_path / "m")
     assert shape_of(manifest) == shape and manifest.step == 0 and not manifest.data
 
@@ -128,9 +131,9 @@ def test_a_link_out_of_the_folder_is_refused_but_hugging_faces_own_cache_is_read
     (cache / "blobs").mkdir()
     (snapshot / "model.safetensors").rename(cache / "blobs" / "77ab")
     (snapshot / "model.safetensors").symlink_to("../../blobs/77ab")
-    assert open_folder(snapshot).shape == PLAIN
+    assert open_folder(snapshot)[0] == PLAIN
     (tmp_path / "link").symlink_to(snapshot)
-    assert open_folder(tmp_path / "link").shape == PLAIN
+    assert open_folder(tmp_path / "link")[0] == PLAIN
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to("../../../elsewhere.safetensors")
     with pytest.raises(CheckpointError, match="leads out of its folder"):
@@ -166,18 +169,17 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         open_folder(folder)
 
 
-def test_rotary_frequencies_of_older_conversions_are_passed_over(tmp_path: Path) -> None:
-    tensors = changed("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))
-    assert open_folder(single(tmp_path / "m", tensors)).shape == PLAIN
-
-
-def test_a_tied_head_may_be_kept_if_it_is_the_embedding(tmp_path: Path) -> None:
-    tensors = weights(TIED)
-    same = {**tensors, HEAD: tensors[EMBEDDING].clone()}
-    assert open_folder(single(tmp_path / "same", same, TIED)).shape == TIED
-    for number, other in enumerate((torch.zeros_like(tensors[EMBEDDING]), torch.zeros(3))):
-        with pytest.raises(CheckpointError, match="tie_word_embeddings"):
-            open_folder(single(tmp_path / f"other{number}", {**tensors, HEAD: other}, TIED))
+def test_what_a_llama_does_not_read_is_passed_over(tmp_path: Path) -> None:
+    """Older conversions keep the rotary frequencies; transformers reads no head that is tied to the embedding."""
+    frequencies = changed("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))
+    assert open_folder(single(tmp_path / "m", frequencies))[0] == PLAIN
+    assert open_folder(single(tmp_path / "tied", {**weights(TIED), HEAD: torch.zeros(3)}, TIED))[0] == TIED
+    assert faults_of(tmp_path / "m") == faults_of(tmp_path / "tied") == []
+    export(ExportConfig(str(tmp_path / "m"), str(tmp_path / "hf"), dtype="float32"))
+    export(ExportConfig(str(tmp_path / "tied"), str(tmp_path / "full"), format="full"))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in weights().items())
+    assert faults_of(tmp_path / "full") == []
 
 
 def test_pickles_are_refused_and_so_is_a_folder_without_weights(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_weights_of_the_hub_are_fetched_by_name_and_a_name_without_any_names_the
     found = find_start(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/llama"))
     assert found is not None and found.weights_only and found.path == tmp_path / "cache"
     import_weights(ImportConfig(input_path="someone/llama", ckpt_save_path=str(tmp_path / "run")))
-    assert named_checkpoint(str(tmp_path / "run")).step == 0
+    assert find_newest(tmp_path / "run").step == 0
     with pytest.raises(CheckpointError, match="someone/else"):
         find_start(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/else"))
     (tmp_path / "someone").mkdir()  # now it is a path

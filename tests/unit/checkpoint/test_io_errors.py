@@ -15,7 +15,7 @@ import torch
 from unit.checkpoint.examples import load, save, tensors
 
 from pretraining import files
-from pretraining.checkpoint.manifest import CHECKPOINTS, committed_checkpoints
+from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
 from pretraining.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -52,7 +52,7 @@ def failing(first: int, times: float) -> Iterator[list[str]]:
 def holds(run: Path, step: int) -> bool:
     """Whether the newest checkpoint of a run is that of a step, bit for bit."""
     found = tensors(0.0)
-    newest = committed_checkpoints(run)[-1]
+    newest = committed_checkpoints(run)[-1].path
     load(newest, found)
     expected = tensors(float(step))
     return newest.name == f"step_{step}_ckp" and all(torch.equal(found[name], expected[name]) for name in expected)

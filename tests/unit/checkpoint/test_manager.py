@@ -20,14 +20,8 @@ from unit.checkpoint.examples import load, manifest_of, save, tensors
 
 from pretraining.checkpoint import saver as saver_module
 from pretraining.checkpoint.manager import CheckpointManager
-from pretraining.checkpoint.manifest import (
-    BEST,
-    CHECKPOINTS,
-    Manifest,
-    Stateful,
-    committed_checkpoints,
-    read_document,
-)
+from pretraining.checkpoint.manifest import Manifest, Stateful, read_document
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.checkpoint.saver import Saver
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.training import CheckpointConfig
@@ -103,7 +97,7 @@ class Run:
 
     @property
     def names(self) -> list[str]:
-        return [path.name.removeprefix("step_").replace("_ckp", "") for path in committed_checkpoints(self.folder)]
+        return [each.path.name.removeprefix("step_").replace("_ckp", "") for each in committed_checkpoints(self.folder)]
 
     @property
     def best(self) -> str:
@@ -302,12 +296,12 @@ def test_names_that_tell_the_story_do_not_collide(tmp_path: Path) -> None:
     for step in (100_000, 100_001):
         run.state.progress = Progress(step - 1, (step - 1) * 10)
         run.step()
-    names = [path.name for path in committed_checkpoints(tmp_path)]
+    names = [each.path.name for each in committed_checkpoints(tmp_path)]
     assert names == ["tokens(1.00e6)_ckpt", "tokens(1.00e6)_ckpt.step_100001"]
     again = Run(tmp_path, saving(every(1), ckpt_name="tokens"))
     again.state.progress = Progress(99_999, 999_990)
     again.step()
-    assert [path.name for path in committed_checkpoints(tmp_path)] == names
+    assert [each.path.name for each in committed_checkpoints(tmp_path)] == names
 
 
 class Counter:

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.checkpoint.examples import SHAPE, manifest_of
 
-from pretraining.checkpoint.manifest import FileEntry, Manifest, _checksum, check_same_model, checkpoint_name, shape_of
+from pretraining.checkpoint.manifest import FileEntry, Manifest, check_same_model, shape_of
+from pretraining.checkpoint.run_folder import checkpoint_name
 from pretraining.errors import CheckpointError
+from pretraining.files import with_checksum
 
 
 def test_a_manifest_reads_back_equal() -> None:
@@ -66,7 +68,7 @@ def test_a_forged_manifest_of_another_form_is_refused(name: str, value: Any) -> 
     values = {**manifest_of(3).document(), name: value}
     del values["checksum"]
     with pytest.raises(CheckpointError) as refused:
-        Manifest.parse({**values, "checksum": _checksum(values)}, "m.json")
+        Manifest.parse(with_checksum(values), "m.json")
     assert refused.value.path == Path("m.json")
 
 
@@ -87,7 +89,7 @@ def test_whatever_stands_in_a_manifest_it_is_read_or_refused_with_one_error(
         value = {**values[name], data.draw(st.sampled_from(sorted(values[name]))): value}
     values[name] = value
     try:
-        manifest = Manifest.parse({**values, "checksum": _checksum(values)}, "m.json")
+        manifest = Manifest.parse(with_checksum(values), "m.json")
         shape_of(manifest)
         checkpoint_name("tokens", manifest)
     except CheckpointError:

@@ -6,7 +6,6 @@ import errno
 import pickle
 import resource
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,16 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_full_form
 
 from pretraining.checkpoint import pt_files
-from pretraining.checkpoint.headers import load_file, read_header
+from pretraining.checkpoint.headers import StoredTensors, load_file, read_header, read_headers
 from pretraining.checkpoint.manifest import (
     FULL_FILES,
     ITERATION_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
     SCHEDULE_FILE,
-    FileEntry,
 )
 from pretraining.checkpoint.pt_files import FullSave, check_host_memory, manifest_of_files, write_file
-from pretraining.checkpoint.reader import TensorFiles, file_entry
+from pretraining.checkpoint.reader import file_entry, read_tensor
 from pretraining.config.recipes import settings_in
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.launch.machine import MachineMemory
@@ -115,8 +113,8 @@ def test_a_file_is_a_sound_archive_whose_tensors_are_found(
     tensors = {f"t{number}": torch.randn(shape).to(dtype) for number, (dtype, shape) in enumerate(kinds)}
     assert write_file(path, tensors) == file_entry(path)
     assert zipfile.ZipFile(path).testzip() is None
-    ours = TensorFiles(path.parent, {path.name: None})
-    assert all(torch.equal(ours.read(name), tensor) for name, tensor in tensors.items())
+    ours = read_headers(path.parent, [path.name])
+    assert all(torch.equal(read_tensor(ours, name), tensor) for name, tensor in tensors.items())
 
 
 def test_the_disks_error_stays_what_it_is(tmp_path: Path) -> None:
@@ -189,9 +187,9 @@ def test_a_file_of_another_form_is_refused_by_its_path(tmp_path: Path, name: str
     assert refused.value.path == tmp_path / name
 
 
-def opened(folder: Path, entries: Mapping[str, FileEntry] | None = None) -> TensorFiles:
-    """The tensors of the four files, which are compared if their entries are known."""
-    return TensorFiles(folder, entries or dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE)))
+def opened(folder: Path) -> StoredTensors:
+    """The tensors of the four files."""
+    return read_headers(folder, (MODEL_FILE, OPTIMIZER_FILE))
 
 
 def test_the_files_alone_say_where_the_run_was(tmp_path: Path) -> None:
@@ -213,8 +211,8 @@ def test_a_part_of_larger_memory_is_written_alone(tmp_path: Path) -> None:
     turned = tensors[UP].T.contiguous().T
     FullSave({**tensors, name: part, UP: turned}, manifest_of(shape)).write(tmp_path)
     found = opened(tmp_path)
-    assert torch.equal(found.read(name), tensors[name]) and torch.equal(found.read(UP), tensors[UP])
-    assert (tmp_path / MODEL_FILE).stat().st_size < 2**20 and found.shapes().keys() == tensors.keys()
+    assert all(torch.equal(read_tensor(found, each), tensors[each]) for each in (name, UP))
+    assert (tmp_path / MODEL_FILE).stat().st_size < 2**20 and found.chunks.keys() == tensors.keys()
 
 
 @pytest.mark.usefixtures("single_process")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,9 @@ from unit.checkpoint.checkpoint_files import flip_byte
 from unit.checkpoint.examples import load, save, tensors
 
 from pretraining.checkpoint import reader, writer
+from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.manifest import FileEntry
-from pretraining.checkpoint.reader import TensorFiles, file_entry, load_tensors
+from pretraining.checkpoint.reader import file_entry, load_tensors, open_tensors, read_tensor
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.distributed import processes
 from pretraining.errors import CheckpointError, DamagedError
@@ -46,9 +44,9 @@ def write_pieces(folder: Path, tensors: dict[str, torch.Tensor], rows: int) -> l
 def test_a_tensor_is_read_from_any_pieces(tmp_path_factory: pytest.TempPathFactory, rows: int) -> None:
     folder = tmp_path_factory.mktemp("pieces")
     tensors = {"a": torch.randn(7, 5, 3), "b": torch.randn(9).bfloat16()}
-    source = TensorFiles(folder, dict.fromkeys(write_pieces(folder, tensors, rows)))
-    assert source.shapes() == {"a": (7, 5, 3), "b": (9,)} and source.read("b").dtype == torch.bfloat16
-    assert all(torch.equal(source.read(name), tensor) for name, tensor in tensors.items())
+    source = read_headers(folder, write_pieces(folder, tensors, rows))
+    assert source.shape("a") == (7, 5, 3) and read_tensor(source, "b").dtype == torch.bfloat16
+    assert all(torch.equal(read_tensor(source, name), tensor) for name, tensor in tensors.items())
 
 
 def test_what_is_cut_or_converted_goes_through_a_small_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,30 +64,24 @@ def test_a_piece_that_is_missing_or_there_twice_or_of_another_type_is_an_error(t
     write_chunks(tmp_path / "half.safetensors", [WriteItem("a", Chunk((8, 0), (1, 2)), torch.randn(1, 2).half())])
     for files in (names[1:], [*names, "again.safetensors"], [*names, "half.safetensors"]):
         with pytest.raises(CheckpointError) as refused:
-            TensorFiles(tmp_path, dict.fromkeys(files)).read("a")
+            read_tensor(read_headers(tmp_path, files), "a")
         assert refused.value.path == tmp_path
 
 
-def test_a_file_is_compared_with_its_checksum_before_it_is_used(tmp_path: Path) -> None:
-    names = [*write_pieces(tmp_path / "a", {"a": torch.randn(2)}, 4), *write_pieces(tmp_path, {"b": torch.randn(8)}, 4)]
-    first, second = (tmp_path / "a" / names[0]).rename(tmp_path / "first.safetensors"), tmp_path / names[1]
-    entries = {path.name: file_entry(path) for path in (first, second, tmp_path / names[2])}
+def test_files_are_compared_with_their_checksums_before_a_tensor_is_read(tmp_path: Path) -> None:
+    first, second = (tmp_path / name for name in write_pieces(tmp_path, {"a": torch.randn(8)}, 4))
+    entries = {path.name: file_entry(path) for path in (first, second)}
     flip_byte(second)
-    source = TensorFiles(tmp_path, entries)
-    assert source.read("a").shape == (2,)
-    with pytest.raises(CheckpointError) as flipped:
-        source.read("b")
-    assert str(second) in str(flipped.value)
+    with pytest.raises(DamagedError, match=f"^{second} "):
+        open_tensors(tmp_path, entries)
     second.write_bytes(b"")
     for known in (entries, dict.fromkeys(entries)):
-        with pytest.raises(CheckpointError) as empty:
-            TensorFiles(tmp_path, known)
-        assert str(second) in str(empty.value)
-    first.unlink()
-    for use in (lambda: TensorFiles(tmp_path, {first.name: None}), lambda: source.read("a")):
-        with pytest.raises(CheckpointError) as gone:
-            use()
-        assert gone.value.path == first
+        with pytest.raises(DamagedError, match=f"^{second}"):
+            open_tensors(tmp_path, known)
+    second.unlink()
+    with pytest.raises(DamagedError) as gone:
+        open_tensors(tmp_path, dict.fromkeys(entries))
+    assert gone.value.path == second
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -165,7 +157,7 @@ def test_what_one_rank_alone_finds_wrong_is_an_error(two_files: Path, monkeypatc
 
     def with_another_rank(function: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         (own,) = gather(function)
-        others = {name: f"{name} is damaged" for name, fault in own.items() if fault is None}
+        others = {name: f"{name} is damaged" for name, fault in dict(own).items() if fault is None}
         return [others, own] if others else [own]
 
     monkeypatch.setattr(reader, "gather_from_every_rank", with_another_rank)
@@ -194,29 +186,3 @@ def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error_unless_the_fi
     flip_byte(shards_of(folder)[0], -1)
     with pytest.raises(DamagedError):
         load(folder, {**tensors(0.0), name: value})
-
-
-def failing(times: int) -> object:
-    """An os.preadv that fails a few times."""
-    real, calls = os.preadv, []
-
-    def preadv(descriptor: int, targets: Sequence[memoryview], begin: int) -> int:
-        calls.append(begin)
-        if len(calls) in range(2, 2 + times):  # in the middle of a file
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(descriptor, targets, begin)
-
-    return preadv
-
-
-def test_a_disk_that_cannot_be_read_is_tried_again_and_then_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, restored = save(tmp_path, 6), tensors(0.0)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(os, "preadv", failing(2))
-    load(folder, restored)
-    assert all(torch.equal(restored[name], value) for name, value in tensors(6.0).items())
-    monkeypatch.setattr(os, "preadv", failing(99))
-    with pytest.raises(DamagedError, match=f"^{shards_of(folder)[0]}: .*Input/output error$"):
-        load(folder, restored)

@@ -11,22 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.checkpoint.examples import manifest_of, save, tensors
 
-from pretraining.checkpoint import retention
-from pretraining.checkpoint.manifest import (
-    BEST,
-    CHECKPOINTS,
-    GUARDS_STATE,
-    MANIFEST,
-    Record,
-    checkpoint_path,
-    committed_checkpoints,
-)
+from pretraining.checkpoint.manifest import GUARDS_STATE, MANIFEST
 from pretraining.checkpoint.retention import best_of, superseded, tidy_up
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 
 
-def record(step: int, kind: str = "interval", loss: float | None = None) -> Record:
-    return Record(Path(f"{step}{kind}"), step, kind, loss)
+def record(step: int, kind: str = "interval", loss: float | None = None) -> Checkpoint:
+    return Checkpoint(Path(f"{step}{kind}"), step, kind=kind, evaluation_loss=loss)
 
 
 records = st.lists(
@@ -43,7 +35,7 @@ records = st.lists(
 
 
 @given(records, st.none() | st.integers(1, 5))
-def test_what_must_stay_stays_and_what_is_passing_goes(records: list[Record], keep_last: int | None) -> None:
+def test_what_must_stay_stays_and_what_is_passing_goes(records: list[Checkpoint], keep_last: int | None) -> None:
     newest, best = records[-1], best_of(records)
     gone = superseded(records, newest, best, keep_last)
     kept = [record for record in records if record not in gone]
@@ -89,7 +81,7 @@ def test_updates_left_out_are_counted_by_the_manifest(tmp_path: Path) -> None:
 
 
 def names_in(run: Path) -> list[str]:
-    return [path.name for path in committed_checkpoints(run)]
+    return [each.path.name for each in committed_checkpoints(run)]
 
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -181,7 +173,8 @@ def test_what_cannot_be_removed_or_linked_is_said_and_no_more(
 ) -> None:
     (tmp_path / CHECKPOINTS / BEST).mkdir(parents=True)
     save(tmp_path, 1)
-    monkeypatch.setattr(retention, "remove_checkpoint", failing(13))
-    tidy_up(tmp_path, save(tmp_path, 2, "interval", 1.0), 1)
+    newest = save(tmp_path, 2, "interval", 1.0)
+    monkeypatch.setattr(Path, "rename", failing(13))
+    tidy_up(tmp_path, newest, 1)
     assert names_in(tmp_path) == ["step_1_ckp", "step_2_ckp"]
     assert "best" in caplog.messages[0] and "step_1_ckp" in caplog.messages[1]

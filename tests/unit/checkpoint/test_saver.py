@@ -18,7 +18,7 @@ def share_of(*tensors: torch.Tensor) -> SavePlan:
         WriteItem(str(number), Chunk((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
         for number, tensor in enumerate(tensors)
     ]
-    return SavePlan({1: pieces[::2], 2: pieces[1::2]}, 2, 0)
+    return SavePlan({"1": pieces[::2], "2": pieces[1::2]}, 0)
 
 
 def test_a_copy_stays_what_it_was_and_the_next_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_a_copy_stays_what_it_was_and_the_next_takes_its_place(monkeypatch: pyte
     staging.hold_update()
     staging.wait()
     pieces = {int(piece.name): piece.values for file in copied.files.values() for piece in file}
-    assert copied.files.keys() == {1, 2}
+    assert copied.files.keys() == {"1", "2"}
     for number, tensor in enumerate(before):
         assert torch.equal(pieces[number], tensor) and pieces[number].data_ptr() % pieces[number].element_size() == 0
     staging.copy(share_of(*tensors))
@@ -80,8 +80,8 @@ def test_a_save_that_is_waited_for_uses_pinned_memory_that_is_there(monkeypatch:
     assert staging.copy_if_pinned(plan) is plan  # the first save of a run takes no memory for it
     background = staging.copy(plan)
     waited = staging.copy_if_pinned(plan)
-    assert waited.files[1][0].values is background.files[1][0].values is not plan.files[1][0].values
-    assert torch.equal(waited.files[1][0].values, plan.files[1][0].values)
+    assert waited.files["1"][0].values is background.files["1"][0].values is not plan.files["1"][0].values
+    assert torch.equal(waited.files["1"][0].values, plan.files["1"][0].values)
 
 
 @pytest.mark.usefixtures("single_process")
@@ -98,7 +98,7 @@ def test_files_are_written_once_all_is_copied_and_no_update_comes_before(
     saver = Saver(CheckpointConfig(ckpt_save_path=str(tmp_path), async_save=True), parameters, optimizer)
     assert saver.save(manifest_of(3), wait=False) is None
     saved = saver.wait()
-    assert saved is not None and saved.manifest == manifest_of(3) and calls[-2:] == ["copied", "written"]
+    assert saved is not None and saved.step == 3 and calls[-2:] == ["copied", "written"]
     optimizer.step()
     assert calls[-1] == "update"
     saver.close()

@@ -12,11 +12,13 @@ from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, ten
 from unit.checkpoint.examples import save, tensors
 
 from pretraining.checkpoint.headers import read_header
-from pretraining.checkpoint.manifest import CHECKPOINTS, MANIFEST, _checksum
+from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.reader import load_tensors
+from pretraining.checkpoint.run_folder import CHECKPOINTS
 from pretraining.checkpoint.start_point import CheckpointRef, find_start, load_model
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, DamagedError
+from pretraining.files import with_checksum
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -47,7 +49,7 @@ def forge(folder: Path, name: str, size: int) -> None:
     document = json.loads((folder / MANIFEST).read_text())
     del document["checksum"]
     document["files"][name] = {"bytes": size, "crc32": "00000000"}
-    (folder / MANIFEST).write_text(json.dumps({**document, "checksum": _checksum(document)}))
+    (folder / MANIFEST).write_text(json.dumps(with_checksum(document)))
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

@@ -13,16 +13,13 @@ import torch
 from unit.checkpoint.examples import load, manifest_of, save, tensors
 
 from pretraining.checkpoint import writer
-from pretraining.checkpoint.manifest import (
+from pretraining.checkpoint.manifest import MANIFEST, read_manifest
+from pretraining.checkpoint.run_folder import (
     BEST,
     CHECKPOINTS,
-    MANIFEST,
     checkpoint_name,
     checkpoint_path,
     committed_checkpoints,
-    is_as_saved,
-    read_manifest,
-    step_of,
     unfinished_saves,
 )
 from pretraining.errors import CheckpointError
@@ -31,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def steps_in(run: Path) -> list[int]:
-    return [step_of(path) for path in committed_checkpoints(run)]
+    return [each.step for each in committed_checkpoints(run)]
 
 
 def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +57,7 @@ def test_a_checkpoint_is_found_by_its_manifest_under_any_name(tmp_path: Path) ->
 
 def test_of_one_step_the_preemption_checkpoint_was_saved_first(tmp_path: Path) -> None:
     found = [save(tmp_path, 5, kind="preempt"), save(tmp_path, 5)]
-    assert committed_checkpoints(tmp_path) == found
+    assert [each.path for each in committed_checkpoints(tmp_path)] == found
 
 
 def test_names_tell_the_step_or_the_story() -> None:
@@ -110,6 +107,13 @@ def test_the_manifest_says_the_step_and_the_name_only_where_there_is_none(tmp_pa
     assert steps_in(tmp_path) == [3, 6]
 
 
+def test_a_kill_between_the_two_renames_of_a_save_again_leaves_the_new_one_in_front(tmp_path: Path) -> None:
+    """Retention and starts take the last of a step; what the save replaces has the second name."""
+    folder = save(tmp_path, 5)
+    shutil.copytree(folder, folder.with_name("step_5_ckp.step_5"), dirs_exist_ok=True)
+    assert [each.path.name for each in committed_checkpoints(tmp_path)] == ["step_5_ckp.step_5", "step_5_ckp"]
+
+
 def test_a_link_in_the_place_of_a_checkpoint_is_replaced_or_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     elsewhere, path = save(tmp_path, 5).rename(tmp_path / "large_disk"), checkpoint_path(tmp_path, 5)
     for remove in (False, True):
@@ -151,7 +155,7 @@ def test_a_process_that_dies_while_it_saves_a_step_again_leaves_one_that_is_good
             patch.setattr(Path, "rename", rename_or_die)
             save(run, 5)
         newest = committed_checkpoints(run)[-1]
-        assert read_manifest(newest).step == 5 and is_as_saved(newest, read_manifest(newest))
+        assert read_manifest(newest.path).step == 5 and newest.is_as_saved
         save(run, 5)
         assert unfinished_saves(run) == [] and steps_in(run)[-1] == 5
 

@@ -64,7 +64,6 @@ def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks_unless_told
     [
         (BatchConfig(batch_size=2, global_batch_size=64, grad_accum_steps=4), 2, "from 16 to 32"),
         (BatchConfig(batch_size=2, global_batch_size=8, grad_accum_steps=3), 4, "from 1 to 2"),
-        *((BatchConfig(**{name: 10**18}), 1, "100,000,000 at most") for name in ("global_batch_size", "batch_size")),
     ],
 )
 def test_a_batch_that_cannot_be_dealt_out_is_refused(batch: BatchConfig, count: int, arithmetic: str) -> None:

@@ -47,8 +47,11 @@ def test_settings_that_contradict_each_other_are_refused(config: PrepareConfig, 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_path_of_any_command_is_an_address(command: str) -> None:
+def test_no_path_of_any_command_is_an_address_unless_it_says_so(command: str) -> None:
     for setting in filter(lambda setting: setting.is_path, settings_of(COMMANDS[command].settings).values()):
+        if setting.may_be_address:
+            assert parse_value(setting, "s3://bucket/x") in ("s3://bucket/x", ("s3://bucket/x",))
+            continue
         with pytest.raises(ValueError, match="an address is no path"):
             parse_value(setting, "s3://bucket/x")
         assert limit_problem(setting, ("s3:/b",) if setting.many else "s3:/b")  # as Path makes it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import sys
 import tracemalloc
 from dataclasses import dataclass
@@ -20,9 +21,13 @@ from pretraining.data.samples import OpenedDatasets
 from pretraining.data.sampling.token_stream import order_cache
 from pretraining.data.storage.document_reader import open_files
 from pretraining.data.storage.index import Split
-from pretraining.launch.machine import resident_bytes
 
 BATCH = 8
+
+
+def resident_bytes() -> int:
+    """The memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ from torch import nn
 from pretraining.config.command_line import load_train_config
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.distributed.processes import Processes
-from pretraining.evaluation.generation import TextSampler, draw_tokens
-from pretraining.train.run import open_sampler
+from pretraining.evaluation.generation import TextSampler, draw_tokens, open_sampler
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.launch import machine
-from pretraining.launch.machine import MachineMemory, machine_memory, resident_bytes, usable_cores
+from pretraining.launch.machine import MachineMemory, machine_memory, usable_cores
 
 GIB = 2**30
 MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {48 * 2**20} kB\n"
@@ -85,4 +85,3 @@ def test_where_there_is_no_proc_the_hardware_answers(system: Path, monkeypatch: 
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**14}[name])
     assert machine_memory() == MachineMemory(16 * GIB, 16 * GIB, "this machine")
     assert usable_cores() == 10
-    assert resident_bytes() == 0

@@ -88,3 +88,13 @@ def test_what_is_registered_for_the_exit_is_done(tmp_path: Path) -> None:
     done = run_program(program)
     assert (done.returncode, done.stdout) == (0, "the last word\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_handler_that_would_wait_for_what_never_comes_can_be_left_out() -> None:
+    program = (
+        "from pretraining.launch.program import skip_exit_handlers\n"
+        "atexit.register(threading.Event().wait)\n"
+        "def command():\n    print('done')\n    skip_exit_handlers()\n    sys.exit(75)\n"
+        "run_as_program(command)"
+    )
+    assert outcome(run_program(program))[:2] == (75, "done\n")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from unit.checkpoint.examples import manifest_of, save, tensors
 
-from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, checkpoint_path
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, checkpoint_path
 from pretraining.checkpoint.writer import plan_save, remove_checkpoint, save_checkpoint
 from scripts import soak
 

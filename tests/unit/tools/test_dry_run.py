@@ -173,7 +173,7 @@ def hold_the_lease(folder: Path, patch: pytest.MonkeyPatch) -> None:
         (["--schedule=nowhere:Schedule"], None, "nowhere"),
         (["--tracker=nowhere:Tracker"], None, "nowhere"),
         (["--tracker=wandb"], lambda _, patch: patch.setattr(trackers, "find_spec", lambda name: None), "wandb"),
-        (["--optimizer=sgd"], train_a_step, "sgd"),
+        (["--optimizer=sgd"], train_a_step, "cannot resume"),
         ([], crash_again_and_again, "crash loop"),
         ([], lambda _, patch: patch.setattr(os, "access", lambda path, mode: False), "Permission denied"),
         ([], hold_the_lease, "another run"),

@@ -28,7 +28,7 @@ from unit.checkpoint.checkpoint_files import (
 
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, read_manifest
-from pretraining.checkpoint.reader import TensorFiles, file_entry
+from pretraining.checkpoint.reader import file_entry, open_tensors, read_tensor
 from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import dump_config
 from pretraining.config.variants import LlamaShape
@@ -217,9 +217,9 @@ def test_the_full_form_is_a_checkpoint_with_the_same_tensors(
     run_export(tmp_path, format="full")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*FULL_FILES, MANIFEST}
     manifest = read_manifest(tmp_path / "out")
-    source = TensorFiles(tmp_path / "out", manifest.files)
-    assert source.shapes().keys() == tensors.keys()
-    assert all(torch.equal(source.read(name), value) for name, value in tensors.items())
+    source = open_tensors(tmp_path / "out", manifest.files)
+    assert source.chunks.keys() == tensors.keys()
+    assert all(torch.equal(read_tensor(source, name), value) for name, value in tensors.items())
     original = read_manifest(tmp_path / "run" / "checkpoints" / "step_3_ckp")
     assert replace(manifest, files={}) == replace(original, files={})
     assert list(torch.load(tmp_path / "out" / FULL_FILES[0], weights_only=True)) == list(parameter_shapes(PLAIN))

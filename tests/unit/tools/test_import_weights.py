@@ -14,7 +14,7 @@ from unit.checkpoint.checkpoint_files import SHAPES
 from unit.checkpoint.test_hf_import import sharded, single, weights
 
 from pretraining.checkpoint.manifest import read_manifest, shape_of
-from pretraining.checkpoint.reader import TensorFiles
+from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.config.commands import ExportConfig, ImportConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.variants import LlamaShape, resolve_shape
@@ -46,9 +46,9 @@ def test_the_checkpoint_holds_the_weights_in_float32_and_has_no_faults(
     manifest = read_manifest(folder)
     assert faults_of(folder) == [] and shape_of(manifest) == shape and len(manifest.files) > 2
     assert resolve_shape(settings_in(manifest.config, "c").model) == shape
-    read = TensorFiles(folder, manifest.files)
-    assert read.shapes().keys() == given.keys()
-    assert all(torch.equal(read.read(name), value.float()) for name, value in given.items())
+    read = open_tensors(folder, manifest.files)
+    assert read.chunks.keys() == given.keys()
+    assert all(torch.equal(read_tensor(read, name), value.float()) for name, value in given.items())
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_0_ckp"]
 
 

@@ -193,7 +193,7 @@ def test_a_file_that_is_no_safetensors_is_a_fault_though_its_checksum_fits(
     (folder / FIRST).write_bytes(spoil((folder / FIRST).read_bytes()))
     write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
     (fault,) = faults_of(folder)
-    assert f"{FIRST} is no sound safetensors file" in fault and FIRST in refused(folder)
+    assert fault.startswith(str(folder / FIRST)) and FIRST in refused(folder)
 
 
 def test_a_user_defined_optimizer_may_keep_nothing(tmp_path: Path) -> None:

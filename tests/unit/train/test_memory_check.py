@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from training_runs import reports_of
-from unit.train.whole_runs import start
 
 from pretraining.checkpoint import pt_files
 from pretraining.config.command_line import load_train_config
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import Processes
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.machine import MachineMemory
 from pretraining.text import format_gib
 from pretraining.train import memory_check
-from pretraining.train.memory_check import check_memory, describe_peak
+from pretraining.train.memory_check import check_memory
 
 GIB = 2**30
 
@@ -81,34 +77,11 @@ def test_who_knows_better_starts_all_the_same() -> None:
     check(1, "model_variant=7b", "ignore_memory=true")
 
 
-def test_the_end_of_a_run_has_the_measured_peak_beside_the_estimate(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="pretraining")
-    start(tmp_path)
-    (line,) = (each for each in caplog.messages if each.startswith("memory      peak "))
-    (header,) = (each for each in caplog.messages if each.startswith("memory      about "))
-    measured, estimated = re.findall(r"\S+ \wiB", line)
-    assert measured == format_gib(reports_of(tmp_path)[-1]["memory_gib"] * GIB) and f"about {estimated} of " in header
-    caplog.clear()
-    start(tmp_path)  # nothing is trained
-    assert not any(each.startswith("memory      peak ") for each in caplog.messages)
-
-
-def test_on_a_gpu_the_peak_of_tensors_is_beside_their_estimate() -> None:
-    config = load_train_config(["use_dummy_dataset=true", "model_variant=125m", "mixed_precision=false"])
-    shape = resolve_shape(config.model)
-    needed = estimate_memory(config, shape, shard_size=1, compute_bytes=4, device_type="cuda")
-    tensors = format_gib(needed.total - needed.runtime)
-    said = describe_peak(config, shape, 1, torch.device("cuda"), 3.14)
-    assert said == f"memory      peak 3.1 GiB measured, {tensors} estimated, in tensors"
-
-
 def test_gradients_that_come_after_the_peak_are_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pretraining")
     config = load_train_config(["use_dummy_dataset=true", "model_variant=125m", "mixed_precision=false"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_check, "_limit_of", lambda processes: memory_check.MemoryLimit(80 * GIB, "free on cuda:0"))
+        patch.setattr(memory_check, "_limit_of", lambda processes: (80 * GIB, "80 GiB free on cuda:0"))
         check_memory(config, resolve_shape(config.model), 1, Processes(0, 1, 0, 1, torch.device("cuda")))
     (line,) = caplog.messages
     assert line.endswith(f", less {format_gib(511.6 * 2**20)} of gradients that come after the peak")

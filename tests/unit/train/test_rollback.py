@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from unit.checkpoint.examples import save
 
-from pretraining.checkpoint.manifest import BEST, CHECKPOINTS, MANIFEST, committed_checkpoints
+from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.retention import tidy_up
 from pretraining.checkpoint.rollback_file import ROLLBACK_FILE, Rollback, read_rollback, write_rollback
+from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError
 from pretraining.train.rollback import _drop_checkpoints, _roll_back, finish_rollback
@@ -32,7 +33,7 @@ def test_checkpoints_since_a_step_are_given_up_and_best_leads_to_one_that_is_lef
     assert best.readlink() == Path("step_6_ckp")
     dropped = _drop_checkpoints(tmp_path, since(5))
     assert [path.name for path in dropped] == ["step_6_ckp"]
-    assert [path.name for path in committed_checkpoints(tmp_path)] == ["step_2_ckp", "step_4_ckp"]
+    assert [each.path.name for each in committed_checkpoints(tmp_path)] == ["step_2_ckp", "step_4_ckp"]
     assert best.readlink() == Path("step_4_ckp")
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -8,9 +10,8 @@ import pytest
 from training_runs import events_of
 
 from pretraining.errors import CheckpointError, ConfigError, LostPeerError, Preempted
-from pretraining.observability.events import Events
 from pretraining.progress import Progress, TrainState
-from pretraining.train.preemption import TIME_LIMIT
+from pretraining.train.preemption import TIME_LIMIT, ending
 from pretraining.train.run_status import STATUS_FILE, StatusKeeper, read_status
 
 
@@ -20,11 +21,9 @@ def everywhere(error: ConfigError) -> ConfigError:
     return error
 
 
-def out_of_time() -> Preempted:
-    """The end of a start whose time limit is near."""
-    error = Preempted("the time limit is near")
-    error.is_out_of_time = True
-    return error
+def told_to_end(stop: int) -> Preempted:
+    """The end of a start on a request."""
+    return ending(stop, "at some step: and what comes next.")
 
 
 def start(
@@ -38,8 +37,6 @@ def start(
             state = TrainState(10, 8, 1, Progress(restored_step, restored_step))
             status.training(state)
             state.progress = Progress(reached, reached)
-            if isinstance(error, Preempted):
-                state.request_stop(TIME_LIMIT if error.is_out_of_time else 15)
         if error is not None:
             raise error
 
@@ -50,7 +47,7 @@ def status_of(run: Path) -> dict[str, object]:
 
 
 def test_an_older_checkpoint_is_no_start_of_its_own_and_a_failure_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), StatusKeeper(2, is_writer=True, events=Events()) as status:
+    with pytest.raises(ValueError), StatusKeeper(2, is_writer=True) as status:
         status.begin(tmp_path, 7)
         status.begin(tmp_path, 5)
         raise ValueError("broken")
@@ -63,11 +60,11 @@ def test_an_older_checkpoint_is_no_start_of_its_own_and_a_failure_is_told(tmp_pa
     [
         (None, 10, "finished", "10 of 10 steps are done", 0),
         (None, 8, "finished", "8 of 10 steps are done, as many as --run_steps asked for", 0),
-        (Preempted("long text"), 7, "preempted", "SIGTERM", 0),
-        (Preempted("before training began"), None, "preempted", "before training began", 0),
-        (out_of_time(), None, "preempted", "the time limit is near", 1),
-        (out_of_time(), 5, "preempted", "the time limit is near", 1),
-        (out_of_time(), 6, "preempted", "the time limit is near", 0),
+        (told_to_end(signal.SIGTERM), 7, "preempted", "SIGTERM", 0),
+        (told_to_end(signal.SIGTERM), None, "preempted", "SIGTERM", 0),
+        (told_to_end(TIME_LIMIT), None, "preempted", "the time limit is near", 1),
+        (told_to_end(TIME_LIMIT), 5, "preempted", "the time limit is near", 1),
+        (told_to_end(TIME_LIMIT), 6, "preempted", "the time limit is near", 0),
         (KeyboardInterrupt(), 7, "failed", "interrupted (Ctrl-C)", 0),
         (LostPeerError("another process has ended"), 7, "failed", "another process has ended", 1),
         (ValueError("nan"), 7, "failed", "ValueError: nan", 1),
@@ -88,16 +85,7 @@ def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
         "starts_without_progress": crashes,
         "started_at_step": 5,
     }
-    assert [path.name for path in tmp_path.iterdir()] == [STATUS_FILE]
-
-
-def test_a_run_that_is_told_to_end_while_it_goes_back_is_preempted(tmp_path: Path) -> None:
-    with pytest.raises(Preempted), StatusKeeper(2, is_writer=True) as status:
-        status.begin(tmp_path, 5)
-        status.training(TrainState(10, 8, 1, Progress(7, 7)))  # of the run that has diverged, which no request reached
-        raise Preempted("before training began (SIGTERM)")
-    found = status_of(tmp_path)
-    assert (found["status"], found["reason"]) == ("preempted", "before training began (SIGTERM)")
+    assert {path.name for path in tmp_path.iterdir()} == {STATUS_FILE, "logs"}
 
 
 def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -127,15 +115,15 @@ def test_a_run_that_goes_back_to_a_step_counts_anew_once(tmp_path: Path) -> None
 
 
 def test_a_run_whose_time_is_too_short_for_a_start_is_not_started_for_ever(tmp_path: Path) -> None:
-    start(tmp_path, 3, None, out_of_time())
-    start(tmp_path, 3, None, Preempted("SIGTERM"))  # somebody wanted the machine: that is no reason to give up
-    start(tmp_path, 3, None, out_of_time())
+    start(tmp_path, 3, None, told_to_end(TIME_LIMIT))
+    start(tmp_path, 3, None, told_to_end(signal.SIGTERM))  # somebody wanted the machine: that is no reason to give up
+    start(tmp_path, 3, None, told_to_end(TIME_LIMIT))
     with pytest.raises(CheckpointError) as refused:
         start(tmp_path, 3, None)
     assert "time_limit" in refused.value.settings
-    start(tmp_path, 3, 6, out_of_time(), limit=0)
+    start(tmp_path, 3, 6, told_to_end(TIME_LIMIT), limit=0)
     assert status_of(tmp_path)["starts_without_progress"] == 2
-    start(tmp_path, 6, None, out_of_time())  # from the checkpoint that the last one has saved
+    start(tmp_path, 6, None, told_to_end(TIME_LIMIT))  # from the checkpoint that the last one has saved
     assert status_of(tmp_path)["starts_without_progress"] == 1
 
 
@@ -177,13 +165,12 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_
 ) -> None:
     with pytest.raises(CheckpointError) as refused:
         StatusKeeper(2, is_writer=True).begin(tmp_path / "missing", 0)
-    assert refused.value.path == tmp_path / "missing" / STATUS_FILE
+    assert refused.value.path == tmp_path / "missing"
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(ValueError, match="what matters"), StatusKeeper(2, is_writer=True) as status:
         status.begin(run, 0)
-        (run / STATUS_FILE).unlink()
-        run.rmdir()
+        shutil.rmtree(run)
         raise ValueError("what matters")
     assert STATUS_FILE in caplog.text
 

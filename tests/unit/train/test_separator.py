@@ -9,7 +9,8 @@ import pytest
 from training_runs import TINY, write_two_datasets
 from unit.train.whole_runs import refusal, start
 
-from pretraining.checkpoint.manifest import committed_checkpoints, read_manifest
+from pretraining.checkpoint.manifest import read_manifest
+from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
 
@@ -30,7 +31,7 @@ def prepare(folder: Path, end_of_text: object) -> None:
 
 def separator_of(run: Path) -> int | None:
     (*_, newest) = committed_checkpoints(run)
-    separator = read_manifest(newest).data["sep_token"]
+    separator = read_manifest(newest.path).data["sep_token"]
     assert separator == load_config(run / "config.yaml").data.sep_token
     assert separator is None or isinstance(separator, int)
     return separator
@@ -67,7 +68,7 @@ def test_a_run_in_a_folder_with_a_timestamp_is_found_again(data: Path, tmp_path:
     for _ in range(2):
         start(tmp_path / "run.{timestamp}", f"data_path={data}", *COMMON, "run_steps=2")
     (run,) = tmp_path.glob("run.*")
-    assert read_manifest(committed_checkpoints(run)[-1]).step == 4
+    assert read_manifest(committed_checkpoints(run)[-1].path).step == 4
 
 
 def test_evaluation_folders_count_where_nothing_is_trained(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from training_runs import TINY, status_of
 
-from pretraining.checkpoint.start_point import named_checkpoint, open_tensors
+from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.start_point import find_newest
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import PretrainError
@@ -63,8 +64,9 @@ def damage(folder: Path) -> None:
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, or of the newest of a run."""
-    source = open_tensors(named_checkpoint(str(path)))
-    return {name: source.read(name).clone() for name in source.shapes()}
+    found = find_newest(path)
+    source = open_tensors(found.path, found.files)
+    return {name: read_tensor(source, name) for name in source.chunks}
 
 
 def equal(first: Path, second: Path) -> bool:

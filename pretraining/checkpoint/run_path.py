@@ -1,0 +1,133 @@
+"""The folder of a run: which one a {timestamp} stands for, how it is made, and the settings that are kept in it."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import re
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from pretraining.checkpoint.manifest import read_document
+from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
+from pretraining.config.fields import values_of
+from pretraining.config.recipes import dump_config, load_config
+from pretraining.config.training import TrainConfig
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import exists, is_folder, write_atomic, writing_into
+
+AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
+
+CONFIG_FILE = "config.yaml"
+TIMESTAMP = "{timestamp}"
+_TIME_FORMAT = "%Y%m%d-%H%M%S"
+_WRITTEN_TIME = r"\d{8}-\d{6}"
+_WHERE_AND_HOW_LONG = frozenset(
+    {
+        *("ckpt_save_path", "init_from", "resume_from_checkpoint", "run_steps", "dry_run"),
+        *("time_limit", "max_starts_without_progress"),  # the errors of a crash loop ask for these by the same command
+    }
+)
+
+
+def existing_run_path(pattern: str, config: TrainConfig, ignored: frozenset[str] = frozenset()) -> str | None:
+    """Return the newest folder that a {timestamp} made whose run has these settings and is not finished; None without.
+
+    A requeued job resumes there. To resume with changed settings, name the folder itself.
+
+    Args:
+        ignored: settings that need not be the same.
+    """
+    for folder in folders_of(pattern):
+        if _has_settings(folder, config, ignored | _WHERE_AND_HOW_LONG) and not _is_finished(folder):
+            return str(folder)
+    return None
+
+
+def with_run_path(config: AnyTrainConfig, now: datetime | None = None) -> AnyTrainConfig:
+    """Return settings whose {timestamp} is filled in, and make that folder: runs/try.20261121-143005, in UTC.
+
+    Call it on one rank, which tells the others.
+
+    Raises:
+        CheckpointError: the folder cannot be made.
+    """
+    pattern = config.checkpoint.ckpt_save_path
+    if pattern is None or TIMESTAMP not in pattern:
+        return config
+    moment = now or datetime.now(UTC)
+    while True:
+        folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
+        with writing_into(folder), suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(folder)))
+        moment += timedelta(seconds=1)  # another run began in the same second
+
+
+def newest_run_path(pattern: str) -> str:
+    """Return the newest folder that a pattern made, whatever its settings; else the pattern itself."""
+    folders = folders_of(pattern) if TIMESTAMP in pattern else []
+    return str(folders[0]) if folders else pattern
+
+
+def folders_of(pattern: str) -> list[Path]:
+    """Return the folders that a pattern has made, the newest first."""
+    path = Path(pattern)
+    root = Path(path.anchor)
+    written = str(path.relative_to(root)).split(TIMESTAMP)
+    # The same time at each place: a pattern may hold it twice.
+    first, *rest = (re.escape(part) for part in written)
+    form = re.compile(f"{first}(?P<time>{_WRITTEN_TIME})" + "(?P=time)".join(rest))
+    found = []
+    for folder in root.glob("*".join(glob.escape(part) for part in written)):
+        match = form.fullmatch(str(folder.relative_to(root)))
+        if match and is_folder(folder):
+            found.append((match["time"], folder))
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) -> bool:
+    """Return whether a folder's run has these settings, but for where it is and how long it goes."""
+    try:
+        there = values_of(load_config(folder / CONFIG_FILE))
+    except ConfigError:
+        return False  # none were written, or by a version with other settings
+    return all(value == there[name] for name, value in values_of(config).items() if name not in ignored)
+
+
+def _is_finished(folder: Path) -> bool:
+    for each in reversed(committed_checkpoints(folder)):
+        try:
+            return read_document(each.path).is_of_finished_run
+        except CheckpointError:
+            continue  # damaged: the start passes it over and says so
+    return False
+
+
+def make_run_folder(run: Path) -> None:
+    """Make the run's folder, unless it is there; a CheckpointError if it cannot be written."""
+    with writing_into(run):
+        (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+
+
+def check_run_folder(run: Path) -> None:
+    """Raise the CheckpointError of `make_run_folder` where that is sure to fail, and make nothing."""
+    there = next(folder for folder in (run, *run.absolute().parents) if exists(folder))
+    fault = None if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+    fault = fault if is_folder(there) else errno.ENOTDIR
+    with writing_into(run):
+        if fault is not None:
+            raise OSError(fault, os.strerror(fault), str(there))
+
+
+def write_config(config: TrainConfig) -> None:
+    """Write the settings of a start that was not refused into its folder, if any: the file can start the run again."""
+    if config.checkpoint.ckpt_save_path is None:
+        return
+    run = config.checkpoint.folder
+    with writing_into(run):
+        write_atomic(run / CONFIG_FILE, dump_config(config))

@@ -1,0 +1,290 @@
+"""What a mirror holds, who may write there, and what a start takes from it; the store is a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, assert_same_tensors, checkpoints_of, losses_of, metrics_of
+
+from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, fetch_start
+from pretraining.checkpoint.object_store import Store, _fetch, checkpoints_in
+from pretraining.cli import main
+from pretraining.config.commands import PushConfig
+from pretraining.config.training import CheckpointConfig
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import address_problem
+from pretraining.tools.push import push
+
+COMMON = [*TINY, "use_dummy_dataset=true", "batch_size=2", "num_steps=6", "checkpoint_interval=2"]
+
+
+def train(folder: Path, *flags: str) -> None:
+    main(["train", *COMMON, f"ckpt_save_path={folder / 'run'}", f"ckpt_mirror_path=file://{folder}/store", *flags])
+
+
+def copies_in(folder: Path) -> set[str]:
+    return {path.parent.name for path in (folder / "store" / "checkpoints").glob("*/manifest.json")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps with its mirror: read only."""
+    folder = tmp_path_factory.mktemp("mirrored")
+    for _ in range(3):  # each waits for its last copy; in between a copy may be left out for a newer one
+        train(folder, "run_steps=2")
+    return folder
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_every_checkpoint_is_copied_with_settings_and_logs(trained: Path) -> None:
+    steps = {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
+    assert copies_in(trained) == steps == checkpoints_of(trained / "run")
+    for name in steps:
+        assert_same_tensors(trained / "store" / "checkpoints" / name, trained / "run" / "checkpoints" / name)
+    assert metrics_of(trained / "store") == metrics_of(trained / "run")
+    assert (trained / "store" / "config.yaml").read_text() == (trained / "run" / "config.yaml").read_text()
+
+
+def test_a_start_on_an_empty_disk_resumes_from_the_mirror_bit_for_bit(copied: Path, trained: Path) -> None:
+    shutil.rmtree(copied / "run")
+    shutil.rmtree(copied / "store" / "checkpoints" / "step_6_ckp")
+    train(copied)
+    assert checkpoints_of(copied / "run") == {"step_4_ckp", "step_6_ckp"}
+    assert_same_tensors(*(each / "run" / "checkpoints" / "step_6_ckp" for each in (copied, trained)))
+    assert losses_of(copied / "run") == losses_of(trained / "run")
+
+
+@pytest.mark.parametrize("damage", ["bit", "size", "manifest", "no manifest"])
+def test_a_copy_that_is_not_what_was_written_is_passed_over(damage: str, copied: Path) -> None:
+    shutil.rmtree(copied / "run")
+    newest = copied / "store" / "checkpoints" / "step_6_ckp"
+    [shard] = newest.glob("*.safetensors")
+    if damage == "bit":
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    elif damage == "size":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif damage == "manifest":
+        (newest / "manifest.json").write_text("{")
+    else:
+        (newest / "manifest.json").unlink()
+    train(copied)
+    assert checkpoints_of(copied / "run") == {"step_4_ckp", "step_6_ckp"}
+    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
+
+
+def test_if_every_local_checkpoint_is_damaged_the_copy_takes_its_place(copied: Path) -> None:
+    for path in (copied / "run" / "checkpoints").glob("*/*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    train(copied, "num_steps=8")
+    assert losses_of(copied / "run")[6:]
+    assert "step_8_ckp" in copies_in(copied)
+
+
+def test_names_in_a_downloaded_manifest_lead_nowhere_else(copied: Path) -> None:
+    store = Store(f"file://{copied}/store")
+    name, manifest = list(checkpoints_in(store).items())[-1]
+    entry = next(iter(manifest.files.values()))
+    hostile = replace(manifest, files={"../outside.safetensors": entry})
+    fault = _fetch(store, name, hostile, copied / "run" / "checkpoints" / "fetched")
+    assert fault is not None and "outside" in fault
+    assert not list(copied.rglob("outside*")) and not list(copied.rglob("fetched*"))
+
+
+def _start(folder: Path, store: str | None = None) -> None:
+    """Begin as a start does, without the command line, which turns errors into exit codes."""
+    fetch_start(CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{store or folder / 'store'}"))
+
+
+def test_the_mirror_of_another_run_is_refused(copied: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    train(other)
+    with pytest.raises(CheckpointError, match="another run") as caught:
+        _start(copied, f"{other}/store")
+    assert caught.value.settings == ("ckpt_mirror_path", "ckpt_save_path")
+
+
+def test_a_run_that_lost_its_id_knows_its_mirror_by_a_checkpoint(copied: Path) -> None:
+    (copied / "run" / MIRROR_FILE).write_text("{")
+    _start(copied)
+    assert (copied / "run" / MIRROR_FILE).read_text() != "{"
+
+
+def test_a_run_without_copies_may_begin_with_them(copied: Path) -> None:
+    shutil.rmtree(copied / "store")
+    (copied / "run" / MIRROR_FILE).unlink()
+    train(copied)
+    assert copies_in(copied) == {"step_6_ckp"}
+
+
+def test_a_damaged_owner_is_an_error(copied: Path) -> None:
+    (copied / "store" / MIRROR_FILE).write_text("{")
+    with pytest.raises(CheckpointError) as caught:
+        _start(copied)
+    assert str(caught.value.path).endswith(MIRROR_FILE)
+
+
+def test_retention_removes_copies_and_keeps_the_best(tmp_path: Path) -> None:
+    evaluated = ["held_out_fraction=0.1", "eval_interval=2", "eval_batches=1", "learning_rate=1e-2"]
+    for _ in range(3):
+        train(tmp_path, "keep_last=1", "run_steps=2", *evaluated)
+    kept = checkpoints_of(tmp_path / "run")
+    assert copies_in(tmp_path) == kept and "step_6_ckp" in kept and len(kept) < 3
+
+
+def test_a_run_that_goes_back_sets_the_newer_copies_aside(copied: Path) -> None:
+    train(copied, "resume_from_checkpoint=2", "run_steps=1")
+    assert copies_in(copied) == {"step_2_ckp", "step_3_ckp"}
+    assert {path.parent.name for path in (copied / "store").rglob("set_aside.json")} == {"step_4_ckp", "step_6_ckp"}
+
+
+def mirror_of(folder: Path, step: int = 6) -> Mirror:
+    return Mirror(CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{folder}/store"), step)
+
+
+def test_a_disk_that_is_behind_the_mirror_takes_the_newer_copy(copied: Path) -> None:
+    for step in (4, 6):
+        shutil.rmtree(copied / "run" / "checkpoints" / f"step_{step}_ckp")
+    (copied / "run" / "logs" / "metrics.jsonl").write_text("")
+    train(copied, "num_steps=8")
+    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp", "step_8_ckp"}
+    assert checkpoints_of(copied / "run") == {"step_2_ckp", "step_6_ckp", "step_8_ckp"}
+    assert len(losses_of(copied / "run")) == 8
+
+
+def test_a_writer_that_another_one_follows_overwrites_nothing(copied: Path) -> None:
+    old, new = mirror_of(copied), mirror_of(copied)
+    path = copied / "run" / "checkpoints" / "step_6_ckp"
+    other = copied / "run" / "checkpoints" / "step_4_ckp"
+    shutil.rmtree(path)
+    other.rename(path)  # other content under the same name
+    before = {each: each.read_bytes() for each in (copied / "store").rglob("*") if each.is_file()}
+    old.copy(path)
+    with pytest.raises(TakenOverError):
+        old.finish(60.0)
+    assert before == {each: each.read_bytes() for each in (copied / "store").rglob("*") if each.is_file()}
+    new.copy(path)
+    assert new.finish(60.0) is None and not new.lacks(path)
+
+
+def test_a_copy_is_never_half_replaced(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror, path = mirror_of(copied), copied / "run" / "checkpoints" / "step_6_ckp"
+    uploaded: list[str] = []
+
+    def upload(self: Store, file: Path, name: str, *_: object) -> None:
+        uploaded.append(name)
+        assert not (copied / "store" / "checkpoints" / "step_6_ckp" / "manifest.json").exists()
+        raise CheckpointError("not now")
+
+    monkeypatch.setattr(Store, "upload", upload)
+    mirror.copy(path)
+    assert mirror.finish(60.0) is None and not uploaded  # the same tensors are there
+    shutil.rmtree(path)
+    (copied / "run" / "checkpoints" / "step_4_ckp").rename(path)
+    mirror.copy(path)
+    assert mirror.finish(60.0) is not None and len(uploaded) == 1
+    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp"}
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_copied_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def upload(*_: object) -> None:
+        raise CheckpointError("damaged")
+
+    monkeypatch.setattr(Store, "upload", upload)
+    with pytest.raises(SystemExit) as ending:
+        train(tmp_path)
+    assert ending.value.code == 1 and "step_6_ckp" in checkpoints_of(tmp_path / "run")
+
+
+def test_retention_leaves_what_no_save_has_copied(copied: Path) -> None:
+    copies = copied / "store" / "checkpoints"
+    (copies / "step_2_ckp").rename(copies / "keep_me")
+    train(copied, "keep_last=1", "num_steps=8", "checkpoint_interval=1")
+    assert "keep_me" in copies_in(copied) and "step_4_ckp" not in copies_in(copied)
+
+
+def test_push_refuses_a_mirror_that_is_newer(copied: Path) -> None:
+    shutil.rmtree(copied / "run" / "checkpoints" / "step_6_ckp")
+    with pytest.raises(CheckpointError):
+        push(PushConfig(paths=(str(copied / "run"), f"file://{copied}/store")))
+    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
+
+
+def test_push_copies_what_the_mirror_lacks(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(copied / "store" / "checkpoints" / "step_4_ckp")
+    main(["push", str(copied / "run"), f"file://{copied}/store"])
+    assert "1 checkpoint copied, 3 are in" in capsys.readouterr().out
+    assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
+    main(["push", str(copied / "run"), f"file://{copied}/other"])
+    assert {path.name for path in (copied / "other" / "checkpoints").iterdir()} == copies_in(copied)
+
+
+@pytest.mark.parametrize("words", [["{run}"], ["s3://b/x", "s3://b/y"], ["{run}", "elsewhere"]])
+def test_push_needs_a_run_and_an_address(words: Sequence[str], trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(text.replace(f"file://{trained}/store", "none"))
+    with pytest.raises(ConfigError):
+        push(PushConfig(paths=tuple(word.format(run=tmp_path / "run") for word in words)))
+
+
+def test_commands_read_a_run_in_a_store(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["list", str(copied / "run"), "--json"])
+    local = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    main(["list", f"file://{copied}/store", "--json"])
+    there = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    unlike = ("age_seconds", "bytes")
+    assert [{k: v for k, v in row.items() if k not in unlike} for row in there] == [
+        {k: v for k, v in row.items() if k not in unlike} for row in local
+    ]
+    main(["export", f"file://{copied}/store", f"--output_path={tmp_path / 'hf'}"])
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+    main(["inspect", f"--ckpt_load_path=file://{copied}/store/checkpoints/step_4_ckp", "--step=5", "--json"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 5
+
+
+def test_a_run_starts_from_a_checkpoint_in_a_store_fetched_once(copied: Path, tmp_path: Path) -> None:
+    flags = [*COMMON, f"ckpt_load_path=file://{copied}/store", f"ckpt_save_path={tmp_path / 'next'}", "num_steps=8"]
+    main(["train", *flags])
+    assert len(losses_of(tmp_path / "next")) == 2
+    shutil.rmtree(tmp_path / "next" / "checkpoints")
+    shutil.rmtree(copied / "store")
+    main(["train", *flags])
+    assert len(losses_of(tmp_path / "next")) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "is_refused"),
+    [
+        ("s3://bucket/run", False),
+        ("s3://bucket/run?region=eu-west-1", False),
+        ("abfss://container@account.dfs.core.windows.net/run", False),
+        ("s3://id:secret@bucket/run", True),
+        ("s3://bucket/run?secret_key=x", True),
+        ("s3://bucket/run?endpoint_override=http://me:word@host", True),
+        ("abfss://container@account.dfs.core.windows.net/run?sig=x", True),
+        ("abfss://container:password@account.dfs.core.windows.net/run", True),
+    ],
+)
+def test_an_address_holds_no_credentials(address: str, is_refused: bool) -> None:
+    assert (address_problem(address) is not None) == is_refused
+
+
+@pytest.mark.parametrize("address", ["foo://bucket/x", "s3://bucket/x?color=red", "s3://id:secret@bucket/x"])
+def test_an_address_that_cannot_be_used_is_one_error_without_its_secrets(address: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Store(address)
+    assert "secret" not in str(caught.value)
