@@ -113,6 +113,7 @@ def test_data_that_cannot_be_trained_on_is_refused(
     with pytest.raises(PretrainError) as raised:
         loader(config(tmp_path, **changes), vocab_size=1000)
     assert named is None or named in raised.value.settings
+    assert documents or raised.value.path == tmp_path / "web"
     assert isinstance(raised.value, ConfigError if named in changes else DataError)
 
 
