@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -24,33 +23,27 @@ from pretraining.config.recipes import dump_config
 from pretraining.errors import Preempted
 
 
-def test_help_explains_every_flag_of_a_command_or_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_commands_and_every_flag_of_one_or_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, flags in (
         (["help", "train"], "--learning_rate --sharding_strategy --recipe"),
         (["prepare", "-h"], "--input_path"),
         (["train", "--help=schedule"], "--warmup_steps"),
+        (["--help"], "prepare translate"),
+        (["help"], "prepare translate"),
+        ([], "prepare translate"),
+        (["--version"], f"{__version__} torch Python"),
     ):
         main(arguments)
         out = capsys.readouterr().out
         assert all(flag in out for flag in flags.split())
-    with pytest.raises(SystemExit):
-        main(["train", "--help=shedule"])
-    assert "did you mean schedule?" in capsys.readouterr().err
-
-
-def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["help"], []):
-        main(arguments)
-        assert "pretrain prepare" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ending:
-        main(["trian"])
-    assert ending.value.code == 1 and "'trian'" in capsys.readouterr().err
-
-
-def test_the_version_is_shown_with_those_of_torch_and_python(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--version"])
-    said = capsys.readouterr().out
-    assert re.fullmatch(rf"pretraining {re.escape(__version__)}, torch 2\.\S+, Python 3\.\S+\n", said)
+    for arguments, named in (
+        (["train", "--help=shedule"], "schedule?"),
+        (["trian"], "'trian'"),
+        (["foo", "-h"], "foo"),
+    ):
+        with pytest.raises(SystemExit) as ending:
+            main(arguments)
+        assert ending.value.code == 1 and named in capsys.readouterr().err
 
 
 def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,40 +70,34 @@ def test_what_the_file_system_says_about_a_path_is_one_error(
     with pytest.raises(SystemExit) as ending:
         main(["train"])
     assert ending.value.code == 1
-    assert capsys.readouterr().err.startswith(f"{prefix}/a/b: cannot be used: Permission denied. Check the path")
+    assert capsys.readouterr().err.startswith(f"{prefix}/a/b: ")
 
 
-def test_an_error_of_the_system_without_a_path_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: object) -> None:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr("pretraining.cli.resolve_config", refused)
-    with pytest.raises(OSError, match="Too many"):
-        main(["train"])
-
-
-def test_interrupting_a_run_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_start_in_a_folder_that_is_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pretraining.cli.resolve_config", interrupted)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
     with pytest.raises(SystemExit) as ending:
+        main(["plan"])
+    assert ending.value.code == 1 and capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(OSError(24, "Too many open files"), None), (KeyboardInterrupt(), 130)], ids=repr
+)
+def test_an_interrupt_has_its_exit_code_and_an_error_without_a_path_keeps_its_traceback(
+    error: BaseException, code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pretraining.cli.resolve_config", fail)
+    with pytest.raises((OSError, SystemExit)) as ending:
         main(["train"])
-    assert ending.value.code == 130 and "interrupted" in capsys.readouterr().err
-
-
-def test_before_processes_have_joined_each_node_speaks_for_itself() -> None:
-    layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    said = []
-    for rank, local_rank in (("2", "0"), ("3", "1")):  # the second node's
-        place = {**layout, "RANK": rank, "LOCAL_RANK": local_rank, "MASTER_PORT": "29500"}
-        command = [sys.executable, "main_training.py", "--recipe=/nowhere.yaml"]
-        done = run_command(command, place, check=False)
-        assert done.returncode == 1
-        said.append(done.stderr.count("error:"))
-    assert said == [1, 0]
+    assert getattr(ending.value, "code", None) == code
 
 
 def test_a_process_that_says_nothing_ends_after_the_one_that_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +125,6 @@ def test_inspect_takes_the_flags_of_training_and_its_own(
     slots = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sorted(slot["sample_id"] for slot in slots) == [3, 4, 5]
     assert all(len(slot["ids"]) == 17 for slot in slots)
-    for arguments, message in (
-        (["--stepp=2"], "did you mean step?"),
-        ([], "nothing to show"),
-        (["--ckpt_load_path=nowhere", "--step=1"], "--ckpt_load_path=nowhere holds no complete checkpoint"),
-    ):
-        with pytest.raises(SystemExit) as ending:
-            main(["inspect", *INSPECTED, *arguments])
-        assert ending.value.code == 1 and message in capsys.readouterr().err
 
 
 def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +143,6 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     capsys.readouterr()  # that the datasets were indexed
     asked = ["--tokens", "--json"]
     for source in (
-        [f"--ckpt_load_path={tmp_path}/run"],
         [f"--ckpt_load_path={checkpoint}"],
         [f"--recipe={tmp_path}/run/config.yaml", f"--ckpt_save_path={tmp_path}/run"],  # the run that would go on
     ):
@@ -204,10 +182,11 @@ def test_checkpoints_are_listed_checked_exported_and_imported_by_a_word(
         (["export", "nowhere", "--output_path=out", "--format=onnx"], "onnx"),
         (["export", "nowhere", "--output_path=out", "--max_shard_size=big"], "--max_shard_size=big"),
         (["import", "./nowhere", "--ckpt_save_path=runs/a"], "nowhere/config.json"),
+        (["inspect", *INSPECTED, "--stepp=2"], "step?"),
+        (["inspect", *INSPECTED, "--ckpt_load_path=nowhere", "--step=1"], "--ckpt_load_path=nowhere"),
         (["list", "nowhere", "-", "--json"], "'-'"),
         (["list", "nowhere", "--=3"], "'--=3'"),
         (["verify"], "--data_path"),
-        (["verify", "nowhere", "--data_path=data"], "--data_path"),
         (["verify", "nowhere", "elsewhere"], "'elsewhere'"),
     ],
 )
@@ -232,9 +211,7 @@ def test_names_that_are_not_utf_8_are_printed_as_they_are(tmp_path: Path, monkey
         path.rename(folder / os.fsdecode(b"tok\xffens.arrow"))
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="utf-8", errors="strict"))
-    main(
-        ["inspect", f"--data_path={tmp_path / 'data'}", "--datasets=first", "--step=1", *(f"--{flag}" for flag in TINY)]
-    )
+    main(["inspect", f"data_path={tmp_path / 'data'}", "datasets=first", "step=1", *TINY])
     sys.stdout.flush()
     assert b"first/tok\xffens.arrow  row" in printed.getvalue()
 
@@ -284,16 +261,3 @@ def test_a_run_whose_time_is_over_leaves_its_launcher_a_note(
     with pytest.raises(SystemExit) as ended:
         main(["train"])
     assert ended.value.code == 75 and (tmp_path / "note").exists() is is_out_of_time
-
-
-def test_help_of_no_command_and_a_start_in_a_folder_that_is_gone_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    for words in (["foo", "--help"], ["plan"]):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 1 and capsys.readouterr().err.startswith("error: ")

@@ -74,13 +74,11 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         Duration.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("amount", "unit"),
-    [(1, "days"), (-1, "steps"), (math.nan, "epochs"), (math.inf, "seconds"), (10**400, "tokens"), (1.5, "steps")],
-)
-def test_an_impossible_duration_cannot_be_made(amount: float, unit: Any) -> None:
-    with pytest.raises(ConfigError):
-        Duration(amount, unit)
+def test_an_impossible_duration_cannot_be_made() -> None:
+    impossible: list[tuple[float, Any]] = [(1, "days"), (-1, "steps"), (math.nan, "epochs"), (math.inf, "seconds")]
+    for amount, unit in [*impossible, (10**400, "tokens"), (1.5, "steps")]:
+        with pytest.raises(ConfigError):
+            Duration(amount, unit)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +140,8 @@ def test_an_interval_never_drifts(every: Duration, stride: int, steps: int) -> N
         ("25tok", [3, 5, 8, 10]),
         ("0.5ep", [2, 4, 6, 8, 10]),  # of 40 tokens
         ("2s", [3, 6, 9]),  # of 0.7 seconds a step
-        ("1", list(range(1, 11))),
         ("1tok", list(range(1, 11))),
         ("0", []),
-        ("0tok", []),
         ("0s", []),
         ("0ep", []),
     ],
@@ -199,3 +195,23 @@ def test_a_batch_that_changes_leaves_the_warmup_where_it_was() -> None:
     for warmup in (None, Duration(500, "tokens"), Duration(50, "steps"), Duration(0.05, "epochs")):
         assert resolve_warmup_steps(warmup, Duration(10_000, "tokens"), before, 10_000) == 50
         assert resolve_warmup_steps(warmup, Duration(10_000, "tokens"), after, 10_000) == 50
+
+
+def test_an_invocation_may_stop_before_the_run_is_finished() -> None:
+    state = TrainState(total_steps=5, stop_step=1, tokens_per_step=10, progress=Progress(0, 0))
+    stops_at_once = state.stopping
+    state.advance(1.5)
+    assert (state.before, state.progress) == (Progress(0, 0), Progress(1, 10, 1.5))
+    assert not stops_at_once and state.stopping and not state.finished
+    assert TrainState(5, 5, 10, Progress(5, 50)).finished
+
+
+def test_the_first_request_to_end_ends_the_invocation_and_gives_the_reason() -> None:
+    state = TrainState(total_steps=5, stop_step=5, tokens_per_step=10, progress=Progress(0, 0))
+    state.advance(0.0, stop=0)
+    before = (state.preempted, state.stopping)
+    state.advance(0.0, stop=15)
+    state.request_stop(10)
+    state.request_stop(0)
+    assert before == (False, False)
+    assert state.preempted and state.stopping and not state.finished and state.stop == 15

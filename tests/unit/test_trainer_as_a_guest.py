@@ -226,16 +226,3 @@ def test_a_process_goes_on_after_runs_that_fail_and_ends_as_always(tmp_path: Pat
     lines = done.stdout.splitlines()
     assert json.loads(lines[-1]) == ["finished", "ValueError", "KeyboardInterrupt", "finished"]
     assert any(line.startswith("step 4/4  loss") for line in lines)
-
-
-@pytest.mark.thorough
-def test_torch_is_imported_with_as_many_threads_as_a_command_would_have(tmp_path: Path) -> None:
-    program = (
-        "import json, os, sys; from pretraining import Trainer; assert 'torch' not in sys.modules; "
-        "made = Trainer.from_recipe(**json.loads(sys.argv[1]), ckpt_save_path=sys.argv[2]); "
-        "assert 'torch' not in sys.modules; made.train(); assert 'OMP_NUM_THREADS' not in os.environ"
-    )
-    environment = {name: value for name, value in plain_environment().items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-c", program, json.dumps(SETTINGS | {"cpu_threads": 2}), str(tmp_path)]
-    out = subprocess.run(command, env=environment, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert "2 threads each" in out

@@ -26,24 +26,17 @@ run_console_script()
 DUMMY = [*(f"--{setting}" for setting in TINY), "--use_dummy_dataset", "--num_steps=2"]
 COMMANDS = {
     "help": ["train", "--help"],
-    "help of a group": ["train", "--help=optimizer"],
     "commands": ["--help"],
-    "version": ["--version"],
-    "plan": ["plan", "--model_variant=llama3_8b"],
     "plan, search": ["plan", "--model_variant=llama3_8b", "--search=true"],
-    "plan, search, json": ["plan", "--model_variant=llama3_8b", "--search=true", "--json"],
     "list": ["list", "{run}/sharded"],
-    "list, json": ["list", "{run}/sharded", "--json"],
     "inspect": ["inspect", *DUMMY, "--step=1", "--batch_size=200"],
     "inspect, json": ["inspect", *DUMMY, "--step=1", "--batch_size=200", "--json", "--tokens"],
     "translate": ["translate", "{run}/ds.json"],
-    "verify, checkpoints": ["verify", "{run}/sharded"],
     "verify, data": ["verify", "--data_path={run}/data"],
     "sample": ["sample", "{run}/sharded", "--prompt_tokens=1,2", "--max_new_tokens=2"],
     "export": ["export", "{run}/sharded", "--output_path={run}/exported"],
     "prepare": ["prepare", "--input_path={run}/text.txt", "--output_path={run}/tokens", "--vocab_size=300"],
     "doctor": ["doctor", "--disk_path=none"],
-    "doctor, json": ["doctor", "--disk_path=none", "--json"],
     "train, dry run": ["train", *DUMMY, "--dry_run=true", "--ckpt_save_path={run}/new"],
 }
 

@@ -8,18 +8,22 @@ read     the job has it open
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from unit.data.token_files import loader, plan, random_documents, write_documents
+from unit.data.token_files import loader, opened, plan, random_documents, write_documents
 
 from pretraining.config.training import DataConfig
+from pretraining.data import batch_reader
+from pretraining.data.batch import MicroBatch
+from pretraining.data.batch_reader import LINES_SHOWN, MOST_IN_A_ROW
 from pretraining.data.loader import Loader
 from pretraining.errors import DataError
+from pretraining.tools.inspect import Inspector
 
 VOCABULARY = 900
 STEPS = 50  # more than a pass
@@ -87,8 +91,13 @@ def bad(tmp_path: Path) -> Path:
     return tmp_path / "data/web/bad.arrow"
 
 
-def made(config: DataConfig) -> Loader:
-    return loader(config, plan(8), vocab_size=VOCABULARY)
+def made(config: DataConfig, ranks: int = 1, rank: int = 0) -> Loader:
+    return loader(config, plan(8, ranks), rank, vocab_size=VOCABULARY)
+
+
+def lengths_of(micro_batch: MicroBatch) -> list[int]:
+    """How many tokens of each row are real."""
+    return [17] * 8 if micro_batch.lengths_B is None else micro_batch.lengths_B.tolist()
 
 
 def train(running: Loader) -> list[list[list[int]]]:
@@ -119,6 +128,7 @@ def test_a_fault_is_named_where_it_is_first_met(config: DataConfig, bad: Path, f
         assert "is 950, but the vocabulary is 0 to 899" in str(raised.value)
 
 
+# In quarantine: a slot without labels in place of the error
 IN_A_RUN = [(fault, stage) for fault, stage in CASES if stage in ("open", "read")]
 
 
@@ -133,7 +143,7 @@ def test_in_quarantine_a_fault_takes_slots_that_need_the_file_and_no_other_chang
     for step in range(STEPS):
         slots = running.reader.slots(step)
         (micro_batch,) = next(running).micro_batches
-        lengths = np.full(8, 17) if micro_batch.lengths_B is None else micro_batch.lengths_B.numpy()
+        lengths = lengths_of(micro_batch)
         for slot, tokens in enumerate(micro_batch.tokens_BT.tolist()):
             source = running.reader.sources[int(slots.datasets[slot])]
             spans = source.spans(slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1])
@@ -146,3 +156,46 @@ def test_in_quarantine_a_fault_takes_slots_that_need_the_file_and_no_other_chang
             if fault in (truncate, remove, zero, flip_footer):
                 assert (lengths[slot] == 0) == needs_it
     assert taken
+
+
+def test_every_rank_and_inspect_quarantine_the_same_slots_and_their_places_are_logged(
+    config: DataConfig, bad: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "pretraining")
+    config = replace(config, bad_documents="quarantine")
+    alone, parts = made(config), [made(config, 2, rank) for rank in range(2)]
+    use_other_tokenizer(bad)
+    tolerant = Inspector(alone.reader, opened(config), 16, quarantine=True)
+    strict = Inspector(alone.reader, opened(config), 16)
+    empty = 0
+    for step in range(1, STEPS):
+        (whole,) = next(alone).micro_batches
+        shared = [next(part).micro_batches[0] for part in parts]
+        assert [row for part in shared for row in part.tokens_BT.tolist()] == whole.tokens_BT.tolist()
+        slots = list(tolerant.slots(step, tokens=True))
+        assert [slot.problem is None for slot in slots] == [length > 0 for length in lengths_of(whole)]
+        for slot in slots:
+            assert slot.spans and (slot.ids is None) == (slot.problem is not None) == ("problem" in slot.document())
+            if slot.problem is not None:
+                empty += 1
+                with pytest.raises(DataError):
+                    list(strict.slots(step, sample_id=slot.sample_id, tokens=True))
+    assert empty and caplog.messages and all(str(bad) in line for line in caplog.messages)
+
+
+def test_the_run_ends_where_nothing_can_be_read_and_goes_on_where_readable_samples_lie_between(
+    config: DataConfig, bad: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, "pretraining")
+    config = replace(config, bad_documents="quarantine")
+    running = made(replace(config, datasets=("code",)))
+    (bad.parents[1] / "code/x.arrow").unlink()
+    with pytest.raises(DataError):
+        for _ in range(MOST_IN_A_ROW):
+            next(running)
+    assert len(caplog.messages) == LINES_SHOWN + 3  # then 32, 64 and 128
+    monkeypatch.setattr(batch_reader, "MOST_IN_A_ROW", 20)
+    running = made(replace(config, datasets=("web",)))
+    bad.unlink()
+    lengths = [length for _ in range(STEPS) for length in lengths_of(next(running).micro_batches[0])]
+    assert lengths.count(0) > 20 and set(lengths) == {0, 17}

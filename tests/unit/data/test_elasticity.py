@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.token_files import opened, plan, rows
 
@@ -62,7 +62,12 @@ def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list
     return batches, states
 
 
-def assert_as_without_stops(
+@settings(max_examples=12)
+@given(STAGES)
+@example([(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)])
+@example([(1, workers, 1, 1) for _ in range(STEPS // 2) for workers in (0, 3)])
+@example([(16, 0, 2, 3)])
+def test_any_ranks_threads_micro_batches_and_stops_give_the_batches_and_states_of_a_run_without_them(
     config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
 ) -> None:
     batches, states = go_through(datasets, config, stages)
@@ -71,30 +76,6 @@ def assert_as_without_stops(
     for (*_, steps), state in zip(stages, states, strict=True):
         done += steps
         assert state == uninterrupted[1][done]  # it counts what was taken, whatever was read ahead
-
-
-@pytest.mark.parametrize(
-    "stages",
-    [
-        [(8, 2, 1, 4), (3, 5, 2, 4), (5, 1, 4, 4), (8, 0, 3, 4)],
-        [(ranks, workers, 1, 1) for ranks in (2, 7) for workers in (5, 0)],
-        [(1, workers, 1, 1) for _ in range(STEPS // 2) for workers in (0, 3)],
-        *([(ranks, 0, accumulation, 3)] for ranks, accumulation in ((1, 2), (4, 3), (6, 1), (16, 2))),
-    ],
-)
-def test_other_numbers_of_ranks_threads_and_micro_batches_train_on_the_same_batches(
-    config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
-) -> None:
-    assert_as_without_stops(config, datasets, uninterrupted, stages)
-
-
-@pytest.mark.thorough
-@settings(max_examples=25)
-@given(STAGES)
-def test_any_run_of_stages_trains_on_the_batches_of_a_run_without_stops(
-    config: DataConfig, datasets: OpenedDatasets, uninterrupted: Uninterrupted, stages: list[Stage]
-) -> None:
-    assert_as_without_stops(config, datasets, uninterrupted, stages)
 
 
 @pytest.mark.parametrize("dummy", [False, True])

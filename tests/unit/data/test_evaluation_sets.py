@@ -34,15 +34,7 @@ def test_a_set_has_the_name_of_its_folder_and_all_of_its_documents(data: DataCon
 
 
 def test_sets_are_named_by_as_much_of_their_paths_as_tells_them_apart(data: DataConfig, tmp_path: Path) -> None:
-    folders = (
-        "a/valid",
-        "b/valid",
-        "valid/web",
-        "deep/valid/web",
-        "books",
-        "c/code",
-        "train/other",
-    )  # code is trained on
+    folders = ("a/valid", "b/valid", "valid/web", "deep/valid/web", "books", "c/code", "train/other")
     for name in folders:
         write_dataset(tmp_path / name, documents=3)
     names = found(data, *(tmp_path / name for name in folders))

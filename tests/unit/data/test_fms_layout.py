@@ -37,25 +37,15 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config(root: Path) -> DataConfig:
-    return DataConfig(
-        data_path=str(root),
-        datasets=(X, Y),
-        seq_length=1,
-        sep_token=SEP,
-        bos_token=BOS,
-        logical_shards=3,
-        num_workers=0,
-    )
-
-
 def test_every_document_is_trained_on_once_a_pass(root: Path) -> None:
     whole = {
         name: [as_trained(document, SEP, BOS) for documents in parts for document in documents]
         for name, parts in DOCUMENTS.items()
     }
     tokens = {name: sum(map(len, documents)) for name, documents in whole.items()}
-    settings = config(root)
+    settings = DataConfig(
+        data_path=str(root), datasets=(X, Y), seq_length=1, sep_token=SEP, bos_token=BOS, num_workers=0
+    )
     assert {each.files.name: each.tokens("train") for each in opened(settings).datasets} == tokens
     for name, documents in whole.items():
         alone = loader(replace(settings, datasets=(name,)), plan(tokens[name]))

@@ -32,7 +32,7 @@ def seen_of(config: DataConfig, split: SplitName) -> set[Place]:
     return seen
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.lists(st.tuples(st.sampled_from(FILES), st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=4),
     st.sampled_from([0.02, 0.1, 0.5, 0.9]),

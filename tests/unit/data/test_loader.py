@@ -25,17 +25,6 @@ def test_memory_is_pinned_in_a_process_that_uses_a_gpu_alone(
     assert loader(config, plan(11)).reader._kind["pin_memory"] is True
 
 
-def test_the_slots_of_a_batch_are_sorted_by_shard(config: DataConfig) -> None:
-    running = loader(config, plan(64))
-    slots = running.reader.slots(1)
-    scaled = [
-        shard * 8 // running.reader.sources[dataset].shards
-        for shard, dataset in zip(slots.shards.tolist(), slots.datasets.tolist(), strict=True)
-    ]
-    assert scaled == sorted(scaled) and len(set(scaled)) > 3
-    assert sorted(slots.samples.tolist()) == list(range(64, 128))
-
-
 def test_a_limit_ends_the_iteration_with_threads_too(config: DataConfig) -> None:
     datasets = opened(config)
     threaded = replace(config, num_workers=3)

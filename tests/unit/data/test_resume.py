@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,43 +61,30 @@ def test_all_that_differs_is_in_one_error_with_what_may_differ(config: DataConfi
     state["datasets"]["web"]["settings"] = "of another release"
     text = refusal(state | {"split": "held_out"}, replace(config, seq_length=8), seed=6)
     assert text.count("\n  - ") == 4 and "--ckpt_save_path" in text
-    for difference in ("seed was 7 and is 6", "seq_length was 16 and is 8", "split was held_out", "dataset 'web'"):
-        assert difference in text
+    assert all(named in text for named in ("seed", "seq_length", "split", "dataset 'web'"))
 
 
 def test_changed_files_are_refused_and_named(config: DataConfig, state: dict[str, Any]) -> None:
     write_documents(Path(config.data_path or "") / "web/three.arrow", [[1] * 50])
-    assert "dataset 'web'" in (text := refusal(state, config)) and "added: three.arrow" in text
-
-
-def test_a_phase_that_does_not_follow_from_the_one_before_is_damage(config: DataConfig, state: dict[str, Any]) -> None:
-    changed = loader(config, plan(4))
-    changed.load_state_dict(state)
-    state = changed.state_dict()
-    loader(config, plan(4)).load_state_dict(state)
-    for damage in ({"first_sample": 9}, {"first_step": 2}, {"base_counts": {"code": 4, "web": 4}}):
-        phases = [state["phases"][0], state["phases"][1] | damage]
-        refusal(state | {"phases": phases}, config)
+    assert "added: three.arrow" in refusal(state, config)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda state: state.clear(),
-        lambda state: state.update(version=1),
-        lambda state: state.pop("seed"),
-        lambda state: state.update(datasets=3),
-        lambda state: state.update(next_sample="x"),
-        lambda state: state.update(next_sample=-8),
-        lambda state: state.update(phases=[]),
-        lambda state: state.update(next_sample=9),
+        *({"version": 1}, {"datasets": 3}, {"next_sample": "x"}, {"next_sample": -8}, {"phases": []}),
+        *({"next_sample": 9}, {"first_sample": 9}, {"first_step": 2}, {"base_counts": {"code": 4, "web": 4}}),
     ],
 )
-def test_a_damaged_state_is_refused(
-    config: DataConfig, state: dict[str, Any], damage: Callable[[dict[str, Any]], object]
+def test_a_state_or_a_phase_that_does_not_follow_from_the_one_before_is_damage(
+    config: DataConfig, state: dict[str, Any], damage: dict[str, Any]
 ) -> None:
-    damage(state)
-    refusal(state, config)
+    changed = loader(config, plan(4))
+    changed.load_state_dict(state)
+    state = changed.state_dict()
+    loader(config, plan(4)).load_state_dict(state)
+    first, second = state["phases"]
+    refusal(state | damage if damage.keys() <= state.keys() else state | {"phases": [first, second | damage]}, config)
 
 
 # What a state that was damaged, or written by other hands, may hold where a number or a list was.

@@ -35,21 +35,13 @@ def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
     return container
 
 
-def variables_of_pod(manifest: dict[str, Any], index: int) -> dict[str, str]:
-    """The environment of a pod, with what Kubernetes fills in."""
-    values = {}
-    for entry in container_of(manifest)["env"]:
-        if "value" not in entry:
-            assert entry["valueFrom"]["fieldRef"]["fieldPath"] == INDEX
-        values[entry["name"]] = entry.get("value", str(index))
-    return values
-
-
 def test_each_pod_starts_its_part_of_one_job(manifest: dict[str, Any], stand_in: StandIn) -> None:
     job, flags = job_of(manifest), container_of(manifest)["args"]
     assert job["parallelism"] == job["completions"] == 2 and job["completionMode"] == "Indexed"
     for index in range(2):
-        variables = {**variables_of_pod(manifest, index), "NPROC": "8"}
+        entries = container_of(manifest)["env"]  # Kubernetes fills in those without a value
+        assert all("value" in each or each["valueFrom"]["fieldRef"]["fieldPath"] == INDEX for each in entries)
+        variables = {each["name"]: each.get("value", str(index)) for each in entries} | {"NPROC": "8"}
         run_command(["bash", stand_in.root / "scripts" / "train.sh", *flags], stand_in.variables(**variables))
         name, job_name = manifest["metadata"]["name"], manifest["spec"]["replicatedJobs"][0]["name"]
         meeting = f"--nnodes=2 --node-rank={index} --master-addr={name}-{job_name}-0-0.{name} --master-port=29500"

@@ -130,8 +130,3 @@ def test_a_second_interrupt_goes_to_the_workers_and_a_third_one_kills_them(
         for number, handler in before.items():
             signal.signal(number, handler)
     assert sent == [signal.SIGINT, signal.SIGKILL] and torchrun.Stop.received == signal.SIGINT
-
-
-def test_a_run_is_saved_where_all_of_its_workers_say_so_or_had_only_begun(torchrun: ModuleType) -> None:
-    assert all(torchrun.are_saved(codes) for codes in ([75, 75], [143, 143], [0, 75], [130, -15]))
-    assert not any(torchrun.are_saved(codes) for codes in ([75, 1], [75, -9], [-15, -15]))

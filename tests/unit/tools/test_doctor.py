@@ -80,7 +80,7 @@ def test_the_place_of_checkpoints_is_tried_by_a_save_and_left_as_it_was(
         assert found["rows"]["room for checkpoints"]["verdict"] == verdict and found["code"] == (verdict == "bad")
 
 
-@pytest.mark.parametrize(("cores", "verdict"), [(0, "bad"), (1, "look at"), (2, "good")])
+@pytest.mark.parametrize(("cores", "verdict"), [(0, "bad"), (2, "good")])
 def test_processes_that_share_cores_are_told(
     cores: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,11 +122,8 @@ def test_a_slow_rank_is_named_with_its_machine_and_how_slow_it_is() -> None:
         *(("good", "7.5 GiB/s"), ("look at", "rank 2 on c"), ("bad", "rank 3 on d"))
     ]
     assert find_slow({0: 1.0}, 1.3) == find_slow({0: 10.0, 1: 9.0}, 1.3) == {}
-
-
-def test_only_rates_are_compared_between_ranks() -> None:
     heats = [RankReport("a", {}, [Reading("GPU room to heat", value, "°C")], 0.0) for value in (10.0, 33.0, 35.0)]
-    assert [row.verdict for row in module._judge(heats, 1.3)] == ["good"]
+    assert [row.verdict for row in module._judge(heats, 1.3)] == ["good"]  # is no rate
 
 
 def test_versions_and_clocks_that_differ_are_told() -> None:

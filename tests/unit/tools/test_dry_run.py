@@ -14,11 +14,10 @@ from training_runs import TINY, write_two_datasets
 
 from pretraining.checkpoint.lease import LEASE, Holder, look_at_lease
 from pretraining.cli import main
-from pretraining.config.command_line import resolve_config
 from pretraining.config.fields import settings_of
 from pretraining.config.recipes import load_config
 from pretraining.config.training import TrainConfig
-from pretraining.errors import CheckpointError, ConfigError
+from pretraining.errors import CheckpointError
 from pretraining.files import with_checksum
 from pretraining.observability import trackers
 from pretraining.tools import dry_run as dry_run_module
@@ -70,22 +69,15 @@ def test_each_setting_stands_there_with_its_source_and_the_others_by_section(tmp
     flags = [f"--recipe={tmp_path}/ds.json,{tmp_path}/my.yaml", "--max_tokens=1k", "--use_dummy_dataset"]
     text = show(*flags, "--learning_rate=2e-3", f"--ckpt_save_path={tmp_path}/run")
     for line in (
-        rf"  grad_clip_thresh +0\.5 +translated from gradient_clipping of {tmp_path}/ds\.json",
+        rf"  grad_clip_thresh +0\.5 +translated .*{tmp_path}/ds\.json",
         rf"  batch_size +3 +recipe {tmp_path}/my\.yaml",
         r"  learning_rate +0\.002 +command line",
         r"  num_steps +1ktok +command line, as max_tokens",
-        r"  use_dummy_dataset +true +command line",
     ):
         assert re.search(f"(?m)^{line}$", text), text
     head = re.search(r"(?m)^settings    (\d+) set, (\d+) by default$", text)
     assert head is not None and int(head[1]) + int(head[2]) == len(settings_of(TrainConfig))
     assert re.search(r"(?m)^  parallel    device=auto, backend=auto,", text) and "packing=stream" in text
-
-
-def test_the_data_of_the_command_line_puts_a_recipes_made_up_data_back_to_its_default(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("use_dummy_dataset: true\n")
-    resolved = resolve_config(TrainConfig, [f"{tmp_path}/my.yaml", "data_path=data"])
-    assert not resolved.config.data.use_dummy_dataset and set(resolved.chosen) == {"data_path"}
 
 
 def test_a_new_run_is_planned_with_the_documents_of_its_first_batch(
@@ -95,15 +87,14 @@ def test_a_new_run_is_planned_with_the_documents_of_its_first_batch(
     flags = [f"--data_path={data}", "--sep_token=0", "--logical_shards=8", "--num_steps=4", "--global_batch_size=3"]
     text = show(*flags, f"--ckpt_save_path={tmp_path}/run", "--batch_size=1", "--held_out_fraction=0.1")
     for begin in (
-        "memory      about ",
-        "model       llama",
+        "memory ",
+        "model ",
         "batch       3 sequences",
         "length      4 steps, 384 tokens",
-        "FLOPs       1.966e+05 a token = 6 x 29,696 matmul parameters + 6 x 3 layers x 32 x 32",
+        "FLOPs       1.966e+05",
     ):
         assert len(lines_of(text, begin)) == 1, text
-    assert "start       from initial weights, seed 2023" in text
-    assert "without --dry_run the same command begins with step 1" in text
+    assert "start       from initial weights, seed 2023" in text and "begins with step 1" in text
     main(["inspect", *TINY, *flags, "--held_out_fraction=0.1", "--batch_size=1", "--step=1"])
     assert capsys.readouterr().out in text
 
@@ -155,14 +146,7 @@ def test_of_a_large_batch_the_first_slots_are_shown_and_a_summary_of_all(tmp_pat
     assert "and 5 slots more" in text and f"steps 1 to 1: {size} samples" in text
 
 
-NEW = ["--use_dummy_dataset", "--num_steps=4"]
-
-
 Spoil = Callable[[Path, pytest.MonkeyPatch], object]
-
-
-def leave_alone(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    pass
 
 
 def train_a_step(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -184,32 +168,39 @@ def hold_the_lease(folder: Path, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "spoil", "said"),
     [
-        (["--eval_only=true", "--held_out_fraction=0.1"], leave_alone, "--dry_run=true with --eval_only=true"),
-        (["--optimizer=torch.optim:Adagrad", "--optimizer_options=rate=3"], leave_alone, "Adagrad fails"),
-        (["--schedule=nowhere:Schedule"], leave_alone, "nowhere cannot be imported"),
-        (["--tracker=nowhere:Tracker"], leave_alone, "nowhere cannot be imported"),
-        (
-            ["--tracker=wandb"],
-            lambda _, patch: patch.setattr(trackers, "find_spec", lambda name: None),
-            "needs the `wa",
-        ),
+        (["--eval_only=true", "--held_out_fraction=0.1"], None, "--eval_only=true"),
+        (["--optimizer=torch.optim:Adagrad", "--optimizer_options=rate=3"], None, "Adagrad"),
+        (["--schedule=nowhere:Schedule"], None, "nowhere"),
+        (["--tracker=nowhere:Tracker"], None, "nowhere"),
+        (["--tracker=wandb"], lambda _, patch: patch.setattr(trackers, "find_spec", lambda name: None), "wandb"),
         (["--optimizer=sgd"], train_a_step, "cannot resume"),
-        ([], crash_again_and_again, "this run is in a crash loop: its last 9 starts"),
+        ([], crash_again_and_again, "crash loop"),
         ([], lambda _, patch: patch.setattr(os, "access", lambda path, mode: False), "Permission denied"),
-        ([], hold_the_lease, "another run is writing into it"),
+        ([], hold_the_lease, "another run"),
     ],
 )
 def test_what_a_start_would_refuse_is_refused(
     flags: list[str],
-    spoil: Spoil,
+    spoil: Spoil | None,
     said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spoil(tmp_path, monkeypatch)
+    if spoil is not None:
+        spoil(tmp_path, monkeypatch)
     with pytest.raises(SystemExit) as ending:
-        main(["train", *common(flags), *NEW, f"--ckpt_save_path={tmp_path}/run", *flags, "--dry_run=true"])
+        main(
+            [
+                "train",
+                *common(flags),
+                "--use_dummy_dataset",
+                "--num_steps=4",
+                f"--ckpt_save_path={tmp_path}/run",
+                *flags,
+                "--dry_run=true",
+            ]
+        )
     assert ending.value.code == 1 and said in capsys.readouterr().err
 
 
@@ -227,10 +218,3 @@ def test_a_lease_of_a_process_that_is_gone_refuses_nothing_and_one_from_elsewher
     (tmp_path / LEASE).write_text(json.dumps(with_checksum(vars(here))))
     with pytest.raises(CheckpointError, match="another run is writing"):
         look_at_lease(tmp_path)
-
-
-def test_a_trainer_does_not_take_it() -> None:
-    from pretraining import Trainer
-
-    with pytest.raises(ConfigError, match="leave it out"):
-        Trainer.from_recipe(use_dummy_dataset=True, dry_run=True).train()

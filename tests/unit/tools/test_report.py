@@ -14,9 +14,8 @@ from helpers import ROOT, plain_environment
 from unit.tools.run_folders import evaluation_report, event, training_report, write_lines, write_run
 
 from pretraining.cli import main
-from pretraining.config.command_line import parse_config
 from pretraining.config.commands import PageConfig
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import ConfigError
 from pretraining.tools.report import PLOTS, render, report, thin
 from pretraining.tools.run_records import read_runs
 
@@ -46,12 +45,6 @@ def test_a_page_of_a_run_sums_it_up_and_draws_what_it_reported(tmp_path: Path) -
     assert ["a", "2", "20", "packages.torch", "2.12", "2.13"] in cells_of(page, "What changed between starts")
     settings = {row[0]: row[1:] for row in cells_of(page, "Settings that are not defaults")}
     assert settings["model.hidden_size"][0] == "16" and "optimizer.adam_eps" not in settings
-
-
-def test_settings_whose_default_is_empty_are_shown_and_a_run_may_be_called_default(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "default", "optimizer_options=a=1", "optimizer=my.module:Own")
-    settings = {row[0]: row[1:] for row in cells_of(page_of(run), "Settings that are not defaults")}
-    assert settings["optimizer.optimizer_options"] == ["a=1", ""]
 
 
 def test_a_page_of_several_runs_has_what_differs(tmp_path: Path) -> None:
@@ -110,21 +103,6 @@ def test_pages_and_pictures_go_where_they_are_asked_to(tmp_path: Path, monkeypat
     assert "<svg" in Path("new/loss.svg").read_text() and Path("loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_are_words_or_a_comma_list_and_folders_of_a_sweep_keep_their_commas(tmp_path: Path) -> None:
-    odd = tmp_path / "rate=1,optimizer=adamw"
-    odd.mkdir()
-
-    def read(*words: str, **flags: str) -> tuple[str, ...]:
-        return parse_config(PageConfig, words, flags).run_path
-
-    assert read("a", "b", output_path="x") == ("a", "b")
-    assert read("a,b", "c") == read(run_path="a,b,c") == ("a", "b", "c")
-    assert read(str(odd), "c", "output_path=x") == (str(odd), "c")
-    for words, flags in ((("a,,b",), {}), (("a", "b"), {"run_path": "c"})):
-        with pytest.raises(ConfigError, match=r"run_path|a,,b"):
-            read(*words, **flags)
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -145,14 +123,6 @@ def test_what_cannot_be_is_one_error_and_nothing_is_written(tmp_path: Path, flag
         report(PageConfig(**given))  # type: ignore[arg-type]
     assert error.value.settings == tuple(flags)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_nothing_but_an_earlier_page_is_replaced(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a")
-    (tmp_path / "link.html").symlink_to(run / "config.yaml")
-    for place in (tmp_path / "link.html", run / "config.yaml" / "page.html"):
-        with pytest.raises(DataError, match="cannot be written"):
-            report(PageConfig((str(run),), output_path=str(place)))
 
 
 def test_a_missing_package_is_one_error_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

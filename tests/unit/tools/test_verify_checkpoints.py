@@ -95,15 +95,6 @@ def test_damaged_files_are_named(folder: Path, damage: Callable[[Path], object],
     assert [str(folder / name) in fault for fault, name in zip(faults, names, strict=True)] == [True] * len(names)
 
 
-def test_a_manifest_that_names_files_elsewhere_or_no_model_is_a_fault(folder: Path) -> None:
-    outside = folder.parent / "outside.safetensors"
-    outside.write_bytes(b"1")
-    write_manifest(folder, manifest_of(SHAPE), {"../outside.safetensors": file_entry(outside)})
-    assert any("names '../outside.safetensors', which is no" in fault for fault in faults_of(folder))
-    write_manifest(folder, replace(manifest_of(SHAPE), model={"rope_scaling": None, "width": 3}), {})
-    assert "does not describe a model" in faults_of(folder)[0]
-
-
 def refused(folder: Path) -> str:
     """What a load of all weights of a checkpoint is refused with; empty where it is not."""
     weights = {name: torch.zeros(size) for name, size in parameter_shapes(SHAPE).items()}

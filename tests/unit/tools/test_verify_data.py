@@ -101,6 +101,13 @@ def truncate(folder: Path) -> str:
     return SECOND
 
 
+def remove_all(folder: Path) -> str:
+    write_documents(folder.parent / "web/x.arrow", [[1]])
+    for path in folder.glob("*.arrow"):
+        path.unlink()
+    return ""
+
+
 def remove(folder: Path) -> str:
     (folder / SECOND).unlink()
     return SECOND
@@ -118,28 +125,18 @@ def swap(folder: Path) -> str:
     return FIRST
 
 
-@pytest.mark.parametrize("damage", [flip_a_token, truncate, remove, add, swap])
+@pytest.mark.parametrize("damage", [flip_a_token, truncate, remove, remove_all, add, swap])
 def test_what_changed_since_it_was_prepared_is_named(prepared: Path, damage: Callable[[Path], str]) -> None:
     name = damage(prepared)
     assert faults_of(prepared.parent)[0].path == prepared / name
-
-
-def test_a_prepared_dataset_that_lost_all_its_files_is_named(prepared: Path) -> None:
-    write_documents(prepared.parent / "web/x.arrow", [[1]])
-    for path in prepared.glob("*.arrow"):
-        path.unlink()
-    assert [fault.path for fault in faults_of(prepared.parent)] == [prepared]
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         lambda record: record["files"][0].update(name=None),
-        lambda record: record["files"][0].update(bytes="12"),
-        lambda record: record["files"].append({}),
         lambda record: record.update(files=3),
         lambda record: record["tokenizer"].update(vocab_size=float("inf")),
-        lambda record: record.update(tokenizer=[]),
         lambda record: record.pop("tokenizer"),
     ],
 )
@@ -191,12 +188,9 @@ def test_a_negative_token_is_a_fault_also_if_no_vocabulary_is_known(
 ) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1, 499], [1, -100]], kind=pa.list_(kind))
     assert [fault.row for fault in faults_of(tmp_path, vocab_size=vocab_size)] == [1]
-
-
-def test_of_many_wrong_rows_the_first_are_named(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[900]] * 250, batch_documents=9)
-    rows = [fault.row for fault in faults_of(tmp_path, vocab_size=500)]
-    assert rows == [*range(verify_module.FAULTS_SHOWN), None]
+    write_documents(tmp_path / "web/x.arrow", [[-1]] * 250, kind=pa.list_(kind), batch_documents=9)
+    rows = [fault.row for fault in faults_of(tmp_path, vocab_size=vocab_size)]
+    assert rows == [*range(verify_module.FAULTS_SHOWN), None]  # of many the first are named
 
 
 def test_files_that_cannot_be_read_or_grow_meanwhile_are_faults(

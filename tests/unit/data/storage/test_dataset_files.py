@@ -1,10 +1,18 @@
+"""Which files a dataset has: found, named, and in one order whatever lists them."""
+
 from __future__ import annotations
 
 import os
 import pickle
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from unit.data.token_files import loader, make_root, plan, rows, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import list_datasets
@@ -26,18 +34,12 @@ def test_links_are_followed_but_not_round_in_circles(tmp_path: Path) -> None:
     (tmp_path / "root/web/linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "root/web/circle").symlink_to(tmp_path / "root/web")
     listing = list_datasets(config(tmp_path / "root"))
-    assert listing[0].paths == ("2.arrow", "linked/1.arrow")
-
-
-def test_a_listing_does_not_depend_on_the_place_and_can_be_sent(tmp_path: Path) -> None:
-    for place, names in (("here", "abc"), ("there", "cab")):
-        for name in names:
-            put(tmp_path / place / "web" / f"{name}.arrow", b"12" * ord(name))
-    here, there = (list_datasets(config(tmp_path / place))[0] for place in ("here", "there"))
-    assert here.digest == there.digest and here.sizes == there.sizes
-    assert pickle.loads(pickle.dumps(here)) == here
-    put(tmp_path / "here/web/a.arrow", b"1")
-    assert list_datasets(config(tmp_path / "here"))[0].digest != here.digest
+    assert listing[0].paths == ("2.arrow", "linked/1.arrow") and pickle.loads(pickle.dumps(listing)) == listing
+    gone = tmp_path / "root/web/3.arrow"
+    gone.symlink_to(tmp_path / "gone/3.arrow")
+    with pytest.raises(DataError) as raised:  # and not a file less
+        list_datasets(config(tmp_path / "root"))
+    assert raised.value.path == gone
 
 
 def test_a_dataset_is_a_sub_folder_with_token_files_or_a_folder_or_file_that_is_named(tmp_path: Path) -> None:
@@ -89,3 +91,48 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
     with pytest.raises(DataError) as raised:
         list_datasets(config(tmp_path, datasets=("web",)))
     assert raised.value.path == tmp_path / "web"
+
+
+@contextmanager
+def shuffled_folders(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[None]:
+    """As on a file system that lists folders in an order of its own."""
+    chance = random.Random(seed)
+    real = os.scandir
+
+    def scandir(path: Any) -> AbstractContextManager[list[os.DirEntry[str]]]:
+        with real(path) as entries:
+            found = list(entries)
+        chance.shuffle(found)
+        return nullcontext(found)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", scandir)
+        yield
+
+
+def test_files_are_read_in_the_same_order_however_folders_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("", "deep/", "deep/er/", "Z/", "é/"):
+        for number in range(6):
+            documents = [[number, len(folder), row] for row in range(5 + number)]
+            write_documents(tmp_path / f"data/web/{folder}{number}.arrow", documents)
+    make_root(tmp_path / "data", code=60, books=40)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data/web/deep").rename(tmp_path / "elsewhere/deep")
+    (tmp_path / "data/web/deep").symlink_to(tmp_path / "elsewhere/deep")
+    config = DataConfig(
+        data_path=str(tmp_path / "data"), seq_length=8, logical_shards=4, num_workers=0, held_out_fraction=0.1
+    )
+    listing = list_datasets(config)
+    elsewhere = list_datasets(replace(config, data_path=str((tmp_path / "data").rename(tmp_path / "moved"))))
+    assert [each.digest for each in elsewhere] == [each.digest for each in listing]  # the place does not matter either
+    (tmp_path / "moved").rename(tmp_path / "data")
+    first = loader(replace(config, index_path=str(tmp_path / "index")), plan(16))
+    expected = [rows(next(first)) for _ in range(10)]
+    for seed in range(8):
+        with shuffled_folders(monkeypatch, seed):
+            assert list_datasets(config) == listing
+            made = loader(replace(config, index_path=str(tmp_path / f"index{seed}")), plan(16))
+            assert [rows(next(made)) for _ in range(10)] == expected
+            assert made.state_dict() == first.state_dict()

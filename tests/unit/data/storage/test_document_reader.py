@@ -128,7 +128,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_file_and_row(
 
 
 @pytest.mark.parametrize("kinds", [("i1",), ("i2",), ("i4",), ("i8",), ("i1", "u2"), ("i2", "u4"), ("i4", "i8")])
-@pytest.mark.parametrize("vocab_size", [100, 65_536, 128_256])
+@pytest.mark.parametrize("vocab_size", [100, 128_256])
 def test_a_negative_token_of_any_type_is_a_fault_whatever_the_vocabulary(
     tmp_path: Path, kinds: tuple[str, ...], vocab_size: int
 ) -> None:
@@ -136,10 +136,8 @@ def test_a_negative_token_of_any_type_is_a_fault_whatever_the_vocabulary(
         tokens = [1, 2, 99, 3, 99, 4, -100, 5] if number == 0 else [6, 99, 7]
         (tmp_path / "web").mkdir(exist_ok=True)
         np.save(tmp_path / f"web/{number}.npy", np.array(tokens, kind))
-    made, dtype = (
-        reader(tmp_path, sep_token=99, vocab_size=vocab_size),
-        np.uint16 if vocab_size <= 1 << 16 else np.int32,
-    )
+    made = reader(tmp_path, sep_token=99, vocab_size=vocab_size)
+    dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
     assert read(made, [(0, 0, 3), (1, 0, 1)], dtype) == [1, 2, 99, 3]
     for pieces in ([(2, 1, 1)], [(0, 0, 2), (1, 0, 1), (2, 0, 3)]):  # read by itself, and among others at once
         with pytest.raises(DataError, match="token 1 of the document is -100, but") as raised:
@@ -156,16 +154,13 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
     gc.collect()
     targets = [str(entry.resolve()) for entry in Path("/proc/self/fd").iterdir()]
     assert sum(target.startswith(str(tmp_path)) and target.endswith(".arrow") for target in targets) <= 3
-
-
-def test_a_file_that_is_dropped_while_in_use_stays_open_for_its_user(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web/x.arrow", [[1]])
-    path = str(tmp_path / "web/x.arrow")
-    opened, size = open_files(1), Path(path).stat().st_size
-    held = opened.get("a", lambda: OpenFile(path, size, ARROW))
-    opened.get("b", lambda: OpenFile(path, size, ARROW))
+    path = str(tmp_path / "web/00.arrow")
+    held = OpenFile(path, Path(path).stat().st_size, ARROW)
+    cache = open_files(1)
+    assert cache.get("a", lambda: held) is held
+    cache.get("b", lambda: OpenFile(path, Path(path).stat().st_size, ARROW))
     target = bytearray(6)
-    held.read_into(memoryview(target), 0)
+    held.read_into(memoryview(target), 0)  # stays open for its user
     assert target == b"ARROW1"
 
 

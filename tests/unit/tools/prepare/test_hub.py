@@ -8,9 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from unit.tools.prepare.prepare_files import json_lines, rows, texts_of
 
@@ -18,7 +15,7 @@ from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.prepare import hub, units
-from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
+from pretraining.tools.prepare.hub import HubSplit, read_shards, shards_of
 from pretraining.tools.prepare.prepare import prepare
 
 datasets = pytest.importorskip("datasets")
@@ -82,26 +79,8 @@ def test_a_folder_of_save_to_disk_is_read_in_ranges_of_rows(tmp_path: Path, want
         texts_in(HubSplit(str(tmp_path / "dict"), None, "dev"))
 
 
-def test_columns_of_token_ids_are_known(tmp_path: Path) -> None:
-    (tmp_path / "ids").mkdir()
-    pq.write_table(pa.table({"input_ids": [[1, 2], [3]]}), tmp_path / "ids/train.parquet")
-    split = HubSplit(str(tmp_path / "ids"), None, "train")
-    assert column_type_of(split, "input_ids") == pa.list_(pa.int64())
-    ids = [document.content for document in read_shards(split, "input_ids", 0, 1, 0)]
-    assert all(isinstance(each, np.ndarray) for each in ids) and [list(each) for each in ids] == [[1, 2], [3]]
-
-
-def test_a_split_without_rows_has_no_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = SimpleNamespace(features=None, iter=lambda batch_size: [])
-    empty.select_columns = lambda columns: empty
-    empty.with_format = lambda form: empty
-    monkeypatch.setattr(hub, "_open_split", lambda split: empty)
-    assert column_type_of(HubSplit("empty", None, "train"), "text") == pa.null()
-
-
 def test_more_shards_than_files_share_their_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_split = functools.lru_cache(lambda split: SimpleNamespace(num_shards=4))
-    monkeypatch.setattr(hub, "_open_split", open_split)
+    monkeypatch.setattr(hub, "_open_split", functools.lru_cache(lambda split: SimpleNamespace(num_shards=4)))
     size = sum((folder / f"train-0000{n}.jsonl").stat().st_size for n in range(2))
     ranges = shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE)[0]
     assert ranges == [(n, n + 1, size // 4) for n in range(4)]
@@ -114,13 +93,18 @@ def test_more_shards_than_files_share_their_bytes(folder: Path, monkeypatch: pyt
         ({"hf_config": "en"}, "mine, en (train)", "Available: ['default']"),
         ({"hf_dataset": "/nowhere/at/all"}, "all (train)", "--hf_dataset"),
         ({"text_field": "body"}, "mine (train)", "'text' (string)"),
+        ({"hf_split": "without the package"}, "", "pretraining[hf]"),
     ],
 )
-def test_what_is_not_there_is_named_with_what_is(folder: Path, change: dict[str, Any], path: str, what: str) -> None:
+def test_what_is_not_there_is_named_with_what_is(
+    folder: Path, change: dict[str, Any], path: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not path:
+        monkeypatch.setitem(sys.modules, "datasets", None)
     config = PrepareConfig(**{"hf_dataset": str(folder), "output_path": str(folder / "out"), **change})
     with pytest.raises(DataError) as error:
         prepare(config)
-    assert error.value.path is not None and error.value.path.name == path
+    assert (error.value.path.name if error.value.path else "") == path
     assert what in str(error.value)
 
 
@@ -159,12 +143,6 @@ def test_a_file_that_cannot_be_read_is_an_error(folder: Path) -> None:
     (folder / "train-00001.jsonl").write_text("{nonsense")
     with pytest.raises(DataError, match=r"mine \(train\): it cannot be read: \w+: "):
         texts_in(split)
-
-
-def test_without_the_package_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"needs the `datasets` package .*: pip install 'pretraining\[hf\]'"):
-        prepare(PrepareConfig(hf_dataset=str(folder), output_path=str(folder / "out")))
 
 
 def test_a_dataset_becomes_token_files_of_several_units(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

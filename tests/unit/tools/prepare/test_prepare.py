@@ -18,11 +18,11 @@ from unit.tools.prepare.prepare_files import contents, json_lines, packed, rows
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import DataError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.prepare import documents, encode, units
 from pretraining.tools.prepare import prepare as run
-from pretraining.tools.prepare.inputs import standard_library_files
+from pretraining.tools.prepare.console import describe_training, suggested_variant
 from pretraining.tools.prepare.prepare import _cores_of_this_process, prepare
 
 CaptureFixture = pytest.CaptureFixture[str]
@@ -134,23 +134,6 @@ def test_documents_in_pieces_are_the_same_rows(
     assert rows(cut.folder) == rows(whole.folder)
 
 
-def test_inputs_of_many_kinds_are_one_dataset_in_their_order(tmp_path: Path) -> None:
-    (tmp_path / "in/deep/er").mkdir(parents=True)
-    names = ["a.jsonl.gz", "b.txt.zst", "deep/er/c.ndjson", "deep/d.md"]
-    for name in names:
-        content = json_lines([name]) if "json" in name else name.encode()
-        (tmp_path / "in" / name).write_bytes(packed(name, content))
-    pq.write_table(pa.table({"text": ["e.parquet", None]}), tmp_path / "in/e.parquet")
-    (tmp_path / "elsewhere.txt").write_text("elsewhere")
-    (tmp_path / "in/linked.txt").symlink_to(tmp_path / "elsewhere.txt")
-    (tmp_path / "in/deep/loop").symlink_to(tmp_path / "in")
-    TRAINED.save(tmp_path)
-    summary = prepare(PrepareConfig(input_path=(str(tmp_path / "in"),), output_path=str(tmp_path), dataset="all"))
-    found = [TRAINED.decode(row) for row in rows(summary.folder)]
-    assert found == [*names[:2], names[3], names[2], "e.parquet", "elsewhere"]
-    assert summary.empty_documents == 1
-
-
 def test_the_second_call_finds_everything_done(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: CaptureFixture
 ) -> None:
@@ -166,32 +149,25 @@ def test_the_second_call_finds_everything_done(
     assert contents(Path(config.output_path)) == before
 
 
-def test_datasets_of_a_root_share_its_tokenizer(config: PrepareConfig, tmp_path: Path) -> None:
-    prepare(config)
-    before = (tmp_path / "out/tokenizer.json").read_bytes()
-    (tmp_path / "second.txt").write_text("entirely different words")
-    second = prepare(replace(config, input_path=(str(tmp_path / "second.txt"),)))
-    assert (tmp_path / "out/tokenizer.json").read_bytes() == before
-    assert load_tokenizer(tmp_path / "out").decode(rows(second.folder)[0]) == "entirely different words"
+def stored_type(folder: Path) -> pa.DataType:
+    return pa.ipc.open_file(str(folder / "part_000000_000000.arrow")).schema.field("tokens").type.value_type
 
 
-def test_a_given_tokenizer_is_used_and_kept_beside_the_data(config: PrepareConfig, tmp_path: Path) -> None:
-    given_tokenizer = train_tokenizer(TEXTS, 270)
-    (tmp_path / "given").mkdir()
-    given_tokenizer.save(tmp_path / "given")
-    summary = prepare(replace(config, tokenizer_path=str(tmp_path / "given")))
-    assert load_tokenizer(config.output_path).sha256 == given_tokenizer.sha256
-    assert rows(summary.folder)[0] == given_tokenizer.encode(TEXTS[0])
-
-
-def test_a_large_vocabulary_takes_four_bytes_a_token(config: PrepareConfig, tmp_path: Path) -> None:
+def test_a_given_tokenizer_is_kept_beside_the_data_and_shared_by_the_datasets_of_a_root(
+    config: PrepareConfig, tmp_path: Path
+) -> None:
     definition = json.loads(TRAINED.definition)
     definition["model"]["vocab"]["far"] = 65_536
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
-    summary = prepare(replace(config, tokenizer_path=str(tmp_path / "tokenizer.json")))
-    assert summary.vocab_size == 65_537
-    table = pa.ipc.open_file(str(summary.folder / "part_000000_000000.arrow"))
-    assert table.schema.field("tokens").type == pa.list_(pa.uint32())
+    given_tokenizer = load_tokenizer(tmp_path)
+    summary = prepare(replace(config, tokenizer_path=str(tmp_path)))
+    assert load_tokenizer(config.output_path).sha256 == given_tokenizer.sha256
+    assert rows(summary.folder)[0] == given_tokenizer.encode(TEXTS[0])
+    assert (summary.vocab_size, stored_type(summary.folder)) == (65_537, pa.uint32())  # it needs four bytes
+    assert "--bos_token=7" in describe_training(summary, begin_of_text=7)
+    (tmp_path / "second.txt").write_text("entirely different words")
+    second = prepare(replace(config, input_path=(str(tmp_path / "second.txt"),)))
+    assert rows(second.folder) == [given_tokenizer.encode("entirely different words")]
 
 
 def test_a_tokenizer_that_comes_to_the_root_in_the_meantime_stops_the_dataset(
@@ -219,28 +195,23 @@ KEPT = [[5, 6, 7], [8] * 20, [300]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "stored"),
-    [(pa.uint16(), pa.uint16()), (pa.int16(), pa.uint16()), (pa.int64(), pa.uint32()), (pa.uint32(), pa.uint32())],
+    ("kind", "vocab_size", "stored"),
+    [
+        *((pa.uint16(), None, pa.uint16()), (pa.int16(), None, pa.uint16()), (pa.int64(), 301, pa.uint16())),
+        *((pa.int64(), None, pa.uint32()), (pa.uint32(), None, pa.uint32())),
+    ],
     ids=str,
 )
 def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer(
-    tmp_path: Path, kind: pa.DataType, stored: pa.DataType
+    tmp_path: Path, kind: pa.DataType, vocab_size: int | None, stored: pa.DataType, capsys: CaptureFixture
 ) -> None:
-    config = table_config(tmp_path, DOCUMENTS, pa.list_(kind))
+    config = replace(table_config(tmp_path, DOCUMENTS, pa.list_(kind)), vocab_size=vocab_size)
     summary = prepare(config)
+    assert "choose a --sep_token" in capsys.readouterr().out
     assert rows(summary.folder) == KEPT
     assert (summary.documents, summary.empty_documents, summary.vocab_size) == (3, 2, 301)
     assert not (tmp_path / "out/tokenizer.json").exists()
-    table = pa.ipc.open_file(str(summary.folder / "part_000000_000000.arrow"))
-    assert table.schema.field("tokens").type == pa.list_(stored)
-    assert prepare(config) == summary
-
-
-def test_token_ids_with_a_named_vocabulary_take_two_bytes(tmp_path: Path) -> None:
-    config = table_config(tmp_path, DOCUMENTS, pa.list_(pa.int64()))
-    summary = prepare(replace(config, vocab_size=301))
-    table = pa.ipc.open_file(str(summary.folder / "part_000000_000000.arrow"))
-    assert table.schema.field("tokens").type == pa.list_(pa.uint16())
+    assert stored_type(summary.folder) == stored and prepare(config) == summary
 
 
 def test_token_ids_in_a_root_with_a_tokenizer_are_of_that(tmp_path: Path) -> None:
@@ -252,12 +223,12 @@ def test_token_ids_in_a_root_with_a_tokenizer_are_of_that(tmp_path: Path) -> Non
     assert (summary.vocab_size, summary.end_of_text, summary.tokenizer) == (300, 0, TRAINED.sha256)
 
 
-def test_tables_without_any_value_go_with_token_ids(tmp_path: Path) -> None:
-    table_config(tmp_path, [[1]])
-    pq.write_table(pa.table({"ids": [None]}), tmp_path / "zero.parquet")
-    inputs = (str(tmp_path / "table.parquet"), str(tmp_path / "zero.parquet"))
-    config = PrepareConfig(input_path=inputs, dataset="both", output_path=str(tmp_path / "out"), text_field="ids")
-    assert prepare(config).empty_documents == 1
+@pytest.mark.parametrize(
+    ("tokens", "variant"),
+    [(400_000, "tiny"), (3_000_000_000, "125m"), (10**12, "1b")],  # of 400,000, none has 20 per parameter
+)
+def test_the_suggested_model_suits_the_tokens(tokens: int, variant: str) -> None:
+    assert suggested_variant(tokens, 32000) == variant
 
 
 # What goes wrong
@@ -366,20 +337,6 @@ def test_a_document_too_long_for_a_row_is_named(config: PrepareConfig, monkeypat
     monkeypatch.setattr(encode, "LARGEST_DOCUMENT_TOKENS", 10)
     with pytest.raises(DataError, match=r"\.txt: a document here.* more than 10 tokens"):
         prepare(config)
-
-
-def test_contradicting_settings_are_refused_first() -> None:
-    with pytest.raises(ConfigError) as error:
-        prepare(PrepareConfig())
-    assert {"input_path", "source", "hf_dataset"} <= set(error.value.settings)
-
-
-def test_the_standard_library_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = standard_library_files()[:3]
-    monkeypatch.setattr(units, "standard_library_files", lambda: few)
-    summary = prepare(PrepareConfig(source="stdlib", output_path=str(tmp_path), vocab_size=512))
-    assert (summary.folder, summary.documents, summary.vocab_size) == (tmp_path / "stdlib", 3, 512)
-    assert load_tokenizer(tmp_path).decode(rows(summary.folder)[0]) == few[0].path.read_text(encoding="utf-8")
 
 
 def test_processes_of_a_node_share_its_cores_unless_they_are_bound_to_some(monkeypatch: pytest.MonkeyPatch) -> None:

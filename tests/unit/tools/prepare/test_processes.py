@@ -22,7 +22,7 @@ from pretraining.tools.prepare import encode, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.encode import Report
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.records import Counts, Encoding
+from pretraining.tools.prepare.records import Counts
 
 TEXTS = [f"Document {n} for several processes. " * 9 for n in range(60)]
 
@@ -81,21 +81,6 @@ def test_an_output_that_one_process_cannot_write_is_an_error(
         prepare(config)
     assert error.value.settings == ("output_path",)
     assert not multiprocessing.active_children()
-
-
-def test_a_bug_in_a_process_is_raised_with_its_traceback(
-    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode_units = run.encode_units
-    nonsense: Any = "nonsense"
-
-    def unknown_type(units: Any, encoding: Encoding, *args: Any) -> None:
-        encode_units(units, replace(encoding, largest_vocabulary=nonsense), *args)
-
-    monkeypatch.setattr(run, "encode_units", unknown_type)
-    with pytest.raises(TypeError) as error:
-        prepare(config)
-    assert "in encode_unit" in str(error.value.__cause__)
 
 
 def test_a_process_that_is_killed_ends_the_call(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:

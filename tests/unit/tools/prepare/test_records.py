@@ -22,7 +22,6 @@ from pretraining.tools.prepare.records import (
     Counts,
     UnitRecord,
     median_length,
-    read_finished,
     read_summary,
 )
 
@@ -84,16 +83,6 @@ def test_a_dataset_of_an_older_release_is_read(config: PrepareConfig, capsys: py
     capsys.readouterr()
     assert prepare(config).tokens == summary.tokens
     assert "median" not in capsys.readouterr().out
-
-
-def test_where_there_is_nothing_nothing_is_finished(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "empty").mkdir()
-    assert read_finished(tmp_path / "none", {}, None) is None
-    assert read_finished(tmp_path / "empty", {}, None) is None
-    assert read_finished(tmp_path / "file/below", {}, None) is None
-    with pytest.raises(DataError, match="was not made by"):
-        read_finished(tmp_path / "file", {}, None)
 
 
 @given(st.lists(st.integers(1, 10**7), min_size=1, max_size=50))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -76,7 +75,9 @@ def test_killed_at_any_moment_it_is_gone_on_with(config: PrepareConfig, moment: 
     assert number > 8 and kept_at_best > 5
 
 
-def test_killed_again_and_again_it_still_ends(config: PrepareConfig) -> None:
+def test_killed_again_and_again_it_still_ends_without_a_second_training_of_the_tokenizer(
+    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = expected(config)
     kills = 0
     for moment in ("after", "before", "writing") * 9:
@@ -84,34 +85,9 @@ def test_killed_again_and_again_it_still_ends(config: PrepareConfig) -> None:
             break
         kills += 1
     assert kills > 3
-    prepare(config)
-    assert contents(Path(config.output_path)) == wanted
-
-
-def test_the_call_says_that_it_goes_on_and_does_not_train_again(
-    config: PrepareConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert prepare_killed(config, "after", 14)
-    caplog.set_level(logging.INFO, "pretraining")
     monkeypatch.setattr(vocabulary, "train_tokenizer", pytest.fail)
     prepare(config)
-    assert "are done)" in caplog.text
-
-
-def test_a_failure_on_the_way_keeps_what_is_whole(config: PrepareConfig, tmp_path: Path) -> None:
-    train_tokenizer(TEXTS, 300).save(tmp_path)
-    config = replace(config, tokenizer_path=str(tmp_path))
-    wanted = expected(config)
-    good = (tmp_path / "in/b.jsonl.gz").read_bytes()
-    (tmp_path / "in/b.jsonl.gz").write_bytes(good[:-1] + b"\xff")
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz: it cannot be read"):
-        prepare(config)
-    kept = whole_files(config)
-    assert len(kept) > 3 and not (tmp_path / "out/in").exists()
-    (tmp_path / "in/b.jsonl.gz").write_bytes(good)
-    prepare(config)
-    assert contents(tmp_path / "out") == wanted
-    assert {name: (tmp_path / "out/in" / name).stat().st_ino for name in kept} == kept
+    assert contents(Path(config.output_path)) == wanted
 
 
 def test_a_full_disk_is_one_error_and_keeps_what_is_whole(

@@ -83,12 +83,6 @@ def test_documents_at_once_give_the_same_files_as_one_at_a_time(
     assert files[0] == files[1]
 
 
-def test_no_documents_no_file(tmp_path: Path) -> None:
-    with TokenWriter(tmp_path, UINT16, tokens_per_file=5):
-        pass
-    assert not list(tmp_path.iterdir())
-
-
 def test_tokens_take_two_bytes_where_the_vocabulary_allows() -> None:
     assert token_dtype(65_536) == np.uint16
     assert token_dtype(65_537) == np.uint32

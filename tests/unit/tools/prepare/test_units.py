@@ -14,7 +14,6 @@ from unit.tools.prepare.prepare_files import json_lines, packed, texts_of
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.tools.prepare import units
-from pretraining.tools.prepare.hub import HubSplit
 from pretraining.tools.prepare.inputs import InputFile
 from pretraining.tools.prepare.units import Input, Part, cut_units, find_input, read_part
 
@@ -42,11 +41,6 @@ def test_units_hold_all_parts_in_order_and_no_more_than_fits(sizes: list[int], l
     assert all(unit.size + after.parts[0].size > limit for unit, after in pairwise(found))
 
 
-def test_a_part_of_unknown_size_is_a_unit() -> None:
-    parts = [Part(HubSplit("a", None, "train"), n, n + 1, 0) for n in range(3)]
-    assert [unit.parts for unit in cut_units(parts)] == [(part,) for part in parts]
-
-
 def test_large_files_are_cut_where_they_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 500)
     for name, count in (("a.jsonl", 4), ("b.jsonl.gz", 1), ("c.txt", 1), ("d.parquet", 6)):
@@ -64,27 +58,7 @@ def test_large_files_are_cut_where_they_can_be(tmp_path: Path, monkeypatch: pyte
         assert len(set(names)) == count and all(name in part_name for part_name in names)
 
 
-def test_units_depend_on_names_and_sizes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "UNIT_BYTES", 100)
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        for number in range(9):
-            (tmp_path / folder / f"{number}.txt").write_text("x" * number * 10)
-    first, second = find(tmp_path / "one"), find(tmp_path / "two")
-    assert first.settings == second.settings
-    assert [[part.name for part in unit.parts] for unit in first.units] == [
-        [part.name for part in unit.parts] for unit in second.units
-    ]
-
-
 def test_the_type_of_token_ids_is_that_of_the_first_table(tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": pa.array([[1]], pa.list_(pa.uint16())), "text": ["a"]}), tmp_path / "a.parquet")
     assert find(tmp_path, text_field="ids").token_type == pa.uint16()
     assert find(tmp_path).token_type is None
-
-
-def test_the_field_counts_only_where_there_are_fields(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    assert find(tmp_path).settings["text_field"] is None
-    (tmp_path / "b.jsonl").write_bytes(json_lines(["a"]))
-    assert find(tmp_path).settings["text_field"] == "text"

