@@ -64,31 +64,6 @@ class HostSync:
         return HostValues(-negative_seconds, int(stop_agreed))
 
 
-class DelayedMinimum:
-    """The least of the values that all ranks offer, known at the next offer: no rank waits for another."""
-
-    def __init__(self) -> None:
-        self._pending: tuple[Any, torch.Tensor] | None = None
-
-    def offer(self, value: int) -> int | None:
-        """Offer this rank's value; return the least of those offered at the call before, None at the first call."""
-        offered = torch.tensor([value], dtype=torch.int32)
-        work = dist.all_reduce(offered, op=dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
-        least = self.forget()
-        self._pending = (work, offered)
-        return least
-
-    def forget(self) -> int | None:
-        """Begin again; return the least of the values offered last, if any."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        work, least = pending
-        if work is not None:
-            wait_for(work)
-        return int(least)
-
-
 def wait_for(work: Any) -> None:
     """Wait for a collective."""
     work.wait()
