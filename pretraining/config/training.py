@@ -50,7 +50,7 @@ class ModelConfig:
 
     model_variant: str | None = setting(
         None,
-        "named dimensions (docs/configurations.md); none = those of the weights that the run starts from, else 7b",
+        "named dimensions (docs/configurations.md); none = those of the loaded weights, else 7b",
     )
     hidden_size: PositiveInt | None = setting(None, "width of the residual stream; none = the variant's")
     intermediate_size: PositiveInt | None = setting(None, "width of the feed-forward layer; none = the variant's")
@@ -58,12 +58,12 @@ class ModelConfig:
     num_attention_heads: PositiveInt | None = setting(None, "query heads; none = the variant's")
     num_key_value_heads: PositiveInt | None = setting(
         None,
-        "key/value heads; none = the variant's, or num_attention_heads if the variant has as many",
+        "key/value heads; none = the variant's, or num_attention_heads if those are equal there",
     )
     vocab_size: Annotated[int, Ge(2)] | None = setting(
         None,
-        "rows of the embedding; none = from the weights, from tokenizer_path (rounded up to a multiple of 128), or "
-        "from the variant",
+        "rows of the embedding; none = from the weights, tokenizer_path (rounded up to a multiple of 128) or the "
+        "variant",
     )
     max_position_embeddings: PositiveInt | None = setting(
         None,
@@ -85,44 +85,44 @@ class DataConfig:
 
     data_path: str | None = setting(
         None,
-        "root folder; each dataset is a sub-folder with token files, or such a file",
+        "root folder of the datasets",
         silent_change=True,
         per_node=True,
     )
     datasets: tuple[str, ...] = setting(
         (),
-        "sub-folders of data_path, or files in it; empty = every sub-folder with token files",
+        "sub-folders of data_path with token files, or such files; empty = every such sub-folder",
         silent_change=True,
     )
     weights: tuple[float, ...] = setting(
         (),
-        "proportions of the datasets; empty = in proportion to their tokens",
+        "proportions of the datasets; empty = their tokens",
         silent_change=True,
     )
     seq_length: PositiveInt = setting(4096, "tokens per sequence")
     packing: Packing = setting(
         "stream",
-        "stream: documents end to end, without padding; the others: whole documents and padding; best_fit pads least, "
-        "greedy most",
+        "stream: documents end to end, no padding; others: whole documents and padding, least with best_fit, most with "
+        "greedy",
     )
     bos_token: NonNegativeInt | None = setting(
         None,
-        "token id that begins every document, unless it is there; none = nothing",
+        "token id to put before every document that lacks it",
     )
     sep_token: NonNegativeInt | None = setting(
         None,
-        "token id that ends every document, unless it is there; none = end_of_text of prepare.json, or nothing",
+        "token id to put after every document that lacks it; none = end_of_text of prepare.json, if any",
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
         (),
-        "token ids removed at both ends of every document, before bos_token and sep_token",
+        "token ids to remove at both ends of every document, before bos_token and sep_token",
     )
     min_length: PositiveInt = setting(1, "leave out documents with fewer tokens, after strip_tokens")
     logical_shards: PositiveInt = setting(1024, "pieces of a dataset; the order of the data depends on it")
     document_mask: bool = setting(False, "keep attention and labels inside documents; positions restart at each")
     num_workers: NonNegativeInt = setting(
         1,
-        "threads that read ahead in each process; 0 = none. The data is the same",
+        "threads per process that read ahead; the data stays the same",
         silent_change=True,
         per_node=True,
     )
@@ -135,11 +135,11 @@ class DataConfig:
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
     tokenizer_path: str | None = setting(
         None,
-        "folder, tokenizer.json or name on the Hugging Face Hub, to print generated samples as text",
+        "folder, tokenizer.json or name on the Hugging Face Hub; for samples as text and bits per byte",
         silent_change=True,
         per_node=True,
     )
-    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(0.0, "fraction of the documents kept for evaluation")
+    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(0.0, "fraction of documents kept for evaluation")
     index_path: str | None = setting(
         None,
         "folder for document indices; none = each dataset's, or the user's cache folder if read-only",
@@ -148,16 +148,16 @@ class DataConfig:
     )
     skip_samples: tuple[str, ...] = setting(
         (),
-        "samples never to train on: global indices A-B, both included; those of a checkpoint stay skipped",
+        "samples to leave out: global numbers A-B, both included; those of a checkpoint stay skipped",
         silent_change=True,
     )
     bad_documents: Literal["stop", "quarantine"] = setting(
         "stop",
-        "if a sample cannot be read: stop, or quarantine: continue without its labels",
+        "if a sample cannot be read: stop; or quarantine: ignore its labels",
     )
     use_dummy_dataset: bool = setting(
         False,
-        "made-up tokens, for tests and benchmarks; data_path, datasets and weights are not read",
+        "made-up tokens in place of data_path, for tests and benchmarks",
     )
 
     @property
@@ -170,7 +170,7 @@ class DataConfig:
 class BatchConfig:
     """Sequences per step."""
 
-    batch_size: PositiveInt = setting(2, "sequences that one GPU takes at once")
+    batch_size: PositiveInt = setting(2, "sequences per GPU and micro-batch")
     global_batch_size: PositiveInt | None = setting(
         None,
         "sequences per step over all GPUs; none = the checkpoint's, or batch_size x grad_accum_steps x GPUs",
@@ -193,26 +193,25 @@ class RunConfig:
     )
     max_starts_without_progress: NonNegativeInt = setting(
         5,
-        "refuse to start after this many starts in a row that crashed before a new checkpoint or ended before their "
-        "first step; 0 = never",
+        "refuse to start after this many starts in a row without progress (docs/reliability.md); 0 = never",
     )
     seed: NonNegativeInt = setting(2023, "of the initial weights and of the order of the data")
     gc_interval: NonNegativeInt = setting(
         50,
-        "steps between collections of Python's garbage, at once in all processes; 0 = Python decides",
+        "steps between Python's garbage collections, at once in all processes; 0 = Python decides",
         silent_change=True,
     )
     cpu_threads: PositiveInt | None = setting(
         None,
-        "CPU threads per process; they change the last bits of sums. none = OMP_NUM_THREADS, the checkpoint's, or the "
+        "CPU threads per process; they change the last bits of sums; none = OMP_NUM_THREADS, the checkpoint's, or the "
         "process's cores",
         per_node=True,
     )
     deterministic: bool = setting(False, "only kernels that give the same bits each time (slower on CUDA)")
-    ignore_memory: bool = setting(False, "start even if the estimate says that memory is too small", silent_change=True)
+    ignore_memory: bool = setting(False, "start even if the estimate exceeds the memory", silent_change=True)
     dry_run: bool = setting(
         False,
-        "show the settings and their sources, the plan and the first batch; write nothing",
+        "show settings with their sources, plan and first batch; write nothing",
         silent_change=True,
     )
 
@@ -228,8 +227,8 @@ class ParallelConfig:
     )
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",
-        "ddp (zero0): nothing sharded; zero2: gradients and optimizer state sharded; fsdp (zero3): parameters too; "
-        "hsdp, hsdp_zero2: the same inside groups that are replicas",
+        "ddp (zero0): nothing is sharded; zero2: gradients and optimizer state; fsdp (zero3): parameters too; hsdp, "
+        "hsdp_zero2: the same inside groups that are replicas",
         aliases={"zero0": "ddp", "zero3": "fsdp"},
         silent_change=True,
     )
@@ -238,7 +237,7 @@ class ParallelConfig:
     )
     mixed_precision: bool | None = setting(
         None,
-        "compute in mp_dtype; master weights, optimizer and gradient reduction stay in float32; none = if the device "
+        "compute in mp_dtype, with master weights, optimizer and gradient reduction in float32; none = if the device "
         "has units for it",
     )
     mp_dtype: Literal["bfloat16", "float16"] = setting(
@@ -247,16 +246,16 @@ class ParallelConfig:
     )
     float8: Float8Scaling | None = setting(
         None,
-        "multiply the matrices of the blocks in float8, with a scale per tensor (tensorwise) or row (rowwise). Needs "
-        "torchao and compute capability 8.9; none = in mp_dtype",
+        "multiply matrices of the blocks in float8, with a scale per tensor (tensorwise) or row (rowwise); needs "
+        "torchao and compute capability 8.9",
     )
     low_cpu_fsdp: bool = setting(
         True,
-        "fill the model shard by shard; false = make it whole on every GPU first",
+        "fill the model shard by shard; false = first whole on every GPU",
     )
     fsdp_activation_checkpointing: bool = setting(
         False,
-        "keep only the inputs of blocks, and recompute the rest in the backward pass",
+        "keep only the inputs of blocks; recompute the rest in the backward pass",
         silent_change=True,
     )
     selective_checkpointing: str = setting(
@@ -267,7 +266,7 @@ class ParallelConfig:
     )
     use_torch_compile: bool = setting(
         False,
-        "compile the blocks; the first step then takes seconds to minutes",
+        "compile the blocks; the first step then takes longer",
         silent_change=True,
     )
 
@@ -288,8 +287,8 @@ class OptimizerConfig:
     )
     weight_decay: NonNegativeFloat | None = setting(
         None,
-        "not of norms and embeddings; decoupled in adamw, nadam, muon and normalized_sgdm; none = 0.1 for adamw, "
-        "nadam and muon, else 0",
+        "not of norms and embeddings; decoupled in adamw, nadam, muon, normalized_sgdm; none = 0.1 for adamw, nadam, "
+        "muon, else 0",
     )
     adam_beta1: DecayFactor = setting(0.9, "of adamw, adam, nadam, muon: decay of the first moment")
     adam_beta2: DecayFactor = setting(0.95, "of adamw, adam, nadam, muon: decay of the second moment")
@@ -354,14 +353,13 @@ class ScheduleConfig:
 
     schedule: Annotated[str, OneOfOr(tuple(SCHEDULES))] = setting(
         "cosine",
-        "after a linear warm-up: cosine, linear or polynomial down to min_lr_ratio of the peak; constant; wsd or "
-        "trapezoid (the peak, then a decay). Or piecewise_linear (schedule_points, no warm-up), or "
-        "package.module:function (docs/extending.md)",
+        "after a linear warm-up: cosine, linear, polynomial; constant; wsd, trapezoid (the peak, then a decay). Or "
+        "piecewise_linear (schedule_points, no other warm-up), or package.module:function (docs/extending.md)",
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
         "initial",
-        "annealing: from the peak straight to zero over the run, instead of the schedule",
+        "annealing: a straight line from the peak to zero, instead of the schedule",
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     stable_steps: PartOfRun | None = setting(None, "of wsd and trapezoid: length at the peak; the decay takes the rest")
@@ -399,37 +397,37 @@ class CheckpointConfig:
 
     ckpt_save_path: str | None = setting(
         "runs/default",
-        "the run's folder; a run found there is resumed. {timestamp} is the time of the first start: the same "
-        "settings then resume the newest unfinished run. none (with use_dummy_dataset the default) = save nothing",
+        "the run's folder; a run in it is resumed. {timestamp} is the time of the first start: the same settings then "
+        "resume the newest unfinished run. none (the default with use_dummy_dataset) = save nothing",
     )
     ckpt_load_path: str | None = setting(
         None,
-        "run or checkpoint (folder, or address in an object store), or Hugging Face Llama (folder or name on the Hub), "
-        "to start from if ckpt_save_path holds no checkpoint",
+        "where to start if ckpt_save_path holds no checkpoint: a run or checkpoint (folder or address in an object "
+        "store), or a Hugging Face Llama (folder or name on the Hub)",
         may_be_address=True,
     )
     ckpt_mirror_path: str | None = setting(
         None,
-        "address in an object store (s3://bucket/runs/mine, gs://, abfss://, file://) to copy each checkpoint to; if "
-        "ckpt_save_path holds no checkpoint, the run resumes from there",
+        "address in an object store (s3://bucket/runs/mine, gs://, abfss://, file://) to copy checkpoints to; if "
+        "ckpt_save_path holds none, the run resumes from there",
         silent_change=True,
         may_be_address=True,
     )
     init_from: Literal["auto", "resume", "scratch"] = setting(
         "auto",
-        "auto: the newest checkpoint in ckpt_save_path, else ckpt_load_path, else initial weights; resume: auto, but "
-        "refused without a checkpoint; scratch: initial weights, refused if ckpt_save_path holds another run",
+        "auto: the newest checkpoint in ckpt_save_path, else ckpt_load_path, else initial weights; resume: as auto, "
+        "but a checkpoint must exist; scratch: initial weights, refused if ckpt_save_path holds another run",
         silent_change=True,
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "path, name or step of an older checkpoint of the run to return to once; newer ones move to "
-        "checkpoints/set_aside_<time>/. One of elsewhere: the same as ckpt_load_path",
+        "path, name or step of an older checkpoint of this run to return to, once; newer ones move to "
+        "checkpoints/set_aside_<time>/. A checkpoint of another run: as ckpt_load_path",
         silent_change=True,
     )
     weights_only: bool = setting(
         False,
-        "take only the weights from ckpt_load_path and begin a new run; with a Hugging Face folder always",
+        "begin a new run with the weights of ckpt_load_path; always with a Hugging Face folder",
     )
     ckpt_format: Literal["sharded", "full"] = setting(
         "sharded",
@@ -443,11 +441,9 @@ class CheckpointConfig:
     checkpoint_steps: tuple[PositiveInt, ...] = setting((), "further steps to save after")
     preempt_interval: Duration = setting(
         Duration(0, "steps"),
-        "how often to save a checkpoint that the next one replaces; 0 = never",
+        "how often to save a checkpoint that the next replaces; 0 = never",
     )
-    keep_last: PositiveInt | None = setting(
-        None, "newest checkpoints to keep, besides the best and final ones; none = all"
-    )
+    keep_last: PositiveInt | None = setting(None, "newest checkpoints to keep, besides best and final; none = all")
     save_best: bool = setting(True, "save whenever an evaluation has the lowest loss so far")
     ckpt_name: Literal["step", "tokens"] = setting(
         "step",
@@ -455,7 +451,7 @@ class CheckpointConfig:
     )
     async_save: bool | None = setting(
         None,
-        "write checkpoints during training, from a copy in host memory; none = on CUDA",
+        "save during training, from a copy in host memory; none = on CUDA",
     )
 
     @property
@@ -471,7 +467,7 @@ class EvaluationConfig:
 
     eval_datasets: tuple[str, ...] = setting(
         (),
-        "folders with token files, or such files: each an evaluation set besides the held-out documents",
+        "more evaluation sets: folders with token files, or such files",
     )
     eval_interval: Duration = setting(
         Duration(1000, "steps"),
@@ -479,8 +475,8 @@ class EvaluationConfig:
     )
     eval_batches: PositiveInt = setting(
         16,
-        "global batches per evaluation, always the same: of the held-out documents, and of each of eval_datasets, or "
-        "all that it fills",
+        "global batches per evaluation of the held-out documents, and of each of eval_datasets (at most), always the "
+        "same",
     )
     extra_scores: tuple[str, ...] = setting(
         (),
@@ -489,7 +485,7 @@ class EvaluationConfig:
     )
     best_by: str | None = setting(
         None,
-        "the evaluation set that chooses the best checkpoint; none = the mean over all tokens",
+        "evaluation set that chooses the best checkpoint; none = the mean over all tokens",
     )
     early_stopping_evaluations: NonNegativeInt = setting(
         0,
@@ -498,8 +494,7 @@ class EvaluationConfig:
     )
     eval_only: bool = setting(
         False,
-        "evaluate ckpt_load_path, or the newest checkpoint of ckpt_save_path, print a table and JSON, and write "
-        "nothing",
+        "evaluate ckpt_load_path, or the newest checkpoint of ckpt_save_path; print a table and JSON; write nothing",
         silent_change=True,
     )
     sample_prompt: str = setting("", "prompt of the generated sample; empty = none", silent_change=True)
@@ -508,7 +503,7 @@ class EvaluationConfig:
     )
     sample_at_evaluations: bool = setting(
         False,
-        "a sample after each evaluation, too",
+        "also generate after each evaluation",
         silent_change=True,
     )
 
@@ -528,7 +523,7 @@ class ReportConfig:
     tracker_run_name: str | None = setting(None, "name of the run at wandb and mlflow; none = its folder's")
     tracker_run_id: str | None = setting(None, "run of wandb or mlflow to continue; none = the folder's, or a new one")
     progress: Literal["auto", "live", "plain"] = setting(
-        "auto", "plain: a line per report; live: also a line that shows each step; auto: live on a terminal"
+        "auto", "plain: a line per report; live: also a line for the current step; auto: live on a terminal"
     )
 
 
@@ -542,28 +537,28 @@ class GuardConfig:
     )
     spike_threshold: Annotated[float, Ge(1)] | None = setting(
         None,
-        "skip an update if its loss is this many standard deviations above the mean of the last ones; 6 is common; "
+        "skip an update if its loss is this many standard deviations (6 is common) above the mean of the last losses; "
         "none = only if loss or gradient is not finite",
     )
     spike_window: Annotated[int, Ge(4)] = setting(
-        128, "losses that spike_threshold compares with; it begins with half of them"
+        128, "losses that spike_threshold compares with; half of them suffice to begin"
     )
     max_rollbacks: NonNegativeInt = setting(
         0,
-        "after max_skipped_steps, return to the newest checkpoint before them without their samples, at most this "
-        "many times without progress; 0 = stop",
+        "after max_skipped_steps, return to the checkpoint before them and leave out their samples, at most this many "
+        "times without progress; 0 = stop",
     )
     replica_check_interval: Duration = setting(
         Duration(0, "steps"),
-        "how often to compare the weights of replicas, and stop if they differ; 0 = never",
+        "how often to compare replicas, and stop if they differ; 0 = never",
     )
     straggler_factor: Annotated[float, Ge(1.05)] | None = setting(
         1.5,
-        "name a process whose own work takes this many times as long as the others'; none = never",
+        "name a process whose own work takes this many times the others'; none = never",
     )
     hang_timeout: Time = setting(
         Duration(600, "seconds"),
-        "stop the job, with exit code 124 and stacks, after this long without progress; 0s = never",
+        "stop the job with exit code 124 after this long without progress; 0s = never",
     )
     first_step_timeout: Time = setting(
         Duration(1800, "seconds"),
@@ -582,8 +577,7 @@ class LossConfig:
     )
     z_loss_weight: NonNegativeFloat = setting(
         0.0,
-        "add this many times ln(Z)^2 to the loss of each token, Z the denominator of its softmax; 1e-4 is common; 0 = "
-        "none",
+        "add this many times ln(Z)^2 to a token's loss, with Z its softmax's denominator; 1e-4 is common",
     )
 
 
@@ -593,18 +587,17 @@ class ProfilerConfig:
 
     use_profiler: bool = setting(
         False,
-        "trace a few steps into <ckpt_save_path>/profile_traces, and print where their time went",
+        "trace some steps into <ckpt_save_path>/profile_traces; print where their time went",
     )
     profile_steps: tuple[str, ...] = setting(
         (),
-        "steps to profile, from 1: A-B, both included; empty = steps 4 to 6 of each start, unless profile_interval is "
-        "given",
+        "steps to profile, A-B, counted from 1; empty = steps 4 to 6 of each start, unless profile_interval is given",
     )
     profile_interval: Duration = setting(Duration(0, "steps"), "how often to profile three steps; 0 = never")
-    profiler_rank0_only: bool = setting(True, "trace the first process only; false = all, a file each")
+    profiler_rank0_only: bool = setting(True, "trace rank 0 only; false = all ranks, a file each")
     memory_snapshot: bool = setting(
         False,
-        "on CUDA, record the line of each allocation, with each profile and when memory runs out",
+        "on CUDA, record the code line of each allocation, per profile and when memory runs out",
     )
 
     @property
