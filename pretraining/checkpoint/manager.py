@@ -163,17 +163,18 @@ class CheckpointManager:
 
     def finish(self, state: TrainState) -> None:
         """Save where the invocation ends, if it has trained, and return once that is committed; as `maybe_save`."""
-        patience = min(PREEMPTED_SECONDS, self._patience) if state.preempted else self._patience
-        deadline = monotonic() + patience
+        began, patience = monotonic(), self._patience
         if self._has_trained:
             self.save_now(state, _kind_at_end(state))
+        if state.preempted:  # the launcher's grace counts the save, too
+            patience = min(PREEMPTED_SECONDS, patience) - (monotonic() - began)
         if self._mirror is not None and self._saver is not None and self.newest is not None:
             with self._observer.stopwatch.measure("checkpoint"):
-                self._finish_copies(self._mirror, self._saver, self.newest, deadline, state.preempted)
+                self._finish_copies(self._mirror, self._saver, self.newest, patience, state.preempted)
 
-    def _finish_copies(self, mirror: Mirror, saver: Saver, newest: Path, deadline: float, preempted: bool) -> None:
+    def _finish_copies(self, mirror: Mirror, saver: Saver, newest: Path, patience: float, preempted: bool) -> None:
         """Wait for the last copy to the mirror; without it, a run that is not preempted fails."""
-        problem = mirror.finish(deadline - monotonic())
+        problem = mirror.finish(patience)
         saver.tidy_up(newest)  # what was kept for its copy
         if problem is None:
             return

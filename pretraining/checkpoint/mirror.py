@@ -1,6 +1,6 @@
 """A copy of a run in an object store, so that the run outlives its machines: `--ckpt_mirror_path`.
 
-    start      `fetch_start`: may this run write there? If its folder holds no good checkpoint, fetch the newest copy
+    start      `fetch_start`: may this run write there? Fetch the newest copy if it is newer than the folder
     commit     `Mirror.copy`: each process uploads its files beside the training, then rank 0 the manifest
     each step  `Mirror.poll`: is every process done? No rank waits for another
     end        `Mirror.finish`: wait for the newest copy
@@ -26,30 +26,30 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
-import torch.distributed as dist
-
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_document, read_manifest
-from pretraining.checkpoint.object_store import Store, StoreError, checkpoints_in, fetch_newest
+from pretraining.checkpoint.object_store import TRIES_OF_START, Store, StoreError, checkpoints_in, fetch_newest
 from pretraining.checkpoint.retention import best_of, superseded
 from pretraining.checkpoint.rollback_file import ROLLBACK_FILE
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, describe
+from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.checkpoint.start_point import fetched_path
 from pretraining.config.training import CheckpointConfig
-from pretraining.distributed.processes import DelayedMinimum, gather_from_every_rank, on_every_rank, on_rank_zero
+from pretraining.distributed.processes import DelayedMinimum, gather_from_every_rank, on_every_rank, on_rank_zero, place
 from pretraining.errors import CheckpointError
 from pretraining.files import checked_values, exists, is_address, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
+from pretraining.observability.events import EVENTS_FILE
+from pretraining.observability.trackers import LOGS, METRICS_FILE
 
 log = logging.getLogger(__name__)
 
 MIRROR_FILE = "mirror.json"
-LOG_FILES = ("config.yaml", "logs/metrics.jsonl", "logs/events.jsonl")
+LOG_FILES = (CONFIG_FILE, f"{LOGS}/{METRICS_FILE}", f"{LOGS}/{EVENTS_FILE}")
 LOG_FILES_SECONDS = 60.0
 """Between two copies of the log files."""
 PREEMPTED_SECONDS = 20.0
 """How long a run that has to stop waits for its last copy: launchers kill 30 seconds after SIGTERM."""
 CLOSING_SECONDS = 30.0
-TRIES = 5
 
 
 class TakenOverError(CheckpointError):
@@ -200,7 +200,7 @@ class Mirror:
         self._lost: Path | None = None
         self._log_files_copied = -LOG_FILES_SECONDS
         self.protected: tuple[Path, ...] = ()
-        on_rank_zero(lambda: self._store.persist(lambda: self._take_over(step), self._ending, TRIES))
+        on_rank_zero(lambda: self._store.persist(lambda: self._take_over(step), self._ending, TRIES_OF_START))
 
     def start(self) -> None:
         """Copy what the run begins from, if the mirror lacks it; a collective call."""
@@ -306,7 +306,7 @@ class Mirror:
         A step that is saved again has the same tensors, which are there already. If they differ, the manifest goes
         before the first of them does.
         """
-        rank, world_size = _place()
+        rank, world_size = place()
         folder, before = _folder_of(checkpoint), dict[str, FileEntry]()
         content = self._store.persist(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._ending)
         with suppress(CheckpointError, ValueError):
@@ -322,7 +322,7 @@ class Mirror:
 
     def _commit(self, checkpoint: Path) -> None:
         """Upload the manifest, remove what is superseded and copy the log files, in a thread of rank 0."""
-        if _place()[0] != 0:
+        if place()[0] != 0:
             return
         content, folder = (checkpoint / MANIFEST).read_bytes(), _folder_of(checkpoint)
         self._store.persist(self._check_writer, self._ending)
@@ -368,11 +368,6 @@ class Mirror:
 def _folder_of(checkpoint: Path) -> str:
     """Return where a checkpoint is in the store."""
     return f"{CHECKPOINTS}/{checkpoint.name}"
-
-
-def _place() -> tuple[int, int]:
-    """Return rank and number of processes; `pretrain push` has joined no others."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _in_background(action: Callable[[], int]) -> Future[int]:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2**22
 READING_THREADS = 8
-TRIES_OF_FETCH = 5
+TRIES_OF_START = 5
 LOG_SECONDS = 60.0
 """Between two lines about a store that does not answer."""
 LONGEST_PAUSE_SECONDS = 30.0
@@ -265,7 +265,7 @@ def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | N
         return fault
 
     def fetch(name: str) -> str | None:
-        entry = store.persist(lambda: store.download(prefix + name, temporary / name), ending, TRIES_OF_FETCH)
+        entry = store.persist(lambda: store.download(prefix + name, temporary / name), ending, TRIES_OF_START)
         return None if entry == manifest.files[name] else f"{name} is not what was written"
 
     temporary.mkdir(parents=True)

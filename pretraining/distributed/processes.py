@@ -231,6 +231,11 @@ def _all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return gathered
 
 
+def place() -> tuple[int, int]:
+    """Return rank and number of processes; one alone, as of a command, has joined no others."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 class DelayedMinimum:
     """The least of the values that all ranks offer, known at the next offer: no rank waits for another."""
 
