@@ -18,7 +18,6 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotDone
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -183,17 +182,22 @@ class Mirror:
         config: names the run's folder and its mirror.
         step: where the run begins, in whose mirror later checkpoints are those that it has gone back from: set aside.
         newest: the run's own checkpoint that it begins from; `start` copies it if the mirror lacks it.
+        spare_cores: whether uploads rest most of the time until `finish`, since the run needs every core.
 
     Attributes:
         protected: the checkpoint that is being copied, and the one that waits: retention leaves them alone.
     """
 
-    def __init__(self, config: CheckpointConfig, step: int, newest: Path | None = None) -> None:
+    def __init__(
+        self, config: CheckpointConfig, step: int, newest: Path | None = None, *, spare_cores: bool = False
+    ) -> None:
         self._config, self._run, self._newest = config, config.folder, newest
         self._store = on_every_rank(lambda: Store(config.ckpt_mirror_path or ""))
         self._token = on_rank_zero(lambda: secrets.token_hex(8))
         self._held: dict[str, Manifest] = {}  # on rank 0: what is complete in the mirror
-        self._ending = threading.Event()
+        self._ending, self._hurried = threading.Event(), threading.Event()
+        if not spare_cores:
+            self._hurried.set()
         self._agreement = DelayedMinimum()
         self._work: Future[int] | None = None
         self._is_uploaded = False
@@ -233,11 +237,12 @@ class Mirror:
         Raises:
             TakenOverError: as `poll`.
         """
+        self._hurried.set()
         self._agreement.forget()
         self._log_files_copied = -LOG_FILES_SECONDS
         deadline = monotonic() + seconds
         while self._work is not None:
-            with suppress(NotDone):
+            with suppress(TimeoutError):
                 self._work.result(max(0.0, deadline - monotonic()))
             found = gather_from_every_rank(lambda: (self._status(), self._store.problem))
             status = min(status for status, _ in found)
@@ -253,8 +258,9 @@ class Mirror:
             wait: until its thread has ended. Otherwise the process ends without it, also if the store hangs.
         """
         self._ending.set()
+        self._hurried.set()
         if self._work is not None:
-            with suppress(NotDone):
+            with suppress(TimeoutError):
                 self._work.result(CLOSING_SECONDS if wait else 0.0)
             if not self._work.done():
                 skip_exit_handlers()  # pyarrow's would wait for the store
@@ -317,7 +323,8 @@ class Mirror:
                 self._store.persist(self._check_writer, self._ending)
                 if content is not None:
                     self._store.persist(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._ending)
-                upload = partial(self._store.upload, checkpoint / name, f"{folder}/{name}", entry, self._ending)
+                target = f"{folder}/{name}"
+                upload = partial(self._store.upload, checkpoint / name, target, entry, self._ending, self._hurried)
                 self._store.persist(upload, self._ending)
 
     def _commit(self, checkpoint: Path) -> None:

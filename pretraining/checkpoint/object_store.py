@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2**22
 READING_THREADS = 8
+RESTS = 39
+"""Seconds that an upload rests per second of a core. Each step of a model on a CPU waits for the slowest core, so what
+one of them does besides is lost to all (docs/performance.md)."""
 TRIES_OF_START = 5
 LOG_SECONDS = 60.0
 """Between two lines about a store that does not answer."""
@@ -81,8 +84,14 @@ class Store:
         """Write a small object."""
         self._write(name, [content], len(content))
 
-    def upload(self, file: Path, name: str, entry: FileEntry, ending: threading.Event) -> None:
-        """Write a file of a checkpoint as an object, and give up as soon as `ending` is set.
+    def upload(
+        self, file: Path, name: str, entry: FileEntry, ending: threading.Event, hurried: threading.Event
+    ) -> None:
+        """Write a file of a checkpoint as an object.
+
+        Args:
+            ending: gives up as soon as it is set.
+            hurried: until it is set, the thread rests most of the time.
 
         Raises:
             OSError: the file cannot be read.
@@ -93,9 +102,12 @@ class Store:
         def pieces() -> Iterator[bytes]:
             nonlocal checksum
             with file.open("rb", buffering=0) as source:
+                began = thread_time()
                 while (piece := source.read(PIECE_BYTES)) and not ending.is_set():
                     checksum = zlib.crc32(piece, checksum)
                     yield piece
+                    hurried.wait(RESTS * (thread_time() - began))
+                    began = thread_time()
 
         self._write(name, pieces(), entry.bytes)
         if crc32_text(checksum) != entry.crc32:

@@ -286,7 +286,8 @@ def _build_checkpoints(
     config, saver, mirror = plan.config, None, None
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
     if config.checkpoint.ckpt_mirror_path is not None:
-        mirror = Mirror(config.checkpoint, own.step if own else 0, own.path if own and own.manifest.files else None)
+        step, newest = (own.step, own.path if own.manifest.files else None) if own else (0, None)
+        mirror = Mirror(config.checkpoint, step, newest, spare_cores=plan.processes.device.type == "cpu")
     if config.checkpoint.ckpt_save_path is not None:
         timeout = collective_timeout(config.guard)
         saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, lease, timeout, mirror)

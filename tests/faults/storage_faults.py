@@ -85,14 +85,14 @@ def kill_in_upload(ranks: list[int], checkpoint: str) -> None:
     """SIGKILL these ranks when half a file of a checkpoint is sent to the mirror."""
     upload = object_store.Store.upload
 
-    def half(self: object_store.Store, file: Path, name: str, entry: Any, ending: threading.Event) -> None:
+    def half(self: object_store.Store, file: Path, name: str, *others: Any) -> None:
         if checkpoint in name and _rank() in ranks:
             threading.Timer(0.05, _die).start()
-        upload(self, file, name, entry, ending)
+        upload(self, file, name, *others)
         if checkpoint in name and _rank() in ranks:
             threading.Event().wait()
 
-    object_store.Store.upload = half  # type: ignore[method-assign]
+    object_store.Store.upload = half  # type: ignore[method-assign,assignment]
 
 
 def preempt_with_patience(step: int, seconds: float) -> None:

@@ -64,8 +64,8 @@ def test_row_48_killed_in_an_upload_the_next_start_on_an_empty_disk_repeats_the_
     assert "checkpoints/step_6_ckp/manifest.json" in store.names(tmp_path.name)
 
 
-# The library itself tries three times, unless it is refused.
-@pytest.mark.parametrize(("action", "times"), first_quick(("cut", 12), ("away", 12), ("503", 12), ("403", 4)))
+# The library itself tries three times, unless it is refused: one of the two processes fails.
+@pytest.mark.parametrize(("action", "times"), first_quick(("cut", 6), ("away", 6), ("503", 6), ("403", 2)))
 def test_row_49_a_store_that_fails_costs_a_warning_and_the_copy_is_made_later(
     action: str, times: int, tmp_path: Path, store: ObjectStore, expected: Path
 ) -> None:
@@ -84,7 +84,7 @@ def test_row_49_without_its_last_copy_a_run_fails_and_push_makes_it(
     tmp_path: Path, store: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.fault(b"safetensors", "403", times=10**6)
-    ended = run_job([[*flags_for(store, tmp_path), "hang_timeout=10s"]], check=False)
+    ended = run_job([[*flags_for(store, tmp_path), "hang_timeout=6s"]], check=False)
     assert [each.status for each in ended] == [1, 1]
     assert "pretrain push" in ended[0].output and CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in ended[0].output
     assert checkpoints_of(tmp_path / "run") == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}

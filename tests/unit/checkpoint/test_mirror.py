@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, assert_same_tensors, checkpoints_of, losses_of, metrics_of
 
+from pretraining.checkpoint import object_store
 from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, fetch_start
 from pretraining.checkpoint.object_store import Store, _fetch, checkpoints_in
 from pretraining.cli import main
@@ -151,8 +152,9 @@ def test_a_run_that_goes_back_sets_the_newer_copies_aside(copied: Path) -> None:
     assert {path.parent.name for path in (copied / "store").rglob("set_aside.json")} == {"step_4_ckp", "step_6_ckp"}
 
 
-def mirror_of(folder: Path, step: int = 6) -> Mirror:
-    return Mirror(CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{folder}/store"), step)
+def mirror_of(folder: Path, step: int = 6, *, spare_cores: bool = False) -> Mirror:
+    config = CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{folder}/store")
+    return Mirror(config, step, spare_cores=spare_cores)
 
 
 def test_a_disk_that_is_behind_the_mirror_takes_the_newer_copy(copied: Path) -> None:
@@ -197,6 +199,17 @@ def test_a_copy_is_never_half_replaced(copied: Path, monkeypatch: pytest.MonkeyP
     mirror.copy(path)
     assert mirror.finish(60.0) is not None and len(uploaded) == 1
     assert copies_in(copied) == {"step_2_ckp", "step_4_ckp"}
+
+
+def test_an_upload_rests_until_the_run_is_over(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "RESTS", 1e6)
+    path = copied / "run" / "checkpoints" / "step_6_ckp"
+    shutil.rmtree(copied / "store" / "checkpoints" / path.name)
+    mirror = mirror_of(copied, spare_cores=True)
+    mirror.copy(path)
+    with pytest.raises(TimeoutError):
+        mirror._work.result(1.0)  # type: ignore[union-attr]
+    assert mirror.finish(60.0) is None and path.name in copies_in(copied)
 
 
 def test_a_run_whose_last_checkpoint_cannot_be_copied_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
