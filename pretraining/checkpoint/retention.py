@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretraining.checkpoint.rollback_file import forget_rollback
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_at, committed_checkpoints
 from pretraining.checkpoint.writer import hide_checkpoint, remove_checkpoint
 from pretraining.errors import CheckpointError, PretrainError
@@ -42,7 +41,6 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None, protected: Collectio
         own = checkpoint_at(newest)
         if own.kind is None:  # a network file system may lose sight of it for a moment
             raise CheckpointError("cannot be read again", path=newest)
-        forget_rollback(run, newest)
         saved = [each for each in _saved(run) if each.step <= own.step]
     except (OSError, PretrainError) as error:
         log.warning("nothing older than %s is removed: %s", newest, error)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import glob
-import os
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +16,7 @@ from pretraining.config.fields import values_of
 from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, is_folder, write_atomic, writing_into
+from pretraining.files import is_folder, write_atomic, writing_into
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -112,16 +110,6 @@ def make_run_folder(run: Path) -> None:
     """Make the run's folder, unless it is there; a CheckpointError if it cannot be written."""
     with writing_into(run):
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-
-
-def check_run_folder(run: Path) -> None:
-    """Raise the CheckpointError of `make_run_folder` where that is sure to fail, and make nothing."""
-    there = next(folder for folder in (run, *run.absolute().parents) if exists(folder))
-    fault = None if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
-    fault = fault if is_folder(there) else errno.ENOTDIR
-    with writing_into(run):
-        if fault is not None:
-            raise OSError(fault, os.strerror(fault), str(there))
 
 
 def write_config(config: TrainConfig) -> None:

@@ -29,7 +29,6 @@ from pretraining.checkpoint.manifest import (
     shape_of,
     tensor_state,
 )
-from pretraining.checkpoint.rollback_file import ROLLBACK_FILE
 from pretraining.checkpoint.run_folder import CHECKPOINTS, Checkpoint, committed_checkpoints, is_committed, run_of
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
@@ -99,25 +98,34 @@ class CheckpointRef:
         return dict.fromkeys(weight_files(self.path))
 
 
-def find_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> CheckpointRef | None:
+def find_start(
+    config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({}), before_step: int | None = None
+) -> CheckpointRef | None:
     """Find the checkpoint to start from; None for a new run. A collective call, or one of a process alone.
 
     Its files are there and have their sizes; what is in them is not read.
 
     Args:
         damaged: checkpoints that are known not to be good, and what is wrong with them.
+        before_step: of a run that goes back by itself, to a checkpoint of an earlier step; None = it does not.
 
     Raises:
         CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` asks for another start.
     """
-    return on_rank_zero(lambda: _find_start(config, damaged))
+    return on_rank_zero(lambda: _find_start(config, damaged, before_step))
 
 
-def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str]) -> CheckpointRef | None:
+def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str], before_step: int | None) -> CheckpointRef | None:
     if config.ckpt_save_path is None:
         return None
-    run, own = config.folder, committed_checkpoints(config.folder)[::-1]
-    start = _own_start(config, own, damaged) if own else _start_elsewhere(config, damaged)
+    run = config.folder
+    own = [each for each in committed_checkpoints(run)[::-1] if before_step is None or each.step < before_step]
+    if not own:
+        start = _start_elsewhere(config, damaged)
+    elif before_step is None:
+        start = _own_start(config, own, damaged)
+    else:
+        start = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
     if config.init_from == "resume" and start is None:
         raise CheckpointError(
             f"--init_from=resume goes on with a run, and {run} holds no checkpoint: --init_from=auto begins one, "
@@ -145,8 +153,6 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
         chosen = _newest_good([named.path], damaged, RESUME, named.path)
         newer = tuple(each.path for each in reversed(own) if each.step > named.step)
         return replace(chosen, damaged=newest.damaged, goes_back=True, newer=newer)
-    if exists(run / ROLLBACK_FILE):  # the run has gone back by itself, to before the one that is named
-        return newest
     if exists(Path(request)) and not is_within(Path(request), run):
         return replace(newest, remarks=(f"not from --resume_from_checkpoint={request}, which is not of this run",))
     raise CheckpointError(

@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.manifest import check_same_model
-from pretraining.checkpoint.rollback_file import without_samples
 from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -117,7 +116,8 @@ def plan_run(
     batch = resolve_batch_sizes(
         config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None
     )
-    settings = without_samples(config.data, skipped_samples)
+    skipped = (*config.data.skip_samples, *(f"{begin}-{end - 1}" for begin, end in skipped_samples))
+    settings = replace(config.data, skip_samples=skipped)
     loader = on_every_rank(
         lambda: build_loader(data, settings, batch, processes.rank, config.run.seed, shape.vocab_size)
     )

@@ -57,7 +57,7 @@ from pretraining.train.messages import conclude, conclude_preempted, describe_sp
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Plan, keep_threads, lay_out, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.rollback import begin_start, finish_rollback, train_to_the_end
+from pretraining.train.rollback import begin_start, train_to_the_end
 from pretraining.train.run_status import StatusKeeper
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,6 @@ def train(
             explain_out_of_memory(config, mesh["shard"].size(), processes),
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-            skipped = finish_rollback(config.checkpoint)
             start = begin_start(config.checkpoint, status)
             on_every_rank(requests.end_before_training)
             data = open_data(config, processes)
@@ -160,7 +159,7 @@ def train(
             build = partial(build_run, stop_requests=requests, status=status, lease=lease, hook=hook, sampler=sampler)
             if path is not None:
                 record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
-            run = train_to_the_end(make_plan, build, status, start, skipped)
+            run = train_to_the_end(make_plan, build, status, start)
         return _conclude(config, processes, run, sampler)
 
 
