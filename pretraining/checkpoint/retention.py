@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_at, committed_checkpoints
-from pretraining.checkpoint.writer import hide_checkpoint, remove_checkpoint
+from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError, PretrainError
 from pretraining.files import exists, flush_folder, link_atomic
 
@@ -81,13 +81,6 @@ def _saved(run: Path) -> list[Checkpoint]:
     return [each for each in committed_checkpoints(run) if each.is_as_saved and each.kind is not None]
 
 
-def give_up(run: Path, checkpoints: Sequence[Checkpoint]) -> None:
-    """Have no start find checkpoints of a run, and the next save remove them; an OSError if that cannot be."""
-    for each in checkpoints:
-        hide_checkpoint(each.path)
-    _point_to_best(run, best_of(_saved(run)))
-
-
 def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
     """Move checkpoints of a run to where no start looks and nothing is removed, in the order given.
 
@@ -97,7 +90,7 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
     Raises:
         CheckpointError: one cannot be moved.
     """
-    folder = run / CHECKPOINTS / f"{SET_ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    folder = run / CHECKPOINTS / f"{SET_ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
     try:
         for path in checkpoints:
             folder.mkdir(exist_ok=True)

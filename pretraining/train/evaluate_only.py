@@ -10,17 +10,15 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
 from pretraining.checkpoint.run_path import newest_run_path
-from pretraining.checkpoint.start_point import CheckpointRef, find_newest, load
+from pretraining.checkpoint.start_point import find_newest, load_newest
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, format_score
 from pretraining.evaluation.scores import Scores
 from pretraining.files import from_hub
@@ -88,7 +86,7 @@ def evaluate_only(
     batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
     sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
     model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
-    start = _load(source, model.parameters)
+    start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)
     stop = 0
 
@@ -114,19 +112,6 @@ def print_evaluation(evaluated: Evaluated) -> None:
     for line in table(evaluated.evaluation):
         print_text(line)
     print(json.dumps(evaluated.document()), flush=True)
-
-
-def _load(source: Path, parameters: dict[str, nn.Parameter]) -> CheckpointRef:
-    """Read the weights into place, those of an older checkpoint of a run where the newest is damaged."""
-    damaged: dict[Path, str] = {}
-    while True:
-        start = on_rank_zero(lambda: find_newest(source, damaged))
-        try:
-            load(start, tensor_state(parameters, None))
-        except DamagedError as error:
-            damaged[start.path] = str(error)
-        else:
-            return start
 
 
 def _check_never_trained_on(config: TrainConfig, before: float | None) -> None:

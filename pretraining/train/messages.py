@@ -117,7 +117,6 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         yield f"from {start.path}, step {start.manifest.step}"
         if not plan.takes_optimizer:
             yield "the optimizer begins anew (--load_optimizer=false)"
-        yield from start.remarks
         yield from plan.loader.changes_at_resume
         yield from changed_settings(start.config, plan.config)
         if state.stop_step < state.total_steps:

@@ -124,7 +124,9 @@ def plan_run(
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
     sources = evaluation_sources(config, opened, batch, processes, shape.vocab_size)
-    token_schedule = _token_schedule(loader, config.data.seq_length)
+    token_schedule = TokenSchedule.of_phases(
+        (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
+    )
     training_tokens = data.training_tokens if data is not None else None
     learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
     return Plan(
@@ -212,18 +214,6 @@ def _initial_state(
         run_steps = config.run.run_steps
         stop_step = total_steps if run_steps is None else min(total_steps, progress.steps + run_steps)
     return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)
-
-
-def _token_schedule(loader: Loader, seq_length: int) -> TokenSchedule:
-    """Return the tokens of a run's steps, from the first."""
-    phases = loader.reader.mixture.phases
-    segments, tokens = [], 0
-    for phase, after in zip(phases, (*phases[1:], None), strict=True):
-        tokens_per_step = phase.global_batch_size * seq_length
-        segments.append((phase.first_step, tokens, tokens_per_step))
-        if after is not None:
-            tokens += (after.first_step - phase.first_step) * tokens_per_step
-    return TokenSchedule(tuple(segments))
 
 
 def lay_out(config: TrainConfig, processes: Processes) -> DeviceMesh:

@@ -4,7 +4,7 @@ A run that diverges goes back to the newest checkpoint before, without the sampl
 loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting certain weights, and with
 other batches from there on they did not come back.
 
-    diverged -> an older checkpoint is restored -> saved again, its data state without the samples -> newer ones go
+    diverged -> an older checkpoint is restored -> saved again, without the samples -> newer ones are set aside
 
 A kill before the save leaves all as it was: the next start diverges again. After it, later starts and
 `pretrain inspect` know of the samples.
@@ -22,13 +22,13 @@ from types import MappingProxyType
 import torch
 
 from pretraining.checkpoint.mirror import fetch_start
-from pretraining.checkpoint.retention import give_up
-from pretraining.checkpoint.run_folder import Checkpoint, committed_checkpoints
+from pretraining.checkpoint.retention import set_aside
+from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import make_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.processes import on_rank_zero
-from pretraining.errors import CheckpointError, DamagedError, DivergenceError
+from pretraining.errors import DamagedError, DivergenceError
 from pretraining.observability.events import Events
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.plan import Plan
@@ -56,13 +56,12 @@ def train_to_the_end(
 
     Raises:
         DivergenceError: the run must not go back again.
-        CheckpointError: as `_checkpoints_since`, or no checkpoint is good.
+        CheckpointError: no checkpoint is good, or one cannot be written or moved.
     """
     skipped, damaged = list[tuple[int, int]](), dict[Path, str]()
     furthest, rollbacks, stop_step = 0, 0, None
     fetched: Path | None = None
     divergence: DivergenceError | None = None
-    newer: list[Checkpoint] = []
     while True:
         plan = make_plan(start, skipped, stop_step)
         config = plan.config
@@ -82,7 +81,7 @@ def train_to_the_end(
         damaged = {}  # from here on its names may be those of new checkpoints
         if divergence is not None:
             run.checkpoints.save_now(run.state, "interval")
-            on_rank_zero(partial(give_up, config.checkpoint.folder, newer))
+            newer = on_rank_zero(partial(_set_aside_since, config.checkpoint.folder, divergence.first_step))
             _report(divergence, rollbacks, newer, status.events)
         divergence = _train(run)
         if divergence is None:
@@ -97,7 +96,6 @@ def train_to_the_end(
         del run
         _free_memory(plan.processes.device)
         skipped.append(divergence.samples)
-        newer = on_rank_zero(partial(_checkpoints_since, config.checkpoint.folder, divergence.first_step))
         start = find_start(config.checkpoint, before_step=divergence.first_step)
 
 
@@ -149,30 +147,22 @@ def _without_hope(divergence: DivergenceError, rollbacks: int) -> DivergenceErro
     return DivergenceError(text, divergence.first_step, divergence.last_step, divergence.samples)
 
 
-def _checkpoints_since(run: Path, step: int) -> list[Checkpoint]:
-    """Return the checkpoints that a rollback gives up.
+def _set_aside_since(run: Path, step: int) -> list[Path]:
+    """Move the checkpoints that a rollback gives up; return where they were.
 
     They hold the weights from before the updates that were left out, and a place in the data behind these.
-
-    Raises:
-        CheckpointError: one of them is a copy that a user has made, which a start would go on from.
     """
-    found = [each for each in committed_checkpoints(run) if each.step >= step]
-    copies = [str(each.path) for each in found if not each.is_as_saved]
-    if copies:
-        raise CheckpointError(
-            f"the run is to go back to before step {step}, but would go on from {', '.join(copies)}, which was copied "
-            "or renamed by hand and is not removed. Move it elsewhere, and start again"
-        )
-    return found
+    newer = [each.path for each in committed_checkpoints(run) if each.step >= step]
+    set_aside(run, newer)
+    return newer
 
 
-def _report(divergence: DivergenceError, number: int, dropped: Sequence[Checkpoint], events: Events) -> None:
+def _report(divergence: DivergenceError, number: int, newer: Sequence[Path], events: Events) -> None:
     first_step, last_step, (begin, end) = divergence.first_step, divergence.last_step, divergence.samples
     back = f"rollback {number} to before step {first_step}, from here on without samples {begin}-{end - 1}"
     log.info("step %d  %s", last_step, back)
-    paths = [str(each.path) for each in dropped]
+    paths = [str(path) for path in newer]
     for path in paths:
-        log.info("            %s was saved after the first of them: given up", path)
+        log.info("            %s was saved after the first of them: set aside", path)
     samples = [begin, end - 1]
     events.add("rollback", last_step, number=number, first_step=first_step, samples=samples, checkpoints_dropped=paths)

@@ -101,7 +101,7 @@ def test_a_later_start_goes_on_without_the_batches(place: Path, endings: list[di
     assert manifest["data"]["next_sample"] == 16 * GLOBAL_BATCH + len(LEFT_OUT)
 
 
-@pytest.mark.parametrize("killed", ["before the next save", "before checkpoints were given up"])
+@pytest.mark.parametrize("killed", ["before the next save", "before checkpoints were set aside"])
 def test_row_46_a_kill_after_a_rollback_forgets_no_samples(
     killed: str, place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,8 +112,8 @@ def test_row_46_a_kill_after_a_rollback_forgets_no_samples(
     for process in ranks:
         process.communicate(timeout=300)
     assert [process.returncode for process in ranks] == [-9, -9]
-    if killed == "before checkpoints were given up":  # the next start diverges again
-        (given_up,) = (run / "checkpoints").glob("step_9_ckp.*.tmp")
+    if killed == "before checkpoints were set aside":  # the next start diverges again
+        (given_up,) = (run / "checkpoints").glob("set_aside_*/step_9_ckp")
         given_up.rename(run / "checkpoints" / "step_9_ckp")
     again = [*TINY, f"data_path={place / 'data'}", "sep_token=0", "logical_shards=8", "batch_size=2", *flags]
     main(["train", *again, "num_steps=12"])
@@ -130,6 +130,5 @@ def test_a_run_that_does_not_get_further_by_going_back_ends(place: Path, endings
     errors = {ending["error"] for ending in endings if ending["fault"] == "loss_stays_nan"}
     (error,) = errors
     assert "step 5" in error and "--max_rollbacks" in error
-    # What is left is from before the last of them; what was saved behind it is no checkpoint any more.
-    kept = {path.name for path in (place / "lost" / "checkpoints").iterdir() if path.suffix != ".tmp"}
+    kept = {path.name for path in (place / "lost" / "checkpoints").glob("step_*")}
     assert kept == {"step_2_ckp", "step_4_ckp"}
