@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
 from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.run_settings import adopt_settings
 from pretraining.checkpoint.start_point import find_newest, load_newest
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
@@ -32,20 +33,6 @@ from pretraining.train.plan import build_run_mesh, check_kernels
 from pretraining.train.preemption import StopRequests, ending, reason_of
 
 
-def path_of_what_is_evaluated(config: CheckpointConfig) -> Path:
-    """Return `ckpt_load_path`, else `ckpt_save_path`; a collective call.
-
-    Training would go on in `ckpt_save_path`; here, what is named comes first.
-    """
-
-    def find() -> Path:
-        if config.ckpt_load_path is not None:
-            return from_hub(config.ckpt_load_path, MODEL_FILES, CheckpointError)
-        return Path(newest_run_path(str(config.folder)))
-
-    return on_rank_zero(find)
-
-
 @dataclass(frozen=True)
 class Evaluated:
     """What an evaluation of a checkpoint has found."""
@@ -63,13 +50,11 @@ class Evaluated:
 
 
 def evaluate_only(
-    config: TrainConfig, source: Path, processes: Processes, requests: StopRequests, hook: MetricsHook | None = None
+    config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None = None
 ) -> Evaluated:
-    """Evaluate on every set, in every process, with the same result.
+    """Evaluate `ckpt_load_path`, else `ckpt_save_path`, on every set, in every process, with the same result.
 
     Args:
-        config: with nothing left open.
-        source: a checkpoint, a run, or a Hugging Face folder.
         hook: makes the user's own metrics; None = there are none.
 
     Raises:
@@ -77,8 +62,10 @@ def evaluate_only(
         ConfigError, DataError: the sets cannot be opened, or the model was trained on documents held out now.
         Preempted: a signal came.
     """
+    source = on_rank_zero(lambda: _source(config.checkpoint))
+    newest = on_rank_zero(lambda: find_newest(source))
+    config, manifest = adopt_settings(config, newest), newest.manifest
     shape, device = resolve_shape(config.model), processes.device
-    manifest = on_rank_zero(lambda: find_newest(source)).manifest
     check_same_model(manifest, shape, source)
     on_every_rank(lambda: _check_never_trained_on(config, manifest.data.get("held_out_fraction")))
     check_kernels(config, shape, device)
@@ -112,6 +99,12 @@ def print_evaluation(evaluated: Evaluated) -> None:
     for line in table(evaluated.evaluation):
         print_text(line)
     print(json.dumps(evaluated.document()), flush=True)
+
+
+def _source(config: CheckpointConfig) -> Path:
+    if config.ckpt_load_path is not None:
+        return from_hub(config.ckpt_load_path, MODEL_FILES, CheckpointError)
+    return Path(newest_run_path(str(config.folder)))
 
 
 def _check_never_trained_on(config: TrainConfig, before: float | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
@@ -168,30 +167,20 @@ def describe_speed(observer: Observer, processes: Processes) -> str:
 def conclude(config: TrainConfig, run: Run) -> str:
     """Say what a run has come to, and where everything is."""
     state = run.state
-    head = f"Stopped at step {state.step} of {state.total_steps}, as asked."
-    if state.early_end:
-        head = f"Stopped early at step {state.step} of {state.total_steps}: {state.early_end}."
-    elif state.finished:
+    head = f"Stopped at step {state.step} of {state.total_steps}."
+    if not run.observer.newest:  # nothing was trained or evaluated
+        head = f"This run is finished already, at step {state.step} of {state.total_steps}."
+    elif state.finished and not state.early_end:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."
-    if not run.observer.newest:  # nothing was trained or evaluated
-        head = f"This run is finished already, at step {state.step} of {state.total_steps}. {state.early_end}".rstrip()
-    if config.checkpoint.ckpt_save_path is None:
-        return head
-    folder = config.checkpoint.folder
-    lines = [
-        head,
-        f"  checkpoint   {run.checkpoints.newest}",
-        f"  metrics      {folder / LOGS / METRICS_FILE}",
-        f"  config       {folder / CONFIG_FILE}",
-    ]
-    if "tensorboard" in config.report.tracker:
-        lines.append(
-            f"  curves       tensorboard --logdir {shlex.quote(config.report.tracker_dir or str(folder / LOGS))}"
-        )
-    if state.finished:
-        change = "early_stopping_evaluations=0" if state.early_end else f"num_steps={2 * state.step}"
-        lines.append(f"  go on        the same command with --{change} {shlex.quote(f'--ckpt_save_path={folder}')}")
+    lines = [f"{head} {state.early_end}".rstrip()]
+    if config.checkpoint.ckpt_save_path is not None:
+        folder = config.checkpoint.folder
+        lines += [
+            f"  checkpoint   {run.checkpoints.newest}",
+            f"  metrics      {folder / LOGS / METRICS_FILE}",
+            f"  config       {folder / CONFIG_FILE}",
+        ]
     return "\n".join(lines)
 
 

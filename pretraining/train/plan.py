@@ -56,7 +56,6 @@ class Plan:
         takes_optimizer: whether the optimizer's state is taken from there, too.
         unfinished: what interrupted saves have left in the run's folder.
         data: the datasets; None for made-up data.
-        training_tokens: of one pass over the datasets; None for made-up data, which has no end.
         token_schedule: tokens of each step, also of those before the start point.
         sources: what is evaluated on.
     """
@@ -69,7 +68,6 @@ class Plan:
     takes_optimizer: bool
     unfinished: list[Path]
     data: OpenedDatasets | None
-    training_tokens: int | None
     batch: BatchSizes
     token_schedule: TokenSchedule
     learning_rate: LearningRate
@@ -81,6 +79,11 @@ class Plan:
     def restored(self) -> CheckpointRef | None:
         """What the run starts from, if it continues that; None if it begins at step 0."""
         return None if self.start is None or self.start.weights_only else self.start
+
+    @property
+    def training_tokens(self) -> int | None:
+        """Tokens of one pass over the datasets; None for made-up data, which has no end."""
+        return self.data.training_tokens if self.data is not None else None
 
 
 def plan_run(
@@ -138,7 +141,6 @@ def plan_run(
         takes_optimizer=takes_optimizer,
         unfinished=unfinished,
         data=data,
-        training_tokens=training_tokens,
         batch=batch,
         token_schedule=token_schedule,
         learning_rate=learning_rate,

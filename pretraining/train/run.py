@@ -22,8 +22,8 @@ import torch
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.mirror import fetch_start
 from pretraining.checkpoint.run_path import with_run_path
-from pretraining.checkpoint.run_settings import adopt_settings, resolve_run
-from pretraining.checkpoint.start_point import CheckpointRef, find_newest
+from pretraining.checkpoint.run_settings import resolve_run
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
 from pretraining.config.training import CheckpointConfig, TrainConfig
@@ -50,7 +50,7 @@ from pretraining.observability.environment import record_environment
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
 from pretraining.train.build import build_run
-from pretraining.train.evaluate_only import Evaluated, evaluate_only, path_of_what_is_evaluated, print_evaluation
+from pretraining.train.evaluate_only import Evaluated, evaluate_only, print_evaluation
 from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import conclude, conclude_preempted, describe_speed
@@ -182,9 +182,7 @@ def evaluate(
         working_together(config, layout, end_at_signal, is_guest) as processes,
         naming_the_flag(processes.rank if processes.world_size > 1 else None),
     ):
-        source = path_of_what_is_evaluated(config.checkpoint)
-        config = adopt_settings(config, on_rank_zero(lambda: find_newest(source)))
-        return evaluate_only(config, source, processes, requests, hook)
+        return evaluate_only(config, processes, requests, hook)
 
 
 def _fetch_start(config: CheckpointConfig, processes: Processes) -> None:
