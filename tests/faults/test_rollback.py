@@ -93,14 +93,6 @@ def test_inspect_shows_what_every_step_trained_on(
         assert not any(slot["sample_id"] in LEFT_OUT for slot in slots)
 
 
-def test_a_later_start_goes_on_without_the_batches(place: Path, endings: list[dict[str, Any]]) -> None:
-    flags = [*TINY, f"data_path={place / 'data'}", "sep_token=0", "logical_shards=8", "batch_size=2", "num_steps=16"]
-    main(["train", *flags, f"ckpt_save_path={place / 'mended'}"])
-    manifest = manifest_of(place / "mended" / "checkpoints" / "step_16_ckp")
-    assert manifest["data"]["skipped"] == [[LEFT_OUT.start, LEFT_OUT.stop]]
-    assert manifest["data"]["next_sample"] == 16 * GLOBAL_BATCH + len(LEFT_OUT)
-
-
 @pytest.mark.parametrize("killed", ["before the next save", "before checkpoints were set aside"])
 def test_row_46_a_kill_after_a_rollback_forgets_no_samples(
     killed: str, place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]

@@ -64,7 +64,7 @@ def test_ctrl_c_twice_leaves_at_once(tmp_path: Path) -> None:
     assert stderr.endswith("interrupted; the same command resumes from what is complete\n")
     assert checkpoints_of(tmp_path) == set()
     status = status_of(tmp_path)
-    assert (status["reason"], status["starts_without_progress"]) == ("interrupted (Ctrl-C)", 0)
+    assert (status["reason"], status["starts_without_progress"]) == ("KeyboardInterrupt", 0)
 
 
 @pytest.mark.thorough

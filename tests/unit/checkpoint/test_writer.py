@@ -126,14 +126,6 @@ def test_a_link_in_the_place_of_a_checkpoint_is_replaced_or_removed_and_what_it_
         assert steps_in(tmp_path) == [] and (elsewhere / MANIFEST).is_file()
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    folder = save(tmp_path, 5)
-    (folder / "left.over").write_text("old")
-    save(tmp_path, 5)
-    assert not (folder / "left.over").exists()
-    assert [path.name for path in folder.parent.iterdir()] == ["step_5_ckp"]
-
-
 def test_a_process_that_dies_while_it_saves_a_step_again_leaves_one_that_is_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

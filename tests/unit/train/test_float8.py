@@ -67,16 +67,6 @@ def test_a_float8_run_resumes_bit_for_bit(tmp_path: Path, data: Path) -> None:
     assert equal(tmp_path / "whole", tmp_path / "stopped")
 
 
-@pytest.mark.thorough
-@needs_torchao
-@pytest.mark.usefixtures("emulated")
-def test_float8_may_be_switched_on_and_off_at_every_start(tmp_path: Path, data: Path) -> None:
-    expected = start(tmp_path / "none", data, "num_steps=9")
-    for flags in ([], ["float8=rowwise"], ["float8=tensorwise", "low_cpu_fsdp=false"]):
-        losses = start(tmp_path / "moved", data, "num_steps=9", "run_steps=3", *flags)
-    assert losses[:3] == expected[:3] and losses == pytest.approx(expected, rel=TOLERANCE)
-
-
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
 def test_initial_weights_and_exports_are_those_without_float8(tmp_path: Path, data: Path) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 
 from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import Activity
-from pretraining.errors import DivergenceError, HardwareError
+from pretraining.errors import DivergenceError
 from pretraining.observability.step_outcome import SpikeVerdict, StepOutcome
-from pretraining.progress import Duration, Progress, TrainState
+from pretraining.progress import Progress, TrainState
 from pretraining.train.stability import Guards
 
 
@@ -133,27 +133,3 @@ def test_a_limit_that_became_smaller_than_what_was_counted_waits_for_the_next_st
     watched.step(False)
     watched.step(False)
     assert watched.guards.state_dict() == {"skipped_in_a_row": 0}
-
-
-@pytest.mark.usefixtures("single_process")
-def test_replicas_are_compared_on_the_interval_and_named_where_they_differ() -> None:
-    config = replace(GuardConfig(), replica_check_interval=Duration(2, "steps"))
-    watched = Watched(config)
-    watched.step(False)
-    watched.step(False)
-    watched.step(False)
-    assert watched.replicas.compared == 1
-    watched.replicas.odd = {0: [2, 3]}
-    with pytest.raises(HardwareError, match="at step 2 they were") as ending:
-        watched.step(False)
-    assert "rank 0 on " in str(ending.value) and "other weights than rank 2, 3" in str(ending.value)
-
-
-def test_every_step_is_told_to_whoever_watches() -> None:
-    watched = Watched(GuardConfig())
-    assert not watched.activity.warm
-    watched.step(False)
-    assert (watched.activity.step, watched.activity.warm) == (1, True)
-    before = watched.activity.events
-    watched.step(False)
-    assert watched.activity.events > before
