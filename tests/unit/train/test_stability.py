@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,32 +17,18 @@ from pretraining.train.stability import Guards
 
 
 @dataclass
-class FakeReplicas:
-    """Replicas that differ as a test says."""
-
-    odd: dict[int, list[int]] = field(default_factory=dict)
-    compared: int = 0
-
-    def differing_ranks(self) -> dict[int, list[int]]:
-        self.compared += 1
-        return self.odd
-
-
-@dataclass
 class Watched:
-    """Guards, and what they say and see."""
+    """Guards, and the run that they watch."""
 
     config: GuardConfig
     steps: int = 100
-    replicas: FakeReplicas = field(default_factory=FakeReplicas)
-    activity: Activity = field(default_factory=Activity)
 
     def __post_init__(self) -> None:
         self.state = TrainState(self.steps, self.steps, 10, Progress(0, 0))
-        replicas: Any = self.replicas
+        replicas: Any = None
         mixture = SimpleNamespace(first_sample=lambda step: 4 * step)
         loader: Any = SimpleNamespace(reader=SimpleNamespace(mixture=mixture))
-        self.guards = Guards(self.config, loader, replicas, self.activity, None)
+        self.guards = Guards(self.config, loader, replicas, Activity(), None)
 
     def step(self, skipped: bool, verdict: SpikeVerdict | None = None, rescaled: bool | None = None) -> None:
         self.state.advance(0.0)
