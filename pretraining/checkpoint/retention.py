@@ -81,11 +81,8 @@ def _saved(run: Path) -> list[Checkpoint]:
     return [each for each in committed_checkpoints(run) if each.is_as_saved and each.kind is not None]
 
 
-def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
-    """Move checkpoints of a run to where no start looks and nothing is removed, in the order given.
-
-    Returns:
-        The folder that they are in now: checkpoints/set_aside_<time>, in UTC.
+def set_aside(run: Path, checkpoints: Sequence[Path]) -> None:
+    """Move checkpoints of a run, in order, to where no start looks and nothing is removed: set_aside_<time>, in UTC.
 
     Raises:
         CheckpointError: one cannot be moved.
@@ -95,11 +92,11 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
         for path in checkpoints:
             folder.mkdir(exist_ok=True)
             path.rename(folder / path.name)
+            log.info("%s is set aside: moved to %s", path, folder)
         flush_folder(run / CHECKPOINTS)
     except OSError as error:
         raise CheckpointError(f"cannot be moved to {folder}: {error.strerror}", path=error.filename) from None
     _point_to_best(run, best_of(_saved(run)))
-    return folder
 
 
 def _point_to_best(run: Path, best: Checkpoint | None) -> None:

@@ -74,18 +74,13 @@ def newest_run_path(pattern: str) -> str:
 
 def folders_of(pattern: str) -> list[Path]:
     """Return the folders that a pattern has made, the newest first."""
-    path = Path(pattern)
-    root = Path(path.anchor)
-    written = str(path.relative_to(root)).split(TIMESTAMP)
-    # The same time at each place: a pattern may hold it twice.
-    first, *rest = (re.escape(part) for part in written)
-    form = re.compile(f"{first}(?P<time>{_WRITTEN_TIME})" + "(?P=time)".join(rest))
-    found = []
-    for folder in root.glob("*".join(glob.escape(part) for part in written)):
-        match = form.fullmatch(str(folder.relative_to(root)))
-        if match and is_folder(folder):
-            found.append((match["time"], folder))
-    return [folder for _, folder in sorted(found, reverse=True)]
+    root = Path(Path(pattern).anchor)
+    written = str(Path(pattern).relative_to(root))
+    form = re.compile(re.escape(written).replace(re.escape(TIMESTAMP), _WRITTEN_TIME))
+    found = root.glob(glob.escape(written).replace(TIMESTAMP, "*"))
+    return sorted(
+        (each for each in found if form.fullmatch(str(each.relative_to(root))) and is_folder(each)), reverse=True
+    )
 
 
 def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) -> bool:

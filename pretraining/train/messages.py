@@ -25,7 +25,7 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.errors import Preempted
 from pretraining.estimate.devices import peak_tflops
-from pretraining.estimate.flops import flops_per_token, matmul_parameters
+from pretraining.estimate.flops import flops_per_token
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS, METRICS_FILE
@@ -65,7 +65,7 @@ def describe_plan(plan: Plan) -> dict[str, list[str]]:
         "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
         "optimizer": [_describe_optimizer(config.optimizer)],
         "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],
-        "FLOPs": _describe_flops(plan),
+        "FLOPs": [_describe_flops(plan)],
         "start": list(_describe_start(plan)),
         "damaged": [
             *(f"{line}: passed over" for line in (plan.start.damaged if plan.start is not None else ())),
@@ -122,17 +122,13 @@ def _describe_start(plan: Plan) -> Iterator[str]:
             yield f"this invocation ends at step {state.stop_step}"
 
 
-def _describe_flops(plan: Plan) -> list[str]:
-    shape, seq_length, name = plan.shape, plan.config.data.seq_length, device_name(plan.processes.device)
+def _describe_flops(plan: Plan) -> str:
+    flops, name = flops_per_token(plan.shape, plan.config.data.seq_length), device_name(plan.processes.device)
     peak = peak_tflops(name)
-    less = ", less in shorter documents" if plan.config.data.document_mask else ""
-    return [
-        f"{flops_per_token(shape, seq_length):.3e} a token = 6 x {matmul_parameters(shape):,} matmul parameters + "
-        f"6 x {shape.num_hidden_layers} layers x {shape.num_attention_heads * shape.head_dim} x {seq_length}{less}",
-        f"no MFU: the peak of a {name} is not known"
-        if peak is None
-        else f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}",
-    ]
+    mfu = f"no MFU: the peak of a {name} is not known"
+    if peak is not None:
+        mfu = f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}"
+    return f"{flops:.3e} a token{', less in shorter documents' if plan.config.data.document_mask else ''}; {mfu}"
 
 
 def _describe_blocks(parallel: ParallelConfig, layers: int) -> Iterator[str]:

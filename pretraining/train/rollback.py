@@ -161,8 +161,8 @@ def _report(divergence: DivergenceError, number: int, newer: Sequence[Path], eve
     first_step, last_step, (begin, end) = divergence.first_step, divergence.last_step, divergence.samples
     back = f"rollback {number} to before step {first_step}, from here on without samples {begin}-{end - 1}"
     log.info("step %d  %s", last_step, back)
-    paths = [str(path) for path in newer]
-    for path in paths:
-        log.info("            %s was saved after the first of them: set aside", path)
+    dropped = [str(path) for path in newer]
     samples = [begin, end - 1]
-    events.add("rollback", last_step, number=number, first_step=first_step, samples=samples, checkpoints_dropped=paths)
+    events.add(
+        "rollback", last_step, number=number, first_step=first_step, samples=samples, checkpoints_dropped=dropped
+    )

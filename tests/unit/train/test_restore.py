@@ -232,20 +232,6 @@ def test_nothing_is_moved_for_a_start_that_is_refused(part: str, run: Path) -> N
     assert started_at(run) == 4
 
 
-def test_what_is_saved_anew_under_the_name_that_was_asked_for_does_not_bring_the_run_back(run: Path) -> None:
-    best = run / "checkpoints" / "best"
-    back = [f"resume_from_checkpoint={best}", EACH, "learning_rate=2e-3", "run_steps=1"]
-    for name, begins in (("step_2_ckp", 2), ("step_3_ckp", 3)):
-        best.unlink(missing_ok=True)
-        best.symlink_to(name)
-        start(run, *back)
-        assert started_at(run) == begins
-    # A start without the flag has the next one with it go back again.
-    start(run, "run_steps=1", EACH)
-    start(run, "resume_from_checkpoint=2", "run_steps=1", EACH, "load_optimizer=false")
-    assert started_at(run) == 2
-
-
 def test_copies_of_the_step_stay_where_they_are(run: Path) -> None:
     copy = shutil.copytree(checkpoint(run, 2), run / "checkpoints" / "mine")
     start(run, "resume_from_checkpoint=2", "run_steps=1")
