@@ -75,32 +75,6 @@ def test_where_the_invocation_ends_the_last_step_counts() -> None:
         watched.step(True)
 
 
-def test_without_a_limit_nothing_ends_the_run_and_nothing_is_asked_of_the_device(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "pretraining")
-    watched = Watched(GuardConfig(max_skipped_steps=0))
-    for _ in range(50):
-        watched.step(True)
-    assert caplog.messages == []
-    assert watched.guards.state_dict() == {"skipped_in_a_row": 0}
-
-
-def test_counting_goes_on_from_a_checkpoint() -> None:
-    first = Watched(GuardConfig(max_skipped_steps=4))
-    first.step(True)
-    first.step(True)
-    state = first.guards.state_dict()
-    assert state == {"skipped_in_a_row": 2}  # that of the step just done, too
-    second = Watched(GuardConfig(max_skipped_steps=4))
-    second.state = TrainState(100, 100, 10, Progress(2, 20))
-    second.guards.load_state_dict(state)
-    second.step(True)
-    second.step(True)
-    with pytest.raises(DivergenceError, match="since step 1 "):
-        second.step(True)
-
-
 def test_asking_for_the_state_does_not_change_when_the_run_ends() -> None:
     """A checkpoint is described on some ranks only; all have to end at the same step."""
     asked, unasked = (Watched(GuardConfig(max_skipped_steps=2)) for _ in range(2))
