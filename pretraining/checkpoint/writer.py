@@ -34,13 +34,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import (
-    MANIFEST,
-    SHARD_SUFFIX,
-    FileEntry,
-    Manifest,
-    crc32_text,
-)
+from pretraining.checkpoint.manifest import MANIFEST, SHARD_SUFFIX, FileEntry, Manifest, crc32_text
 from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, temporary_name, unfinished_saves
 from pretraining.distributed.grad_norm import is_sharded, local_part
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero

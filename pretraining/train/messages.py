@@ -12,13 +12,7 @@ import torch
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.training import (
-    PER_OPERATION,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-    checkpointed_blocks,
-)
+from pretraining.config.training import OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
@@ -42,25 +36,18 @@ log = logging.getLogger(__name__)
 
 def announce(plan: Plan) -> None:
     """Log what a run is about to do: the lines of each name."""
-    for name, lines in describe_plan(plan).items():
-        for index, line in enumerate(lines):
-            log.info("%-11s %s", "" if index else name, line)
-
-
-def describe_plan(plan: Plan) -> dict[str, list[str]]:
-    """Return what a run is about to do, as the lines of each name."""
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     number = torch.get_num_threads()
     threads = f", {count_of(number, 'thread')} each" if processes.device.type == "cpu" else ""
-    return {
+    compiled = "compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
+    lines_of = {
         "model": [
             f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
             f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}"
         ],
-        "blocks": list(_describe_blocks(config.parallel, plan.shape.num_hidden_layers)),
+        "blocks": [compiled] if config.parallel.use_torch_compile else [],
         "data": [_describe_data(plan)],
-        "evaluation": list(_describe_evaluation(plan)),
         "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"],
         "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
         "optimizer": [_describe_optimizer(config.optimizer)],
@@ -73,6 +60,9 @@ def describe_plan(plan: Plan) -> dict[str, list[str]]:
         ],
         "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is kept"],
     }
+    for name, lines in lines_of.items():
+        for index, line in enumerate(lines):
+            log.info("%-11s %s", "" if index else name, line)
 
 
 def _describe_data(plan: Plan) -> str:
@@ -86,23 +76,14 @@ def _describe_data(plan: Plan) -> str:
     )
 
 
-def _describe_evaluation(plan: Plan) -> Iterator[str]:
-    names = [name for source in plan.sources for name in source.sets]
-    if len(names) > 1:
-        best_by = plan.config.evaluation.best_by
-        decides = f"the loss of {best_by}" if best_by else "the mean over their tokens"
-        yield f"on {', '.join(names)}; {decides} says which checkpoint is best"
-
-
 def _describe_optimizer(optimizer: OptimizerConfig) -> str:
     chosen = optimizer.resolved()
-    if chosen.optimizer not in OPTIMIZERS:
-        arguments = ", ".join(f"{name}={value}" for name, value in own_arguments(optimizer).items())
-        return f"{chosen.optimizer}({arguments}), weight_decay {chosen.weight_decay:g} in the group of matrices"
-    names = ("learning_rate", "weight_decay", *OPTIMIZERS[chosen.optimizer].options)
-    given = {name: getattr(chosen, name) for name in names}
-    text = ", ".join(f"{name} {format_value(value)}" for name, value in given.items() if value is not None)
-    return f"{chosen.optimizer}: {text}"
+    if chosen.optimizer in OPTIMIZERS:
+        names = ("learning_rate", "weight_decay", *OPTIMIZERS[chosen.optimizer].options)
+        given = {name: format_value(value) for name in names if (value := getattr(chosen, name)) is not None}
+    else:
+        given = own_arguments(optimizer)
+    return f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
 
 
 def _describe_start(plan: Plan) -> Iterator[str]:
@@ -129,19 +110,6 @@ def _describe_flops(plan: Plan) -> str:
     if peak is not None:
         mfu = f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}"
     return f"{flops:.3e} a token{', less in shorter documents' if plan.config.data.document_mask else ''}; {mfu}"
-
-
-def _describe_blocks(parallel: ParallelConfig, layers: int) -> Iterator[str]:
-    """Yield what is done to the model's blocks."""
-    if parallel.float8 is not None:
-        yield f"linear layers of the blocks multiply in float8, {parallel.float8} scaled"
-    selective = parallel.selective_checkpointing
-    if parallel.fsdp_activation_checkpointing:
-        count = len(checkpointed_blocks(selective, layers))
-        kept = ", but for matrix products and attention" if selective == PER_OPERATION else ""
-        yield f"{count} of {layers} blocks are computed again in the backward pass{kept}"
-    if parallel.use_torch_compile:
-        yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
 
 
 def describe_speed(observer: Observer, processes: Processes) -> str:

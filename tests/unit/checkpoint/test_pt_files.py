@@ -18,13 +18,7 @@ from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, wr
 
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.headers import StoredTensors, load_file, read_header, read_headers
-from pretraining.checkpoint.manifest import (
-    FULL_FILES,
-    ITERATION_FILE,
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    SCHEDULE_FILE,
-)
+from pretraining.checkpoint.manifest import FULL_FILES, ITERATION_FILE, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
 from pretraining.checkpoint.pt_files import FullSave, manifest_of_files, write_file
 from pretraining.checkpoint.reader import file_entry, read_tensor
 from pretraining.config.recipes import settings_in
