@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.checkpoint.manifest import check_same_model
 from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -108,10 +107,7 @@ def plan_run(
     """
     processes.activity.restart(step=start.step if start is not None else 0)
     data, shape = opened.training, resolve_shape(config.model)
-    takes_optimizer = False
-    if start is not None:
-        check_same_model(start.manifest, shape, start.path)
-        takes_optimizer = _takes_optimizer(start, config)
+    takes_optimizer = start is not None and _takes_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
     is_kept = config.checkpoint.ckpt_save_path is not None
     unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if is_kept else [])
