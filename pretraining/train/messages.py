@@ -17,7 +17,6 @@ from pretraining.config.values import format_value
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
-from pretraining.errors import Preempted
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.flops import flops_per_token
 from pretraining.observability.observer import Observer
@@ -25,11 +24,9 @@ from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
 from pretraining.optim.registry import own_arguments
-from pretraining.progress import TrainState
 from pretraining.text import count_of, format_seconds
 from pretraining.train.loop import Run
 from pretraining.train.plan import Plan
-from pretraining.train.preemption import ending, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -146,12 +143,6 @@ def conclude(config: TrainConfig, run: Run) -> str:
             f"  config       {folder / CONFIG_FILE}",
         ]
     return "\n".join(lines)
-
-
-def conclude_preempted(state: TrainState, is_saved: bool) -> Preempted:
-    """Say why a run ends before it is done, and how to resume it."""
-    saved = "saved; the same command goes on from there" if is_saved else "nothing was kept"
-    return ending(state.stop, f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): {saved}.")
 
 
 def changed_settings(before: TrainConfig, now: TrainConfig) -> list[str]:

@@ -53,10 +53,10 @@ from pretraining.train.build import build_run
 from pretraining.train.evaluate_only import Evaluated, evaluate_only, print_evaluation
 from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
-from pretraining.train.messages import conclude, conclude_preempted, describe_speed
+from pretraining.train.messages import conclude, describe_speed
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Plan, keep_threads, lay_out, plan_run
-from pretraining.train.preemption import StopRequests
+from pretraining.train.preemption import StopRequests, ending, reason_of
 from pretraining.train.rollback import begin_start, train_to_the_end
 from pretraining.train.run_status import StatusKeeper
 
@@ -266,7 +266,10 @@ def _conclude(config: TrainConfig, processes: Processes, run: Run, sampler: Text
     if config.data.use_dummy_dataset and run.observer.step_seconds:
         log.info(describe_speed(run.observer, processes))
     if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
-        preempted = conclude_preempted(run.state, is_saved=config.checkpoint.ckpt_save_path is not None)
+        state, is_saved = run.state, config.checkpoint.ckpt_save_path is not None
+        saved = "saved; the same command goes on from there" if is_saved else "nothing was kept"
+        text = f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): {saved}."
+        preempted = ending(state.stop, text)
         preempted.result = _result(config, run, "preempted")
         raise preempted
     sample = None

@@ -42,7 +42,7 @@ class Guards:
         loader: knows which samples the steps are made of.
         activity: told of every step.
         training_tokens: tokens of one pass over the datasets, for an interval in epochs.
-        events: told of each update that was left out; None = nobody is.
+        events: told of each update that was left out.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Guards:
         replicas: Replicas,
         activity: Activity,
         training_tokens: int | None,
-        events: Events | None = None,
+        events: Events,
     ) -> None:
-        self._events = Events() if events is None else events
+        self._events = events
         self._most_in_a_row = config.max_skipped_steps
         self._asks = config.max_skipped_steps > 0 or config.spike_threshold is not None
         self._loader = loader

@@ -11,6 +11,7 @@ import torch
 from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import Activity
 from pretraining.errors import DivergenceError
+from pretraining.observability.events import Events
 from pretraining.observability.step_outcome import SpikeVerdict, StepOutcome
 from pretraining.progress import Progress, TrainState
 from pretraining.train.stability import Guards
@@ -28,7 +29,7 @@ class Watched:
         replicas: Any = None
         mixture = SimpleNamespace(first_sample=lambda step: 4 * step)
         loader: Any = SimpleNamespace(reader=SimpleNamespace(mixture=mixture))
-        self.guards = Guards(self.config, loader, replicas, Activity(), None)
+        self.guards = Guards(self.config, loader, replicas, Activity(), None, Events())
 
     def step(self, skipped: bool, verdict: SpikeVerdict | None = None, rescaled: bool | None = None) -> None:
         self.state.advance(0.0)
