@@ -122,25 +122,6 @@ def test_a_process_that_dies_while_it_saves_a_step_again_leaves_one_that_is_good
         assert unfinished_saves(run) == [] and steps_in(run)[-1] == 5
 
 
-def test_what_cannot_be_removed_yet_ends_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(tmp_path, 5)
-    left = tmp_path / CHECKPOINTS / "step_4_ckp.01ab.tmp"
-    left.mkdir()
-
-    def busy(path: Path) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", busy)
-        save(tmp_path, 5)
-        save(tmp_path, 6)
-    assert steps_in(tmp_path) == [5, 6] and str(left) in caplog.text
-    save(tmp_path, 7)
-    assert steps_in(tmp_path) == [5, 6, 7] and unfinished_saves(tmp_path) == []
-
-
 def failing(times: int, number: int) -> object:
     """An os.fsync that fails a few times."""
     calls = []
