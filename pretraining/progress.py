@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -149,6 +150,15 @@ class TokenSchedule:
     def steady(cls, tokens_per_step: int) -> TokenSchedule:
         """Return the schedule of a run whose steps all have as many tokens."""
         return cls(((0, 0, tokens_per_step),))
+
+    @classmethod
+    def of_phases(cls, phases: Iterable[tuple[int, int]]) -> TokenSchedule:
+        """Return the schedule of a run's phases, each given by its first step and the tokens of a step."""
+        segments: list[tuple[int, int, int]] = []
+        for first_step, tokens_per_step in phases:
+            before = cls(tuple(segments)).tokens_at(first_step) if segments else 0
+            segments.append((first_step, before, tokens_per_step))
+        return cls(tuple(segments))
 
     @property
     def first(self) -> TokenSchedule:

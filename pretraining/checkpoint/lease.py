@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 
 from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import CheckpointError
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LEASE = "lease.json"
 HEARTBEAT_SECONDS = 10.0
-STALE_SECONDS = 60.0
+STALE_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,14 @@ class Lease:
 
     def _remove_free(self) -> None:
         """Wait until the lease is free, and remove it; a CheckpointError if its holder lives."""
-        holder, before, began = _holder_of(self._path), _last_change(self._path), monotonic()
-        has_to_wait = look_at_lease(self._run)
-        while has_to_wait and (now := _last_change(self._path)) is not None and monotonic() - began < STALE_SECONDS:
+        holder, before = _holder_of(self._path), _last_change(self._path)
+        for _ in range(STALE_SECONDS if look_at_lease(self._run) else 0):
+            sleep(1.0)
+            now = _last_change(self._path)
+            if now is None:
+                return
             if now != before:
                 raise _held_by(self._run, holder)
-            sleep(1.0)
         if _holder_of(self._path) == holder:  # otherwise another start was faster
             self._path.unlink(missing_ok=True)
 
@@ -166,9 +168,7 @@ def look_at_lease(run: Path) -> bool:
     if lives:
         raise _held_by(run, holder)
     if lives is None:
-        log.warning(
-            "%s belongs to %s: a start waits up to %.0f s for a sign of life", run, _name(holder), STALE_SECONDS
-        )
+        log.warning("%s belongs to %s: a start waits up to %d s for a sign of life", run, _name(holder), STALE_SECONDS)
     return lives is None
 
 

@@ -97,8 +97,7 @@ class CheckpointManager:
         if decided_by is None or before.decided_by == decided_by:
             self.evaluation_loss, self.best_evaluation_loss = before.evaluation_loss, before.best_evaluation_loss
         elif before.best_evaluation_loss is not None:
-            was, now = (" and ".join(names) or "nothing" for names in (before.decided_by, decided_by))
-            log.info("the loss of %s decided which checkpoint is best; from here on it is that of %s", was, now)
+            log.info("from here on the loss of %s decides which checkpoint is best", " and ".join(decided_by))
         self.newest = restored.path
         for name, state in before.state.items():
             if name not in self._states:

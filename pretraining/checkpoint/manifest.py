@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
@@ -176,22 +175,15 @@ def _torch_version() -> str:
 
 LARGEST_COUNT = 2**62
 """Of steps, tokens and bytes: more than any run has."""
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "int": int,
-    "float": (int, float),
-    "float | None": (int, float, NoneType),
-    "str": str,
-    "dict[str, Any]": dict,
-    "Mapping[str, FileEntry]": dict,
-}
-"""What a field may be, by its annotation."""
+_TYPES: dict[str, Any] = {"int": int, "float": int | float, "float | None": int | float | None, "str": str}
+"""What a field may be, by its annotation; all others are dictionaries."""
 
 
 def _check_types(read: Manifest | FileEntry) -> None:
     """Raise a TypeError if a field has another type than it declares, or a count is none of a run."""
     for each in fields(read):
         value = getattr(read, each.name)
-        is_fitting = isinstance(value, _TYPES[str(each.type)])
+        is_fitting = isinstance(value, _TYPES.get(str(each.type), dict))
         if not is_fitting or type(value) is bool or (type(value) is int and not 0 <= value <= LARGEST_COUNT):
             raise TypeError(f"{each.name} is {shown(value)}")
 

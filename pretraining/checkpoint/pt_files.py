@@ -171,20 +171,13 @@ def _schedule_state(manifest: Manifest, config: TrainConfig, peaks: list[float])
     }
     # Left out with lengths in epochs, which a manifest cannot count, and where a user's own schedule is not at hand.
     with suppress(ConfigError):
-        schedule = _token_schedule(manifest, config.data.seq_length)
+        phases = manifest.data.get("phases", [{"first_step": 0, "global_batch_size": 1}])
+        schedule = TokenSchedule.of_phases(
+            (phase["first_step"], phase["global_batch_size"] * config.data.seq_length) for phase in phases
+        )
         rate = build_learning_rate(config.schedule, config.run.num_steps, schedule, training_tokens=None)
         state["_last_lr"] = [rate.at(manifest.step, peak) for peak in peaks]
     return state
-
-
-def _token_schedule(manifest: Manifest, seq_length: int) -> TokenSchedule:
-    """Return the tokens of a run's steps, by the phases of its data."""
-    segments: list[tuple[int, int, int]] = []
-    for phase in manifest.data.get("phases", [{"first_step": 0, "global_batch_size": 1}]):
-        first_step = phase["first_step"]
-        tokens = TokenSchedule(tuple(segments)).tokens_at(first_step) if segments else 0
-        segments.append((first_step, tokens, phase["global_batch_size"] * seq_length))
-    return TokenSchedule(tuple(segments))
 
 
 def _iteration_state(manifest: Manifest, config: TrainConfig) -> dict[str, Any]:

@@ -92,7 +92,9 @@ def load_tensors(
         CheckpointError: a tensor is missing, or of another shape or type.
     """
     try:
-        stored = _read_headers_together(folder, sorted(files))
+        # Each rank opens its share of the files and tells the others.
+        headers = gather_from_every_rank(lambda: read_headers(folder, sorted(files)[_own_share()]).headers)
+        stored = StoredTensors(folder, {name: header for share in headers for name, header in share.items()})
         if manifest is not None:
             shares = gather_from_every_rank(lambda: tensor_faults(stored, manifest, _own_share()))
             if faults := [fault for share in shares for fault in share]:
@@ -147,12 +149,6 @@ def _checksum_fault(path: Path, crc32: str, written: FileEntry) -> str | None:
     if crc32 == written.crc32:
         return None
     return f"{path} is damaged: its checksum is {crc32} in place of {written.crc32}"
-
-
-def _read_headers_together(folder: Path, names: Sequence[str]) -> StoredTensors:
-    """Read what files hold; each rank opens its share of the files and tells the others."""
-    shares = gather_from_every_rank(lambda: read_headers(folder, names[_own_share()]).headers)
-    return StoredTensors(folder, {name: header for share in shares for name, header in share.items()})
 
 
 def _own_share() -> slice:

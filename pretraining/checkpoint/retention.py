@@ -16,9 +16,8 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretraining.checkpoint.rollback_file import forget_rollback
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_at, committed_checkpoints
-from pretraining.checkpoint.writer import hide_checkpoint, remove_checkpoint
+from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError, PretrainError
 from pretraining.files import exists, flush_folder, link_atomic
 
@@ -42,7 +41,6 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None, protected: Collectio
         own = checkpoint_at(newest)
         if own.kind is None:  # a network file system may lose sight of it for a moment
             raise CheckpointError("cannot be read again", path=newest)
-        forget_rollback(run, newest)
         saved = [each for each in _saved(run) if each.step <= own.step]
     except (OSError, PretrainError) as error:
         log.warning("nothing older than %s is removed: %s", newest, error)
@@ -83,32 +81,22 @@ def _saved(run: Path) -> list[Checkpoint]:
     return [each for each in committed_checkpoints(run) if each.is_as_saved and each.kind is not None]
 
 
-def give_up(run: Path, checkpoints: Sequence[Checkpoint]) -> None:
-    """Have no start find checkpoints of a run, and the next save remove them; an OSError if that cannot be."""
-    for each in checkpoints:
-        hide_checkpoint(each.path)
-    _point_to_best(run, best_of(_saved(run)))
-
-
-def set_aside(run: Path, checkpoints: Sequence[Path]) -> Path:
-    """Move checkpoints of a run to where no start looks and nothing is removed, in the order given.
-
-    Returns:
-        The folder that they are in now: checkpoints/set_aside_<time>, in UTC.
+def set_aside(run: Path, checkpoints: Sequence[Path]) -> None:
+    """Move checkpoints of a run, in order, to where no start looks and nothing is removed: set_aside_<time>, in UTC.
 
     Raises:
         CheckpointError: one cannot be moved.
     """
-    folder = run / CHECKPOINTS / f"{SET_ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    folder = run / CHECKPOINTS / f"{SET_ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
     try:
         for path in checkpoints:
             folder.mkdir(exist_ok=True)
             path.rename(folder / path.name)
+            log.info("%s is set aside: moved to %s", path, folder)
         flush_folder(run / CHECKPOINTS)
     except OSError as error:
         raise CheckpointError(f"cannot be moved to {folder}: {error.strerror}", path=error.filename) from None
     _point_to_best(run, best_of(_saved(run)))
-    return folder
 
 
 def _point_to_best(run: Path, best: Checkpoint | None) -> None:

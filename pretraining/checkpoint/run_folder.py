@@ -100,7 +100,8 @@ def describe(path: Path, manifest: Manifest) -> Checkpoint:
 
 def is_committed(path: Path) -> bool:
     """Return whether a folder is a committed checkpoint, be it damaged: it has a manifest, or the name of one."""
-    return path.suffix != UNFINISHED_SUFFIX and (is_file(path / MANIFEST) or _has_save_name(path))
+    is_named = _COMMITTED.fullmatch(path.name) is not None
+    return is_named or (path.suffix != UNFINISHED_SUFFIX and is_file(path / MANIFEST))
 
 
 def unfinished_saves(run: Path) -> list[Path]:
@@ -111,10 +112,6 @@ def unfinished_saves(run: Path) -> list[Path]:
 def run_of(path: Path) -> Path:
     """Return a run's folder, where it or its checkpoints/ was named."""
     return path.parent if path.name == CHECKPOINTS else path
-
-
-def _has_save_name(path: Path) -> bool:
-    return _COMMITTED.fullmatch(path.name) is not None
 
 
 def _folders(run: Path) -> list[Path]:

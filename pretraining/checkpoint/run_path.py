@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import glob
-import os
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +16,7 @@ from pretraining.config.fields import values_of
 from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, is_folder, write_atomic, writing_into
+from pretraining.files import is_folder, write_atomic, writing_into
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -76,18 +74,13 @@ def newest_run_path(pattern: str) -> str:
 
 def folders_of(pattern: str) -> list[Path]:
     """Return the folders that a pattern has made, the newest first."""
-    path = Path(pattern)
-    root = Path(path.anchor)
-    written = str(path.relative_to(root)).split(TIMESTAMP)
-    # The same time at each place: a pattern may hold it twice.
-    first, *rest = (re.escape(part) for part in written)
-    form = re.compile(f"{first}(?P<time>{_WRITTEN_TIME})" + "(?P=time)".join(rest))
-    found = []
-    for folder in root.glob("*".join(glob.escape(part) for part in written)):
-        match = form.fullmatch(str(folder.relative_to(root)))
-        if match and is_folder(folder):
-            found.append((match["time"], folder))
-    return [folder for _, folder in sorted(found, reverse=True)]
+    root = Path(Path(pattern).anchor)
+    written = str(Path(pattern).relative_to(root))
+    form = re.compile(re.escape(written).replace(re.escape(TIMESTAMP), _WRITTEN_TIME))
+    found = root.glob(glob.escape(written).replace(TIMESTAMP, "*"))
+    return sorted(
+        (each for each in found if form.fullmatch(str(each.relative_to(root))) and is_folder(each)), reverse=True
+    )
 
 
 def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) -> bool:
@@ -112,16 +105,6 @@ def make_run_folder(run: Path) -> None:
     """Make the run's folder, unless it is there; a CheckpointError if it cannot be written."""
     with writing_into(run):
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-
-
-def check_run_folder(run: Path) -> None:
-    """Raise the CheckpointError of `make_run_folder` where that is sure to fail, and make nothing."""
-    there = next(folder for folder in (run, *run.absolute().parents) if exists(folder))
-    fault = None if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
-    fault = fault if is_folder(there) else errno.ENOTDIR
-    with writing_into(run):
-        if fault is not None:
-            raise OSError(fault, os.strerror(fault), str(there))
 
 
 def write_config(config: TrainConfig) -> None:

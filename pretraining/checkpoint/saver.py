@@ -35,7 +35,7 @@ from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.processes import DelayedMinimum, on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.errors import CheckpointError
-from pretraining.optim.optimizer import materialise_state, skips_on_device
+from pretraining.optim.optimizer import materialise_state
 
 
 class Saver:
@@ -130,8 +130,8 @@ class Saver:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors to save, not copied; the same ones at each save."""
-        if not skips_on_device(self._optimizer) and not any(self._optimizer.state.values()):
-            materialise_state(self._optimizer)  # every update so far was left out, without a call of the optimizer
+        if not any(self._optimizer.state.values()):
+            materialise_state(self._optimizer)  # no update was made so far
         return tensor_state(self._parameters, self._optimizer)
 
     def _check_weights(self, step: int) -> None:

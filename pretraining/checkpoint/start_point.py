@@ -29,7 +29,6 @@ from pretraining.checkpoint.manifest import (
     shape_of,
     tensor_state,
 )
-from pretraining.checkpoint.rollback_file import ROLLBACK_FILE
 from pretraining.checkpoint.run_folder import CHECKPOINTS, Checkpoint, committed_checkpoints, is_committed, run_of
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
@@ -62,7 +61,6 @@ class CheckpointRef:
         damaged: newer ones that are damaged, and how, a line each.
         goes_back: whether the run goes back to it by request.
         newer: the run's own after it, which are set aside then.
-        remarks: what a flag asks for that is not done, a line each.
     """
 
     path: Path
@@ -72,7 +70,6 @@ class CheckpointRef:
     damaged: tuple[str, ...] = ()
     goes_back: bool = False
     newer: tuple[Path, ...] = ()
-    remarks: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -99,25 +96,34 @@ class CheckpointRef:
         return dict.fromkeys(weight_files(self.path))
 
 
-def find_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> CheckpointRef | None:
+def find_start(
+    config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({}), before_step: int | None = None
+) -> CheckpointRef | None:
     """Find the checkpoint to start from; None for a new run. A collective call, or one of a process alone.
 
     Its files are there and have their sizes; what is in them is not read.
 
     Args:
         damaged: checkpoints that are known not to be good, and what is wrong with them.
+        before_step: of a run that goes back by itself, to a checkpoint of an earlier step; None = it does not.
 
     Raises:
         CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` asks for another start.
     """
-    return on_rank_zero(lambda: _find_start(config, damaged))
+    return on_rank_zero(lambda: _find_start(config, damaged, before_step))
 
 
-def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str]) -> CheckpointRef | None:
+def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str], before_step: int | None) -> CheckpointRef | None:
     if config.ckpt_save_path is None:
         return None
-    run, own = config.folder, committed_checkpoints(config.folder)[::-1]
-    start = _own_start(config, own, damaged) if own else _start_elsewhere(config, damaged)
+    run = config.folder
+    own = [each for each in committed_checkpoints(run)[::-1] if before_step is None or each.step < before_step]
+    if not own:
+        start = _start_elsewhere(config, damaged)
+    elif before_step is None:
+        start = _own_start(config, own, damaged)
+    else:
+        start = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
     if config.init_from == "resume" and start is None:
         raise CheckpointError(
             f"--init_from=resume goes on with a run, and {run} holds no checkpoint: --init_from=auto begins one, "
@@ -139,16 +145,13 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
         return newest
     named, before = _named_in(own, request), newest.config.checkpoint.resume_from_checkpoint
     if before is not None and (before == request or (named is not None and _named_in(own, before) == named)):
-        remark = f"after --resume_from_checkpoint={request}: done before. A start without the flag makes it work again"
-        return replace(newest, remarks=(remark,))
+        return newest  # it was done before
     if named is not None:
         chosen = _newest_good([named.path], damaged, RESUME, named.path)
         newer = tuple(each.path for each in reversed(own) if each.step > named.step)
         return replace(chosen, damaged=newest.damaged, goes_back=True, newer=newer)
-    if exists(run / ROLLBACK_FILE):  # the run has gone back by itself, to before the one that is named
-        return newest
     if exists(Path(request)) and not is_within(Path(request), run):
-        return replace(newest, remarks=(f"not from --resume_from_checkpoint={request}, which is not of this run",))
+        return newest  # it began the run
     raise CheckpointError(
         f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
         f"{', '.join(each.path.name for each in own[::-1])}"
@@ -252,6 +255,23 @@ def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None
     load_tensors(checkpoint.path, files, tensors, checkpoint.manifest)
 
 
+def load_newest(source: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointRef:
+    """Read tensors of the newest sound checkpoint at a path into place; a collective call that raises as `find_newest`.
+
+    Returns:
+        Where they come from.
+    """
+    damaged: dict[Path, str] = {}
+    while True:
+        found = on_rank_zero(lambda: find_newest(source, damaged))
+        try:
+            load(found, tensors)
+        except DamagedError as error:
+            damaged[found.path] = str(error)
+        else:
+            return found
+
+
 def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[CheckpointRef, Llama]:
     """Load a model into one process: of a checkpoint, of a run's newest sound one, or of a Hugging Face folder.
 
@@ -265,16 +285,9 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[Che
 
     from pretraining.model.llama import Llama
 
-    damaged: dict[Path, str] = {}
-    while True:
-        found = find_newest(Path(path), damaged)
-        with torch.device("meta"):
-            model = Llama(shape_of(found.manifest))
-        model.to_empty(device="cpu")
-        model.tie_weights()
-        try:
-            load(found, tensor_state(dict(model.named_parameters()), None))
-        except DamagedError as error:
-            damaged[found.path] = str(error)
-        else:
-            return found, model.to(device=device, dtype=dtype).eval()
+    with torch.device("meta"):
+        model = Llama(shape_of(find_newest(Path(path)).manifest))
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    found = load_newest(Path(path), tensor_state(dict(model.named_parameters()), None))
+    return found, model.to(device=device, dtype=dtype).eval()

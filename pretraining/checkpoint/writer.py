@@ -34,13 +34,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import (
-    MANIFEST,
-    SHARD_SUFFIX,
-    FileEntry,
-    Manifest,
-    crc32_text,
-)
+from pretraining.checkpoint.manifest import MANIFEST, SHARD_SUFFIX, FileEntry, Manifest, crc32_text
 from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, temporary_name, unfinished_saves
 from pretraining.distributed.grad_norm import is_sharded, local_part
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
@@ -122,18 +116,13 @@ def remove_checkpoint(folder: Path) -> None:
     A network file system may refuse that while a file is open somewhere: no run ends, and the next save tries again.
     """
     try:
-        hidden = folder if folder.suffix == UNFINISHED_SUFFIX else hide_checkpoint(folder)
+        hidden = folder if folder.suffix == UNFINISHED_SUFFIX else folder.rename(temporary_name(folder))
         if hidden.is_symlink():  # and not what it leads to
             hidden.unlink()
         else:
             shutil.rmtree(hidden)
     except OSError as error:
         log.warning("%s cannot be removed (%s): the next save tries again", folder, reason_of(error))
-
-
-def hide_checkpoint(folder: Path) -> Path:
-    """Give a checkpoint a name under which nobody reads it, and the next save removes it; return that."""
-    return folder.rename(temporary_name(folder))
 
 
 def _start_fresh(folder: Path, plan: Save) -> Path:

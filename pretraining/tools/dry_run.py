@@ -20,8 +20,6 @@ from dataclasses import replace
 from itertools import islice
 
 from pretraining.checkpoint.lease import look_at_lease
-from pretraining.checkpoint.rollback_file import read_rollback
-from pretraining.checkpoint.run_path import check_run_folder
 from pretraining.checkpoint.run_settings import resolve_run
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.assignments import Assignment
@@ -76,28 +74,24 @@ def dry_run(
         if processes.is_main:
             _print(describe_settings(config, resolved, start))
         on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
-        skipped: tuple[tuple[int, int], ...] = ()
         if config.checkpoint.ckpt_save_path is not None:
-            skipped = on_rank_zero(lambda: _check_folder(config, start))
+            on_rank_zero(lambda: _check_folder(config, start))
         data = open_data(config, processes, folder)
         keep_threads(start, config, processes, threads)
-        plan = plan_run(config, processes, lay_out(config, processes), data, start, skipped)
+        plan = plan_run(config, processes, lay_out(config, processes), data, start)
         on_rank_zero(lambda: check_trackers(config))
         announce(plan)
         on_every_rank(end_at_signal)
         on_every_rank(lambda: _print(_describe_next_step(plan)) if processes.is_main else None)
 
 
-def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> tuple[tuple[int, int], ...]:
-    """Refuse a start whose folder does not let it, and return the samples of a rollback that it would finish."""
+def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> None:
+    """Refuse a start whose folder does not let it."""
     run, step = config.checkpoint.folder, start.step if start is not None else 0
     look_at_lease(run)
-    check_run_folder(run)
     previous = read_status(run / STATUS_FILE) or RunStatus()
     goes_back = start is not None and start.goes_back
     count_start(previous, step, config.run.max_starts_without_progress, goes_back=goes_back)
-    rollback = read_rollback(run)
-    return rollback.samples if rollback is not None else ()
 
 
 def describe_settings(

@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.checkpoint.rollback_file import read_rollback, without_samples
-from pretraining.checkpoint.run_folder import run_of
 from pretraining.checkpoint.run_path import newest_run_path
 from pretraining.checkpoint.run_settings import adopt_settings
 from pretraining.checkpoint.start_point import find_newest, find_start
@@ -91,20 +89,14 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     # If the weights alone are taken, the data begins with them.
     manifest = start.manifest if start and not start.weights_only else None
     state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
-    inspect(config, state, size, None if path is None else run_of(Path(path)))
+    inspect(config, state, size)
 
 
-def inspect(
-    config: InspectConfig,
-    state: Mapping[str, Any] | None = None,
-    restored_batch: int | None = None,
-    run: Path | None = None,
-) -> None:
+def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, restored_batch: int | None = None) -> None:
     """Show what steps of a run train on.
 
     Args:
         state, restored_batch: data state and global batch size of the checkpoint that it resumes from.
-        run: its folder, which may hold a rollback that no checkpoint knows of; None = none.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -113,9 +105,6 @@ def inspect(
     check_config(config)
     asked = config.inspect
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
-        rollback = None if run is None else read_rollback(run)
-        if rollback is not None:
-            config = replace(config, data=without_samples(config.data, rollback.samples))
         inspector = _open(config, state, restored_batch)
     if asked.steps is None:
         _print_slots(config, inspector)

@@ -8,8 +8,8 @@ hang.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,8 +57,6 @@ from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
 from pretraining.train.step import StepContext
 
-log = logging.getLogger(__name__)
-
 TRACKERS_STATE, REPORT_STATE = "trackers", "report"  # in checkpoints
 COPYING_SHARE = 0.8
 """Of --hang_timeout: how long the end of a run waits for the copy of its last checkpoint. The watchdog waits longer."""
@@ -97,7 +95,8 @@ def build_run(
     run = _assemble(plan, context, stop_requests, status.events, lease, sampler)
     on_rank_zero(lambda: write_config(plan.config))
     on_every_rank(stop_requests.end_before_training)
-    on_rank_zero(lambda: _set_aside_newer(plan))
+    if plan.start is not None and plan.start.newer:  # nothing refuses the start any more
+        on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, plan.start.newer))
     status.training(plan.state)
     return run
 
@@ -116,15 +115,6 @@ def _restore(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
             materialise_state(optimizer)
         load(plan.start, tensor_state(model.parameters, optimizer if plan.takes_optimizer else None))
     return model, optimizer
-
-
-def _set_aside_newer(plan: Plan) -> None:
-    """Move what is newer than the checkpoint that a run goes back to; nothing refuses the start any more."""
-    start = plan.start
-    if start is not None and start.newer:
-        folder = set_aside(plan.config.checkpoint.folder, start.newer)
-        for path in start.newer:
-            log.info("%s is newer than %s: moved to %s", path.name, start.path.name, folder)
 
 
 def _add_events(plan: Plan, events: Events) -> None:

@@ -10,17 +10,16 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
 from pretraining.checkpoint.run_path import newest_run_path
-from pretraining.checkpoint.start_point import CheckpointRef, find_newest, load
+from pretraining.checkpoint.run_settings import adopt_settings
+from pretraining.checkpoint.start_point import find_newest, load_newest
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
-from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, format_score
 from pretraining.evaluation.scores import Scores
 from pretraining.files import from_hub
@@ -32,20 +31,6 @@ from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
 from pretraining.train.plan import build_run_mesh, check_kernels
 from pretraining.train.preemption import StopRequests, ending, reason_of
-
-
-def path_of_what_is_evaluated(config: CheckpointConfig) -> Path:
-    """Return `ckpt_load_path`, else `ckpt_save_path`; a collective call.
-
-    Training would go on in `ckpt_save_path`; here, what is named comes first.
-    """
-
-    def find() -> Path:
-        if config.ckpt_load_path is not None:
-            return from_hub(config.ckpt_load_path, MODEL_FILES, CheckpointError)
-        return Path(newest_run_path(str(config.folder)))
-
-    return on_rank_zero(find)
 
 
 @dataclass(frozen=True)
@@ -65,13 +50,11 @@ class Evaluated:
 
 
 def evaluate_only(
-    config: TrainConfig, source: Path, processes: Processes, requests: StopRequests, hook: MetricsHook | None = None
+    config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None = None
 ) -> Evaluated:
-    """Evaluate on every set, in every process, with the same result.
+    """Evaluate `ckpt_load_path`, else `ckpt_save_path`, on every set, in every process, with the same result.
 
     Args:
-        config: with nothing left open.
-        source: a checkpoint, a run, or a Hugging Face folder.
         hook: makes the user's own metrics; None = there are none.
 
     Raises:
@@ -79,8 +62,10 @@ def evaluate_only(
         ConfigError, DataError: the sets cannot be opened, or the model was trained on documents held out now.
         Preempted: a signal came.
     """
+    source = on_rank_zero(lambda: _source(config.checkpoint))
+    newest = on_rank_zero(lambda: find_newest(source))
+    config, manifest = adopt_settings(config, newest), newest.manifest
     shape, device = resolve_shape(config.model), processes.device
-    manifest = on_rank_zero(lambda: find_newest(source)).manifest
     check_same_model(manifest, shape, source)
     on_every_rank(lambda: _check_never_trained_on(config, manifest.data.get("held_out_fraction")))
     check_kernels(config, shape, device)
@@ -88,7 +73,7 @@ def evaluate_only(
     batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
     sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
     model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
-    start = _load(source, model.parameters)
+    start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)
     stop = 0
 
@@ -116,17 +101,10 @@ def print_evaluation(evaluated: Evaluated) -> None:
     print(json.dumps(evaluated.document()), flush=True)
 
 
-def _load(source: Path, parameters: dict[str, nn.Parameter]) -> CheckpointRef:
-    """Read the weights into place, those of an older checkpoint of a run where the newest is damaged."""
-    damaged: dict[Path, str] = {}
-    while True:
-        start = on_rank_zero(lambda: find_newest(source, damaged))
-        try:
-            load(start, tensor_state(parameters, None))
-        except DamagedError as error:
-            damaged[start.path] = str(error)
-        else:
-            return start
+def _source(config: CheckpointConfig) -> Path:
+    if config.ckpt_load_path is not None:
+        return from_hub(config.ckpt_load_path, MODEL_FILES, CheckpointError)
+    return Path(newest_run_path(str(config.folder)))
 
 
 def _check_never_trained_on(config: TrainConfig, before: float | None) -> None:

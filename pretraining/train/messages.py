@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
@@ -13,60 +12,44 @@ import torch
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.training import (
-    PER_OPERATION,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-    checkpointed_blocks,
-)
+from pretraining.config.training import OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import name_of_model, parameter_count
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
-from pretraining.errors import Preempted
 from pretraining.estimate.devices import peak_tflops
-from pretraining.estimate.flops import flops_per_token, matmul_parameters
+from pretraining.estimate.flops import flops_per_token
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
 from pretraining.optim.registry import own_arguments
-from pretraining.progress import TrainState
 from pretraining.text import count_of, format_seconds
 from pretraining.train.loop import Run
 from pretraining.train.plan import Plan
-from pretraining.train.preemption import ending, reason_of
 
 log = logging.getLogger(__name__)
 
 
 def announce(plan: Plan) -> None:
     """Log what a run is about to do: the lines of each name."""
-    for name, lines in describe_plan(plan).items():
-        for index, line in enumerate(lines):
-            log.info("%-11s %s", "" if index else name, line)
-
-
-def describe_plan(plan: Plan) -> dict[str, list[str]]:
-    """Return what a run is about to do, as the lines of each name."""
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     number = torch.get_num_threads()
     threads = f", {count_of(number, 'thread')} each" if processes.device.type == "cpu" else ""
-    return {
+    compiled = "compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
+    lines_of = {
         "model": [
             f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
             f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}"
         ],
-        "blocks": list(_describe_blocks(config.parallel, plan.shape.num_hidden_layers)),
+        "blocks": [compiled] if config.parallel.use_torch_compile else [],
         "data": [_describe_data(plan)],
-        "evaluation": list(_describe_evaluation(plan)),
         "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"],
         "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
         "optimizer": [_describe_optimizer(config.optimizer)],
         "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],
-        "FLOPs": _describe_flops(plan),
+        "FLOPs": [_describe_flops(plan)],
         "start": list(_describe_start(plan)),
         "damaged": [
             *(f"{line}: passed over" for line in (plan.start.damaged if plan.start is not None else ())),
@@ -74,6 +57,9 @@ def describe_plan(plan: Plan) -> dict[str, list[str]]:
         ],
         "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is kept"],
     }
+    for name, lines in lines_of.items():
+        for index, line in enumerate(lines):
+            log.info("%-11s %s", "" if index else name, line)
 
 
 def _describe_data(plan: Plan) -> str:
@@ -87,23 +73,14 @@ def _describe_data(plan: Plan) -> str:
     )
 
 
-def _describe_evaluation(plan: Plan) -> Iterator[str]:
-    names = [name for source in plan.sources for name in source.sets]
-    if len(names) > 1:
-        best_by = plan.config.evaluation.best_by
-        decides = f"the loss of {best_by}" if best_by else "the mean over their tokens"
-        yield f"on {', '.join(names)}; {decides} says which checkpoint is best"
-
-
 def _describe_optimizer(optimizer: OptimizerConfig) -> str:
     chosen = optimizer.resolved()
-    if chosen.optimizer not in OPTIMIZERS:
-        arguments = ", ".join(f"{name}={value}" for name, value in own_arguments(optimizer).items())
-        return f"{chosen.optimizer}({arguments}), weight_decay {chosen.weight_decay:g} in the group of matrices"
-    names = ("learning_rate", "weight_decay", *OPTIMIZERS[chosen.optimizer].options)
-    given = {name: getattr(chosen, name) for name in names}
-    text = ", ".join(f"{name} {format_value(value)}" for name, value in given.items() if value is not None)
-    return f"{chosen.optimizer}: {text}"
+    if chosen.optimizer in OPTIMIZERS:
+        names = ("learning_rate", "weight_decay", *OPTIMIZERS[chosen.optimizer].options)
+        given = {name: format_value(value) for name in names if (value := getattr(chosen, name)) is not None}
+    else:
+        given = own_arguments(optimizer)
+    return f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
 
 
 def _describe_start(plan: Plan) -> Iterator[str]:
@@ -117,37 +94,19 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         yield f"from {start.path}, step {start.manifest.step}"
         if not plan.takes_optimizer:
             yield "the optimizer begins anew (--load_optimizer=false)"
-        yield from start.remarks
         yield from plan.loader.changes_at_resume
         yield from changed_settings(start.config, plan.config)
         if state.stop_step < state.total_steps:
             yield f"this invocation ends at step {state.stop_step}"
 
 
-def _describe_flops(plan: Plan) -> list[str]:
-    shape, seq_length, name = plan.shape, plan.config.data.seq_length, device_name(plan.processes.device)
+def _describe_flops(plan: Plan) -> str:
+    flops, name = flops_per_token(plan.shape, plan.config.data.seq_length), device_name(plan.processes.device)
     peak = peak_tflops(name)
-    less = ", less in shorter documents" if plan.config.data.document_mask else ""
-    return [
-        f"{flops_per_token(shape, seq_length):.3e} a token = 6 x {matmul_parameters(shape):,} matmul parameters + "
-        f"6 x {shape.num_hidden_layers} layers x {shape.num_attention_heads * shape.head_dim} x {seq_length}{less}",
-        f"no MFU: the peak of a {name} is not known"
-        if peak is None
-        else f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}",
-    ]
-
-
-def _describe_blocks(parallel: ParallelConfig, layers: int) -> Iterator[str]:
-    """Yield what is done to the model's blocks."""
-    if parallel.float8 is not None:
-        yield f"linear layers of the blocks multiply in float8, {parallel.float8} scaled"
-    selective = parallel.selective_checkpointing
-    if parallel.fsdp_activation_checkpointing:
-        count = len(checkpointed_blocks(selective, layers))
-        kept = ", but for matrix products and attention" if selective == PER_OPERATION else ""
-        yield f"{count} of {layers} blocks are computed again in the backward pass{kept}"
-    if parallel.use_torch_compile:
-        yield "blocks are compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
+    mfu = f"no MFU: the peak of a {name} is not known"
+    if peak is not None:
+        mfu = f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}"
+    return f"{flops:.3e} a token{', less in shorter documents' if plan.config.data.document_mask else ''}; {mfu}"
 
 
 def describe_speed(observer: Observer, processes: Processes) -> str:
@@ -169,37 +128,21 @@ def describe_speed(observer: Observer, processes: Processes) -> str:
 def conclude(config: TrainConfig, run: Run) -> str:
     """Say what a run has come to, and where everything is."""
     state = run.state
-    head = f"Stopped at step {state.step} of {state.total_steps}, as asked."
-    if state.early_end:
-        head = f"Stopped early at step {state.step} of {state.total_steps}: {state.early_end}."
-    elif state.finished:
+    head = f"Stopped at step {state.step} of {state.total_steps}."
+    if not run.observer.newest:  # nothing was trained or evaluated
+        head = f"This run is finished already, at step {state.step} of {state.total_steps}."
+    elif state.finished and not state.early_end:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."
-    if not run.observer.newest:  # nothing was trained or evaluated
-        head = f"This run is finished already, at step {state.step} of {state.total_steps}. {state.early_end}".rstrip()
-    if config.checkpoint.ckpt_save_path is None:
-        return head
-    folder = config.checkpoint.folder
-    lines = [
-        head,
-        f"  checkpoint   {run.checkpoints.newest}",
-        f"  metrics      {folder / LOGS / METRICS_FILE}",
-        f"  config       {folder / CONFIG_FILE}",
-    ]
-    if "tensorboard" in config.report.tracker:
-        lines.append(
-            f"  curves       tensorboard --logdir {shlex.quote(config.report.tracker_dir or str(folder / LOGS))}"
-        )
-    if state.finished:
-        change = "early_stopping_evaluations=0" if state.early_end else f"num_steps={2 * state.step}"
-        lines.append(f"  go on        the same command with --{change} {shlex.quote(f'--ckpt_save_path={folder}')}")
+    lines = [f"{head} {state.early_end}".rstrip()]
+    if config.checkpoint.ckpt_save_path is not None:
+        folder = config.checkpoint.folder
+        lines += [
+            f"  checkpoint   {run.checkpoints.newest}",
+            f"  metrics      {folder / LOGS / METRICS_FILE}",
+            f"  config       {folder / CONFIG_FILE}",
+        ]
     return "\n".join(lines)
-
-
-def conclude_preempted(state: TrainState, is_saved: bool) -> Preempted:
-    """Say why a run ends before it is done, and how to resume it."""
-    saved = "saved; the same command goes on from there" if is_saved else "nothing was kept"
-    return ending(state.stop, f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): {saved}.")
 
 
 def changed_settings(before: TrainConfig, now: TrainConfig) -> list[str]:

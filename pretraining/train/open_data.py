@@ -16,7 +16,6 @@ import torch
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig, TrainConfig
-from pretraining.config.values import did_you_mean
 from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import build_indices, build_loader, is_indexed, open_datasets
 from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
@@ -119,16 +118,11 @@ def evaluation_sources(
 
 
 def _check_best_by(config: TrainConfig, counts: dict[str, int]) -> None:
-    name, batches = config.evaluation.best_by, config.evaluation.eval_batches
-    if name is None:
-        return
-    if name not in counts:
-        hint = did_you_mean(name, list(counts), "; did you mean {}?")
-        raise ConfigError(f"--best_by={name} is no evaluation set; there are {', '.join(counts)}{hint}")
-    if counts[name] == 0:
+    best_by = config.evaluation.best_by
+    if best_by is not None and not counts.get(best_by):
         raise ConfigError(
-            f"--best_by={name}: of --eval_batches={batches} global batches, mixed as the training data is, no sequence "
-            "is of it. Give more --eval_batches"
+            f"--best_by={best_by} gets no sequence of --eval_batches={config.evaluation.eval_batches} global batches, "
+            f"mixed as the training data is. The evaluation sets are {', '.join(counts)}"
         )
 
 

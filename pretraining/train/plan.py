@@ -12,14 +12,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.checkpoint.manifest import check_same_model
-from pretraining.checkpoint.rollback_file import without_samples
 from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -57,7 +55,6 @@ class Plan:
         takes_optimizer: whether the optimizer's state is taken from there, too.
         unfinished: what interrupted saves have left in the run's folder.
         data: the datasets; None for made-up data.
-        training_tokens: of one pass over the datasets; None for made-up data, which has no end.
         token_schedule: tokens of each step, also of those before the start point.
         sources: what is evaluated on.
     """
@@ -70,7 +67,6 @@ class Plan:
     takes_optimizer: bool
     unfinished: list[Path]
     data: OpenedDatasets | None
-    training_tokens: int | None
     batch: BatchSizes
     token_schedule: TokenSchedule
     learning_rate: LearningRate
@@ -82,6 +78,11 @@ class Plan:
     def restored(self) -> CheckpointRef | None:
         """What the run starts from, if it continues that; None if it begins at step 0."""
         return None if self.start is None or self.start.weights_only else self.start
+
+    @property
+    def training_tokens(self) -> int | None:
+        """Tokens of one pass over the datasets; None for made-up data, which has no end."""
+        return self.data.training_tokens if self.data is not None else None
 
 
 def plan_run(
@@ -106,10 +107,7 @@ def plan_run(
     """
     processes.activity.restart(step=start.step if start is not None else 0)
     data, shape = opened.training, resolve_shape(config.model)
-    takes_optimizer = False
-    if start is not None:
-        check_same_model(start.manifest, shape, start.path)
-        takes_optimizer = _takes_optimizer(start, config)
+    takes_optimizer = start is not None and _takes_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
     is_kept = config.checkpoint.ckpt_save_path is not None
     unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if is_kept else [])
@@ -117,14 +115,17 @@ def plan_run(
     batch = resolve_batch_sizes(
         config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None
     )
-    settings = without_samples(config.data, skipped_samples)
+    skipped = (*config.data.skip_samples, *(f"{begin}-{end - 1}" for begin, end in skipped_samples))
+    settings = replace(config.data, skip_samples=skipped)
     loader = on_every_rank(
         lambda: build_loader(data, settings, batch, processes.rank, config.run.seed, shape.vocab_size)
     )
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
     sources = evaluation_sources(config, opened, batch, processes, shape.vocab_size)
-    token_schedule = _token_schedule(loader, config.data.seq_length)
+    token_schedule = TokenSchedule.of_phases(
+        (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
+    )
     training_tokens = data.training_tokens if data is not None else None
     learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
     return Plan(
@@ -136,7 +137,6 @@ def plan_run(
         takes_optimizer=takes_optimizer,
         unfinished=unfinished,
         data=data,
-        training_tokens=training_tokens,
         batch=batch,
         token_schedule=token_schedule,
         learning_rate=learning_rate,
@@ -212,18 +212,6 @@ def _initial_state(
         run_steps = config.run.run_steps
         stop_step = total_steps if run_steps is None else min(total_steps, progress.steps + run_steps)
     return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)
-
-
-def _token_schedule(loader: Loader, seq_length: int) -> TokenSchedule:
-    """Return the tokens of a run's steps, from the first."""
-    phases = loader.reader.mixture.phases
-    segments, tokens = [], 0
-    for phase, after in zip(phases, (*phases[1:], None), strict=True):
-        tokens_per_step = phase.global_batch_size * seq_length
-        segments.append((phase.first_step, tokens, tokens_per_step))
-        if after is not None:
-            tokens += (after.first_step - phase.first_step) * tokens_per_step
-    return TokenSchedule(tuple(segments))
 
 
 def lay_out(config: TrainConfig, processes: Processes) -> DeviceMesh:

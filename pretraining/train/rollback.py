@@ -2,9 +2,12 @@
 
 A run that diverges goes back to the newest checkpoint before, without the samples since. This is how PaLM got past its
 loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting certain weights, and with
-other batches from there on they did not come back. The data state keeps the samples that are left out, so that later
-starts and `pretrain inspect` know of them. Until a checkpoint holds that state, rollback.json does: a start that finds
-it does the rest of the rollback.
+other batches from there on they did not come back.
+
+    diverged -> an older checkpoint is restored -> saved again, without the samples -> newer ones are set aside
+
+A kill before the save leaves all as it was: the next start diverges again. After it, later starts and
+`pretrain inspect` know of the samples.
 """
 
 from __future__ import annotations
@@ -19,20 +22,13 @@ from types import MappingProxyType
 import torch
 
 from pretraining.checkpoint.mirror import fetch_start
-from pretraining.checkpoint.retention import give_up
-from pretraining.checkpoint.rollback_file import (
-    ROLLBACK_FILE,
-    Rollback,
-    read_rollback,
-    write_rollback,
-)
+from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import make_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.processes import on_rank_zero
-from pretraining.errors import CheckpointError, DamagedError, DivergenceError
-from pretraining.files import exists
+from pretraining.errors import DamagedError, DivergenceError
 from pretraining.observability.events import Events
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.plan import Plan
@@ -46,7 +42,6 @@ def train_to_the_end(
     build: Callable[[Plan], Run],
     status: StatusKeeper,
     start: CheckpointRef | None,
-    skipped_samples: Sequence[tuple[int, int]],
 ) -> Run:
     """Train, going back at most `max_rollbacks` times without progress in between; a collective call.
 
@@ -55,17 +50,18 @@ def train_to_the_end(
         build: `build_run` of this job.
         status: counts the start again if its checkpoint is damaged, and keeps what happens.
         start: as `begin_start` returns it.
-        skipped_samples: of a rollback that `finish_rollback` found.
 
     Returns:
         The run that came to its end.
 
     Raises:
         DivergenceError: the run must not go back again.
+        CheckpointError: no checkpoint is good, or one cannot be written or moved.
     """
-    skipped, damaged = list(skipped_samples), dict[Path, str]()
+    skipped, damaged = list[tuple[int, int]](), dict[Path, str]()
     furthest, rollbacks, stop_step = 0, 0, None
     fetched: Path | None = None
+    divergence: DivergenceError | None = None
     while True:
         plan = make_plan(start, skipped, stop_step)
         config = plan.config
@@ -80,9 +76,13 @@ def train_to_the_end(
             if config.checkpoint.ckpt_mirror_path is not None and fetched is None:  # once: a bad disk damages it again
                 fetched = on_rank_zero(partial(fetch_start, config.checkpoint, damaged))
                 damaged = {path: fault for path, fault in damaged.items() if path != fetched}
-            start = begin_start(config.checkpoint, status, damaged)
+            start = begin_start(config.checkpoint, status, damaged, divergence)
             continue
         damaged = {}  # from here on its names may be those of new checkpoints
+        if divergence is not None:
+            run.checkpoints.save_now(run.state, "interval")
+            newer = on_rank_zero(partial(_set_aside_since, config.checkpoint.folder, divergence.first_step))
+            _report(divergence, rollbacks, newer, status.events)
         divergence = _train(run)
         if divergence is None:
             return run
@@ -96,21 +96,25 @@ def train_to_the_end(
         del run
         _free_memory(plan.processes.device)
         skipped.append(divergence.samples)
-        rollback = Rollback(divergence.first_step, (*config.data.skipped_ranges, *skipped))
-        dropped = on_rank_zero(partial(_roll_back, config.checkpoint.folder, rollback))
-        _report(divergence, rollbacks, dropped, status.events)
-        start = find_start(config.checkpoint)
+        start = find_start(config.checkpoint, before_step=divergence.first_step)
 
 
 def begin_start(
-    config: CheckpointConfig, status: StatusKeeper, damaged: Mapping[Path, str] = MappingProxyType({})
+    config: CheckpointConfig,
+    status: StatusKeeper,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+    divergence: DivergenceError | None = None,
 ) -> CheckpointRef | None:
     """Find what a run starts from, make its folder and count the start; a collective call.
+
+    Args:
+        damaged: as `find_start`.
+        divergence: what the run goes back for.
 
     Raises:
         CheckpointError: as `find_start`; or the run has crashed there too often.
     """
-    start = find_start(config, damaged)
+    start = find_start(config, damaged, None if divergence is None else divergence.first_step)
     if config.ckpt_save_path is not None:
         run, step = config.folder, start.step if start is not None else 0
         on_rank_zero(lambda: make_run_folder(run))
@@ -143,63 +147,22 @@ def _without_hope(divergence: DivergenceError, rollbacks: int) -> DivergenceErro
     return DivergenceError(text, divergence.first_step, divergence.last_step, divergence.samples)
 
 
-def finish_rollback(config: CheckpointConfig) -> tuple[tuple[int, int], ...]:
-    """Do the rest of a rollback that a kill has interrupted, and return its samples; a collective call.
-
-    Raises:
-        CheckpointError: as `_drop_checkpoints`.
-    """
-    if config.ckpt_save_path is None:
-        return ()
-    run = config.folder
-
-    def finish() -> tuple[tuple[int, int], ...]:
-        rollback = read_rollback(run)
-        if rollback is None:
-            if exists(run / ROLLBACK_FILE):
-                (run / ROLLBACK_FILE).replace(run / f"{ROLLBACK_FILE}.damaged")  # said once is enough
-            return ()
-        for path in _drop_checkpoints(run, rollback):
-            log.info("%s was saved after an update that the run has gone back for: given up", path)
-        ranges = ", ".join(f"{begin}-{end - 1}" for begin, end in rollback.samples)
-        log.info("the run has gone back to before step %d, and goes on without samples %s", rollback.first_step, ranges)
-        return rollback.samples
-
-    return on_rank_zero(finish)
-
-
-def _roll_back(run: Path, rollback: Rollback) -> list[Path]:
-    write_rollback(run, rollback)  # first: a kill may come while checkpoints are given up
-    return _drop_checkpoints(run, rollback)
-
-
-def _drop_checkpoints(run: Path, rollback: Rollback) -> list[Path]:
-    """Rename the checkpoints that a rollback gives up, so that the next save removes them; return their old paths.
+def _set_aside_since(run: Path, step: int) -> list[Path]:
+    """Move the checkpoints that a rollback gives up; return where they were.
 
     They hold the weights from before the updates that were left out, and a place in the data behind these.
-
-    Raises:
-        CheckpointError: one of them is a copy that a user has made, which a start would go on from.
     """
-    step = rollback.first_step
-    own = committed_checkpoints(run)
-    dropped = [each for each in own if each.step >= step and not rollback.is_in(each.path)]
-    copies = [str(each.path) for each in dropped if not each.is_as_saved]
-    if copies:
-        raise CheckpointError(
-            f"the run is to go back to before step {step}, but would go on from {', '.join(copies)}, which was copied "
-            "or renamed by hand and is not removed. Move it elsewhere, and start again"
-        )
-    give_up(run, dropped)
-    return [each.path for each in dropped]
+    newer = [each.path for each in committed_checkpoints(run) if each.step >= step]
+    set_aside(run, newer)
+    return newer
 
 
-def _report(divergence: DivergenceError, number: int, dropped: Sequence[Path], events: Events) -> None:
+def _report(divergence: DivergenceError, number: int, newer: Sequence[Path], events: Events) -> None:
     first_step, last_step, (begin, end) = divergence.first_step, divergence.last_step, divergence.samples
     back = f"rollback {number} to before step {first_step}, from here on without samples {begin}-{end - 1}"
     log.info("step %d  %s", last_step, back)
-    paths = [str(path) for path in dropped]
-    for path in paths:
-        log.info("            %s was saved after the first of them: given up", path)
+    dropped = [str(path) for path in newer]
     samples = [begin, end - 1]
-    events.add("rollback", last_step, number=number, first_step=first_step, samples=samples, checkpoints_dropped=paths)
+    events.add(
+        "rollback", last_step, number=number, first_step=first_step, samples=samples, checkpoints_dropped=dropped
+    )

@@ -22,8 +22,8 @@ import torch
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.mirror import fetch_start
 from pretraining.checkpoint.run_path import with_run_path
-from pretraining.checkpoint.run_settings import adopt_settings, resolve_run
-from pretraining.checkpoint.start_point import CheckpointRef, find_newest
+from pretraining.checkpoint.run_settings import resolve_run
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
 from pretraining.config.training import CheckpointConfig, TrainConfig
@@ -50,14 +50,14 @@ from pretraining.observability.environment import record_environment
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
 from pretraining.train.build import build_run
-from pretraining.train.evaluate_only import Evaluated, evaluate_only, path_of_what_is_evaluated, print_evaluation
+from pretraining.train.evaluate_only import Evaluated, evaluate_only, print_evaluation
 from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
-from pretraining.train.messages import conclude, conclude_preempted, describe_speed
+from pretraining.train.messages import conclude, describe_speed
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Plan, keep_threads, lay_out, plan_run
-from pretraining.train.preemption import StopRequests
-from pretraining.train.rollback import begin_start, finish_rollback, train_to_the_end
+from pretraining.train.preemption import StopRequests, ending, reason_of
+from pretraining.train.rollback import begin_start, train_to_the_end
 from pretraining.train.run_status import StatusKeeper
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,6 @@ def train(
             explain_out_of_memory(config, mesh["shard"].size(), processes),
             naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
-            skipped = finish_rollback(config.checkpoint)
             start = begin_start(config.checkpoint, status)
             on_every_rank(requests.end_before_training)
             data = open_data(config, processes)
@@ -160,7 +159,7 @@ def train(
             build = partial(build_run, stop_requests=requests, status=status, lease=lease, hook=hook, sampler=sampler)
             if path is not None:
                 record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
-            run = train_to_the_end(make_plan, build, status, start, skipped)
+            run = train_to_the_end(make_plan, build, status, start)
         return _conclude(config, processes, run, sampler)
 
 
@@ -183,9 +182,7 @@ def evaluate(
         working_together(config, layout, end_at_signal, is_guest) as processes,
         naming_the_flag(processes.rank if processes.world_size > 1 else None),
     ):
-        source = path_of_what_is_evaluated(config.checkpoint)
-        config = adopt_settings(config, on_rank_zero(lambda: find_newest(source)))
-        return evaluate_only(config, source, processes, requests, hook)
+        return evaluate_only(config, processes, requests, hook)
 
 
 def _fetch_start(config: CheckpointConfig, processes: Processes) -> None:
@@ -269,7 +266,10 @@ def _conclude(config: TrainConfig, processes: Processes, run: Run, sampler: Text
     if config.data.use_dummy_dataset and run.observer.step_seconds:
         log.info(describe_speed(run.observer, processes))
     if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
-        preempted = conclude_preempted(run.state, is_saved=config.checkpoint.ckpt_save_path is not None)
+        state, is_saved = run.state, config.checkpoint.ckpt_save_path is not None
+        saved = "saved; the same command goes on from there" if is_saved else "nothing was kept"
+        text = f"at step {state.step} of {state.total_steps} ({reason_of(state.stop)}): {saved}."
+        preempted = ending(state.stop, text)
         preempted.result = _result(config, run, "preempted")
         raise preempted
     sample = None

@@ -141,17 +141,13 @@ class StatusKeeper:
         """Return the status of a run that ends, and why it ends."""
         if error is None:
             assert self._state is not None, "a run that ends well has trained, or has found nothing left to train"
-            step, total_steps = self._state.step, self._state.total_steps
-            if self._state.early_end:
-                return "finished", f"stopped early at step {step} of {total_steps}: {self._state.early_end}"
-            asked = "" if self._state.finished else ", as many as --run_steps asked for"
-            return "finished", f"{step} of {total_steps} steps are done{asked}"
+            early = f": stopped early, {self._state.early_end}" if self._state.early_end else ""
+            return "finished", f"{self._state.step} of {self._state.total_steps} steps are done{early}"
         if isinstance(error, Preempted):
             return "preempted", error.reason
-        if isinstance(error, KeyboardInterrupt):
-            return "failed", "interrupted (Ctrl-C)"
-        name = "" if isinstance(error, PretrainError) else type(error).__name__
-        return "failed", ": ".join(filter(None, (name, str(error))))
+        if isinstance(error, PretrainError):
+            return "failed", str(error)
+        return "failed", f"{type(error).__name__}: {error}".removesuffix(": ")
 
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -193,12 +189,10 @@ def read_status(path: Path) -> RunStatus | None:
     Counting must not keep a run from starting.
     """
     try:
-        values, defaults = checked_values(read_json(path)), asdict(RunStatus())
-        if any(type(values[name]) is not type(default) for name, default in defaults.items()):
-            raise ValueError("a value has another form")
-        return RunStatus(**{name: values[name] for name in defaults})
+        values = checked_values(read_json(path))
+        return RunStatus(**{name: type(default)(values[name]) for name, default in asdict(RunStatus()).items()})
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s is damaged (%r): starts are counted from here on", path, error)
         return None

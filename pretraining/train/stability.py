@@ -13,7 +13,6 @@ import logging
 import math
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,18 +30,9 @@ from pretraining.progress import Interval, TrainState
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """What the device will say of a step.
-
-    Attributes:
-        numbers: on the host: skipped; where spikes are looked for, also: is a spike, loss, mean, deviation.
-        event: marks when the numbers are there; None = now.
-    """
-
-    step: int
-    numbers: torch.Tensor
-    event: torch.cuda.Event | None
+_Pending = tuple[int, torch.Tensor, torch.cuda.Event | None]
+"""What the device will say of a step: its number; on the host, whether it was skipped and, where spikes are looked for,
+is a spike, loss, mean, deviation; what marks when these are there, None = now."""
 
 
 class Guards:
@@ -52,7 +42,7 @@ class Guards:
         loader: knows which samples the steps are made of.
         activity: told of every step.
         training_tokens: tokens of one pass over the datasets, for an interval in epochs.
-        events: told of each update that was left out; None = nobody is.
+        events: told of each update that was left out.
     """
 
     def __init__(
@@ -62,9 +52,9 @@ class Guards:
         replicas: Replicas,
         activity: Activity,
         training_tokens: int | None,
-        events: Events | None = None,
+        events: Events,
     ) -> None:
-        self._events = Events() if events is None else events
+        self._events = events
         self._most_in_a_row = config.max_skipped_steps
         self._asks = config.max_skipped_steps > 0 or config.spike_threshold is not None
         self._loader = loader
@@ -104,19 +94,17 @@ class Guards:
         self._in_a_row = int(min(state["skipped_in_a_row"], most))
 
     def _learn(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        if pending.event is not None:
-            wait_for_device(pending.event)
-        skipped, *numbers = pending.numbers.tolist()
-        self._last_step = pending.step
+        (self._last_step, found, event), self._pending = self._pending, None
+        if event is not None:
+            wait_for_device(event)
+        skipped, *numbers = found.tolist()
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if skipped:
-            self._events.add("skip", pending.step, reason=_reason(numbers), in_a_row=self._in_a_row)
-        if self._in_a_row and self._in_a_row.bit_count() == 1:  # 1, 2, 4, 8 ...: a long row does not flood the log
-            row = f", {self._in_a_row} in a row" if self._in_a_row > 1 else ""
-            log.info("step %d  update left out: %s%s", pending.step, _reason(numbers), row)
+            self._events.add("skip", self._last_step, reason=_reason(numbers), in_a_row=self._in_a_row)
+        if self._in_a_row.bit_count() == 1:  # 1, 2, 4, 8 ...: a long row does not flood the log
+            log.info("step %d  update left out: %s, %d in a row", self._last_step, _reason(numbers), self._in_a_row)
 
     def _give_up(self) -> None:
         first, last = self._last_step - self._in_a_row + 1, self._last_step
@@ -157,11 +145,11 @@ def _ask(step: int, outcome: StepOutcome) -> _Pending:
             (skipped.float(), verdict.is_spike.float(), verdict.loss, verdict.mean, verdict.deviation)
         )
     if numbers.device.type == "cpu":
-        return _Pending(step, numbers, None)
+        return step, numbers, None
     event = torch.cuda.Event(blocking=True)
     brought = numbers.to("cpu", non_blocking=True)  # into pinned memory
     event.record()
-    return _Pending(step, brought, event)
+    return step, brought, event
 
 
 def _reason(numbers: list[float]) -> str:

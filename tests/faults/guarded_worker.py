@@ -31,11 +31,6 @@ from pretraining.train import rollback, run
 from pretraining.train.loop import Run, train_loop
 
 
-def with_objective(output: Any, objective_sum: torch.Tensor) -> Any:
-    """What the model has found, with another objective."""
-    return output._replace(objective_sum=objective_sum)
-
-
 def at_steps(job: Run, steps: range, change: Callable[[Any], Any]) -> Callable[..., Any]:
     """A hook that changes what a module gives in some steps, numbered from 1, while training."""
 
@@ -45,6 +40,19 @@ def at_steps(job: Run, steps: range, change: Callable[[Any], Any]) -> Callable[.
     return hook
 
 
+def spoil_objective(job: Run, steps: range, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The model finds another objective in some steps."""
+    job.context.model.module.register_forward_hook(
+        at_steps(job, steps, lambda output: output._replace(objective_sum=change(output.objective_sum)))
+    )
+
+
+def spoil_norm(job: Run, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The last norm gives something else in step 3."""
+    norm: Any = job.context.model.module.model.norm
+    norm.register_forward_hook(at_steps(job, range(3, 4), change))
+
+
 def no_fault(job: Run, rank: int) -> None:
     """Nothing is wrong."""
 
@@ -52,17 +60,13 @@ def no_fault(job: Run, rank: int) -> None:
 def loss_is_nan(job: Run, rank: int) -> None:
     """Rank 1's loss is NaN in step 3; the NaN is added, so that gradients by themselves would stay finite."""
     if rank == 1:
-        job.context.model.module.register_forward_hook(
-            at_steps(job, range(3, 4), lambda output: with_objective(output, output.objective_sum + torch.nan))
-        )
+        spoil_objective(job, range(3, 4), lambda objective: objective + torch.nan)
 
 
 def loss_is_infinite(job: Run, rank: int) -> None:
     """Rank 1's loss overflows in step 3."""
     if rank == 1:
-        job.context.model.module.register_forward_hook(
-            at_steps(job, range(3, 4), lambda output: with_objective(output, output.objective_sum * 1e30 * 1e30))
-        )
+        spoil_objective(job, range(3, 4), lambda objective: objective * 1e30 * 1e30)
 
 
 def gradient_is_infinite(job: Run, rank: int) -> None:
@@ -73,34 +77,24 @@ def gradient_is_infinite(job: Run, rank: int) -> None:
         return output
 
     if rank == 1:
-        norm: Any = job.context.model.module.model.norm
-        norm.register_forward_hook(at_steps(job, range(3, 4), change))
+        spoil_norm(job, change)
 
 
 def memory_runs_out(job: Run, rank: int) -> None:
     """Rank 1 asks for more memory than there is in step 3."""
-
-    def allocate(output: torch.Tensor) -> torch.Tensor:
-        return output + torch.empty(1 << 55, dtype=torch.uint8)
-
     if rank == 1:
-        norm: Any = job.context.model.module.model.norm
-        norm.register_forward_hook(at_steps(job, range(3, 4), allocate))
+        spoil_norm(job, lambda output: output + torch.empty(1 << 55, dtype=torch.uint8))
 
 
 def loss_stays_nan(job: Run, rank: int) -> None:
     """Rank 1's loss is NaN from step 3 on."""
     if rank == 1:
-        job.context.model.module.register_forward_hook(
-            at_steps(job, range(3, 1000), lambda output: with_objective(output, output.objective_sum * torch.nan))
-        )
+        spoil_objective(job, range(3, 1000), lambda objective: objective * torch.nan)
 
 
 def loss_is_tenfold(job: Run, rank: int) -> None:
     """The loss of every rank is ten times what it should be in step 9."""
-    job.context.model.module.register_forward_hook(
-        at_steps(job, range(9, 10), lambda output: with_objective(output, output.objective_sum * 10))
-    )
+    spoil_objective(job, range(9, 10), lambda objective: objective * 10)
 
 
 def learning_rate_explodes(job: Run, rank: int) -> None:
@@ -156,46 +150,42 @@ def slow_forward(job: Run, rank: int) -> None:
         job.context.model.module.register_forward_pre_hook(lambda module, inputs: time.sleep(0.1))
 
 
+def in_read(job: Run, rank: int, step: int, act: Callable[[], object]) -> None:
+    """Something happens to rank 1 while it reads the batch of a step, numbered from 1."""
+    reader = inspect.getgeneratorlocals(job.batches)["loader"].reader
+    read = reader.read
+
+    def reading(done: int) -> Any:
+        if done + 1 == step and rank == 1:
+            act()
+        return read(done)
+
+    reader.read = reading
+
+
 def die_while_reading(job: Run, rank: int) -> None:
     """The thread of rank 1 that reads is killed, as far as a thread can be, while it reads the batch of step 3."""
-    read = _loader(job).reader.read
 
-    def reading(step: int) -> Any:
-        if step == 2 and rank == 1:
-            thread = ctypes.c_ulong(threading.get_ident())
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
-        return read(step)
+    def kill() -> None:
+        thread = ctypes.c_ulong(threading.get_ident())
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
 
-    _loader(job).reader.read = reading
+    in_read(job, rank, 3, kill)
 
 
 def fail_while_reading(job: Run, rank: int) -> None:
     """What reads rank 1's data fails, as by a bug, in step 3."""
-    read = _loader(job).reader.read
-
-    def reading(step: int) -> Any:
-        if step == 2 and rank == 1:
-            raise ZeroDivisionError("by nothing")
-        return read(step)
-
-    _loader(job).reader.read = reading
+    in_read(job, rank, 3, lambda: 1 / 0)
 
 
-def hang_while_reading(job: Run, rank: int, hangs_at: int = 3) -> None:
+def hang_while_reading(job: Run, rank: int) -> None:
     """Rank 1's read of the batch of step 3 never comes back."""
-    read = _loader(job).reader.read
-
-    def reading(step: int) -> Any:
-        if step + 1 == hangs_at and rank == 1:
-            threading.Event().wait()
-        return read(step)
-
-    _loader(job).reader.read = reading
+    in_read(job, rank, 3, threading.Event().wait)
 
 
 def hang_at_the_first_read(job: Run, rank: int) -> None:
     """Rank 1's very first read never comes back."""
-    hang_while_reading(job, rank, hangs_at=1)
+    in_read(job, rank, 1, threading.Event().wait)
 
 
 def tell_steps(job: Run, rank: int) -> None:
@@ -203,11 +193,6 @@ def tell_steps(job: Run, rank: int) -> None:
     job.context.model.module.register_forward_pre_hook(
         lambda module, inputs: print(f"rank {rank} in step {job.state.step + 1}", flush=True)
     )
-
-
-def _loader(job: Run) -> Any:
-    """The loader behind a run's batches."""
-    return inspect.getgeneratorlocals(job.batches)["loader"]
 
 
 def faulty_loop(inject: Callable[[Run, int], None], rank: int, job: Run) -> None:

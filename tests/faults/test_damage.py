@@ -98,19 +98,3 @@ def test_files_that_no_rank_loads_wholly_are_compared_too(tmp_path: Path) -> Non
         source = tmp_path / f"damaged_for_{name}" / "checkpoints"
         assert f"{source}/step_4_ckp" in said and str(shard(source / "step_6_ckp", 1)) in said
         assert said.count("passed over") == 1
-
-
-@pytest.mark.thorough
-def test_a_checkpoint_that_was_named_itself_is_refused_and_a_run_without_a_good_one_too(tmp_path: Path) -> None:
-    flags = [*FLAGS, "num_steps=4"]
-    run_job([[*flags, f"ckpt_save_path={tmp_path / 'run'}"]])
-    first, last = (tmp_path / "run" / "checkpoints" / f"step_{step}_ckp" for step in (2, 4))
-    flip_a_bit(shard(last, 1))
-    named = [*flags, f"ckpt_save_path={tmp_path / 'new'}", f"ckpt_load_path={last}"]
-    output = run_job([named], check=False)[0].output
-    assert output.count("error:") == 1 and str(shard(last, 1)) in output
-    truncate(shard(first, 0))
-    ended = run_job([[*flags, f"ckpt_save_path={tmp_path / 'run'}"]], check=False)
-    assert [each.status for each in ended] == [1, 1]
-    output = ended[0].output
-    assert str(shard(first, 0)) in output and str(shard(last, 1)) in output

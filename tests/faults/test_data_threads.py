@@ -13,7 +13,7 @@ from helpers import PATIENCE_SECONDS
     ("fault", "said"),
     [
         ("die_while_reading", ["DataError: a thread that reads data has ended itself", "step 3"]),
-        ("fail_while_reading", ["ZeroDivisionError: by nothing", "on rank 1, reading the batch of step 3"]),
+        ("fail_while_reading", ["ZeroDivisionError: division by zero", "on rank 1, reading the batch of step 3"]),
     ],
 )
 def test_a_thread_that_dies_ends_the_run_and_is_named(

@@ -134,26 +134,3 @@ def test_the_time_in_a_path_is_the_same_on_every_rank_and_the_same_again_for_a_r
     run_job([[*flags, "run_steps=2"], flags, flags, [*flags, "learning_rate=0.5"]])
     folders = sorted(tmp_path.glob("try.*"))
     assert [len(losses_of(folder)) for folder in folders] == [4, 4, 4]  # interrupted and gone on with, anew, changed
-
-
-@pytest.mark.thorough
-def test_a_run_that_went_back_and_is_killed_three_times_goes_on_by_the_same_command_from_where_it_was(
-    data: list[str], tmp_path: Path
-) -> None:
-    common = [*data, "num_steps=8", "batch_size=2", "checkpoint_interval=2"]
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    changed = ["learning_rate=3e-3"]
-    run_job([[*common, "run_steps=6", f"ckpt_save_path={run}"]])
-    back = [*common, *changed, "resume_from_checkpoint=step_2_ckp", f"ckpt_save_path={run}"]
-    killed = [("manifest", 1), ("manifest", 2), ("shard", 1)]  # the first one before anything new is saved
-    starts = [*(("kill_in_save", 0, place, number) for place, number in killed), None]
-    began = []
-    for fault in starts:
-        ended = run_job([back], fault=fault, check=fault is None)
-        (line,) = (line for line in ended[0].output.splitlines() if line.startswith("start "))
-        began.append(line.partition(";")[0].rpartition("step ")[2])
-    assert began == ["2", "2", "4", "4"]
-    assert sorted(path.name for path in run.glob("checkpoints/set_aside_*/*")) == ["step_4_ckp", "step_6_ckp"]
-    run_job([[*common, "run_steps=2", f"ckpt_save_path={whole}"], [*common, *changed, f"ckpt_save_path={whole}"]])
-    assert losses_of(run) == losses_of(whole)
-    assert_same_tensors(*(each / "checkpoints" / "step_8_ckp" for each in (run, whole)))

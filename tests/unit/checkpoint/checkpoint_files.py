@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tiny_shape import TINY_SHAPE
 
-from pretraining.checkpoint.manifest import FORMAT_VERSION, MANIFEST, FileEntry, Manifest
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.pt_files import write_full
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
@@ -48,24 +48,9 @@ def settings_of(shape: LlamaShape) -> str:
 
 
 def manifest_of(shape: LlamaShape, step: int = 3, **changes: Any) -> Manifest:
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        step=step,
-        tokens_seen=step * 100,
-        seconds=1.5,
-        kind="interval",
-        loss=2.5,
-        evaluation_loss=2.75,
-        best_evaluation_loss=2.25,
-        data=DATA,
-        state={},
-        global_batch_size=4,
-        model=asdict(shape),
-        world={"processes": 3, "sharding_strategy": "fsdp"},
-        torch_version=torch.__version__,
-        files={},
-        config=settings_of(shape),
-    )
+    more: dict[str, Any] = {"loss": 2.5, "evaluation_loss": 2.75, "best_evaluation_loss": 2.25, "data": DATA}
+    more |= {"global_batch_size": 4, "world": {"processes": 3, "sharding_strategy": "fsdp"}, "model": asdict(shape)}
+    manifest = Manifest(step=step, tokens_seen=step * 100, seconds=1.5, config=settings_of(shape), **more)
     return replace(manifest, **changes)
 
 

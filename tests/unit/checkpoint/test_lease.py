@@ -23,17 +23,12 @@ class Clock:
     """Stands in for time; something may happen whenever a start sleeps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.happens = 1000.0, lambda: None
-        monkeypatch.setattr(lease_module, "monotonic", lambda: self.now)
+        self.waited, self.happens = 0.0, lambda: None
         monkeypatch.setattr(lease_module, "sleep", self._sleep)
 
     def _sleep(self, seconds: float) -> None:
-        self.now += seconds
+        self.waited += seconds
         self.happens()
-
-    @property
-    def waited(self) -> float:
-        return self.now - 1000.0
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import PATIENCE_SECONDS
-from unit.checkpoint.examples import load, manifest_of, save, tensors
+from unit.checkpoint.examples import load, manifest_of, tensors
 
 from pretraining.checkpoint import saver as saver_module
 from pretraining.checkpoint.manager import CheckpointManager
@@ -138,35 +136,6 @@ def test_what_is_saved_is_what_was_there_at_the_save(make: Callable[..., Run]) -
         assert all(torch.equal(restored[name], value) for name, value in tensors(float(step)).items())
 
 
-def test_after_an_error_nothing_is_saved(make: Callable[..., Run]) -> None:
-    run = make()
-    with pytest.raises(ZeroDivisionError), run.training():
-        run.steps(3)
-        raise ZeroDivisionError
-    assert run.names == ["2", "3"]  # step 3 was where the invocation ended
-    run.state.stop_step = 100
-    with pytest.raises(ZeroDivisionError), run.training():
-        run.step()
-        run.step()
-        raise ZeroDivisionError
-    assert run.names == ["2", "3", "4"] and run.saver._under_way is None
-
-
-def test_what_a_signal_asks_for_goes_with_the_next_one_unless_it_was_due_anyway(make: Callable[..., Run]) -> None:
-    run = make(saving(every(4)))
-    run.state.total_steps = 5
-    with run.training():
-        run.step()
-        run.step()
-        run.state.request_stop(15)
-        run.step()
-        assert run.manifest("step_3_ckp.preempt").kind == "preempt"
-        run.step()
-        assert run.manifest("step_4_ckp").kind == "interval"
-        run.step()
-    assert run.names == ["4", "5"] and run.manifest("step_5_ckp").kind == "final"
-
-
 def stopped_at_2(folder: Path, settings: CheckpointConfig) -> Run:
     """A run that a signal has stopped."""
     run = Run(folder, settings)
@@ -201,18 +170,6 @@ def test_kinds_say_why(make: Callable[..., Run], caplog: pytest.LogCaptureFixtur
     assert [line.split()[1] for line in caplog.messages] == ["2", "3", "4", "5", "6", "8", "9", "10"]
 
 
-def test_a_save_on_demand_is_committed_when_it_comes_back(
-    make: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
-    run = make(saving(NEVER))
-    with run.training():
-        run.step()
-        run.manager.save_now(run.state, "preempt")
-        assert run.names == ["1.preempt"]
-        run.manager.save_now(run.state, "preempt")
-    assert run.names == ["1.preempt"] and len(caplog.messages) == 1  # saved already, also where the invocation ends
-
-
 def test_the_best_goes_on_after_a_resume(tmp_path: Path) -> None:
     first = Run(tmp_path, saving(NEVER))
     with first.training():
@@ -224,13 +181,6 @@ def test_the_best_goes_on_after_a_resume(tmp_path: Path) -> None:
             second.step(loss)
     assert second.best == "step_4_ckp" and second.names == ["4", "5"]  # step 1 was saved because it was the best
     assert second.manifest("step_5_ckp").evaluation_loss == 1.7
-
-
-def test_a_start_removes_what_a_kill_has_left_superseded(tmp_path: Path) -> None:
-    save(tmp_path, 2, "preempt")
-    newest = save(tmp_path, 4)
-    run = Run(tmp_path, own=CheckpointRef(newest, read_document(newest)))
-    assert run.names == ["4"] and run.manager.newest == newest
 
 
 @pytest.mark.parametrize("save_best", [True, False])
@@ -260,27 +210,6 @@ def test_a_users_own_optimizer_has_its_state_saved_also_where_every_update_was_l
     before = dict(saver._tensors())
     update(optimizer, torch.tensor(False))
     assert "optimizer.exp_avg.weight" in before and before.keys() == saver._tensors().keys()
-
-
-def test_weights_that_are_not_finite_are_saved_at_no_end(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    with pytest.raises(CheckpointError) as refused, run.training():
-        run.state.stop_step = 1
-        run.parameters["lm_head.weight"].data.fill_(torch.nan)
-        run.state.advance(0.0)
-        run.manager.maybe_save(run.state, None)
-    assert run.names == [] and "learning_rate" in refused.value.settings
-
-
-def test_without_a_folder_only_the_losses_of_evaluations_are_kept() -> None:
-    manager = CheckpointManager(saving(every(1)), None, manifest_of(0), Position(), {}, SimpleNamespace())  # type: ignore[arg-type]
-    state = TrainState(total_steps=100, stop_step=100, tokens_per_step=10, progress=Progress(0, 0))
-    with manager:
-        for loss in (2.0, 1.0, 3.0):
-            state.advance(0.0)
-            manager.maybe_save(state, loss)
-        manager.finish(state)
-    assert (manager.evaluation_loss, manager.best_evaluation_loss, manager.newest) == (3.0, 1.0, None)
 
 
 def test_saving_the_best_may_be_left_out(tmp_path: Path) -> None:
@@ -362,22 +291,6 @@ def step_until(run: Run, condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came")
 
 
-def test_training_goes_on_while_a_save_is_under_way_and_the_next_save_waits_for_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    run, gate = Run(tmp_path, saving(every(10)), asynchronous=True), Gate(monkeypatch)
-    with run.training():
-        for _ in range(19):
-            run.step()
-        assert run.names == [] and caplog.messages == [] and run.manager.newest is None and gate.saves == 1
-        gate.open()
-        run.step()
-        assert "10" in run.names and caplog.messages[0].startswith("step 10  checkpoint")
-    assert run.names == ["10", "20"] and gate.saves == 2
-
-
 def test_a_failure_in_the_background_surfaces_at_a_later_step_and_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,17 +320,6 @@ def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
         raise ZeroDivisionError
     assert run.names == ([] if failure else ["2"]) and run.saver._under_way is None
     assert ("the disk is full" in caplog.text) == bool(failure)
-
-
-def test_saves_in_the_background_wait_as_long_for_each_other_as_all_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[timedelta] = []
-    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: asked.append(timeout))
-    settings = saving(NEVER, ckpt_save_path=str(tmp_path), async_save=True)
-    parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
-    Saver(settings, parameters, torch.optim.SGD(parameters.values()), timeout=timedelta(seconds=7))
-    assert asked == [timedelta(seconds=7)]
 
 
 @pytest.mark.parametrize("state", [{}, [1], "text", {"count": {"deep": []}}, None])

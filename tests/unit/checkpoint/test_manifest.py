@@ -97,12 +97,7 @@ def test_whatever_stands_in_a_manifest_it_is_read_or_refused_with_one_error(
     assert Manifest.parse(json.loads(json.dumps(manifest.document())), "m.json") == manifest
 
 
-SCALING = {
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @pytest.mark.parametrize(

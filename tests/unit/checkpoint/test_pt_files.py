@@ -18,18 +18,11 @@ from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, wr
 
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.headers import StoredTensors, load_file, read_header, read_headers
-from pretraining.checkpoint.manifest import (
-    FULL_FILES,
-    ITERATION_FILE,
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    SCHEDULE_FILE,
-)
-from pretraining.checkpoint.pt_files import FullSave, check_host_memory, manifest_of_files, write_file
+from pretraining.checkpoint.manifest import FULL_FILES, ITERATION_FILE, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
+from pretraining.checkpoint.pt_files import FullSave, manifest_of_files, write_file
 from pretraining.checkpoint.reader import file_entry, read_tensor
 from pretraining.config.recipes import settings_in
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.launch.machine import MachineMemory
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import parameter_groups
 from pretraining.optim.schedules import build_learning_rate
@@ -235,11 +228,3 @@ def test_where_memory_runs_out_every_tensor_is_gathered_all_the_same(
     with pytest.raises(RuntimeError):
         FullSave(tensors, manifest_of(SHAPES["plain"])).write(tmp_path)
     assert len(gathered) == len(tensors) and not list(tmp_path.iterdir())
-
-
-def test_what_does_not_fit_into_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pt_files, "machine_memory", lambda: MachineMemory(1000, 10**6, "this machine"))
-    check_host_memory(1000, "Take another --ckpt_format")
-    with pytest.raises(CheckpointError) as refused:
-        check_host_memory(1001, "Take another --ckpt_format")
-    assert refused.value.settings == ("ckpt_format",)

@@ -15,7 +15,6 @@ from unit.checkpoint.examples import load, save, tensors
 
 from pretraining.checkpoint import reader, writer
 from pretraining.checkpoint.headers import read_headers
-from pretraining.checkpoint.manifest import FileEntry
 from pretraining.checkpoint.reader import file_entry, load_tensors, open_tensors, read_tensor
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
 from pretraining.distributed import processes
@@ -115,27 +114,6 @@ def test_no_flipped_bit_anywhere_is_taken_for_what_was_written(two_files: Path) 
                 load(two_files, tensors(0.0))
             flip_byte(shard, place, 1 << place % 8)
     load(two_files, tensors(0.0))
-
-
-def test_files_that_are_needed_wholly_are_read_once_and_the_others_once_more_for_their_checksums(
-    two_files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    again: list[str] = []
-    file_entry = reader.file_entry
-
-    def watched(path: Path) -> FileEntry:
-        again.append(path.name)
-        return file_entry(path)
-
-    monkeypatch.setattr(reader, "file_entry", watched)
-    load(two_files, tensors(0.0))
-    assert again == []
-    first, second = (shard.name for shard in shards_of(two_files))
-    load(two_files, head())
-    assert again == [second]
-    again.clear()
-    load(two_files, layer())
-    assert sorted(again) == [first, second]
 
 
 def test_every_damaged_file_is_named_once(two_files: Path) -> None:

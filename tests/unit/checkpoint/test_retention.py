@@ -153,14 +153,6 @@ def test_a_file_of_a_user_in_the_place_of_the_link_stays(tmp_path: Path, loss: f
     assert [path.read_text() for path in theirs] == ["my notes"] * 2
 
 
-def test_a_start_from_a_copy_tidies_up_too(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step)
-    copy = save(tmp_path, 3).rename(tmp_path / CHECKPOINTS / "mine")
-    tidy_up(tmp_path, copy, 1)
-    assert names_in(tmp_path) == ["step_2_ckp", "mine"]
-
-
 def failing(number: int) -> Callable[..., None]:
     def fail(*args: object) -> None:
         raise OSError(number, os.strerror(number))

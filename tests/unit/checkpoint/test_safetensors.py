@@ -4,7 +4,6 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -85,11 +84,6 @@ def test_any_part_of_a_piece_reads_back(tmp_path_factory: pytest.TempPathFactory
         with path.open("rb") as file:
             read_chunk(file.fileno(), ReadItem(stored, part, target))
         assert torch.equal(target, expected)
-
-
-def header_of(content: bytes) -> tuple[dict[str, Any], bytes]:
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
 def with_header(header: object, rest: bytes = b"") -> bytes:

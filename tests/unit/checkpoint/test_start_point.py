@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from unit.checkpoint.checkpoint_files import SHAPES, flip_byte, manifest_of, tensors_of, write_sharded
 from unit.checkpoint.examples import save, tensors
 
-from pretraining.checkpoint.headers import read_header
 from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.run_folder import CHECKPOINTS
@@ -84,49 +82,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     assert str(good) in str(none.value) and str(bad) in str(none.value)
 
 
-def test_looking_at_the_manifest_alone_reads_no_tensors(tmp_path: Path) -> None:
-    flip_byte(shard_of(save(tmp_path, 6)))
-    found = find_start(own(tmp_path))
-    assert found is not None and found.manifest.step == 6
-
-
-class Payload:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
-        return os.mkdir, (self.path,)
-
-
-@pytest.mark.parametrize("name", [".metadata", "model_state_dict.pt", "__0_0.distcp", MANIFEST, "a.safetensors"])
-def test_a_pickle_in_a_checkpoint_is_never_executed(tmp_path: Path, name: str) -> None:
-    good, hostile = save(tmp_path, 5), save(tmp_path, 6)
-    payload = pickle.dumps(Payload(tmp_path / "executed"))
-    (hostile / name).write_bytes(payload)
-    if name.endswith("safetensors"):
-        forge(hostile, name, len(payload))
-    found = load_newest(own(tmp_path))
-    assert found is not None and found.path == (good if name in (MANIFEST, "a.safetensors") else hostile)
-    with pytest.raises(CheckpointError) as refused:
-        read_header(hostile / name)
-    assert refused.value.path == hostile / name
-    assert not (tmp_path / "executed").exists()
-    pickle.loads(payload)
-    assert (tmp_path / "executed").exists()  # it is dangerous
-
-
-def test_the_save_path_wins_over_the_load_path(tmp_path: Path) -> None:
-    other = save(tmp_path / "other", 50)
-    config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "other"))
-    found = find_start(config)
-    assert found is not None and found.path == other and not found.is_own
-    mine = save(tmp_path / "own", 3)
-    found = find_start(config)
-    assert found is not None and found.path == mine and found.is_own
-
-
 def test_a_load_path_may_be_a_run_its_folder_of_checkpoints_or_one_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "other"
     first, second = save(run, 1), save(run, 2)
@@ -135,22 +90,6 @@ def test_a_load_path_may_be_a_run_its_folder_of_checkpoints_or_one_checkpoint(tm
     for source, expected in [(run, second), (run / CHECKPOINTS, second), (first, first), (best, best)]:
         found = find_start(CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(source)))
         assert found is not None and found.path == expected
-
-
-def test_a_run_named_as_load_path_falls_back_too(tmp_path: Path) -> None:
-    good, bad = save(tmp_path / "other", 1), save(tmp_path / "other", 2)
-    flip_byte(shard_of(bad))
-    config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "other"))
-    found = load_newest(config)
-    assert found is not None and found.path == good and len(found.damaged) == 1
-
-
-def test_without_a_checkpoint_a_run_starts_anew_unless_one_was_named(tmp_path: Path) -> None:
-    assert find_start(own(tmp_path)) is None
-    config = CheckpointConfig(ckpt_save_path=str(tmp_path / "own"), ckpt_load_path=str(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError) as refused:
-        find_start(config)
-    assert refused.value.settings == ("ckpt_load_path",)
 
 
 def test_a_tied_model_is_loaded_with_one_tensor_for_both_ends(tmp_path: Path) -> None:

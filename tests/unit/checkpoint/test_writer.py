@@ -9,8 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
-from unit.checkpoint.examples import load, manifest_of, save, tensors
+from unit.checkpoint.examples import manifest_of, save
 
 from pretraining.checkpoint import writer
 from pretraining.checkpoint.manifest import MANIFEST, read_manifest
@@ -29,18 +28,6 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 def steps_in(run: Path) -> list[int]:
     return [each.step for each in committed_checkpoints(run)]
-
-
-def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "FILE_BYTES", 16)
-    folder = save(tmp_path, 7)
-    restored = tensors(0.0)
-    load(folder, restored)
-    assert all(torch.equal(restored[name], value) for name, value in tensors(7.0).items())
-    manifest = read_manifest(folder)
-    assert manifest.step == 7 and len(manifest.files) == 2
-    assert set(manifest.files) == {path.name for path in folder.iterdir()} - {MANIFEST}
-    assert all(name.endswith(".safetensors") for name in manifest.files)
 
 
 def test_a_checkpoint_is_found_by_its_manifest_under_any_name(tmp_path: Path) -> None:
@@ -66,23 +53,6 @@ def test_names_tell_the_step_or_the_story() -> None:
     assert checkpoint_name("tokens", manifest) == "tokens(1.04e4)_vloss(10.924)_ckpt.preempt"
     assert checkpoint_name("step", manifest_of(1)) == "step_1_ckp"
     assert checkpoint_name("tokens", manifest_of(0)) == "tokens(0.00e0)_ckpt"
-
-
-def test_a_save_that_was_interrupted_does_not_count_and_is_removed_by_the_next(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    half = tmp_path / "checkpoints" / "step_6_ckp.01ab.tmp"
-    half.mkdir()
-    (half / "shard-00001-model-00001-of-00002.safetensors").write_bytes(b"half")
-    almost = tmp_path / "checkpoints" / "step_4_ckp.tmp"
-    almost.mkdir()
-    (almost / MANIFEST).write_text("{}")
-    assert steps_in(tmp_path) == [5]
-    assert unfinished_saves(tmp_path) == [almost, half]
-    save(tmp_path, 6)
-    assert not half.exists() and not almost.exists() and steps_in(tmp_path) == [5, 6]
-    restored = tensors(0.0)
-    load(checkpoint_path(tmp_path, 6), restored)
-    assert torch.equal(restored["lm_head.weight"], torch.full((4,), 6.0))
 
 
 def test_the_next_save_removes_nothing_that_no_save_has_made(tmp_path: Path) -> None:
@@ -126,14 +96,6 @@ def test_a_link_in_the_place_of_a_checkpoint_is_replaced_or_removed_and_what_it_
         assert steps_in(tmp_path) == [] and (elsewhere / MANIFEST).is_file()
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    folder = save(tmp_path, 5)
-    (folder / "left.over").write_text("old")
-    save(tmp_path, 5)
-    assert not (folder / "left.over").exists()
-    assert [path.name for path in folder.parent.iterdir()] == ["step_5_ckp"]
-
-
 def test_a_process_that_dies_while_it_saves_a_step_again_leaves_one_that_is_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,25 +120,6 @@ def test_a_process_that_dies_while_it_saves_a_step_again_leaves_one_that_is_good
         assert read_manifest(newest.path).step == 5 and newest.is_as_saved
         save(run, 5)
         assert unfinished_saves(run) == [] and steps_in(run)[-1] == 5
-
-
-def test_what_cannot_be_removed_yet_ends_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(tmp_path, 5)
-    left = tmp_path / CHECKPOINTS / "step_4_ckp.01ab.tmp"
-    left.mkdir()
-
-    def busy(path: Path) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", busy)
-        save(tmp_path, 5)
-        save(tmp_path, 6)
-    assert steps_in(tmp_path) == [5, 6] and str(left) in caplog.text
-    save(tmp_path, 7)
-    assert steps_in(tmp_path) == [5, 6, 7] and unfinished_saves(tmp_path) == []
 
 
 def failing(times: int, number: int) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -175,7 +174,6 @@ def hold_the_lease(folder: Path, patch: pytest.MonkeyPatch) -> None:
         (["--tracker=wandb"], lambda _, patch: patch.setattr(trackers, "find_spec", lambda name: None), "wandb"),
         (["--optimizer=sgd"], train_a_step, "cannot resume"),
         ([], crash_again_and_again, "crash loop"),
-        ([], lambda _, patch: patch.setattr(os, "access", lambda path, mode: False), "Permission denied"),
         ([], hold_the_lease, "another run"),
     ],
 )

@@ -11,7 +11,7 @@ from emulated_float8 import emulate_float8, needs_torchao
 from safetensors.torch import load_file
 from torch._inductor import config
 from training_runs import TINY, losses_of, write_dataset
-from unit.train.whole_runs import equal, refusal, tensors_of
+from unit.train.whole_runs import refusal, tensors_of
 
 from pretraining.cli import main
 
@@ -54,27 +54,6 @@ def test_float8_learns_as_bfloat16_does_and_saves_the_same_tensors(tmp_path: Pat
         assert {name: (value.shape, value.dtype) for name, value in saved.items()} == {
             name: (value.shape, value.dtype) for name, value in plain.items()
         }
-
-
-@pytest.mark.thorough
-@needs_torchao
-@pytest.mark.usefixtures("emulated")
-def test_a_float8_run_resumes_bit_for_bit(tmp_path: Path, data: Path) -> None:
-    flags = ["float8=rowwise", "num_steps=8"]
-    whole = start(tmp_path / "whole", data, *flags)
-    start(tmp_path / "stopped", data, *flags, "run_steps=3")
-    assert start(tmp_path / "stopped", data, *flags) == whole
-    assert equal(tmp_path / "whole", tmp_path / "stopped")
-
-
-@pytest.mark.thorough
-@needs_torchao
-@pytest.mark.usefixtures("emulated")
-def test_float8_may_be_switched_on_and_off_at_every_start(tmp_path: Path, data: Path) -> None:
-    expected = start(tmp_path / "none", data, "num_steps=9")
-    for flags in ([], ["float8=rowwise"], ["float8=tensorwise", "low_cpu_fsdp=false"]):
-        losses = start(tmp_path / "moved", data, "num_steps=9", "run_steps=3", *flags)
-    assert losses[:3] == expected[:3] and losses == pytest.approx(expected, rel=TOLERANCE)
 
 
 @needs_torchao

@@ -32,17 +32,6 @@ def start(run: Path, *flags: str) -> None:
     whole_runs.start(run, *(["num_steps=6"] if "num_steps=3" not in flags else []), *flags)
 
 
-@pytest.mark.thorough
-@pytest.mark.usefixtures("quick_compiler")
-def test_a_run_may_change_its_levers_at_every_start(tmp_path: Path) -> None:
-    start(tmp_path / "plain")
-    a_third = ["fsdp_activation_checkpointing=true", "selective_checkpointing=1/3"]
-    starts: list[list[str]] = [[*PER_OPERATION, *COMPILED], a_third, []]
-    for levers in starts:
-        start(tmp_path / "moved", "run_steps=2", *levers)
-    assert losses_of(tmp_path / "moved") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
-
-
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_compiled_run_evaluates_and_shows_a_sample_of_its_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

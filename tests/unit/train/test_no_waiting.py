@@ -111,17 +111,3 @@ def test_a_step_asks_the_device_for_nothing(
             outcome = train_step(context, form(micro_batches(sequences(6), size)), step)
     assert not bool(outcome.skipped)
     assert context.metrics is NO_METRICS or outcome.custom.keys() == {"loss", "norm"}
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda tensor: float(tensor[0]),
-        lambda tensor: bool(tensor.any()),
-        lambda tensor: tensor[tensor > 0],
-        lambda tensor: torch.repeat_interleave(tensor.long()),
-    ],
-)
-def test_what_would_wait_is_seen(ask: Callable[[torch.Tensor], object]) -> None:
-    with NoWaiting(), pytest.raises(AssertionError, match="the host waits"):
-        ask(torch.arange(3.0))

@@ -14,7 +14,7 @@ from unit.train.whole_runs import refusal
 from pretraining.data.batch import StepBatch
 from pretraining.errors import OutOfMemoryError
 from pretraining.text import format_gib
-from pretraining.train import build, loop
+from pretraining.train import loop
 from pretraining.train.memory_check import is_out_of_memory
 from pretraining.train.step import StepContext, train_step
 
@@ -49,13 +49,6 @@ def test_a_run_without_memory_says_where_it_went_and_what_would_help(
     parameters = sum(4 * size for size in (2 * 64 * 32, 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32), 32))
     assert f"Estimated: parameters {format_gib(parameters)}, gradients " in str(error), error
     assert status_of(tmp_path)["status"] == "failed"
-
-
-def test_while_the_run_is_put_together_it_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "build_optimizer", lambda *arguments: too_large())
-    error = refusal(tmp_path)
-    dist.destroy_process_group()
-    assert isinstance(error, OutOfMemoryError) and "at pretraining/train/build.py:" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from unit.train import whole_runs
 from unit.train.whole_runs import checkpoint, damage, equal, saved, started_at, write_tokenizer
 
 from pretraining.checkpoint.start_point import CheckpointRef
-from pretraining.cli import main
 from pretraining.config.recipes import load_config
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes
@@ -67,18 +66,6 @@ def test_a_start_that_passed_over_a_damaged_checkpoint_goes_on_as_if_it_were_not
     assert started_at(run) == started_at(without) == 2 and status_of(run)["starts"] == 2
 
 
-def test_the_checkpoint_that_is_restored_decides_on_the_threads(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def note(start: CheckpointRef | None, *_: object) -> None:
-        asked.append(None if start is None else start.step)
-
-    monkeypatch.setattr("pretraining.train.run.keep_threads", note)
-    damage(checkpoint(run, 4))
-    start(run)
-    assert asked == [4, 2]
-
-
 def test_a_start_that_is_refused_keeps_the_step_and_the_settings(run: Path, begun: Path) -> None:
     damage(checkpoint(run, 4))
     assert "seed was 2023 and is 7" in str(refusal(run, "seed=7"))
@@ -86,17 +73,6 @@ def test_a_start_that_is_refused_keeps_the_step_and_the_settings(run: Path, begu
     assert (status["status"], status["step"], status["started_at_step"]) == ("failed", 4, 4)
     assert "seed was 2023 and is 7" in status["reason"]
     assert (run / "config.yaml").read_text() == (begun / "config.yaml").read_text()
-
-
-def test_moments_of_a_damaged_checkpoint_do_not_stay_where_the_next_one_has_none(begun: Path, tmp_path: Path) -> None:
-    main(["export", str(checkpoint(begun, 2)), f"--output_path={tmp_path / 'hf'}", "--dtype=float32"])
-    runs = [tmp_path / "with_damaged", tmp_path / "without"]
-    for each in runs:
-        main(["import", str(tmp_path / "hf"), f"--ckpt_save_path={each}"])
-    damage(shutil.copytree(checkpoint(begun, 4), checkpoint(runs[0], 4)))
-    for each in runs:
-        start(each, "run_steps=2")
-    assert equal(checkpoint(runs[0], 2), checkpoint(runs[1], 2)) and started_at(runs[0]) == 0
 
 
 def test_where_none_is_good_nothing_is_trained_and_all_are_named(run: Path, tmp_path: Path) -> None:
@@ -181,17 +157,6 @@ def test_a_start_that_is_killed_after_it_went_back_begins_the_optimizer_anew_aga
     assert not equal(checkpoint(run, 6), checkpoint(whole, 6))
 
 
-def test_a_damaged_checkpoint_is_named_where_the_run_goes_back_again(run: Path) -> None:
-    back = ["resume_from_checkpoint=2", EACH]
-    start(run, *back, "run_steps=1")
-    damage(checkpoint(run, 3))
-    start(run, *back, "run_steps=1")
-    assert started_at(run) == 2
-    *_, restored = (event for event in events_of(run) if event["event"] == "restore")
-    (passed_over,) = restored["passed_over"]
-    assert str(checkpoint(run, 3)) in passed_over
-
-
 def test_state_without_momentum_is_no_start_with_it(tmp_path: Path) -> None:
     start(tmp_path, "optimizer=rmsprop", "run_steps=2")
     assert "load_optimizer" in refusal(tmp_path, "optimizer=rmsprop", "momentum=0.9").settings
@@ -265,20 +230,6 @@ def test_nothing_is_moved_for_a_start_that_is_refused(part: str, run: Path) -> N
     assert checkpoint(run, 4).exists() and not list((run / "checkpoints").glob("set_aside_*"))
     start(run, "run_steps=1")
     assert started_at(run) == 4
-
-
-def test_what_is_saved_anew_under_the_name_that_was_asked_for_does_not_bring_the_run_back(run: Path) -> None:
-    best = run / "checkpoints" / "best"
-    back = [f"resume_from_checkpoint={best}", EACH, "learning_rate=2e-3", "run_steps=1"]
-    for name, begins in (("step_2_ckp", 2), ("step_3_ckp", 3)):
-        best.unlink(missing_ok=True)
-        best.symlink_to(name)
-        start(run, *back)
-        assert started_at(run) == begins
-    # A start without the flag has the next one with it go back again.
-    start(run, "run_steps=1", EACH)
-    start(run, "resume_from_checkpoint=2", "run_steps=1", EACH, "load_optimizer=false")
-    assert started_at(run) == 2
 
 
 def test_copies_of_the_step_stay_where_they_are(run: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 import statistics
 
@@ -55,15 +54,6 @@ def test_the_threshold_is_in_standard_deviations_of_the_last_losses_that_counted
             assert not found
         if not found:
             kept.append(loss)
-
-
-def test_the_state_is_json_and_goes_on_where_it_was() -> None:
-    whole, first, second = detector(phases=1), detector(phases=1), detector(phases=1)
-    losses = [*USUAL[:5], 30.0, *USUAL, 9.0, 3.0]
-    feed(first, losses[:7])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert feed(whole, losses)[7:] == feed(second, losses[7:])
-    assert second.state_dict() == whole.state_dict()
 
 
 def test_a_shorter_window_takes_the_newest_losses_and_a_longer_one_all() -> None:

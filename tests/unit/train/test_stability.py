@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,39 +10,26 @@ import torch
 
 from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import Activity
-from pretraining.errors import DivergenceError, HardwareError
+from pretraining.errors import DivergenceError
+from pretraining.observability.events import Events
 from pretraining.observability.step_outcome import SpikeVerdict, StepOutcome
-from pretraining.progress import Duration, Progress, TrainState
+from pretraining.progress import Progress, TrainState
 from pretraining.train.stability import Guards
 
 
 @dataclass
-class FakeReplicas:
-    """Replicas that differ as a test says."""
-
-    odd: dict[int, list[int]] = field(default_factory=dict)
-    compared: int = 0
-
-    def differing_ranks(self) -> dict[int, list[int]]:
-        self.compared += 1
-        return self.odd
-
-
-@dataclass
 class Watched:
-    """Guards, and what they say and see."""
+    """Guards, and the run that they watch."""
 
     config: GuardConfig
     steps: int = 100
-    replicas: FakeReplicas = field(default_factory=FakeReplicas)
-    activity: Activity = field(default_factory=Activity)
 
     def __post_init__(self) -> None:
         self.state = TrainState(self.steps, self.steps, 10, Progress(0, 0))
-        replicas: Any = self.replicas
+        replicas: Any = None
         mixture = SimpleNamespace(first_sample=lambda step: 4 * step)
         loader: Any = SimpleNamespace(reader=SimpleNamespace(mixture=mixture))
-        self.guards = Guards(self.config, loader, replicas, self.activity, None)
+        self.guards = Guards(self.config, loader, replicas, Activity(), None, Events())
 
     def step(self, skipped: bool, verdict: SpikeVerdict | None = None, rescaled: bool | None = None) -> None:
         self.state.advance(0.0)
@@ -89,32 +76,6 @@ def test_where_the_invocation_ends_the_last_step_counts() -> None:
         watched.step(True)
 
 
-def test_without_a_limit_nothing_ends_the_run_and_nothing_is_asked_of_the_device(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "pretraining")
-    watched = Watched(GuardConfig(max_skipped_steps=0))
-    for _ in range(50):
-        watched.step(True)
-    assert caplog.messages == []
-    assert watched.guards.state_dict() == {"skipped_in_a_row": 0}
-
-
-def test_counting_goes_on_from_a_checkpoint() -> None:
-    first = Watched(GuardConfig(max_skipped_steps=4))
-    first.step(True)
-    first.step(True)
-    state = first.guards.state_dict()
-    assert state == {"skipped_in_a_row": 2}  # that of the step just done, too
-    second = Watched(GuardConfig(max_skipped_steps=4))
-    second.state = TrainState(100, 100, 10, Progress(2, 20))
-    second.guards.load_state_dict(state)
-    second.step(True)
-    second.step(True)
-    with pytest.raises(DivergenceError, match="since step 1 "):
-        second.step(True)
-
-
 def test_asking_for_the_state_does_not_change_when_the_run_ends() -> None:
     """A checkpoint is described on some ranks only; all have to end at the same step."""
     asked, unasked = (Watched(GuardConfig(max_skipped_steps=2)) for _ in range(2))
@@ -133,27 +94,3 @@ def test_a_limit_that_became_smaller_than_what_was_counted_waits_for_the_next_st
     watched.step(False)
     watched.step(False)
     assert watched.guards.state_dict() == {"skipped_in_a_row": 0}
-
-
-@pytest.mark.usefixtures("single_process")
-def test_replicas_are_compared_on_the_interval_and_named_where_they_differ() -> None:
-    config = replace(GuardConfig(), replica_check_interval=Duration(2, "steps"))
-    watched = Watched(config)
-    watched.step(False)
-    watched.step(False)
-    watched.step(False)
-    assert watched.replicas.compared == 1
-    watched.replicas.odd = {0: [2, 3]}
-    with pytest.raises(HardwareError, match="at step 2 they were") as ending:
-        watched.step(False)
-    assert "rank 0 on " in str(ending.value) and "other weights than rank 2, 3" in str(ending.value)
-
-
-def test_every_step_is_told_to_whoever_watches() -> None:
-    watched = Watched(GuardConfig())
-    assert not watched.activity.warm
-    watched.step(False)
-    assert (watched.activity.step, watched.activity.warm) == (1, True)
-    before = watched.activity.events
-    watched.step(False)
-    assert watched.activity.events > before

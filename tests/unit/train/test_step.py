@@ -7,15 +7,14 @@ import pytest
 import torch
 from tiny_shape import TINY_SHAPE
 
-from pretraining.config.training import IGNORED_LABEL, LossConfig, OptimizerConfig, ParallelConfig
-from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
+from pretraining.config.training import LossConfig, OptimizerConfig, ParallelConfig
+from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.replicated import ReplicatedModel
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
-from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook, Outputs
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.horizon import Horizon
 from pretraining.optim.registry import build_optimizer
@@ -78,25 +77,6 @@ def test_how_a_batch_is_cut_changes_rounding_only() -> None:
         assert int(outcome.valid_tokens) == int(outcomes[0].valid_tokens) == 6 * 8
         for one, other in zip(weights[0], tensors, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_how_a_batch_is_cut_does_not_change_metrics_of_the_users_own() -> None:
-    def measure(outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        assert outputs.hidden_states is not None
-        valid = batch.labels_BS != IGNORED_LABEL
-        norms = (outputs.hidden_states.norm(dim=-1) * valid).sum()
-        return {"loss": (outputs.loss_sum, outputs.valid_tokens), "norm": (norms, valid.sum())}
-
-    found = []
-    for size in (6, 2, 4):
-        context = context_for_step()
-        metrics = CustomMetrics(MetricsHook(measure, needs_hidden_states=True), context.model.module, CPU)
-        outcome = train_step(replace(context, metrics=metrics), micro_batches(sequences(6), size), 0)
-        found.append(torch.stack(list(outcome.custom.values())))
-        assert list(outcome.custom) == ["loss", "norm"] and outcome.custom["norm"][1] == 6 * 8
-        assert float(outcome.custom["loss"][0]) == pytest.approx(float(outcome.loss_sum))
-    for other in found[1:]:
-        torch.testing.assert_close(found[0], other, rtol=1e-6, atol=0)
 
 
 def test_each_micro_batch_is_progress_that_the_watchdog_sees() -> None:

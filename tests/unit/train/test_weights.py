@@ -27,11 +27,7 @@ MODEL = {"model_variant", "hidden_size", "intermediate_size", "num_hidden_layers
 }
 DIMENSIONLESS = [flag for flag in TINY if flag.partition("=")[0] not in MODEL]
 
-KINDS = {
-    "tied": ["tie_word_embeddings=true"],
-    "plain": [],
-    "scaled": ["rope_theta=5e5", "rope_scaling=8,1,4,16"],
-}
+KINDS = {"tied": ["tie_word_embeddings=true"], "plain": [], "scaled": ["rope_theta=5e5", "rope_scaling=8,1,4,16"]}
 
 
 @pytest.mark.parametrize("kind", first_quick(*KINDS))
