@@ -21,7 +21,7 @@ from pretraining.config.training import CheckpointConfig, ReportConfig, TrainCon
 from pretraining.errors import ConfigError
 from pretraining.observability import report_file
 from pretraining.observability import trackers as trackers_module
-from pretraining.observability.report_file import LineSink, Sink
+from pretraining.observability.report_file import Sink, line_sink
 from pretraining.observability.tensorboard import TensorBoard
 from pretraining.observability.trackers import METRICS_FILE, JsonLines, QueuedSink, TrackedRun, Trackers, open_trackers
 
@@ -30,8 +30,8 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
-def metrics_in(folder: Path, restored_step: int) -> LineSink:
-    return LineSink(JsonLines(TrackedRun(TrainConfig(), "run", folder, restored_step)))
+def metrics_in(folder: Path, restored_step: int) -> Sink:
+    return line_sink(JsonLines(TrackedRun(TrainConfig(), "run", folder, restored_step)))
 
 
 def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(
@@ -141,8 +141,8 @@ def test_reports_that_find_no_room_wait_up_to_a_number_and_are_written_once_ther
     monkeypatch.setattr(report_file, "MOST_WAITING", most)
     run = TrackedRun(config_of(tmp_path), "run", tmp_path / "logs", 0)
     curves = TensorBoard(run)
-    tensorboard = Sink("tensorboard", lambda report: curves.log(*report), curves.close)
-    trackers = Trackers({METRICS_FILE: LineSink(JsonLines(run)), "tensorboard": tensorboard})
+    tensorboard = Sink("tensorboard", lambda *report: curves.log(*report[:2]), curves.close)
+    trackers = Trackers({METRICS_FILE: line_sink(JsonLines(run)), "tensorboard": tensorboard})
     metrics = tmp_path / "logs" / METRICS_FILE
     trackers.log(1, {"loss": 1.0})
     with no_file_longer_than(metrics.stat().st_size + 10):
