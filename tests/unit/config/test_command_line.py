@@ -150,13 +150,6 @@ def test_later_recipes_win_and_flags_win_over_all(tmp_path: Path) -> None:
     assert longer.run.num_steps == Duration(10**6, "tokens")
 
 
-def test_values_may_come_from_python() -> None:
-    flags = {"data_path": "d", "datasets": ["a", "b"], "weights": (1, 2.5), "learning_rate": 1e-4}
-    config = load_train_config([], flags)
-    assert config.data.datasets == ("a", "b") and config.data.weights == (1.0, 2.5)
-    assert config.optimizer.learning_rate == 1e-4
-
-
 @dataclass(frozen=True)
 class Flat:
     """Settings of a small command."""

@@ -104,16 +104,11 @@ from pretraining.config.training import BatchConfig, ParallelConfig
 @dataclass(frozen=True)
 class Section:
     size: PositiveInt = setting(2, "a number")
-    wrong_size: PositiveInt = setting("two", "a number")  # refused
-    maybe: PositiveInt | None = setting(None, "a number or none")
-    wrong_maybe: PositiveInt | None = setting("two", "a number or none")  # refused
+    wrong_size: PositiveInt | None = setting("two", "a number or none")  # refused
     kind: Literal["ddp", "fsdp"] = setting("fsdp", "a choice")
     misspelt_kind: Literal["ddp", "fsdp"] = setting("fdsp", "a choice")  # refused
-    kinds: tuple[Literal["ddp", "fsdp"], ...] = setting(("ddp",), "choices")
-    misspelt_kinds: tuple[Literal["ddp", "fsdp"], ...] = setting(("ddq",), "choices")  # refused
 
 
-ParallelConfig(sharding_strategy="hsdp")
 ParallelConfig(sharding_strategy="hdsp")  # refused
 BatchConfig(batch_size="two")  # refused
 """

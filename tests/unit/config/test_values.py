@@ -9,7 +9,7 @@ import pytest
 from annotated_types import Ge, Le, Lt
 
 from pretraining.config.fields import PositiveInt, Units, setting, settings_of
-from pretraining.config.values import format_value, limit_problem, parse_ranges, parse_value
+from pretraining.config.values import limit_problem, parse_ranges, parse_value
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 
@@ -124,14 +124,6 @@ def test_what_cannot_be_read_says_what_is_needed(name: str, raw: Any, message: s
 )
 def test_a_value_made_in_python_is_held_to_type_and_limits(name: str, value: object, problem: str) -> None:
     assert limit_problem(SETTINGS[name], value) == problem
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("maybe", None), ("on", True), ("on", False), ("maybe", -2), ("ratio", 0.1), ("ratio", -1e22), ("ratio", 1e-8)],
-)
-def test_a_formatted_value_reads_back(name: str, value: object) -> None:
-    assert parse_value(SETTINGS[name], format_value(value)) == value
 
 
 def test_both_ends_of_a_range_are_included_and_a_number_alone_is_both() -> None:

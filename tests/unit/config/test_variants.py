@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import VARIANTS, LlamaShape, RopeScaling, name_of_model, parameter_count, resolve_shape
+from pretraining.config.variants import VARIANTS, RopeScaling, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
 
 # variant: hidden, heads, kv heads, layers, feed-forward, context, theta, vocabulary, parameters in units of 10^7
@@ -45,18 +45,6 @@ def test_a_variant_has_its_published_dimensions_and_parameters(name: str) -> Non
     )
     assert dimensions == PUBLISHED[name][:-1]
     assert round(parameter_count(shape) / 1e7) == PUBLISHED[name][-1]
-
-
-def test_parameters_are_counted_matrix_by_matrix() -> None:
-    shape = LlamaShape(8, 16, 2, 4, 2, 2, 32, 64, 1e4, 1e-5, False, None)
-    attention = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8
-    feed_forward = 3 * 8 * 16
-    assert parameter_count(shape) == 2 * (attention + feed_forward + 2 * 8) + 2 * 32 * 8 + 8
-
-
-def test_a_tied_head_has_no_parameters_of_its_own() -> None:
-    tied = resolve_shape(ModelConfig(model_variant="tiny", tie_word_embeddings=True))
-    assert parameter_count(VARIANTS["tiny"]) - parameter_count(tied) == 32000 * 256
 
 
 STRETCHED = RopeScaling(32.0, 1.0, 4.0, 8192)

@@ -38,7 +38,6 @@ print(kept, pages[-1] < 100, held > 2**26, resident() - before < 2**26)
     ("choice", "said"),
     [
         ({}, "True True True True"),
-        ({"GLIBC_TUNABLES": "glibc.cpu.x86_data_cache_size=32768"}, "True True True True"),
         ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, "False False"),
         ({"MALLOC_MMAP_THRESHOLD_": "131072"}, "False False"),
     ],

@@ -195,14 +195,6 @@ def test_all_starts_of_a_run_are_one_run_of_mlflow_in_a_file_of_its_folder(tmp_p
     assert store.parameters["seq_length"] == str(TrainConfig().data.seq_length)
 
 
-def test_a_server_of_mlflow_is_found_by_its_own_variable_and_keeps_artifacts_itself(
-    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
-    opened("mlflow", tmp_path, project_name="llamas").close()
-    assert store.uris == ["http://server"] and store.experiments == [("llamas", None)]
-
-
 def test_an_error_of_the_training_fails_the_run_and_one_that_mlflow_does_not_know_begins_again(
     tmp_path: Path, store: FakeStore, wandb: FakeWandb
 ) -> None:
@@ -234,14 +226,18 @@ def test_a_wandb_server_that_is_away_is_one_warning_and_the_run_is_kept_offline_
         assert wandb.inits[0]["mode"] == "offline" and wandb.teardowns == 1
 
 
-def test_reports_wait_while_the_store_of_mlflow_is_away(tmp_path: Path, store: FakeStore) -> None:
+def test_reports_wait_while_a_server_of_mlflow_is_away(
+    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
     store.away = 3  # at the start and at two reports
-    trackers = opened("mlflow", tmp_path)
+    trackers = opened("mlflow", tmp_path, project_name="llamas")
     assert trackers.state_dict() == {}
     for step in (1, 2, 3):
         trackers.log(step, {"loss": float(step)})
     trackers.close()
     assert [step for step, _ in store.metrics] == [1, 2, 3] and store.runs == {"run-0": "FINISHED"}
+    assert store.uris == ["http://server"] and store.experiments == [("llamas", None)]  # it keeps artifacts itself
 
 
 @pytest.mark.parametrize("service", ["wandb", "mlflow"])
