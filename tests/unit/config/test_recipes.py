@@ -70,8 +70,6 @@ def test_a_recipe_is_read_like_flags(tmp_path: Path, text: str, name: str) -> No
     [
         ("learning_rat: 1", "a.yaml", "learning_rat is not known: did you mean learning_rate?"),
         ("run:\n  seed: {a: 1}", "a.yaml", "run.seed.a is not known"),
-        ("seed: x", "a.yaml", "seed: x: a whole number"),
-        ("seed: [1, 2]", "a.yaml", "not a list"),
         ("seed: null", "a.yaml", "not null"),
         ("datasets: [[a]]", "a.yaml", "a list holds plain values"),
         ("num_steps: 5\nmax_tokens: 5B", "a.yaml", "two run lengths"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from pretraining.config.training import ModelConfig
@@ -82,9 +80,9 @@ def test_what_is_not_given_is_the_variants_or_follows(model: ModelConfig, values
             (ModelConfig(rope_scaling=scaling), ["--rope_scaling="])
             for scaling in (
                 (8.0,),
-                (0.5, 1.0, 4.0, 8192.0),
-                (8.0, 4.0, 4.0, 8192.0),
-                (8.0, 0.0, 4.0, 8192.0),
+                (0.5, 1.0, 4.0, 8e3),
+                (8.0, 4.0, 4.0, 8e3),
+                (8.0, 0.0, 4.0, 8e3),
                 (8.0, 1.0, 4.0, 0.5),
             )
         ),
@@ -96,14 +94,6 @@ def test_a_model_that_cannot_be_is_refused_with_the_arithmetic(model: ModelConfi
     assert len(error.value.problems) == len(problems) and all(part in str(error.value) for part in problems)
 
 
-SHAPE_OF_13B: dict[str, Any] = {
-    "hidden_size": 5120,
-    "intermediate_size": 13824,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-}
-
-
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -112,7 +102,7 @@ SHAPE_OF_13B: dict[str, Any] = {
         (ModelConfig(model_variant="medium", tie_word_embeddings=True), "medium"),
         (ModelConfig(num_hidden_layers=4), "llama"),
         (ModelConfig(model_variant="llama3.2_1b", rope_scaling=(1, 1, 4, 8192)), "llama"),
-        (ModelConfig(**SHAPE_OF_13B, vocab_size=99), "13b"),
+        (ModelConfig(None, 5120, 13824, 40, 40, vocab_size=99), "13b"),
     ],
 )
 def test_a_model_is_called_what_it_is(model: ModelConfig, name: str) -> None:
