@@ -126,7 +126,6 @@ def sections_of(root: type) -> dict[str, type]:
     return {name: hint for name, hint in get_type_hints(root).items() if _is_section(hint)}
 
 
-@cache
 def settings_of(root: type) -> Mapping[str, Setting]:
     """Return every setting of a root by name, in the order of declaration.
 
@@ -134,6 +133,11 @@ def settings_of(root: type) -> Mapping[str, Setting]:
         TypeError: a field has a type that no text can be parsed into, or two sections share a name (mistakes of the
             dataclass's author).
     """
+    return _settings_of(root)
+
+
+@cache
+def _settings_of(root: type) -> Mapping[str, Setting]:
     settings: dict[str, Setting] = {}
     for setting in _settings_in(root, "", None, silent_change=False):
         if setting.name in settings:
