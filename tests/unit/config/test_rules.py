@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pretraining.config.command_line import load_train_config
-from pretraining.config.commands import ImportConfig, PrepareConfig
 from pretraining.config.fields import build, settings_of
 from pretraining.config.rules import check_config, find_problems, remarks
-from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig, checkpointed_blocks
+from pretraining.config.training import DataConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.values import parse_value
 from pretraining.errors import ConfigError
 
@@ -168,16 +166,3 @@ def test_a_setting_that_another_one_leaves_without_an_effect_is_a_remark(flags: 
 def test_matrices_that_do_not_fit_float8_are_refused(flags: list[str], problems: list[str]) -> None:
     found = find_problems(config_of("float8=rowwise", *flags))
     assert [part in problem for part, problem in zip(problems, found, strict=True)] == [True] * len(problems)
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (replace(config_of(), checkpoint=CheckpointConfig(ckpt_save_path="")), "ckpt_save_path"),
-        (ImportConfig(input_path="a", ckpt_save_path=""), "ckpt_save_path"),
-        (PrepareConfig(source="stdlib", hf_config="en"), "hf_config"),
-    ],
-)
-def test_settings_of_nothing_are_refused(config: Any, named: str) -> None:
-    (problem,) = find_problems(config)
-    assert ConfigError(problem).settings[0] == named
