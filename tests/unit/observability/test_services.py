@@ -161,11 +161,12 @@ def test_an_error_of_the_training_fails_the_run_and_one_that_mlflow_does_not_kno
 ) -> None:
     services = [opened("wandb", tmp_path), opened("mlflow", tmp_path, run_id="gone")]
     for trackers in services:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError) as failed:
             try:
                 raise ValueError("of the training")
             finally:
                 trackers.close()
+        assert len(failed.traceback) == 1  # it is as it was
     wandb.init.return_value.finish.assert_called_once_with(exit_code=1)
     assert store.runs == {tmp_path.name: "FAILED"}
 
