@@ -102,7 +102,7 @@ def test_what_is_agreed_is_a_step_behind_and_every_reduction_is_waited_for(
     waited: list[int] = []
 
     def all_reduce(offered: torch.Tensor, op: object, async_op: bool) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: waited.append(int(offered[1])))
+        return SimpleNamespace(wait=lambda: waited.append(-int(offered[1])))
 
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
