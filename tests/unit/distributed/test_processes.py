@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from pretraining.config.training import ParallelConfig
 from pretraining.distributed import processes
 from pretraining.distributed.host_sync import HostSync, HostValues
-from pretraining.distributed.processes import join_processes
+from pretraining.distributed.processes import join_processes, on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import Rendezvous
 from pretraining.errors import DataError, LaunchError, LostPeerError
 from pretraining.launch.layout import ProcessLayout, resolve_layout
@@ -60,6 +62,21 @@ def test_the_end_of_another_process_is_said_in_a_line_and_not_waited_for() -> No
     with pytest.raises(RuntimeError, match="shape mismatch"), join_processes(ALONE):
         raise RuntimeError("shape mismatch")
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("everywhere", [on_rank_zero, on_every_rank])
+def test_results_and_errors_come_back_as_they_are(everywhere: Callable[[Callable[[], object]], object]) -> None:
+    assert everywhere(lambda: [1, 2]) == [1, 2]
+
+    def fails() -> None:
+        raise DataError("gone", path="a", row=3)
+
+    with pytest.raises(DataError) as error:
+        everywhere(fails)
+    assert (error.value.path, error.value.row) == (Path("a"), 3)
+    with pytest.raises(ZeroDivisionError):
+        everywhere(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize(
