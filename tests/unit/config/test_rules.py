@@ -89,6 +89,7 @@ def test_settings_that_contradict_each_other_are_refused(flags: list[str], named
         ["weights_only=true", "ckpt_load_path=runs/a"],
         ["ckpt_save_path=none", "tracker=none"],
         ["tracker=none", "tracker_run_id=a"],
+        ["tracker=tensorboard,mlflow", "tracker_run_id=a"],
     ],
 )
 def test_settings_that_fit_pass(flags: list[str]) -> None:
