@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
 
@@ -269,14 +269,9 @@ class OptimizerConfig:
         """Return the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
         own = OPTIMIZERS.get(self.optimizer, OPTIMIZERS["adamw"]).defaults
         chosen = replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
-        if self.optimizer != "muon":
-            return chosen
-        rate, decay = self.muon_adam_learning_rate, self.muon_adam_weight_decay
-        return replace(
-            chosen,
-            muon_adam_learning_rate=chosen.learning_rate if rate is None else rate,
-            muon_adam_weight_decay=chosen.weight_decay if decay is None else decay,
-        )
+        of_adam = {"muon_adam_learning_rate": chosen.learning_rate, "muon_adam_weight_decay": chosen.weight_decay}
+        unset: dict[str, Any] = {name: value for name, value in of_adam.items() if getattr(self, name) is None}
+        return replace(chosen, **unset) if self.optimizer == "muon" else chosen
 
     @property
     def peak_learning_rate(self) -> float:
