@@ -28,8 +28,8 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.commands import ExportConfig, SampleConfig
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config, settle_run_folder
-from pretraining.config.training import CheckpointConfig, TrainConfig
-from pretraining.config.values import expand_home, format_value
+from pretraining.config.training import TrainConfig
+from pretraining.config.values import expand_home
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, LaunchError, Preempted
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import CpuThreads, set_threads
@@ -92,10 +92,7 @@ class Trainer:
         Raises:
             ConfigError: carries every problem of recipes and settings.
         """
-        flags: dict[str, Any] = {
-            name: list(value) if isinstance(value, tuple | list) else format_value(value)
-            for name, value in settings.items()
-        }
+        flags: dict[str, Any] = {name: "none" if value is None else value for name, value in settings.items()}
         if recipes:
             flags["recipe"] = [str(recipe) for recipe in recipes]
         return cls(load_train_config(flags=flags, translate=translate_when_needed))
@@ -162,15 +159,12 @@ class Trainer:
         Raises:
             PretrainError: any mistake of the user.
         """
-        settings, initial = self.config.checkpoint, CheckpointConfig()
-        source = replace(
-            settings,
-            ckpt_load_path=self._source(path),
-            resume_from_checkpoint=initial.resume_from_checkpoint,
-            init_from=initial.init_from,
+        source = self._source(path)
+        checkpoint = replace(
+            self.config.checkpoint, ckpt_load_path=source, resume_from_checkpoint=None, init_from="auto"
         )
         evaluation = replace(self.config.evaluation, eval_only=True)
-        config = replace(self.config, checkpoint=source, evaluation=evaluation)
+        config = replace(self.config, checkpoint=checkpoint, evaluation=evaluation)
         check_config(config)
         with _embedded(config) as (layout, requests, _):
             from pretraining.train.run import evaluate

@@ -33,7 +33,8 @@ from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.checkpoint.start_point import fetched_path
 from pretraining.config.training import CheckpointConfig
-from pretraining.distributed.processes import DelayedMinimum, gather_from_every_rank, on_every_rank, on_rank_zero, place
+from pretraining.distributed.host_sync import DelayedMinimum
+from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, place
 from pretraining.errors import CheckpointError
 from pretraining.files import checked_values, exists, is_address, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
@@ -228,8 +229,8 @@ class Mirror:
         Raises:
             TakenOverError: another process writes into the mirror; on every rank alike.
         """
-        if self._work is not None and (status := self._agreement.offer(self._status())) is not None:
-            self._advance(status)
+        if self._work is not None and (least := self._agreement.offer(self._status())) is not None:
+            self._advance(int(least[0]))
 
     def finish(self, seconds: float) -> str | None:
         """Wait until all is copied; return what prevented it if that takes longer, on every rank alike.

@@ -32,7 +32,8 @@ from pretraining.checkpoint.run_folder import CHECKPOINTS, Checkpoint, checkpoin
 from pretraining.checkpoint.writer import Save, SavePlan, plan_save, save_checkpoint
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.grad_norm import local_part
-from pretraining.distributed.processes import DelayedMinimum, on_every_rank, on_rank_zero
+from pretraining.distributed.host_sync import DelayedMinimum
+from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.errors import CheckpointError
 from pretraining.optim.optimizer import materialise_state
@@ -103,7 +104,7 @@ class Saver:
         """
         if self._under_way is None:
             return None
-        return self.wait() if self._agreement.offer(self._under_way.done()) else None
+        return self.wait() if self._agreement.offer(self._under_way.done()) == [True] else None
 
     def wait(self) -> Checkpoint | None:
         """Wait for the save under way, if any, and return what was saved; raises as `poll`."""

@@ -38,58 +38,45 @@ class PrepareConfig:
 
     input_path: tuple[str, ...] = setting(
         (),
-        "text to read: files, folders and globs, comma list. .jsonl and .ndjson hold a document a line, .parquet, "
-        ".arrow and .feather one a row, other files one each; texts may be .gz or .zst",
+        "files, folders and globs to read, comma list. A document is a line of .jsonl and .ndjson, a row of .parquet, "
+        ".arrow and .feather, else a file; .gz and .zst are read, too",
     )
     source: Literal["stdlib"] | None = setting(
-        None,
-        "text that needs no files, in place of input_path; stdlib: the source code of this Python's standard library",
+        None, "text that needs no files; stdlib: the source code of Python's standard library"
     )
     hf_dataset: str | None = setting(
-        None,
-        "a Hugging Face dataset in place of input_path: its name on the Hub, or a local folder (of data files, or "
-        "written by save_to_disk); needs pip install 'pretraining[hf]'",
+        None, "a Hugging Face dataset: name on the Hub or local folder; needs pip install 'pretraining[hf]'"
     )
     hf_config: str | None = setting(None, "configuration of hf_dataset; none = its only one")
     hf_split: str = setting("train", "split of hf_dataset")
     text_field: str = setting(
-        "text",
-        "field (JSON lines) or column (tables, hf_dataset) that holds the text. A column with lists of integers holds "
-        "token ids: they are taken as they are",
+        "text", "field or column with the text; a column with lists of integers holds token ids, taken as they are"
     )
     extensions: tuple[str, ...] = setting(
         ("txt", "text", "md", "jsonl", "ndjson", "parquet", "arrow", "feather"),
-        "endings of the files taken from folders, comma list, .gz and .zst behind them too; files and globs are taken "
-        "whatever their ending",
+        "endings of the files taken from folders, also with .gz or .zst behind them; globs take any ending",
     )
-    output_path: str = setting(
-        "data", "root folder (the data_path of training): tokenizer.json and a sub-folder a dataset are written here"
-    )
-    dataset: str | None = setting(
-        None, "name of the dataset's sub-folder; none = the name of the input folder, file or source"
-    )
+    output_path: str = setting("data", "root folder, data_path of training: tokenizer.json and a folder per dataset")
+    dataset: str | None = setting(None, "name of the dataset's folder; none = that of the input folder, file or source")
     tokenizer_path: str | None = setting(
         None,
-        "folder, tokenizer.json or name on the Hugging Face Hub to encode with; none = the tokenizer in output_path, "
-        "or where there is none a byte-level BPE trained on the text",
+        "folder, tokenizer.json or name on the Hub to encode with; none = that in output_path, else a new BPE",
     )
     vocab_size: PositiveInt | None = setting(
         None,
-        "entries of a tokenizer trained here; none = 32000, or fewer where the text does not give as many. Of token "
-        "ids: every one is below it; none = the tokenizer's, or one more than the largest",
+        "entries of a new tokenizer; none = 32000, or fewer for little text. Token ids must be below it; none = the "
+        "tokenizer's size, or one more than the largest id",
     )
     tokens_per_file: PositiveInt = setting(
-        100_000_000,
-        "a new token file is begun at the first document after this many tokens, and after about 256 MB of input",
+        100_000_000, "begin a new file after this many tokens, or about 256 MB of input"
     )
     num_workers: NonNegativeInt | None = setting(
-        None, "threads that encode; none or 0 = one a core. The output does not depend on it"
+        None, "threads that encode; none or 0 = one per core; the output is the same"
     )
     encoder: Literal["auto", "fastokens", "tokenizers"] = setting(
         "auto",
-        "library that encodes: fastokens, many times as fast, checked against the other on a sample of the text; or "
-        "tokenizers, the reference. auto = fastokens where it is installed and takes the tokenizer. The output does "
-        "not depend on it",
+        "fastokens: many times as fast, checked on a sample of the text; tokenizers: the reference; auto: fastokens "
+        "if it is installed and takes the tokenizer. The output is the same",
     )
 
     @property
@@ -116,25 +103,22 @@ class ExportConfig:
     """Write a checkpoint in a form that other programs read. It takes one process and the memory of one tensor."""
 
     ckpt_load_path: str = required(
-        "checkpoint, or run whose newest one is taken, or the address of one in an object store; also as the first "
-        "word",
+        "checkpoint, run (its newest one), or address of one in an object store; also as the first word",
         first_word=True,
         may_be_address=True,
     )
     output_path: str = required("folder to make; it appears when it is complete")
     format: Literal["hf", "full"] = setting(
         "hf",
-        "hf: a folder for AutoModelForCausalLM.from_pretrained; full: four .pt files with weights and optimizer state, "
-        "from which training goes on as well",
+        "hf: a folder for AutoModelForCausalLM.from_pretrained; full: four .pt files that training can resume from",
     )
     dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16",
-        "of the weights in the hf form: bfloat16, half the size and what Llama models are published in; float32, the "
-        "bits that are trained",
+        "of the weights in the hf form: bfloat16, as Llama models are published; float32, as they are trained",
     )
     max_shard_size: str = setting("5GB", "largest weight file of the hf form: 500MB, 5GB, 2GiB")
     tokenizer_path: str | None = setting(
-        None, "folder or tokenizer.json to put into the hf form; none = the tokenizer_path that the run was given"
+        None, "folder or tokenizer.json for the hf form; none = the run's tokenizer_path"
     )
 
     @property
@@ -160,14 +144,12 @@ class SampleConfig:
     """Continue a prompt with a trained model, in one process: on a GPU where there is one."""
 
     ckpt_load_path: str = required(
-        "checkpoint, run whose newest one is taken, or Hugging Face folder; also as the first word", first_word=True
+        "checkpoint, run (its newest one), or Hugging Face folder; also as the first word", first_word=True
     )
     prompt: str | None = setting(None, "text to continue; none = as a document begins")
-    prompt_tokens: tuple[NonNegativeInt, ...] = setting(
-        (), "token ids to continue, comma list, in place of prompt; ids are printed, and no tokenizer is needed"
-    )
+    prompt_tokens: tuple[NonNegativeInt, ...] = setting((), "token ids instead of prompt, comma list; ids are printed")
     tokenizer_path: str | None = setting(
-        None, "folder or tokenizer.json; none = that of the folder, or the tokenizer_path that the run was given"
+        None, "folder or tokenizer.json; none = the folder's, or the run's tokenizer_path"
     )
     max_new_tokens: PositiveInt = setting(128, "how many tokens to add, unless the text ends before")
     temperature: NonNegativeFloat = setting(0.8, "above 1 bolder, below 1 tamer; 0 takes the likeliest token each time")
@@ -183,13 +165,9 @@ class TranslateConfig:
     """
 
     input_path: str = required("the file; also as the first word", first_word=True)
-    kind: ForeignKind | None = setting(
-        None, "what it is: stub, guide, deepspeed, composed or nanogpt; none = what its keys say"
-    )
+    kind: ForeignKind | None = setting(None, "stub, guide, deepspeed, composed or nanogpt; none = as its keys say")
     output_path: str | None = setting(None, "recipe to write; none = printed")
-    accept_llama: bool = setting(
-        False, "where it describes another model (GELU, dropout, biases, …), take a Llama of the same shape"
-    )
+    accept_llama: bool = setting(False, "take a Llama of the same shape for another model (GELU, dropout, biases)")
     accept_unknown: bool = setting(False, "leave out the keys that are not understood")
 
 
@@ -198,9 +176,7 @@ class ListConfig:
     """Show the checkpoints of a run. Their content is not read: `pretrain verify` does that."""
 
     run_path: str = required(
-        "the run's folder, or its address in an object store; also as the first word",
-        first_word=True,
-        may_be_address=True,
+        "run's folder or address in an object store; also as the first word", first_word=True, may_be_address=True
     )
     json: bool = setting(False, "one JSON object a checkpoint")
 
@@ -231,18 +207,14 @@ class PageConfig:
 class InspectSettings:
     """What to show of the run that the other settings describe. ckpt_load_path takes those of a checkpoint."""
 
-    step: Annotated[int, Ge(1), Le(LARGEST_STEP)] | None = setting(
-        None, "the step to show, numbered from 1 as in reports: the batch of that update"
-    )
+    step: Annotated[int, Ge(1), Le(LARGEST_STEP)] | None = setting(None, "the step to show, counted from 1")
     steps: str | None = setting(None, "A-B: a summary of steps A to B, a line a dataset, in place of single samples")
-    sample_id: Annotated[int, Ge(0), Le(10**15)] | None = setting(
-        None, "show only the sample with this global index; its step is found"
-    )
+    sample_id: Annotated[int, Ge(0), Le(10**15)] | None = setting(None, "the sample to show, by its global index")
     rank: NonNegativeInt | None = setting(None, "show only what this process trains on; needs world_size")
     world_size: PositiveInt | None = setting(
         None,
-        "GPUs that share the global batch; none = 1. What is in the batch depends on it only where neither "
-        "global_batch_size nor a checkpoint says how large that is",
+        "GPUs that share the global batch; none = 1. It matters only if neither global_batch_size nor a checkpoint "
+        "says its size",
     )
     tokens: bool = setting(False, "show the token ids too, and with tokenizer_path their text")
     json: bool = setting(False, "one JSON object a sample (with steps: a dataset), nothing shortened")
@@ -273,12 +245,10 @@ class PlanSettings:
         None, "Gbit/s from each node to others, all of its adapters together; none = common with that GPU"
     )
     search: bool = setting(
-        False,
-        "a table of what fits, the fastest first, of all strategies, groups, kinds of checkpointing and micro-batches, "
-        "with the global batch of the settings",
+        False, "a table of what fits, fastest first: strategies, groups, checkpointing, micro-batches"
     )
     optimizer_state_bytes: Annotated[float, Ge(0), Le(1024)] | None = setting(
-        None, "bytes a parameter that an optimizer of your own keeps; none = 8, as AdamW"
+        None, "bytes per parameter that a user-defined optimizer keeps; none = 8, as AdamW"
     )
     json: bool = setting(False, "one JSON object in place of the table; with search, one a line")
 
@@ -312,42 +282,33 @@ class VerifyConfig:
     """Read token files or checkpoints wholly and name every fault. The status is 0 only if there is none."""
 
     ckpt_path: str | None = setting(
-        None,
-        "checkpoint to check, or run, of which all are; also as the first word: `pretrain verify runs/a`",
-        first_word=True,
+        None, "checkpoint, or run with all of its checkpoints; also as the first word", first_word=True
     )
     data_path: str | None = setting(None, "root folder of the datasets to check, as for training")
-    datasets: tuple[str, ...] = setting(
-        (), "sub-folders of data_path to check, comma list; empty = every sub-folder with token files"
-    )
+    datasets: tuple[str, ...] = setting((), "sub-folders of data_path, comma list; empty = all with token files")
     vocab_size: PositiveInt | None = setting(
-        None,
-        "every token must be below it; none = that of the tokenizer in prepare.json, or no check where there is none",
+        None, "every token must be below it; none = the size in prepare.json, else no check"
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto", "format of the token files, as for training"
     )
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
-    sep_token: NonNegativeInt | None = setting(
-        None, "token id that ends documents, for files that need it to find them"
-    )
+    sep_token: NonNegativeInt | None = setting(None, "token id at the end of documents, for files that need it")
     token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
-    num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one a core")
+    num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one per core")
 
 
 @dataclass(frozen=True)
 class DoctorSettings:
     """What to measure of the machines that the run would be on. Started like training; takes seconds."""
 
-    disk_path: str | None = setting(
-        ".", "folder whose disk is measured, such as that of the data or the checkpoints; none = no disk"
-    )
+    disk_path: str | None = setting(".", "folder whose disk is measured; none = no disk")
     disk_mib: PositiveInt = setting(256, "size of the file that is written there and read again, MiB")
     message_mib: PositiveInt | None = setting(
         None, "largest message between processes, MiB; none = 256 on GPUs, 16 on CPUs"
     )
     slow_factor: Annotated[float, Ge(1.05)] = setting(
-        1.3, "name a rank or a link that is this many times slower than the median of the others"
+        1.3, "name a rank or link that is this many times slower than the median of the others"
     )
     json: bool = setting(False, "one JSON object in place of the tables")
 

@@ -53,48 +53,25 @@ PartOfRun = Annotated[Duration, Units(("steps", "tokens", "epochs", PERCENT))]
 Time = Annotated[Duration, Units(("seconds",))]
 
 
-def setting(
-    default: T,
-    help: str = "",
-    *,
-    silent_change: bool = False,
-    per_node: bool = False,
-    aliases: Mapping[str, str] | None = None,
-    first_word: bool = False,
-    may_be_address: bool = False,
-) -> T:
+def setting(default: T, help: str = "", **declared: Any) -> T:
     """Declare a setting, or a section of them.
 
     Args:
         default: the value without a flag or a recipe.
         help: what the flag does, in a sentence.
-        silent_change: whether a resumed run may change it without a word, because it only says where things are, what
-            is shown or how the work is laid out, or because another line says it. Of a section: of all its settings.
-        per_node: whether nodes may have different values, because it says where files are on a node's disks, or how
-            many threads work there; none is none on all nodes. Every other setting is the same in the whole job.
-        aliases: foreign spellings of its values, and what they mean.
-        first_word: whether it may be a word alone, before the flags: `pretrain verify runs/a`.
-        may_be_address: whether the path may be the address of a folder in an object store.
+        declared: the last attributes of `Setting`; of a section `silent_change` alone, which holds for all of it.
     """
-    declared = {
-        "help": help,
-        "silent_change": silent_change,
-        "per_node": per_node,
-        "aliases": aliases or {},
-        "first_word": first_word,
-        "may_be_address": may_be_address,
-    }
-    return dataclasses.field(default=default, metadata=declared)
+    return dataclasses.field(default=default, metadata={"help": help, **declared})
 
 
-def required(help: str, *, first_word: bool = False, may_be_address: bool = False) -> Any:
+def required(help: str, **declared: Any) -> Any:
     """Declare a setting without a default: the user must give it. Arguments are as in `setting`."""
-    return dataclasses.field(metadata={"help": help, "first_word": first_word, "may_be_address": may_be_address})
+    return dataclasses.field(metadata={"help": help, **declared})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting of a root; what `setting` declares is described there.
+    """One setting of a root.
 
     Attributes:
         section: the field of the root that holds it; "" in a flat root.
@@ -106,6 +83,14 @@ class Setting:
         units: of a duration, the units that are meaningful.
         limits: of a number, by `Ge`, `Le` or `Lt`.
         pluggable: whether a user's own, as `package.module:Name`, is a choice, too.
+        help: what the flag does, in a sentence.
+        silent_change: whether a resumed run may change it without a word, because it only says where things are, what
+            is shown or how the work is laid out, or because another line says it.
+        aliases: foreign spellings of its values, and what they mean.
+        per_node: whether nodes may have different values, because it says where files are on a node's disks, or how
+            many threads work there; none is none on all nodes. Every other setting is the same in the whole job.
+        first_word: whether it may be a word alone, before the flags: `pretrain verify runs/a`.
+        may_be_address: whether the path may be the address of a folder in an object store.
     """
 
     name: str
@@ -118,8 +103,8 @@ class Setting:
     units: tuple[str, ...]
     limits: Mapping[type, float]
     pluggable: bool
-    silent_change: bool
     help: str = ""
+    silent_change: bool = False
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     per_node: bool = False
     first_word: bool = False

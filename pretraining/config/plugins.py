@@ -105,15 +105,16 @@ OPTIMIZERS = {
         matrix_update_bytes=(5, 10),  # as simulated; sharded ones go to their owners and back
     ),
 }
+_WARMUP_AND_DECAY = "pretraining.optim.schedules:warmup_and_decay"
 _OF_STABLE_PHASE = ("warmup_steps", "min_lr_ratio", "stable_steps", "decay_steps")
 SCHEDULES = {
-    "cosine": Entry("pretraining.optim.schedules:cosine", ("warmup_steps", "min_lr_ratio")),
-    "linear": Entry("pretraining.optim.schedules:linear", ("warmup_steps", "min_lr_ratio")),
-    "constant": Entry("pretraining.optim.schedules:constant", ("warmup_steps",)),
-    "polynomial": Entry("pretraining.optim.schedules:polynomial", ("warmup_steps", "min_lr_ratio", "decay_power")),
+    "cosine": Entry(_WARMUP_AND_DECAY, ("warmup_steps", "min_lr_ratio")),
+    "linear": Entry(_WARMUP_AND_DECAY, ("warmup_steps", "min_lr_ratio")),
+    "constant": Entry(_WARMUP_AND_DECAY, ("warmup_steps",)),
+    "polynomial": Entry(_WARMUP_AND_DECAY, ("warmup_steps", "min_lr_ratio", "decay_power")),
     "piecewise_linear": Entry("pretraining.optim.schedules:piecewise_linear", ("schedule_points",)),
-    "trapezoid": Entry("pretraining.optim.schedules:warmup_stable_decay", _OF_STABLE_PHASE),
-    "wsd": Entry("pretraining.optim.schedules:warmup_stable_decay", (*_OF_STABLE_PHASE, "decay_shape")),
+    "trapezoid": Entry(_WARMUP_AND_DECAY, _OF_STABLE_PHASE),
+    "wsd": Entry(_WARMUP_AND_DECAY, (*_OF_STABLE_PHASE, "decay_shape")),
 }
 TOKEN_FORMATS = {
     "arrow": "pretraining.data.storage.arrow:ArrowFormat",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
 
@@ -49,26 +49,21 @@ class ModelConfig:
     """A named variant of Llama; any dimension may change, under its Hugging Face name."""
 
     model_variant: str | None = setting(
-        None,
-        "named dimensions (docs/configurations.md); none = those of the loaded weights, else 7b",
+        None, "named dimensions (docs/configurations.md); none = those of the loaded weights, else 7b"
     )
     hidden_size: PositiveInt | None = setting(None, "width of the residual stream; none = the variant's")
     intermediate_size: PositiveInt | None = setting(None, "width of the feed-forward layer; none = the variant's")
     num_hidden_layers: PositiveInt | None = setting(None, "number of blocks; none = the variant's")
     num_attention_heads: PositiveInt | None = setting(None, "query heads; none = the variant's")
     num_key_value_heads: PositiveInt | None = setting(
-        None,
-        "key/value heads; none = the variant's, or num_attention_heads if those are equal there",
+        None, "key/value heads; none = the variant's, or num_attention_heads if those are equal there"
     )
     vocab_size: Annotated[int, Ge(2)] | None = setting(
         None,
         "rows of the embedding; none = from the weights, tokenizer_path (rounded up to a multiple of 128) or the "
         "variant",
     )
-    max_position_embeddings: PositiveInt | None = setting(
-        None,
-        "context length in exports; none = the variant's",
-    )
+    max_position_embeddings: PositiveInt | None = setting(None, "context length in exports; none = the variant's")
     rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies; none = the variant's")
     rope_scaling: tuple[NonNegativeFloat, ...] = setting(
         (),
@@ -83,53 +78,34 @@ class ModelConfig:
 class DataConfig:
     """The sources of tokens, and how they are cut into samples."""
 
-    data_path: str | None = setting(
-        None,
-        "root folder of the datasets",
-        silent_change=True,
-        per_node=True,
-    )
+    data_path: str | None = setting(None, "root folder of the datasets", silent_change=True, per_node=True)
     datasets: tuple[str, ...] = setting(
         (),
         "sub-folders of data_path with token files, or such files; empty = every such sub-folder",
         silent_change=True,
     )
-    weights: tuple[float, ...] = setting(
-        (),
-        "proportions of the datasets; empty = their tokens",
-        silent_change=True,
-    )
+    weights: tuple[float, ...] = setting((), "proportions of the datasets; empty = their tokens", silent_change=True)
     seq_length: PositiveInt = setting(4096, "tokens per sequence")
     packing: Packing = setting(
         "stream",
         "stream: documents end to end, no padding; others: whole documents and padding, least with best_fit, most with "
         "greedy",
     )
-    bos_token: NonNegativeInt | None = setting(
-        None,
-        "token id to put before every document that lacks it",
-    )
+    bos_token: NonNegativeInt | None = setting(None, "token id to put before every document that lacks it")
     sep_token: NonNegativeInt | None = setting(
-        None,
-        "token id to put after every document that lacks it; none = end_of_text of prepare.json, if any",
+        None, "token id to put after every document that lacks it; none = end_of_text of prepare.json, if any"
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
-        (),
-        "token ids to remove at both ends of every document, before bos_token and sep_token",
+        (), "token ids to remove at both ends of every document, before bos_token and sep_token"
     )
     min_length: PositiveInt = setting(1, "leave out documents with fewer tokens, after strip_tokens")
     logical_shards: PositiveInt = setting(1024, "pieces of a dataset; the order of the data depends on it")
     document_mask: bool = setting(False, "keep attention and labels inside documents; positions restart at each")
     num_workers: NonNegativeInt = setting(
-        1,
-        "threads per process that read ahead; the data stays the same",
-        silent_change=True,
-        per_node=True,
+        1, "threads per process that read ahead; the data stays the same", silent_change=True, per_node=True
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
-        "auto",
-        "auto (by suffix), arrow, npy, bin, or package.module:Class (docs/extending.md)",
-        silent_change=True,
+        "auto", "auto (by suffix), arrow, npy, bin, or package.module:Class (docs/extending.md)", silent_change=True
     )
     token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
     col_name: str = setting("tokens", "column of the token files that holds the token ids")
@@ -152,13 +128,9 @@ class DataConfig:
         silent_change=True,
     )
     bad_documents: Literal["stop", "quarantine"] = setting(
-        "stop",
-        "if a sample cannot be read: stop; or quarantine: ignore its labels",
+        "stop", "if a sample cannot be read: stop; or quarantine: ignore its labels"
     )
-    use_dummy_dataset: bool = setting(
-        False,
-        "made-up tokens in place of data_path, for tests and benchmarks",
-    )
+    use_dummy_dataset: bool = setting(False, "made-up tokens in place of data_path, for tests and benchmarks")
 
     @property
     def skipped_ranges(self) -> list[tuple[int, int]]:
@@ -172,8 +144,7 @@ class BatchConfig:
 
     batch_size: PositiveInt = setting(2, "sequences per GPU and micro-batch")
     global_batch_size: PositiveInt | None = setting(
-        None,
-        "sequences per step over all GPUs; none = the checkpoint's, or batch_size x grad_accum_steps x GPUs",
+        None, "sequences per step over all GPUs; none = the checkpoint's, or batch_size x grad_accum_steps x GPUs"
     )
     grad_accum_steps: PositiveInt | None = setting(None, "micro-batches per step; none = from global_batch_size, or 1")
 
@@ -192,8 +163,7 @@ class RunConfig:
         "of a SLURM job",
     )
     max_starts_without_progress: NonNegativeInt = setting(
-        5,
-        "refuse to start after this many starts in a row without progress (docs/reliability.md); 0 = never",
+        5, "refuse to start after this many starts in a row without progress (docs/reliability.md); 0 = never"
     )
     seed: NonNegativeInt = setting(2023, "of the initial weights and of the order of the data")
     gc_interval: NonNegativeInt = setting(
@@ -210,9 +180,7 @@ class RunConfig:
     deterministic: bool = setting(False, "only kernels that give the same bits each time (slower on CUDA)")
     ignore_memory: bool = setting(False, "start even if the estimate exceeds the memory", silent_change=True)
     dry_run: bool = setting(
-        False,
-        "show settings with their sources, plan and first batch; write nothing",
-        silent_change=True,
+        False, "show settings with their sources, plan and first batch; write nothing", silent_change=True
     )
 
 
@@ -222,8 +190,7 @@ class ParallelConfig:
 
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: GPUs if there are any; cuda: refused without")
     backend: Literal["auto", "nccl", "gloo"] = setting(
-        "auto",
-        "library of communication; auto: nccl on GPUs, gloo on CPUs",
+        "auto", "library of communication; auto: nccl on GPUs, gloo on CPUs"
     )
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",
@@ -241,22 +208,16 @@ class ParallelConfig:
         "has units for it",
     )
     mp_dtype: Literal["bfloat16", "float16"] = setting(
-        "bfloat16",
-        "of mixed_precision: bfloat16, or float16 with a dynamic loss scale",
+        "bfloat16", "of mixed_precision: bfloat16, or float16 with a dynamic loss scale"
     )
     float8: Float8Scaling | None = setting(
         None,
         "multiply matrices of the blocks in float8, with a scale per tensor (tensorwise) or row (rowwise); needs "
         "torchao and compute capability 8.9",
     )
-    low_cpu_fsdp: bool = setting(
-        True,
-        "fill the model shard by shard; false = first whole on every GPU",
-    )
+    low_cpu_fsdp: bool = setting(True, "fill the model shard by shard; false = first whole on every GPU")
     fsdp_activation_checkpointing: bool = setting(
-        False,
-        "keep only the inputs of blocks; recompute the rest in the backward pass",
-        silent_change=True,
+        False, "keep only the inputs of blocks; recompute the rest in the backward pass", silent_change=True
     )
     selective_checkpointing: str = setting(
         ALL_BLOCKS,
@@ -264,11 +225,7 @@ class ParallelConfig:
         "but keep results of matrix products and attention",
         silent_change=True,
     )
-    use_torch_compile: bool = setting(
-        False,
-        "compile the blocks; the first step then takes longer",
-        silent_change=True,
-    )
+    use_torch_compile: bool = setting(False, "compile the blocks; the first step then takes longer", silent_change=True)
 
 
 @dataclass(frozen=True)
@@ -282,8 +239,7 @@ class OptimizerConfig:
     )
     optimizer_options: tuple[str, ...] = setting((), "arguments of a user-defined optimizer: key=value")
     learning_rate: NonNegativeFloat | None = setting(
-        None,
-        "the peak, after warm-up; none = 3e-4, muon 1e-3, sgd, sgdm and normalized_sgdm 0.1",
+        None, "the peak, after warm-up; none = 3e-4, muon 1e-3, sgd, sgdm and normalized_sgdm 0.1"
     )
     weight_decay: NonNegativeFloat | None = setting(
         None,
@@ -313,14 +269,9 @@ class OptimizerConfig:
         """Return the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
         own = OPTIMIZERS.get(self.optimizer, OPTIMIZERS["adamw"]).defaults
         chosen = replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
-        if self.optimizer != "muon":
-            return chosen
-        rate, decay = self.muon_adam_learning_rate, self.muon_adam_weight_decay
-        return replace(
-            chosen,
-            muon_adam_learning_rate=chosen.learning_rate if rate is None else rate,
-            muon_adam_weight_decay=chosen.weight_decay if decay is None else decay,
-        )
+        of_adam = {"muon_adam_learning_rate": chosen.learning_rate, "muon_adam_weight_decay": chosen.weight_decay}
+        unset: dict[str, Any] = {name: value for name, value in of_adam.items() if getattr(self, name) is None}
+        return replace(chosen, **unset) if self.optimizer == "muon" else chosen
 
     @property
     def peak_learning_rate(self) -> float:
@@ -358,8 +309,7 @@ class ScheduleConfig:
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
-        "initial",
-        "annealing: a straight line from the peak to zero, instead of the schedule",
+        "initial", "annealing: a straight line from the peak to zero, instead of the schedule"
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     stable_steps: PartOfRun | None = setting(None, "of wsd and trapezoid: length at the peak; the decay takes the rest")
@@ -426,33 +376,25 @@ class CheckpointConfig:
         silent_change=True,
     )
     weights_only: bool = setting(
-        False,
-        "begin a new run with the weights of ckpt_load_path; always with a Hugging Face folder",
+        False, "begin a new run with the weights of ckpt_load_path; always with a Hugging Face folder"
     )
     ckpt_format: Literal["sharded", "full"] = setting(
-        "sharded",
-        "sharded: each process writes its part, as safetensors; full: four unsharded .pt files",
+        "sharded", "sharded: each process writes its part, as safetensors; full: four unsharded .pt files"
     )
     load_optimizer: bool = setting(
-        True,
-        "resume the optimizer's state; false = discard it, until the first save with this setting",
+        True, "resume the optimizer's state; false = discard it, until the first save with this setting"
     )
     checkpoint_interval: Duration = setting(Duration(1000, "steps"), "how often to save; 0 = only at the end")
     checkpoint_steps: tuple[PositiveInt, ...] = setting((), "further steps to save after")
     preempt_interval: Duration = setting(
-        Duration(0, "steps"),
-        "how often to save a checkpoint that the next replaces; 0 = never",
+        Duration(0, "steps"), "how often to save a checkpoint that the next replaces; 0 = never"
     )
     keep_last: PositiveInt | None = setting(None, "newest checkpoints to keep, besides best and final; none = all")
     save_best: bool = setting(True, "save whenever an evaluation has the lowest loss so far")
     ckpt_name: Literal["step", "tokens"] = setting(
-        "step",
-        "step: step_1000_ckp; tokens: tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt",
+        "step", "step: step_1000_ckp; tokens: tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt"
     )
-    async_save: bool | None = setting(
-        None,
-        "save during training, from a copy in host memory; none = on CUDA",
-    )
+    async_save: bool | None = setting(None, "save during training, from a copy in host memory; none = on CUDA")
 
     @property
     def folder(self) -> Path:
@@ -465,14 +407,8 @@ class CheckpointConfig:
 class EvaluationConfig:
     """Losses on documents that are never trained on, and samples of text."""
 
-    eval_datasets: tuple[str, ...] = setting(
-        (),
-        "more evaluation sets: folders with token files, or such files",
-    )
-    eval_interval: Duration = setting(
-        Duration(1000, "steps"),
-        "how often to evaluate; 0 = only at the end",
-    )
+    eval_datasets: tuple[str, ...] = setting((), "more evaluation sets: folders with token files, or such files")
+    eval_interval: Duration = setting(Duration(1000, "steps"), "how often to evaluate; 0 = only at the end")
     eval_batches: PositiveInt = setting(
         16,
         "global batches per evaluation of the held-out documents, and of each of eval_datasets (at most), always the "
@@ -484,13 +420,10 @@ class EvaluationConfig:
         silent_change=True,
     )
     best_by: str | None = setting(
-        None,
-        "evaluation set that chooses the best checkpoint; none = the mean over all tokens",
+        None, "evaluation set that chooses the best checkpoint; none = the mean over all tokens"
     )
     early_stopping_evaluations: NonNegativeInt = setting(
-        0,
-        "finish the run after this many evaluations in a row without a lower loss; 0 = never",
-        silent_change=True,
+        0, "finish the run after this many evaluations in a row without a lower loss; 0 = never", silent_change=True
     )
     eval_only: bool = setting(
         False,
@@ -501,11 +434,7 @@ class EvaluationConfig:
     sample_tokens: NonNegativeInt = setting(
         64, "tokens generated at the end of the run, with tokenizer_path; 0 = none", silent_change=True
     )
-    sample_at_evaluations: bool = setting(
-        False,
-        "also generate after each evaluation",
-        silent_change=True,
-    )
+    sample_at_evaluations: bool = setting(False, "also generate after each evaluation", silent_change=True)
 
 
 @dataclass(frozen=True)
@@ -532,8 +461,7 @@ class GuardConfig:
     """When updates are skipped, and when a run stops or rolls back."""
 
     max_skipped_steps: NonNegativeInt = setting(
-        20,
-        "skipped updates in a row before the run stops or rolls back (max_rollbacks); 0 = never",
+        20, "skipped updates in a row before the run stops or rolls back (max_rollbacks); 0 = never"
     )
     spike_threshold: Annotated[float, Ge(1)] | None = setting(
         None,
@@ -549,21 +477,15 @@ class GuardConfig:
         "times without progress; 0 = stop",
     )
     replica_check_interval: Duration = setting(
-        Duration(0, "steps"),
-        "how often to compare replicas, and stop if they differ; 0 = never",
+        Duration(0, "steps"), "how often to compare replicas, and stop if they differ; 0 = never"
     )
     straggler_factor: Annotated[float, Ge(1.05)] | None = setting(
-        1.5,
-        "name a process whose own work takes this many times the others'; none = never",
+        1.5, "name a process whose own work takes this many times the others'; none = never"
     )
     hang_timeout: Time = setting(
-        Duration(600, "seconds"),
-        "stop the job with exit code 124 after this long without progress; 0s = never",
+        Duration(600, "seconds"), "stop the job with exit code 124 after this long without progress; 0s = never"
     )
-    first_step_timeout: Time = setting(
-        Duration(1800, "seconds"),
-        "the same until the first step is done; 0s = never",
-    )
+    first_step_timeout: Time = setting(Duration(1800, "seconds"), "the same until the first step is done; 0s = never")
 
 
 @dataclass(frozen=True)
@@ -576,8 +498,7 @@ class LossConfig:
         "(1 GiB in float32)",
     )
     z_loss_weight: NonNegativeFloat = setting(
-        0.0,
-        "add this many times ln(Z)^2 to a token's loss, with Z its softmax's denominator; 1e-4 is common",
+        0.0, "add this many times ln(Z)^2 to a token's loss, with Z its softmax's denominator; 1e-4 is common"
     )
 
 
@@ -586,8 +507,7 @@ class ProfilerConfig:
     """Traces of the time and the memory of some steps."""
 
     use_profiler: bool = setting(
-        False,
-        "trace some steps into <ckpt_save_path>/profile_traces; print where their time went",
+        False, "trace some steps into <ckpt_save_path>/profile_traces; print where their time went"
     )
     profile_steps: tuple[str, ...] = setting(
         (),
@@ -596,8 +516,7 @@ class ProfilerConfig:
     profile_interval: Duration = setting(Duration(0, "steps"), "how often to profile three steps; 0 = never")
     profiler_rank0_only: bool = setting(True, "trace rank 0 only; false = all ranks, a file each")
     memory_snapshot: bool = setting(
-        False,
-        "on CUDA, record the code line of each allocation, per profile and when memory runs out",
+        False, "on CUDA, record the code line of each allocation, per profile and when memory runs out"
     )
 
     @property

@@ -85,17 +85,6 @@ def split_list(raw: Raw) -> list[str]:
     return items
 
 
-def parse_bool(text: str) -> bool:
-    """Return what a word for true or false means.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if text.strip().lower() not in BOOL_WORDS:
-        raise ValueError("true or false is needed (also yes, no, on, off, 1, 0)")
-    return BOOL_WORDS[text.strip().lower()]
-
-
 def parse_ranges(
     flag: str, texts: Sequence[str], smallest: int, largest: int = LARGEST_AMOUNT
 ) -> list[tuple[int, int]]:
@@ -189,7 +178,9 @@ def _parse_one(setting: Setting, text: str) -> Any:
         except ConfigError as error:
             raise ValueError(str(error)) from error
     if setting.base is bool:
-        return parse_bool(text)
+        if (word := text.strip().lower()) not in BOOL_WORDS:
+            raise ValueError("true or false is needed (also yes, no, on, off, 1, 0)")
+        return BOOL_WORDS[word]
     if setting.base is str:
         return expand_home(text) if setting.is_path else text
     number = parse_number(text)

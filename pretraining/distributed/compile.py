@@ -17,8 +17,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pretraining.errors import ConfigError
-
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Have each block compiled, in place, when it is first used."""
@@ -33,23 +31,3 @@ def without_compiling() -> Iterator[None]:
     """Run compiled blocks uncompiled, for inputs that have another shape each time."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextmanager
-def naming_the_flag(rank: int | None) -> Iterator[None]:
-    """Raise a ConfigError in place of the compiler's error, which may come in any step.
-
-    `rank` is that of this process, None where it is the only one.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
-            raise
-        cause = str(error).strip().partition("\n")[0]
-        explained = ConfigError(
-            f"--use_torch_compile=true: the model's blocks cannot be compiled here: {type(error).__name__}: {cause}\n"
-            "Train with --use_torch_compile=false; TORCH_LOGS=+inductor says more. It needs a C++ compiler or Triton."
-        )
-        explained.rank = rank
-        raise explained from error

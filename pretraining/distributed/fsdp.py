@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule
 
 
 class ShardedModel:
@@ -36,9 +36,13 @@ class ShardedModel:
         device: torch.device,
         tie_weights: Callable[[], None],
     ) -> None:
-        from torch.distributed.fsdp import fully_shard  # here, since it takes a second, and one device shards nothing
+        # Here, since it takes a second, and one device shards nothing.
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        policy = precision_policy(dtype)
+        # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
+        policy = MixedPrecisionPolicy(
+            None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         # A replicate axis of one would add an all-reduce with nobody.
         axes = mesh if mesh.size(0) > 1 else mesh["shard"]
         for block in blocks:
@@ -70,16 +74,6 @@ class ShardedModel:
 
     def finish_gradients(self) -> None:
         """Do nothing: FSDP has the gradients reduced when backward returns."""
-
-
-def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return FSDP's policy: parameters compute in `dtype`, gradients are reduced in float32."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
-    return MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
 
 
 def reshard_model(model: nn.Module) -> None:

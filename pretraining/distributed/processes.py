@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from pretraining.config.training import ParallelConfig
-from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, Deadline, Rendezvous
 from pretraining.errors import LaunchError, LostPeerError, PretrainError
 from pretraining.launch.layout import ProcessLayout
@@ -234,31 +233,6 @@ def _all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 def place() -> tuple[int, int]:
     """Return rank and number of processes; one alone, as of a command, has joined no others."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-class DelayedMinimum:
-    """The least of the values that all ranks offer, known at the next offer: no rank waits for another."""
-
-    def __init__(self) -> None:
-        self._pending: tuple[Any, torch.Tensor] | None = None
-
-    def offer(self, value: int) -> int | None:
-        """Offer this rank's value; return the least of those offered at the call before, None at the first call."""
-        offered = torch.tensor([value], dtype=torch.int32)
-        work = dist.all_reduce(offered, op=dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
-        least = self.forget()
-        self._pending = (work, offered)
-        return least
-
-    def forget(self) -> int | None:
-        """Begin again; return the least of the values offered last, if any."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        work, least = pending
-        if work is not None:
-            wait_for(work)
-        return int(least)
 
 
 def _device_of(local_rank: int, local_world_size: int, parallel: ParallelConfig = _ANYWHERE) -> torch.device:

@@ -41,7 +41,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
 """Between two polls, in seconds: short while all are starting, longer when one is late."""
 MOST_NAMED = 16
 
-SECONDS_FOR_OTHERS = 5.0
+SECONDS_FOR_OTHERS = 2.0
 """How long the process that serves the store stays after a failure, for the others to read it."""
 
 
@@ -186,10 +186,8 @@ class Rendezvous:
 
         def fail(text: str) -> NoReturn:
             first = watch.compare_set("failed", "", text).decode()
-            read, until = watch.add("failure read", 1), time.monotonic() + SECONDS_FOR_OTHERS
-            while layout.rank == 0 and read < layout.world_size and time.monotonic() < until:
-                time.sleep(SHORTEST_PAUSE)
-                read = watch.add("failure read", 0)
+            if layout.rank == 0 and layout.world_size > 1:
+                time.sleep(SECONDS_FOR_OTHERS)
             raise LaunchError(first)
 
         def look(missing: Iterable[int]) -> None:

@@ -27,11 +27,6 @@ class Interface:
     name: str
     address: str
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine hears what is sent there."""
-        return self.address.startswith("127.")
-
     def __str__(self) -> str:
         return f"{self.address} ({self.name})"
 
@@ -49,7 +44,8 @@ def interface_towards(host: str) -> Interface | None:
 def interface_to_others(hosts: Iterable[str]) -> Interface | None:
     """Return the interface that leads to the first of the hosts that is on another machine; None where none is."""
     found = (interface_towards(host) for host in hosts)
-    return next((each for each in found if each is not None and not each.is_loopback), None)
+    # Only this machine hears what is sent to a loopback address.
+    return next((each for each in found if each is not None and not each.address.startswith("127.")), None)
 
 
 def _names_of_interfaces() -> dict[str, str]:

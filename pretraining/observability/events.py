@@ -21,7 +21,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pretraining.observability.report_file import LineSink, RecordFile, Sink
+from pretraining.observability.report_file import RecordFile, Sink, line_sink
 from pretraining.observability.trackers import LOGS
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Events:
             file = RecordFile(path)
             if path.read_bytes()[-1:] not in (b"", b"\n"):
                 file.append(b"\n")  # a killed process has left a piece of a line
-            self._sink = LineSink(file)
+            self._sink = line_sink(file)
         except OSError as error:
             log.warning("%s cannot be written (%s): what happens to the run is not kept", path, error.strerror or error)
 

@@ -21,6 +21,8 @@ from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
+Report = tuple[int, dict[str, Any], float]
+"""Step, values, and when it was handed over, in seconds since 1970."""
 MOST_WAITING = 20_000
 """Reports that wait in memory for a disk or a service: about 10 MB."""
 
@@ -33,22 +35,24 @@ class Sink:
 
     Args:
         name: of the place, for errors that name no file.
-        write: takes what `put` is given.
+        write: takes step and values of a report, and when it was handed over, in seconds since 1970.
         close: of the place.
     """
 
-    def __init__(self, name: str, write: Callable[[Any], object], close: Callable[[], object]) -> None:
+    def __init__(
+        self, name: str, write: Callable[[int, dict[str, Any], float], object], close: Callable[[], object]
+    ) -> None:
         self.name = name
         self._write, self._close = write, close
-        self._waiting: deque[Any] = deque()
+        self._waiting: deque[Report] = deque()
         self._lost = 0
         self._is_failing = False
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Hand over a report."""
-        self.put((step, values))
+        self.put((step, values, time.time()))
 
-    def put(self, report: Any) -> None:
+    def put(self, report: Report) -> None:
         """Hand over a report behind those that wait; the oldest one is lost if there are too many."""
         self._waiting.append(report)
         if len(self._waiting) > MOST_WAITING:
@@ -69,7 +73,7 @@ class Sink:
     def _send(self) -> None:
         while self._waiting:
             try:
-                self._write(self._waiting[0])
+                self._write(*self._waiting[0])
             except OSError as error:
                 self._warn(error)
                 return
@@ -115,15 +119,9 @@ class RecordFile:
         self._file.close()
 
 
-class LineSink(Sink):
-    """Appends reports to a file, a JSON object per line."""
-
-    def __init__(self, file: RecordFile) -> None:
-        super().__init__(str(file.path), lambda report: file.append(json_line(*report)), file.close)
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Append a line, which has the present time also if it has to wait."""
-        self.put((step, values, time.time()))
+def line_sink(file: RecordFile) -> Sink:
+    """Return a sink that appends reports to a file, a JSON object per line."""
+    return Sink(str(file.path), lambda *report: file.append(json_line(*report)), file.close)
 
 
 def json_line(step: int, values: dict[str, Any], seconds: float) -> bytes:

@@ -29,14 +29,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import check_regular, exists, parse_json, write_atomic
-from pretraining.observability.report_file import (
-    MOST_WAITING,
-    LineSink,
-    RecordFile,
-    Sink,
-    describe_failure,
-    json_line,
-)
+from pretraining.observability.report_file import MOST_WAITING, RecordFile, Sink, describe_failure, json_line, line_sink
 from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
@@ -103,7 +96,9 @@ class QueuedSink(Sink):
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self._made: Future[Tracker] = Future()
-        super().__init__(name, lambda report: self._made.result().log(*report), lambda: self._made.result().close())
+        super().__init__(
+            name, lambda *report: self._made.result().log(*report[:2]), lambda: self._made.result().close()
+        )
         self._queue: SimpleQueue[Any] = SimpleQueue()  # reports, then how the run ends: an error or None
         self._thread = threading.Thread(target=self._work, args=(make,), name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -126,7 +121,7 @@ class QueuedSink(Sink):
         if not self._thread.is_alive():  # the tracker could not be started
             return
         if self._queue.qsize() < MOST_WAITING:
-            self._queue.put((step, values))
+            self._queue.put((step, values, time.time()))
         else:
             self._lost += 1
 
@@ -213,7 +208,7 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
     trackers = Trackers(ids={name: run_id for name, run_id in run_ids.items() if isinstance(run_id, str)})
     try:
         if logs is not None:
-            trackers.sinks[METRICS_FILE] = LineSink(JsonLines(replace(tracked, folder=logs)))
+            trackers.sinks[METRICS_FILE] = line_sink(JsonLines(replace(tracked, folder=logs)))
         for name in report.tracker:
             if name == "jsonl" and logs is not None and folder.resolve() == logs.resolve():
                 continue  # metrics.jsonl is there already

@@ -13,6 +13,8 @@ from pretraining.text import count_of
 
 DECAY_SHARE = Fraction(1, 5)
 """Of the run, where nothing says how long the decay is: enough for most of the gain (Hägele et al. 2024)."""
+SHAPES = {"cosine": "cosine", "linear": "linear", "polynomial": "polynomial", "trapezoid": "linear"}
+"""Of the decay of schedules that are named after it; `decay_shape` says that of others."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,9 @@ class Horizon:
     `min_lr_ratio` of the peak.
 
     Attributes:
-        decay_steps: updates below the peak at the end, of schedules that stay at the peak before.
-        decay_shape: of theirs: a name of `DECAYS`.
-        decay_power: of the polynomial one.
+        decay_steps: updates below the peak, at the end of the run.
+        decay_shape: of these: a name of `DECAYS`.
+        decay_power: of the polynomial shape.
         points: (step, share of the peak), steps rising.
     """
 
@@ -54,7 +56,7 @@ def resolve_horizon(
     """
     total = num_steps.to_steps(token_schedule, training_tokens)
     if schedule.training_stage == "annealing":
-        return Horizon(warmup_steps=0, total_steps=total, min_lr_ratio=0.0)
+        return Horizon(0, total, min_lr_ratio=0.0, decay_steps=total - 1)
     warmup = 0
     if schedule.schedule != "piecewise_linear":
         warmup = resolve_warmup_steps(schedule.warmup_steps, num_steps, token_schedule, training_tokens)
@@ -63,7 +65,7 @@ def resolve_horizon(
         total,
         schedule.min_lr_ratio,
         decay_steps=_decay_steps(schedule, warmup, total, token_schedule, training_tokens),
-        decay_shape="linear" if schedule.schedule == "trapezoid" else schedule.decay_shape or "1-sqrt",
+        decay_shape=SHAPES.get(schedule.schedule) or schedule.decay_shape or "1-sqrt",
         decay_power=schedule.decay_power if schedule.decay_power is not None else 1.0,
         points=_points(schedule, total, token_schedule, training_tokens),
     )
@@ -74,6 +76,8 @@ def _decay_steps(
 ) -> int:
     """Count the decay at the end of the run, where steps have as many tokens as they have now."""
     room = total - warmup
+    if schedule.schedule in ("cosine", "linear", "polynomial", "constant"):
+        return 0 if schedule.schedule == "constant" else room - 1
     name = "stable_steps" if schedule.decay_steps is None else "decay_steps"
     length = schedule.stable_steps if schedule.decay_steps is None else schedule.decay_steps
     if length is None:

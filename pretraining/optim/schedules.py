@@ -28,36 +28,19 @@ class Schedule(Protocol):
         ...
 
 
-def cosine(step: int, peak: float, horizon: Horizon) -> float:
-    """Linear warm-up to the peak, then half a cosine down to `min_lr_ratio` of it (Loshchilov and Hutter, 2017)."""
-    return peak * _warm_up_and_decay(step, horizon, horizon.warmup_steps, DECAYS["cosine"])
+def warmup_and_decay(step: int, peak: float, horizon: Horizon) -> float:
+    """Linear warm-up to the peak, the peak, then `decay_steps` updates down to `min_lr_ratio` of it, in `decay_shape`.
 
-
-def linear(step: int, peak: float, horizon: Horizon) -> float:
-    """Linear warm-up to the peak, then straight down to `min_lr_ratio` of it."""
-    return peak * _warm_up_and_decay(step, horizon, horizon.warmup_steps, DECAYS["linear"])
-
-
-def polynomial(step: int, peak: float, horizon: Horizon) -> float:
-    """Linear warm-up, then down as `decay_power` of what is left of the run, to `min_lr_ratio` of the peak."""
-    return peak * _warm_up_and_decay(
-        step, horizon, horizon.warmup_steps, lambda done: (1 - done) ** horizon.decay_power
-    )
-
-
-def constant(step: int, peak: float, horizon: Horizon) -> float:
-    """Linear warm-up to the peak, which stays."""
-    return peak * _warm_up_and_decay(step, horizon, horizon.total_steps, DECAYS["linear"])
-
-
-def warmup_stable_decay(step: int, peak: float, horizon: Horizon) -> float:
-    """Linear warm-up, the peak, then `decay_steps` updates down to `min_lr_ratio` of it, in `decay_shape`.
-
-    The phases of Hu et al. (2024, MiniCPM, section 4); with the linear shape a trapezoid.
+    Without updates at the peak, the cosine of Loshchilov and Hutter (2017); with them, the phases of Hu et al. (2024,
+    MiniCPM, section 4). Without a decay, constant.
     """
-    return peak * _warm_up_and_decay(
-        step, horizon, horizon.total_steps - 1 - horizon.decay_steps, DECAYS[horizon.decay_shape]
-    )
+    if step < horizon.warmup_steps:
+        return peak * ((step + 1) / (horizon.warmup_steps + 1))
+    last = horizon.total_steps - 1
+    begin = max(last - horizon.decay_steps, horizon.warmup_steps)
+    done = min(1.0, (step - begin) / (last - begin)) if step > begin and last > begin else 0.0
+    left = DECAYS[horizon.decay_shape](done, horizon.decay_power)
+    return peak * (horizon.min_lr_ratio + (1.0 - horizon.min_lr_ratio) * left)
 
 
 def piecewise_linear(step: int, peak: float, horizon: Horizon) -> float:
@@ -70,21 +53,13 @@ def piecewise_linear(step: int, peak: float, horizon: Horizon) -> float:
     return peak * (low + (high - low) * (step - begin) / (end - begin))
 
 
-DECAYS: dict[str, Callable[[float], float]] = {
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    "1-sqrt": lambda done: 1 - math.sqrt(done),
+DECAYS: dict[str, Callable[[float, float], float]] = {
+    "linear": lambda done, power: 1 - done,
+    "polynomial": lambda done, power: (1 - done) ** power,
+    "cosine": lambda done, power: 0.5 * (1 + math.cos(math.pi * done)),
+    "1-sqrt": lambda done, power: 1 - math.sqrt(done),
 }
 """What is left of the way from the peak to the end after a share of the decay; 1-sqrt of Hägele et al. (2024)."""
-
-
-def _warm_up_and_decay(step: int, horizon: Horizon, decay_after: int, decay: Callable[[float], float]) -> float:
-    """Return the share of the peak; updates after `decay_after` are below it, the last of the run at its end."""
-    if step < horizon.warmup_steps:
-        return (step + 1) / (horizon.warmup_steps + 1)
-    last, begin = horizon.total_steps - 1, max(decay_after, horizon.warmup_steps)
-    done = min(1.0, (step - begin) / (last - begin)) if step > begin and last > begin else 0.0
-    return horizon.min_lr_ratio + (1.0 - horizon.min_lr_ratio) * decay(done)
 
 
 class LearningRate:

@@ -28,7 +28,6 @@ from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import remarks
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.values import format_value
-from pretraining.distributed.compile import naming_the_flag
 from pretraining.distributed.processes import (
     Processes,
     gather_from_every_rank,
@@ -144,7 +143,6 @@ def train(
         with (
             nullcontext() if path is None else hold_lease(Path(path), processes) as lease,
             explain_out_of_memory(config, mesh["shard"].size(), processes),
-            naming_the_flag(processes.rank if processes.world_size > 1 else None),
         ):
             start = begin_start(config.checkpoint, status)
             on_every_rank(requests.end_before_training)
@@ -178,10 +176,7 @@ def evaluate(
     """
     requests = StopRequests() if stop_requests is None else stop_requests
     end_at_signal = replace(requests, deadline=None).end_before_training
-    with (
-        working_together(config, layout, end_at_signal, is_guest) as processes,
-        naming_the_flag(processes.rank if processes.world_size > 1 else None),
-    ):
+    with working_together(config, layout, end_at_signal, is_guest) as processes:
         return evaluate_only(config, processes, requests, hook)
 
 

@@ -87,13 +87,6 @@ def test_imports_go_downwards_only(path: Path) -> None:
     assert violations(part_of_file(path), parts_imported(modules_of_file(path))) == []
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if part_of_file(path) in TORCH_FREE], ids=lambda path: path.stem
-)
-def test_settings_and_launch_name_no_torch(path: Path) -> None:
-    assert [name for name in modules_of_file(path) if name.split(".")[0] in ("torch", "torchdata")] == []
-
-
 def test_settings_and_launch_load_no_torch() -> None:
     """Not through another library or the package's `__init__` either: `--help` answers at once."""
     names = [

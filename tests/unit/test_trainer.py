@@ -118,11 +118,8 @@ def test_settings_come_from_recipes_and_on_top_from_python(tmp_path: Path) -> No
     config = made.config
     assert (str(config.run.num_steps), config.model.hidden_size, config.optimizer.learning_rate) == ("8", 128, 1e-3)
     assert config.parallel.mixed_precision is False and config.run.run_steps is None
-    assert (config.data.datasets, config.data.weights, config.data.data_path) == (
-        ("web", "code"),
-        (3.0, 1.0),
-        str(tmp_path),
-    )
+    assert (config.data.datasets, config.data.weights) == (("web", "code"), (3.0, 1.0))
+    assert config.data.data_path == str(tmp_path)
 
 
 def test_all_mistakes_in_the_settings_come_in_one_error(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment
 from tiers import first_quick
-from trainers import SETTINGS, WithHits, metrics_of, trainer
+from trainers import SETTINGS, WithHits, trainer
 from training_runs import losses_of
 
 from pretraining import Trainer
@@ -114,21 +114,6 @@ def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
     assert stopped._source(None) == str(tmp_path / "stopped")
     assert trainer(Trainer, tmp_path / "stopped", **few).train().status == "finished"
     assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
-
-
-def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
-    stopped = trainer(Calling, tmp_path, held_out_fraction=0.0)
-
-    def interrupt_twice(step: int) -> None:
-        if step == 2:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-
-    stopped.call = interrupt_twice
-    with pytest.raises(KeyboardInterrupt):
-        stopped.train()
-    assert [report["step"] for report in metrics_of(tmp_path)] == [1]
-    assert trainer(Trainer, tmp_path, held_out_fraction=0.0).train().step == 4
 
 
 def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pretraining.cli import COMMANDS
-from pretraining.config.commands import PrepareConfig
+from pretraining.config.commands import ImportConfig, PrepareConfig
 from pretraining.config.fields import settings_of
 from pretraining.config.rules import check_config, find_problems
+from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
 from pretraining.config.values import limit_problem, parse_value
 from pretraining.errors import ConfigError
 
@@ -39,9 +42,12 @@ def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) 
         (PrepareConfig(input_path=("a/*.txt",)), "dataset"),
         (PrepareConfig(input_path=("a",), dataset="x/y"), "dataset"),
         (PrepareConfig(input_path=("a/.hidden",)), "dataset"),
+        (PrepareConfig(source="stdlib", hf_config="en"), "hf_config"),
+        (ImportConfig(input_path="a", ckpt_save_path=""), "ckpt_save_path"),
+        (TrainConfig(data=DataConfig(data_path="d"), checkpoint=CheckpointConfig(ckpt_save_path="")), "ckpt_save_path"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(config: PrepareConfig, named: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(config: Any, named: str) -> None:
     [problem] = find_problems(config)
     assert ConfigError(problem).settings[0] == named
 

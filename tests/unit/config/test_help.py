@@ -23,7 +23,7 @@ def test_help_explains_every_flag() -> None:
     for name, known in settings_of(TrainConfig).items():
         assert f"  --{name}=" in text
         assert known.help.split()[0] in text
-    assert "--recipe=A,B" in text
+    assert "--recipe=A,B" in text and "[0.95]" in text
     assert "\n  DURATION " in text
 
 

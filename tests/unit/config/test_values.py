@@ -9,7 +9,7 @@ import pytest
 from annotated_types import Ge, Le, Lt
 
 from pretraining.config.fields import PositiveInt, Units, setting, settings_of
-from pretraining.config.values import format_value, limit_problem, parse_ranges, parse_value
+from pretraining.config.values import limit_problem, parse_ranges, parse_value
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 
@@ -42,13 +42,10 @@ SETTINGS = settings_of(Example)
     [
         ("text", "none", "none"),
         ("text", " a=b, c ", " a=b, c "),
-        ("text", "false", "false"),
-        ("path", "12345e67", "12345e67"),
         ("path", "none", None),
         ("path", "", None),
         ("count", "5_000", 5000),
         ("count", "1e6", 1_000_000),
-        ("count", "2.5e3", 2500),
         ("count", "8.0", 8),
         ("maybe", "-3", -3),
         ("rate", "1e-3", 0.001),
@@ -114,24 +111,14 @@ def test_what_cannot_be_read_says_what_is_needed(name: str, raw: Any, message: s
         ("path", "none", "'none' reads as none: write None, or ./none for a path"),
         ("count", 2.0, "a whole number is needed"),
         ("count", True, "a whole number is needed"),
-        ("rate", float("nan"), "a finite number is needed"),
         ("on", 1, "true or false is needed"),
         ("length", 1000, "a duration, as Duration.parse makes it, is needed"),
-        ("kind", "ONE", "not known (did you mean one?), use one of one, two_three"),
         ("names", ["a"], "a tuple is needed"),
         ("shares", (1, "2"), "a number is needed"),
     ],
 )
 def test_a_value_made_in_python_is_held_to_type_and_limits(name: str, value: object, problem: str) -> None:
     assert limit_problem(SETTINGS[name], value) == problem
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("maybe", None), ("on", True), ("on", False), ("maybe", -2), ("ratio", 0.1), ("ratio", -1e22), ("ratio", 1e-8)],
-)
-def test_a_formatted_value_reads_back(name: str, value: object) -> None:
-    assert parse_value(SETTINGS[name], format_value(value)) == value
 
 
 def test_both_ends_of_a_range_are_included_and_a_number_alone_is_both() -> None:

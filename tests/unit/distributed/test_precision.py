@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pretraining.config.training import ParallelConfig
-from pretraining.distributed.fsdp import precision_policy
 from pretraining.distributed.parallelize import compute_dtype
 
 
@@ -38,9 +37,3 @@ def test_a_device_computes_in_half_precision_where_it_has_units_for_it_or_is_tol
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: units == "cuda")
     parallel = ParallelConfig(mixed_precision=asked, mp_dtype=mp_dtype)
     assert compute_dtype(parallel, torch.device(device)) == dtype
-
-
-def test_gradients_are_reduced_in_float32_in_either_precision() -> None:
-    assert precision_policy(torch.bfloat16).param_dtype == torch.bfloat16
-    assert precision_policy(torch.float32).param_dtype is None
-    assert all(precision_policy(dtype).reduce_dtype == torch.float32 for dtype in (torch.bfloat16, torch.float32))

@@ -79,15 +79,12 @@ def test_results_and_errors_come_back_as_they_are(everywhere: Callable[[Callable
         everywhere(lambda: 1 / 0)
 
 
-CPU_ALONE = ParallelConfig(device="cpu")
-
-
 @pytest.mark.parametrize(
     ("gpus", "local_rank", "processes_here", "asked", "device"),
     [
         (4, 3, 4, ParallelConfig(), "cuda:3"),
         (1, 3, 4, ParallelConfig(), "cuda:0"),  # a launcher shows each task one of its own
-        (4, 0, 8, CPU_ALONE, "cpu"),
+        (4, 0, 8, ParallelConfig(device="cpu"), "cpu"),
         (4, 0, 1, ParallelConfig(device="cpu", backend="gloo"), "cpu"),
         (0, 0, 1, ParallelConfig(), "cpu"),
         (4, 0, 8, ParallelConfig(), "--nproc"),
@@ -122,7 +119,7 @@ def test_what_is_agreed_is_a_step_behind_and_every_reduction_is_waited_for(
     waited: list[int] = []
 
     def all_reduce(offered: torch.Tensor, op: object, async_op: bool) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: waited.append(int(offered[1])))
+        return SimpleNamespace(wait=lambda: waited.append(-int(offered[1])))
 
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)

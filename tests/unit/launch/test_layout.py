@@ -13,11 +13,8 @@ from pretraining.launch.layout import (
     PORTS,
     ProcessLayout,
     ancestor_named,
-    first_node,
     port_of_name,
-    port_of_slurm_step,
     resolve_layout,
-    tasks_of_nodes,
 )
 
 FREE_PORT = 40123
@@ -101,6 +98,15 @@ DERIVED = -1
         ({**SLURM, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"}, (6, 8, 2, 4, "slurm", "10.0.0.9", 29500)),
         (SLURM_ONE_NODE, (2, 4, 2, 4, "slurm", "127.0.0.1", DERIVED)),
         (UNEVEN, (7, 8, 0, 1, "slurm", "node01", DERIVED)),
+        *(
+            ({**UNEVEN, "SLURM_STEP_NODELIST": nodes}, (7, 8, 0, 1, "slurm", first, DERIVED))
+            for nodes, first in (
+                ("node[01-03,7],gpu-a", "node01"),
+                ("node[7,01-03]", "node7"),
+                ("rack[1-2]node[004-010]", "rack1node004"),
+                ("node[1-2].cluster.example", "node1.cluster.example"),
+            )
+        ),
         (BY_HAND, (1, 2, 1, 2, "environment", "localhost", 29500)),
         (without(BY_HAND, "MASTER_ADDR"), (1, 2, 1, 2, "environment", "127.0.0.1", 29500)),
         ({**REMOTE, **LOCAL}, (1, 2, 0, 1, "environment", "node01", 29500)),
@@ -151,39 +157,13 @@ def test_jobs_and_steps_have_ports_of_their_own() -> None:
         for job in range(123_400, 123_500)
         for step in range(16)
     }
-    assert len(ports) == 1600
+    assert len(ports) == 1600 and max(ports) < 32768  # below the range of outgoing connections
     one, same, other = (
         resolve({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": rank, "PMIX_NAMESPACE": job}).master_port
         for rank, job in (("0", "7"), ("1", "7"), ("1", "8"))
     )
+    assert port_of_name("prterun-node01-4711@1") == 18482  # in every process
     assert one == same != other and resolve(MPICH, proxy=1).master_port != resolve(MPICH, proxy=2).master_port
-
-
-# SLURM's compressed notations
-
-
-@pytest.mark.parametrize(
-    ("node_list", "first"),
-    [
-        ("node[01-03,7],gpu-a", "node01"),
-        ("node[7,01-03]", "node7"),
-        ("rack[1-2]node[004-010]", "rack1node004"),
-        ("node[1-2].cluster.example", "node1.cluster.example"),
-    ],
-)
-def test_the_first_node_of_a_list(node_list: str, first: str) -> None:
-    assert first_node(node_list) == first
-
-
-@pytest.mark.parametrize(("text", "tasks"), [("2", (2,)), ("4(x2),1", (4, 4, 1)), ("1,8(x3)", (1, 8, 8, 8))])
-def test_tasks_on_each_node(text: str, tasks: tuple[int, ...]) -> None:
-    assert tasks_of_nodes(text) == tasks
-
-
-def test_derived_ports_stay_below_the_range_of_outgoing_connections_and_are_the_same_in_every_process() -> None:
-    for port in (port_of_slurm_step(2**31, 15), port_of_slurm_step(0, 0), port_of_name(""), port_of_name("job" * 99)):
-        assert 16384 <= port < 32768
-    assert port_of_name("prterun-node01-4711@1") == 18482
 
 
 def write_process(proc: Path, pid: int, command: str, parent: int) -> None:

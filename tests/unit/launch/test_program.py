@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
 
 BUFFERED = plain_environment({"PYTHONUNBUFFERED": ""})
-BEGIN = "import atexit, ctypes, os, sys, tempfile, threading\nfrom pretraining.launch.program import run_as_program\n"
+BEGIN = "import atexit, ctypes, os, sys, threading\nfrom pretraining.launch.program import run_as_program\n"
 
 
 def run_program(program: str, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
@@ -50,17 +49,18 @@ def test_what_is_no_mistake_of_the_user_keeps_its_traceback(error: str, code: in
     assert done.stderr.startswith("Traceback") and "in command\n" in done.stderr
 
 
-def test_all_output_arrives_that_of_libraries_too() -> None:
+def test_all_output_arrives_that_of_exit_handlers_and_libraries_too() -> None:
     program = (
         "def command():\n"
         "    for number in range(20_000):\n        print(number)\n"
         "    ctypes.CDLL(None).puts(b'from C')\n"
         "    sys.stderr.write('no line')\n"
+        "    atexit.register(print, 'the last word')\n"
         "run_as_program(command)"
     )
     code, stdout, stderr = outcome(run_program(program))
     assert code == 0 and stderr == "no line"
-    assert stdout.splitlines() == [*map(str, range(20_000)), "from C"]
+    assert stdout.splitlines() == [*map(str, range(20_000)), "the last word", "from C"]
 
 
 @pytest.mark.parametrize(
@@ -76,18 +76,6 @@ def test_nothing_that_happens_at_the_end_changes_the_exit_code(trouble: str) -> 
     program = f"def command():\n    {trouble}\n    print('done')\n    sys.exit(75)\nrun_as_program(command)"
     done = run_program(program)
     assert (done.returncode, done.stdout) == (75, "done\n")
-
-
-def test_what_is_registered_for_the_exit_is_done(tmp_path: Path) -> None:
-    program = (
-        "def command():\n"
-        f"    sys.kept = tempfile.TemporaryDirectory(dir={str(tmp_path)!r})\n"
-        "    atexit.register(print, 'the last word')\n"
-        "run_as_program(command)"
-    )
-    done = run_program(program)
-    assert (done.returncode, done.stdout) == (0, "the last word\n")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_handler_that_would_wait_for_what_never_comes_can_be_left_out() -> None:

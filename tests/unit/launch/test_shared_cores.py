@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-import os
 import queue
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import PATIENCE_SECONDS, plain_environment
+from helpers import PATIENCE_SECONDS
 
 from pretraining.launch import machine, shared_cores
 from pretraining.launch.shared_cores import find_openmp, leaving_cores_to_others
@@ -35,43 +32,6 @@ def test_the_openmp_of_torch_is_found_among_several(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ctypes, "CDLL", opened.append)
     find_openmp()
     assert opened == ["/site/torch/lib/libgomp.so.1"]
-
-
-TEAM = """
-import os, threading, torch
-from pretraining.launch import shared_cores
-
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-torch.ones(1_000_000).sum()
-openmp, ended, before = shared_cores.find_openmp(), threading.Event(), threads()
-assert openmp is not None
-team = threading.Thread(target=shared_cores.hold_idle_team, args=(openmp, ended))
-team.start()
-while threads() <= before + len(os.sched_getaffinity(0)):
-    pass
-print(torch.get_num_threads())
-ended.set()
-team.join()
-torch.ones(1_000_000).sum()
-print(torch.get_num_threads())
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP comes with torch on Linux")
-def test_with_the_idle_team_there_are_more_threads_than_cpus_and_those_that_compute_stay() -> None:
-    cpus = len(os.sched_getaffinity(0))
-    result = subprocess.run(
-        [sys.executable, "-c", TEAM],
-        env=plain_environment({"OMP_NUM_THREADS": str(cpus)}),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert result.returncode == 0, result.stderr
-    # The team's first thread is Python's; the others count, and with the one that computes they are one too many.
-    assert result.stdout.split() == [str(cpus), str(cpus)]
 
 
 events: queue.Queue[str] = queue.Queue()

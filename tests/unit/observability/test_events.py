@@ -24,19 +24,13 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file_of(run).read_text().splitlines()]
 
 
-def test_an_event_is_a_line_with_step_and_time_of_day_and_is_there_at_once(tmp_path: Path) -> None:
-    events = opened(tmp_path)
-    events.add("checkpoint", 40, kind="interval", path="a/b")
-    (line,) = lines_of(tmp_path)
-    assert list(line) == ["step", "time", "event", "kind", "path"] and line["time"].endswith("Z")
-    assert (line["step"], line["event"], line["kind"], line["path"]) == (40, "checkpoint", "interval", "a/b")
-    events.close()
-
-
 def test_a_later_start_appends_whatever_step_it_begins_with_and_ends_a_piece_of_a_line(tmp_path: Path) -> None:
     for step in (30, 10, 20):
         events = opened(tmp_path)
-        events.add("restart", step)
+        events.add("restart", step, path="a/b")
+        line = lines_of(tmp_path)[-1]  # it is there at once
+        assert list(line) == ["step", "time", "event", "path"] and line["time"].endswith("Z")
+        assert (line["event"], line["path"]) == ("restart", "a/b")
         events.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [30, 10, 20]
     with file_of(tmp_path).open("a") as file:

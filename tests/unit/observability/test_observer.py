@@ -84,7 +84,7 @@ def observe(
             state,
             Stopwatch(lambda: recorder.now),
             None,
-            Trackers({"recorder": Sink("recorder", lambda report: recorder.log(*report), recorder.close)}),
+            Trackers({"recorder": Sink("recorder", lambda *report: recorder.log(*report[:2]), recorder.close)}),
             optimizer=torch.optim.SGD([{"params": [matrix], "lr": 0.1}, {"params": [gain], "lr": 0.02}]),
             shard_group=dist.group.WORLD,
             events=Events(),

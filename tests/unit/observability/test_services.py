@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 from helpers import ROOT, run_command
@@ -18,47 +19,6 @@ from pretraining.config.training import CheckpointConfig, ReportConfig, TrainCon
 from pretraining.errors import ConfigError
 from pretraining.observability import mlflow_tracker
 from pretraining.observability.trackers import Trackers, open_trackers
-
-
-@dataclass
-class FakeWandb(ModuleType):
-    """What `import wandb` finds: it keeps what it is told.
-
-    Attributes:
-        fails: given the arguments of `init`, raises or returns.
-    """
-
-    fails: Callable[[dict[str, Any]], None] = lambda arguments: None
-    inits: list[dict[str, Any]] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    axes: list[tuple[str, str | None]] = field(default_factory=list)
-    exit_codes: list[int] = field(default_factory=list)
-    teardowns: int = 0
-
-    def __post_init__(self) -> None:
-        super().__init__("wandb")
-        self.__spec__ = ModuleSpec("wandb", None)
-        self.errors = SimpleNamespace(UsageError=KeyError)
-
-    def Settings(self, **settings: Any) -> dict[str, Any]:
-        return settings
-
-    def init(self, **arguments: Any) -> FakeWandb:
-        self.fails(arguments)
-        self.inits.append(arguments)
-        return self
-
-    def teardown(self) -> None:
-        self.teardowns += 1
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.axes.append((name, step_metric))
-
-    def log(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-
-    def finish(self, exit_code: int) -> None:
-        self.exit_codes.append(exit_code)
 
 
 class FakeError(Exception):
@@ -80,9 +40,8 @@ class FakeStore:
 
     away: int = 0
     uris: list[str] = field(default_factory=list)
-    experiments: list[tuple[str, str | None]] = field(default_factory=list)
+    experiments: dict[str, str | None] = field(default_factory=dict)
     runs: dict[str, str] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
 
@@ -99,17 +58,15 @@ class FakeStore:
 
     def get_experiment_by_name(self, name: str) -> Any:
         self.check()
-        known = [number for number, (other, _) in enumerate(self.experiments) if other == name]
-        return SimpleNamespace(experiment_id=known[0]) if known else None
+        return SimpleNamespace(experiment_id=name) if name in self.experiments else None
 
-    def create_experiment(self, name: str, artifact_location: str | None) -> int:
-        self.experiments.append((name, artifact_location))
-        return len(self.experiments) - 1
+    def create_experiment(self, name: str, artifact_location: str | None) -> str:
+        self.experiments[name] = artifact_location
+        return name
 
-    def create_run(self, experiment_id: int, run_name: str) -> Any:
-        self.names.append(run_name)
-        self.runs[run_id := f"run-{len(self.runs)}"] = "RUNNING"
-        return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+    def create_run(self, experiment_id: str, run_name: str) -> Any:
+        self.runs[run_name] = "RUNNING"
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_name))
 
     def update_run(self, run_id: str, status: str) -> None:
         self.check()
@@ -130,8 +87,10 @@ class FakeStore:
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
+def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """What `import wandb` finds: it keeps what it is told."""
+    fake = MagicMock(__spec__=ModuleSpec("wandb", None))
+    fake.errors.UsageError = KeyError
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
 
@@ -173,85 +132,79 @@ def start_twice_and_report(service: str, run: Path) -> None:
         ids = trackers.state_dict()
 
 
-def test_all_starts_of_a_run_are_one_run_of_wandb_and_steps_are_values_there(tmp_path: Path, wandb: FakeWandb) -> None:
+def test_all_starts_of_a_run_are_one_run_of_wandb_and_steps_are_values_there(tmp_path: Path, wandb: MagicMock) -> None:
     start_twice_and_report("wandb", tmp_path / "mine")
-    first, second = wandb.inits
+    first, second = (made.kwargs for made in wandb.init.call_args_list)
+    run = wandb.init.return_value
     assert first["id"] == second["id"] and len(first["id"]) == 16 and first["resume"] == "allow"
     assert (first["project"], first["name"], first["dir"]) == ("pretraining", "mine", f"{tmp_path}/mine/logs")
     assert first["config"]["seq_length"] == TrainConfig().data.seq_length and first["allow_val_change"]
-    assert wandb.axes == [("step", None), ("*", "step")] * 2
-    assert wandb.rows == [{"step": step, "loss": 2.0} for step in (1, 2, 3, 4)] and wandb.exit_codes == [0, 0]
+    assert run.define_metric.call_args_list == [call("step"), call("*", step_metric="step")] * 2
+    assert run.log.call_args_list == [call({"step": step, "loss": 2.0}) for step in (1, 2, 3, 4)]
+    assert run.finish.call_args_list == [call(exit_code=0)] * 2
     opened("wandb", tmp_path, 0, {"wandb": "other"}, project_name="llamas", run_name="first", run_id="abc").close()
-    named = wandb.inits[-1]
+    named = wandb.init.call_args.kwargs
     assert (named["project"], named["name"], named["id"]) == ("llamas", "first", "abc")
 
 
 def test_all_starts_of_a_run_are_one_run_of_mlflow_in_a_file_of_its_folder(tmp_path: Path, store: FakeStore) -> None:
     start_twice_and_report("mlflow", tmp_path / "mine")
     assert store.uris == [f"sqlite:///{tmp_path}/mine/logs/mlflow.db"] * 2
-    assert store.experiments == [("pretraining", (tmp_path / "mine" / "logs" / "mlflow_artifacts").as_uri())]
-    assert (store.runs, store.names) == ({"run-0": "FINISHED"}, ["mine"])
+    assert store.experiments == {"pretraining": (tmp_path / "mine" / "logs" / "mlflow_artifacts").as_uri()}
+    assert store.runs == {"mine": "FINISHED"}
     assert store.metrics == [(step, {"loss": 2.0}) for step in (1, 2, 3, 4)]
     assert store.parameters["seq_length"] == str(TrainConfig().data.seq_length)
 
 
-def test_a_server_of_mlflow_is_found_by_its_own_variable_and_keeps_artifacts_itself(
-    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
-    opened("mlflow", tmp_path, project_name="llamas").close()
-    assert store.uris == ["http://server"] and store.experiments == [("llamas", None)]
-
-
 def test_an_error_of_the_training_fails_the_run_and_one_that_mlflow_does_not_know_begins_again(
-    tmp_path: Path, store: FakeStore, wandb: FakeWandb
+    tmp_path: Path, store: FakeStore, wandb: MagicMock
 ) -> None:
     services = [opened("wandb", tmp_path), opened("mlflow", tmp_path, run_id="gone")]
     for trackers in services:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError) as failed:
             try:
                 raise ValueError("of the training")
             finally:
                 trackers.close()
-    assert wandb.exit_codes == [1] and store.runs == {"run-0": "FAILED"}
+        assert len(failed.traceback) == 1  # it is as it was
+    wandb.init.return_value.finish.assert_called_once_with(exit_code=1)
+    assert store.runs == {tmp_path.name: "FAILED"}
 
 
 @pytest.mark.parametrize("works_offline", [True, False])
 def test_a_wandb_server_that_is_away_is_one_warning_and_the_run_is_kept_offline_or_goes_on_without_it(
-    works_offline: bool, tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
+    works_offline: bool, tmp_path: Path, wandb: MagicMock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def is_away(arguments: dict[str, Any]) -> None:
-        if "mode" not in arguments or not works_offline:
-            raise TimeoutError("no answer\nfor a long time")
-
-    wandb.fails = is_away
+    away = TimeoutError("no answer\nfor a long time")
+    run = MagicMock()
+    wandb.init.side_effect = [away, run if works_offline else away]
     trackers = opened("wandb", tmp_path)
     trackers.log(1, {"loss": 2.0})
     trackers.close()
     (message,) = caplog.messages
-    assert "\n" not in message and bool(wandb.rows) is works_offline
-    if works_offline:
-        assert wandb.inits[0]["mode"] == "offline" and wandb.teardowns == 1
+    assert "\n" not in message and run.log.called is works_offline
+    assert wandb.init.call_args.kwargs["mode"] == "offline" and wandb.teardown.call_count == 1
 
 
-def test_reports_wait_while_the_store_of_mlflow_is_away(tmp_path: Path, store: FakeStore) -> None:
+def test_reports_wait_while_a_server_of_mlflow_is_away(
+    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
     store.away = 3  # at the start and at two reports
-    trackers = opened("mlflow", tmp_path)
+    trackers = opened("mlflow", tmp_path, project_name="llamas")
     assert trackers.state_dict() == {}
     for step in (1, 2, 3):
         trackers.log(step, {"loss": float(step)})
     trackers.close()
-    assert [step for step, _ in store.metrics] == [1, 2, 3] and store.runs == {"run-0": "FINISHED"}
+    assert [step for step, _ in store.metrics] == [1, 2, 3] and store.runs == {tmp_path.name: "FINISHED"}
+    assert store.uris == ["http://server"] and store.experiments == {"llamas": None}  # it keeps artifacts itself
 
 
 @pytest.mark.parametrize("service", ["wandb", "mlflow"])
 def test_a_name_or_a_place_that_a_service_refuses_is_an_error_at_the_start(
-    service: str, tmp_path: Path, wandb: FakeWandb, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+    service: str, tmp_path: Path, wandb: MagicMock, store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(arguments: dict[str, Any]) -> None:
-        raise KeyError("no slash in a name")
-
-    wandb.fails = refuse
+    wandb.init.side_effect = KeyError("no slash in a name")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "file:///runs")
     with pytest.raises(ConfigError) as error:
         opened(service, tmp_path)

@@ -9,7 +9,7 @@ import torch
 
 from pretraining.distributed.processes import Activity
 from pretraining.observability import stragglers
-from pretraining.observability.stragglers import FEWEST_LOOKS, StragglerWatch, find_stragglers
+from pretraining.observability.stragglers import StragglerWatch, find_stragglers
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,6 @@ def test_a_report_names_rank_machine_factor_and_what_it_did(monkeypatch: pytest.
     assert looked.report(2.0) == []  # every report is of what was seen since the last one
 
 
-def test_too_few_looks_wait_for_the_next_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = FEWEST_LOOKS - 1
-    looked = watch(1.5, monkeypatch, [[few, 0, 0]])
-    looked._working, looked._waiting = 10, 500
-    assert looked.report(1.0) == [] and looked._waiting == 500
-
-
 @pytest.mark.parametrize(("factor", "processes"), [(None, 2), (1.5, 1)])
 def test_where_nobody_is_to_be_named_nobody_looks(
     factor: float | None, processes: int, monkeypatch: pytest.MonkeyPatch
@@ -72,16 +65,6 @@ def test_where_nobody_is_to_be_named_nobody_looks(
     looked.start()
     assert not looked._thread.is_alive() and looked.report(1.0) == []
     looked.stop()
-
-
-def test_a_look_tells_work_from_waiting_and_leaves_other_activities_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = watch(1.5, monkeypatch, [[0, 0, 0]])
-    looked._watched = threading.get_ident()
-    for doing, waits in (("training", True), ("data", False), ("evaluation", False), ("training", False)):
-        monkeypatch.setattr(stragglers, "is_waiting", lambda frame, waits=waits: waits)
-        looked._activity.doing = doing
-        looked._look()
-    assert (looked._working, looked._waiting, looked._for_data) == (2, 1, 1)
 
 
 def test_a_look_keeps_nothing_alive_of_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:

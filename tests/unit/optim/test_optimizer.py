@@ -41,20 +41,6 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(tied: bool) -> None:
     assert len(names_in(model, decaying)) == 2 * 7 + (not tied)
 
 
-def test_materialised_state_is_that_of_an_optimizer_that_has_not_stepped() -> None:
-    model = tiny_llama(tied=True)
-    values = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(learning_rate=0.1))
-    materialise_state(optimizer)
-    assert all(torch.equal(was, now) for was, now in zip(values, model.parameters(), strict=True))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    states = list(optimizer.state.values())
-    assert len(states) == len(values)
-    assert all(
-        float(state["step"]) == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any() for state in states
-    )
-
-
 class Signs(torch.optim.Optimizer):
     """An update by the sign of the gradient, which counts itself; a user's own as simple as it can be."""
 

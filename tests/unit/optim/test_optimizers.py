@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_shape import TINY_SHAPE
 from torch import nn
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import OptimizerConfig
-from pretraining.errors import ConfigError
-from pretraining.estimate.memory import optimizer_state_bytes
-from pretraining.model.llama import Llama
 from pretraining.optim import muon
 from pretraining.optim.optimizer import is_hidden_matrix, materialise_state, skips_on_device, update
 from pretraining.optim.registry import build_optimizer, settings_of_groups
@@ -60,50 +56,40 @@ def bits_of(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optim
     return [tensor.detach().contiguous().view(torch.int32).clone() for tensor in (*parameters.values(), *kept)]
 
 
-def of_torch(make: Any, **options: Any) -> Any:
-    """The same of PyTorch, over the same two groups."""
-
-    def build(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
-        decaying = [each for name, each in parameters.items() if each.dim() == 2 and "embed" not in name]
-        fixed = [each for name, each in parameters.items() if each.dim() < 2 or "embed" in name]
-        groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": fixed, "weight_decay": 0.0}]
-        made: torch.optim.Optimizer = make(groups, lr=lr, **options)
-        return made
-
-    return build
-
-
 BETAS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 
 
 @pytest.mark.parametrize(
-    ("config", "reference"),
+    ("config", "reference", "options"),
     [
-        (OptimizerConfig("adamw"), of_torch(torch.optim.AdamW, **BETAS)),
-        (OptimizerConfig("adam"), of_torch(torch.optim.Adam, **BETAS)),
+        (OptimizerConfig("adamw"), torch.optim.AdamW, BETAS),
+        (OptimizerConfig("adam"), torch.optim.Adam, BETAS),
         (
             OptimizerConfig("nadam", adam_epsilon=0.1),
-            of_torch(torch.optim.NAdam, decoupled_weight_decay=True, betas=(0.9, 0.95), eps=0.1),
+            torch.optim.NAdam,
+            {"betas": (0.9, 0.95), "eps": 0.1, "decoupled_weight_decay": True},
         ),
-        (OptimizerConfig("sgd"), of_torch(torch.optim.SGD)),
-        (OptimizerConfig("sgdm", momentum=0.8), of_torch(torch.optim.SGD, momentum=0.8)),
-        (OptimizerConfig("sgdm", nesterov=True), of_torch(torch.optim.SGD, momentum=0.9, nesterov=True)),
-        (OptimizerConfig("rmsprop"), of_torch(torch.optim.RMSprop, alpha=0.99)),
+        (OptimizerConfig("sgd"), torch.optim.SGD, {}),
+        (OptimizerConfig("sgdm", momentum=0.8), torch.optim.SGD, {"momentum": 0.8}),
+        (OptimizerConfig("sgdm", nesterov=True), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (OptimizerConfig("rmsprop"), torch.optim.RMSprop, {"alpha": 0.99}),
         (
-            OptimizerConfig("rmsprop", rms_alpha=0.9, adam_epsilon=0.1),
-            of_torch(torch.optim.RMSprop, alpha=0.9, eps=0.1),
+            OptimizerConfig("rmsprop", rms_alpha=0.9, adam_epsilon=0.1, momentum=0.9),
+            torch.optim.RMSprop,
+            {"alpha": 0.9, "eps": 0.1, "momentum": 0.9},
         ),
-        (OptimizerConfig("rmsprop", momentum=0.9), of_torch(torch.optim.RMSprop, alpha=0.99, momentum=0.9)),
     ],
-    ids=lambda value: str(value.optimizer) if isinstance(value, OptimizerConfig) else "",
 )
-def test_it_follows_the_rule_of_pytorchs(config: OptimizerConfig, reference: Any) -> None:
+def test_it_follows_the_rule_of_pytorchs(config: OptimizerConfig, reference: Any, options: dict[str, Any]) -> None:
     ours, theirs = make_parameters(), make_parameters()
     train(ours, build_optimizer(ours, replace(config, learning_rate=0.01, weight_decay=0.2)))
-    their_optimizer = reference(theirs, 0.01, 0.2)
+    fixed = [each for name, each in theirs.items() if each.dim() < 2 or "embed" in name]
+    decaying = [each for each in theirs.values() if not any(each is other for other in fixed)]
+    groups = [{"params": decaying, "weight_decay": 0.2}, {"params": fixed, "weight_decay": 0.0}]
+    optimizer = reference(groups, lr=0.01, **options)
     for step in range(6):
         set_gradients(theirs, step)
-        their_optimizer.step()
+        optimizer.step()
     for name in SIZES:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
 
@@ -129,21 +115,6 @@ def test_muon_follows_the_rule_of_pytorchs_on_hidden_matrices_and_adamw_on_the_r
             reference.step()
     for name in SIZES:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0.0, atol=2e-3 if "layers" in name else 1e-6)
-
-
-def test_an_orthogonal_update_has_singular_values_near_one_whatever_those_of_the_matrix() -> None:
-    generator = torch.Generator().manual_seed(0)
-    tall, wide = torch.randn(32, 12, generator=generator), torch.randn(12, 32, generator=generator)
-    matrices = [tall, wide, tall * 1e4, torch.zeros(12, 32), wide.clone()]
-    found = muon.orthogonalize(matrices, steps=5)
-    for matrix, result in zip(matrices, found, strict=True):
-        assert result.shape == matrix.shape
-    for result in (*found[:3], found[4]):
-        values = torch.linalg.svdvals(result)
-        assert float(values.min()) > 0.6 and float(values.max()) < 1.3
-    assert torch.equal(found[3], torch.zeros(12, 32))
-    torch.testing.assert_close(found[0], found[2])
-    torch.testing.assert_close(found[1], found[4])
 
 
 def test_batches_have_an_end_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +155,9 @@ def test_a_skipped_update_changes_no_bit(config: OptimizerConfig, updates_before
     optimizer = build_optimizer(parameters, config)
     assert skips_on_device(optimizer)
     materialise_state(optimizer)
+    for name, parameter in parameters.items():
+        moments = {key for key, value in optimizer.state[parameter].items() if value.dim() > 0}
+        assert moments == set(config.moments(in_matrix=is_hidden_matrix(name, parameter.dim())))
     train(parameters, optimizer, updates_before)
     before = bits_of(parameters, optimizer)
     set_gradients(parameters, 50)
@@ -217,20 +191,6 @@ def test_groups_are_described_without_making_a_parameter(config: OptimizerConfig
         }
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["optimizer=sgd", "adam_beta1=0.8"], "adam_beta1"),
-        (["muon_ns_steps=3"], "muon_ns_steps"),
-        (["optimizer=sgdm", "momentum=1"], None),
-    ],
-)
-def test_what_an_optimizer_does_not_read_is_refused(flags: list[str], named: str | None) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_train_config(["use_dummy_dataset=true", *flags], {})
-    assert named is None or named in raised.value.settings
-
-
 def test_none_stands_for_the_optimizers_own() -> None:
     config = load_train_config(["use_dummy_dataset=true", "optimizer=sgdm", "weight_decay=0.01"], {}).optimizer
     assert config.learning_rate is None
@@ -239,17 +199,3 @@ def test_none_stands_for_the_optimizers_own() -> None:
     assert OptimizerConfig(optimizer="my.module:Own").peak_learning_rate == 3e-4
     chosen = OptimizerConfig("muon", learning_rate=0.01, muon_adam_weight_decay=0.0).resolved()
     assert (chosen.muon_adam_learning_rate, chosen.muon_adam_weight_decay, chosen.weight_decay) == (0.01, 0.0, 0.1)
-
-
-@pytest.mark.parametrize("config", EACH, ids=name_of)
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_estimate_of_its_state_is_exact_but_for_the_counters(config: OptimizerConfig, tied: bool) -> None:
-    shape = replace(TINY_SHAPE, tie_word_embeddings=tied)
-    parameters = dict(Llama(shape).named_parameters())
-    optimizer = build_optimizer(parameters, config)
-    materialise_state(optimizer)
-    for name, parameter in parameters.items():
-        moments = {key for key, value in optimizer.state[parameter].items() if value.dim() > 0}
-        assert moments == set(config.moments(in_matrix=is_hidden_matrix(name, parameter.dim())))
-    kept = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
-    assert sum(value.nbytes for value in kept) == optimizer_state_bytes(config, shape)

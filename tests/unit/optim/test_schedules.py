@@ -11,13 +11,13 @@ from pretraining.config.plugins import SCHEDULES
 from pretraining.errors import ConfigError
 from pretraining.optim.horizon import Horizon, describe_schedule
 from pretraining.optim.optimizer import PEAK
-from pretraining.optim.schedules import LearningRate, build_learning_rate, cosine
+from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import TokenSchedule
 
 
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 1), (5, 5), (4, 5)])
 def test_runs_without_room_for_a_decay_stay_at_the_peak(warmup_steps: int, total_steps: int) -> None:
-    assert cosine(warmup_steps, 1.0, Horizon(warmup_steps, total_steps, min_lr_ratio=0.0)) == 1.0
+    assert rate_of(f"num_steps={total_steps}", f"warmup_steps={warmup_steps}").at(warmup_steps, 1.0) == 1.0
 
 
 HORIZON = Horizon(warmup_steps=1, total_steps=10, min_lr_ratio=0.1)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from emulated_varlen import emulated_varlen
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from training_runs import losses_of, write_dataset
 from unit.train import whole_runs
@@ -86,10 +88,12 @@ def test_one_kernel_for_all_documents_trains_as_a_call_a_document(levers: list[s
         assert 0 < counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
 
 
-def test_what_cannot_be_compiled_ends_a_run_with_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_whole_graph_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(self: FeedForward, x_BSD: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return x_BSD
 
     monkeypatch.setattr(FeedForward, "forward", unreadable)
-    assert refusal(tmp_path, *COMPILED).settings == ("use_torch_compile",)
+    with pytest.raises(Unsupported):
+        start(tmp_path, *COMPILED)
+    dist.destroy_process_group()

@@ -1,0 +1,36 @@
+"""A tiny model as a run lays it out on one process, and what a backward pass finds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from training_runs import TINY, VOCABULARY
+
+from pretraining.config.command_line import load_train_config
+from pretraining.config.variants import resolve_shape
+from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.parallelize import ParallelModel
+from pretraining.model.init import parameter_name
+from pretraining.train.build import build_model
+
+
+def model_with(*flags: str) -> ParallelModel:
+    config = load_train_config([*TINY, "use_dummy_dataset=true", *flags])
+    mesh = build_mesh(config.parallel, 1, 1, "cpu")
+    return build_model(resolve_shape(config.model), config, mesh, torch.device("cpu"), initialize=True)
+
+
+def loss_and_gradients(model: ParallelModel, seed: int = 0) -> dict[str, Tensor]:
+    """Of a batch with positions of its own, as documents in rows have them."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (2, 33), generator=generator)
+    positions = torch.randint(32, (2, 32), generator=generator)
+    for parameter in model.parameters.values():
+        parameter.grad = None
+    loss, *_ = model.module(tokens[:, :-1], tokens[:, 1:], positions)
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, parameter in model.parameters.items():
+        assert parameter.grad is not None
+        found[parameter_name(name)] = parameter.grad
+    return found
