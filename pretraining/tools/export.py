@@ -287,7 +287,7 @@ def _training_rows(manifest: Manifest, settings: TrainConfig) -> list[tuple[str,
 def _data_rows(manifest: Manifest) -> list[tuple[str, ...]]:
     """Return the datasets with their newest weights and what was trained on of each."""
     counts, weights = manifest.data["counts"], manifest.data["phases"][-1]["weights"]
-    rows = [("dataset", "weight", "tokens trained on")]
+    rows: list[tuple[str, ...]] = [("dataset", "weight", "tokens trained on")]
     for name, samples in counts.items():
         share = weights.get(name, 0) / (sum(weights.values()) or 1)
         rows.append((name, f"{share:.2%}", f"{samples * manifest.tokens_seen // max(1, sum(counts.values())):,}"))

@@ -95,9 +95,14 @@ def _row(path: Path, state: str, best: Path | None) -> Row:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return replace(row, state="damaged", fault=str(error))
-    kind = manifest.kind if manifest.data else "import"
-    losses = {"loss": manifest.loss, "evaluation_loss": manifest.evaluation_loss}
-    return replace(row, kind=kind, step=manifest.step, tokens_seen=manifest.tokens_seen, **losses)
+    return replace(
+        row,
+        kind=manifest.kind if manifest.data else "import",
+        step=manifest.step,
+        tokens_seen=manifest.tokens_seen,
+        loss=manifest.loss,
+        evaluation_loss=manifest.evaluation_loss,
+    )
 
 
 def _table(rows: list[Row]) -> list[str]:

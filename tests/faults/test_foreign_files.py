@@ -181,7 +181,7 @@ PLACES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
     "recipe": ("a.yaml", lambda good: ["train", *SMALL, "--use_dummy_dataset", f"--recipe={good}/a.yaml"]),
     "tokenizer": (
         "tokenizer/tokenizer.json",
-        lambda good: ["prepare", f"--input_path={good}/a.txt", f"--tokenizer_path={good}/tokenizer", "--vocab_size=9"],
+        lambda good: ["prepare", f"--input_path={good}/a.txt", f"--tokenizer_path={good}/tokenizer", "--dataset=a"],
     ),
 }
 """A file, and the command that reads it."""

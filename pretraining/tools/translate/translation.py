@@ -185,7 +185,7 @@ class Translation:
         """Take a key without a rule for a setting of this project, or refuse it."""
         ours = setting_named(key)
         if ours is not None:
-            self.set(key, **{ours: self.text(key)})
+            self.set(key, "", **{ours: self.text(key)})
         elif ACCEPT_UNKNOWN in self.accepts:
             self.left(key, "not known, and not applied")
         else:
@@ -213,9 +213,9 @@ class Translation:
         for setting, table in _CHOICES.items():
             default = format_value(settings_of(TrainConfig)[setting].default)
             chosen = self.flags.get(setting) or self.settings.get(setting, (default,))[0]
-            names = [name for name in chosen.lower().split(",") if name in table]
-            read = {option for name in names for option in table[name].options}
-            unread = {option for entry in table.values() for option in entry.options if names} - read
+            known = [name for name in chosen.lower().split(",") if name in table]
+            read = {option for name in known for option in table[name].options}
+            unread = {option for entry in table.values() for option in entry.options if known} - read
             # A schedule's own lengths change what is learned: those of a file are an error as beside any recipe.
             self._drop(unread, f"{chosen} does not read it", DEFAULT if setting == "schedule" else FILE)
         self.notes = {
