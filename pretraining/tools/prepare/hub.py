@@ -103,8 +103,6 @@ def _errors_named(split: HubSplit, problem: str) -> Iterator[None]:
     """Turn any error into one for users: the library, its file formats and the Hub raise errors of many kinds."""
     try:
         yield
-    except DataError:
-        raise
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         cause = f"{problem}: {type(error).__name__}: {first_line}"

@@ -46,8 +46,6 @@ def read_tree(path: Path) -> dict[str, Any]:
             tree = read_assignments(content) if path.suffix == ".py" else tomllib.loads(content, parse_float=str)
         except (SyntaxError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        except (RecursionError, MemoryError):
-            raise ConfigError(f"{path} is nested too deep") from None
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{path} holds no settings")
     return tree

@@ -225,6 +225,15 @@ def test_the_full_form_is_a_checkpoint_with_the_same_tensors(
     assert "--ckpt_load_path=" in capsys.readouterr().out
 
 
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pretraining")
+    make_run(tmp_path / "run")
+    next((tmp_path / "run/checkpoints/step_3_ckp").glob("*.safetensors")).unlink()
+    run_export(tmp_path, dtype="float32")
+    written, name = load_file(tmp_path / "out/model.safetensors"), "model.norm.weight"
+    assert torch.equal(written[name], tensors_of(PLAIN, seed=2)[name]) and "step_3_ckp" in caplog.text
+
+
 def flipped(folder: Path) -> None:
     flip_byte(folder / "shard-00003-model-00002-of-00002.safetensors")
 

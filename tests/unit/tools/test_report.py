@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import ROOT
 from unit.tools.run_folders import event, training_report, write_lines, write_run
 
 from pretraining.cli import main
@@ -54,15 +55,16 @@ def test_a_page_of_several_runs_has_what_differs(tmp_path: Path) -> None:
 def test_texts_of_files_are_no_html_and_no_formula(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a<b>")
     write_lines(run / "logs" / "events.jsonl", [event("<script>alert(1)</script>", 3, text="$x^2$ <img src=x>")])
-    write_lines(run / "logs" / "metrics.jsonl", [training_report(1, **{"loss/<i>$\\frac{": 3.0})])
+    write_lines(run / "logs" / "metrics.jsonl", [training_report(1, **{"loss/<i>$\\frac{": 3.0, "custom/mine": 1.0})])
     (run / "run_status.json").write_text(json.dumps({"status": "failed", "reason": "<b>"}))
     page = page_of(run)
-    assert not re.search(r"<(script|img|b|i)\b", page)
+    assert not re.search(r"<(script|img|b|i)\b", page) and ">mine</text>" in page
 
 
 def test_a_run_that_has_reported_nothing_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {model_variant: tiny}\n")
     page = page_of(tmp_path)
+    assert "first" in str(cells_of(page_of(ROOT / "tests/golden/run/sharded"), "Mixture"))
     assert "No report can be drawn yet." in page and "There is no logs/metrics.jsonl." in page
 
 

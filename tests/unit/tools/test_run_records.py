@@ -15,7 +15,7 @@ from pretraining.checkpoint import lease
 from pretraining.errors import ConfigError
 from pretraining.observability import environment
 from pretraining.tools import run_records
-from pretraining.tools.run_records import read_run, read_runs
+from pretraining.tools.run_records import Columns, read_run, read_runs
 
 
 def test_a_whole_run_is_read_without_a_note(tmp_path: Path) -> None:
@@ -102,7 +102,10 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
 def test_damaged_lines_between_others_are_dropped(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", [training_report(1), training_report(2)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'\xff\n[1]\n{"step": NaN}\n{"step": 3}\n')
+        file.write(b'\xff\n[1]\n{"step": NaN}\n{"step": 1' + b"0" * 400 + b'}\n{"step": 3}\n')
     notes: list[str] = []
     steps = [line["step"] for line in run_records.read_lines(tmp_path / "metrics.jsonl", notes)]
-    assert steps == [1, 2, 3] and len(notes) == 1 and "3 damaged lines" in notes[0]
+    assert steps == [1, 2, 3] and len(notes) == 1 and "4 damaged lines" in notes[0]
+    columns = Columns()
+    columns.add({"step": 1, "time": "never", "text": "x"})
+    assert list(columns) == ["step"]

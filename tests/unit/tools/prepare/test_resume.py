@@ -135,3 +135,12 @@ def test_what_a_failing_disk_has_spoilt_is_made_again(config: PrepareConfig, dam
     (Path(config.output_path) / ".in.preparing" / damage).write_text("[")
     prepare(config)
     assert contents(config.output_path) == wanted
+
+
+def test_what_an_older_release_or_another_call_left_is_no_part_of_the_dataset(config: PrepareConfig) -> None:
+    wanted, files = made_elsewhere(config), Path(config.output_path) / ".in.preparing/files"
+    files.mkdir(parents=True)
+    for name in ("part_000099_000000.arrow", ".part_000000_000000.arrow.x.1.tmp"):
+        (files / name).write_text("half")
+    prepare(config)
+    assert contents(config.output_path) == wanted

@@ -107,6 +107,8 @@ BAD = [
         "optimizer.decouple_weight_decay",
     ),
     ("a.yaml", "checkpoint: {load: true}", "checkpoint.load"),
+    ("a.yaml", "checkpoint: {load: true, load_path: stub.yaml}", "checkpoint.load_path"),  # a file of theirs
+    ("a.yaml", "train: {max_steps: 5}\nmodel: {name: gpt2}", "model.name"),
     ("a.yaml", "train: {max_steps: 5}\nexperimental: {x: true}", "experimental.x"),
     ("a.yaml", "train: {max_steps: 9}\noptimizer: {lr_config: {max_steps: 5, min_lr: 0}}", "train.max_steps"),
     ("a.py", "dataset = 'x_char'\nn_embd = 768\n", "dataset"),
@@ -202,6 +204,11 @@ def test_a_flag_wins_over_what_cannot_be_translated(tmp_path: Path) -> None:
     assert (found["optimizer"], found["schedule"]) == ("adamw", "linear")
 
 
+ADAM = {"optimizer": "adam", "adam_beta2": "0.999", "learning_rate": "0.001"}
+SGDM = {"optimizer": "sgdm", "momentum": "0.8", "adam_beta2": "0.95"}
+MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": "1.0"}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
@@ -209,9 +216,36 @@ def test_a_flag_wins_over_what_cannot_be_translated(tmp_path: Path) -> None:
         ("a.json", '{"optimizer": "sgd", "max_steps": 2000, "use_amp": false}', {"adam_beta2": "0.95"}),
         ("a.yaml", "model: {hf_config: {hidden_size: 64}}", {"seq_length": "2048", "rms_norm_eps": "1e-06"}),
         ("a.yaml", "dist: {dtype: float32}", {"seq_length": "4096"}),
+        ("a.yaml", "optim: {lr: 1e-3}\nlr_scheduler: {total_iterations: 9, min_lr: 1e-4}", {"min_lr_ratio": "0.1"}),
+        (
+            "a.yaml",
+            "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 32, rope_parameters: {rope_theta: 9,"
+            " rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4,"
+            " original_max_position_embeddings: 64}}}",
+            {"rope_theta": "9.0", "rope_scaling": "(8.0, 1.0, 4.0, 64.0)"},
+        ),
+        ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}}', ADAM),
+        ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "SGD", "params": {"momentum": 0.8}}}', SGDM),
+        ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Muon", "params": {"muon_lr": 2, "lr": 1}}}', MUON),
+        ("a.json", '{"use_amp": false, "pack_sequences": false, "max_steps": 2000}', {"document_mask": "True"}),
+        ("a.json", '{"use_deepspeed": false, "deepspeed_config": "x", "max_steps": 2000}', {"mp_dtype": "float16"}),
+        (
+            "a.yaml",
+            "optimizer: {name: rmsprop, beta: 0.8, lr_config: {lr: 1}}",
+            {"rms_alpha": "0.8", "momentum": "None"},
+        ),
+        (
+            "a.yaml",
+            "optimizer: {lr_config: {schedule: piecewise_linear, lr1: 2, lr2: 1, start_steps: 3, max_steps: 4}}",
+            {"schedule_points": "('3:1', '7:0.5')", "learning_rate": "2.0"},
+        ),
+        ("a.yaml", "checkpoint: {save: false}\nmodel: {name: tiny}", {"model_variant": "tiny"}),
+        ("a.py", "decay_lr = False\nn_embd = 768\n", {"schedule": "constant", "num_steps": "600000"}),
+        ("a.py", "init_from = 'resume'\nresume_ckpt_fname = 'step_5.pt'\n", {"resume_from_checkpoint": "step_5"}),
+        ("a.py", "device = 'cpu'\ndtype = 'bfloat16'\nn_embd = 768\n", {"mixed_precision": "False"}),
     ],
 )
-def test_defaults_of_the_other_system_hold_where_something_reads_them(
+def test_a_file_means_here_what_it_means_there(
     name: str, content: str, expected: Mapping[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -280,6 +314,9 @@ def test_a_files_own_lines_come_where_self_stands_or_last(tmp_path: Path) -> Non
     (tmp_path / "mix").mkdir()  # from which no defaults choose
     with pytest.raises(ConfigError, match="mix=web"):
         values(str(tmp_path / "config.yaml"), "mix=web")
+    (tmp_path / "train.yaml").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"train\.yaml"):
+        values(str(tmp_path / "config.yaml"))
 
 
 # Anything
