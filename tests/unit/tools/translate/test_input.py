@@ -219,8 +219,8 @@ MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": 
         ("a.yaml", "optim: {lr: 1e-3}\nlr_scheduler: {total_iterations: 9, min_lr: 1e-4}", {"min_lr_ratio": "0.1"}),
         (
             "a.yaml",
-            "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 32, rope_parameters: {rope_theta: 9,"
-            " rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4,"
+            "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 32, rope_parameters: {"
+            "rope_theta: 9, rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4,"
             " original_max_position_embeddings: 64}}}",
             {"rope_theta": "9.0", "rope_scaling": "(8.0, 1.0, 4.0, 64.0)"},
         ),
