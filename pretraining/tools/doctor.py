@@ -60,7 +60,6 @@ SAVE_SECONDS, SAVED_TENSOR_BYTES = 8, 2**24
 BAD_TIMES = 3.0
 """How many times slower than the others is bad, rather than worth a look."""
 LOW_SHARE_OF_PEAK, SLOW_DISK_GIB, SLOW_BFLOAT16 = 0.4, 0.1, 1.5
-CLOCK_SKEW_SECONDS, BAD_SKEW_SECONDS = 1.0, 30.0  # a lease is stale after 60
 HOT_CELSIUS = 88.0
 
 
@@ -95,12 +94,11 @@ class Row:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank measured. `clock` is its machine's, in seconds, at the same moment on all ranks."""
+    """What one rank measured."""
 
     host: str
     versions: dict[str, str]
     readings: list[Reading]
-    clock: float
 
 
 def doctor(config: DoctorConfig) -> None:
@@ -112,13 +110,11 @@ def doctor(config: DoctorConfig) -> None:
     """
     layout = resolve_layout(os.environ)
     with join_processes(layout, parallel=config.parallel) as processes:
-        _barrier()
-        clock = time.time()
-        ranks = gather_from_every_rank(lambda: _examine(config, processes, clock))
+        ranks = gather_from_every_rank(lambda: _examine(config, processes))
         for rank, more in enumerate(gather_from_every_rank(lambda: _measure_links(config, processes))):
             ranks[rank].readings.extend(more)
         saves = _measure_saves(config, ranks)
-        rows = [*_same_versions(ranks), *_clocks(ranks), *_judge(ranks, config.doctor.slow_factor), *saves]
+        rows = [*_same_versions(ranks), *_judge(ranks, config.doctor.slow_factor), *saves]
         worst: Verdict = next(each for each in ("bad", "look at", "good") if any(row.verdict == each for row in rows))
         if processes.is_main:
             documents = {"verdict": worst, "rows": [*map(asdict, rows)], "ranks": [*map(asdict, ranks)]}
@@ -131,7 +127,7 @@ def doctor(config: DoctorConfig) -> None:
 # What each rank measures by itself
 
 
-def _examine(config: DoctorConfig, processes: Processes, clock: float) -> RankReport:
+def _examine(config: DoctorConfig, processes: Processes) -> RankReport:
     device, asked = processes.device, config.doctor
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     versions = {"Python": platform.python_version(), "torch": torch.__version__, "device": name}
@@ -145,7 +141,7 @@ def _examine(config: DoctorConfig, processes: Processes, clock: float) -> RankRe
         readings += _gpu_health(str(torch.cuda.get_device_properties(device).uuid))
     if asked.disk_path is not None and processes.local_rank == 0:
         readings += _disk(Path(asked.disk_path), asked.disk_mib, f".pretrain_doctor_{processes.rank}_{os.getpid()}")
-    return RankReport(socket.gethostname(), versions, readings, clock)
+    return RankReport(socket.gethostname(), versions, readings)
 
 
 def _cores(processes: int) -> Reading:
@@ -319,7 +315,7 @@ def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Ro
     plan = plan_save({f"layers.{number}.weight": buffer for number in range(pieces)})
     where = on_rank_zero(lambda: _temporary_folder(folder))
     try:
-        _barrier()
+        dist.all_reduce(torch.zeros(1))  # all begin at the same time
         began = time.perf_counter()
         on_every_rank(lambda: plan.write(where))
         rate = buffer.nbytes * pieces / GIB / _slowest(time.perf_counter() - began)
@@ -355,13 +351,6 @@ def _same_versions(ranks: Sequence[RankReport]) -> Iterator[Row]:
         is_same = len(set(values)) == 1
         found = values[0] if is_same else places
         yield Row(name, "good" if is_same else "bad", found, "the same on all ranks", "make them the same")
-
-
-def _clocks(ranks: Sequence[RankReport]) -> Iterator[Row]:
-    skew = max(rank.clock for rank in ranks) - min(rank.clock for rank in ranks)
-    verdict: Verdict = "bad" if skew > BAD_SKEW_SECONDS else "look at" if skew > CLOCK_SKEW_SECONDS else "good"
-    if len(ranks) > 1:
-        yield Row("clocks", verdict, f"{skew:.2f} s apart", f"at most {CLOCK_SKEW_SECONDS:g} s apart", "use NTP")
 
 
 def _judge(ranks: Sequence[RankReport], factor: float) -> Iterator[Row]:
@@ -441,11 +430,6 @@ def seconds_of(function: Callable[[], object], device: torch.device, together: b
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _barrier() -> None:
-    """Wait until all ranks are here; over the hosts, so that no device is asked."""
-    dist.all_reduce(torch.zeros(1))
 
 
 def _slowest(seconds: float) -> float:

@@ -27,13 +27,13 @@ from pretraining.config.command_line import ResolvedConfig
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
-from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.evaluation.generation import read_prompt
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.observability.trackers import check_trackers
+from pretraining.text import format_table
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
 from pretraining.train.messages import announce
 from pretraining.train.open_data import open_data
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 SLOTS_SHOWN = 16
 """Of the first batch; a summary stands for more."""
-_WIDEST_VALUE = 48
 _LINE = 118
 
 
@@ -105,19 +104,15 @@ def describe_settings(
         found: what the run starts from.
     """
     settings, values, given = settings_of(TrainConfig), values_of(config), values_of(resolved.config)
+    derived = "from the data, the tokenizer or the run's folder" if found is None else f"taken from {found.path}"
     sources = {
-        name: _describe_source(name, resolved.chosen) if values[name] == given[name] else _derived(name, config, found)
+        name: _describe_source(name, resolved.chosen) if values[name] == given[name] else derived
         for name in settings
         if name in resolved.chosen or values[name] != given[name]
     }
     yield f"settings    {len(sources)} set, {len(settings) - len(sources)} by default"
     shown = {name: format_value(values[name]) for name in settings}
-    widths = (
-        max(map(len, sources), default=0),
-        min(_WIDEST_VALUE, max((len(shown[name]) for name in sources), default=0)),
-    )
-    for name, source in sources.items():
-        yield f"  {name:{widths[0]}}  {shown[name]:{widths[1]}}  {source}"
+    yield from format_table([(f"  {name}", shown[name], source) for name, source in sources.items()])
     yield "defaults"
     for section in sections_of(TrainConfig):
         others = [name for name, setting in settings.items() if setting.section == section and name not in sources]
@@ -131,19 +126,6 @@ def _describe_source(name: str, chosen: Mapping[str, Assignment]) -> str:
     assignment = chosen[name]
     written = assignment.section_and_name[1]
     return assignment.source + (f", as {written}" if written != name else "")
-
-
-def _derived(name: str, config: TrainConfig, found: CheckpointRef | None) -> str:
-    """Say where a value comes from that nobody has given as it is."""
-    if name == "ckpt_save_path":
-        return "the newest folder of this pattern with these settings whose run is not finished"
-    if name == "sep_token" and (found is None or found.weights_only):
-        return f"the end_of_text of {MANIFEST_FILE} beside the data"
-    if found is not None:
-        return f"taken from {found.path}"
-    if name == "vocab_size":
-        return f"the entries of {config.data.tokenizer_path}, rounded up"
-    return "the default where there is nothing to take it from"
 
 
 def _describe_next_step(plan: Plan) -> Iterator[str]:

@@ -239,26 +239,20 @@ def _model_card(
     """
     shape = shape_of(manifest)
     header = [f"{key}: {json.dumps(origin[key])}" for key in ("license", "base_model") if origin.get(key)]
-    dimensions = [(key, value) for key, value in vars(shape).items() if value is not None]
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- llama", *header, "---"]
     parts = [
-        "\n".join(
-            ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- llama", *header, "---"]
-        ),
+        "\n".join(head),
         f"# {_escape(name)}",
         f"A Llama with {parameter_count(shape):,} parameters in {dtype}.",
         "## Model",
-        _markdown_table([("", ""), *dimensions]),
+        _markdown_table([("", ""), *((key, value) for key, value in vars(shape).items() if value is not None)]),
     ]
     if manifest.data:
-        parts += ["## Training", _markdown_table([("", ""), *_training_rows(manifest, settings)])]
+        parts += ["## Training", _markdown_table(_training_rows(manifest, settings))]
         parts += ["## Data", _markdown_table(_data_rows(manifest))]
-        since = manifest.data["phases"][-1]["first_step"]
-        parts += [f"Weights are those since step {since:,}; before, others held."] if since else []
-    code = [f"model = AutoModelForCausalLM.from_pretrained({name!r}, dtype={dtype!r})"]
-    if has_tokenizer:
-        code += [f"tokenizer = AutoTokenizer.from_pretrained({name!r})"]
-    classes = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
-    parts += ["## Use", "\n".join(["```python", f"from transformers import {classes}", "", *code, "```"])]
+    classes = ["AutoModelForCausalLM", *["AutoTokenizer"] * has_tokenizer]
+    loads = "\n".join(f"{each}.from_pretrained({name!r})" for each in classes)
+    parts += ["## Use", f"```python\nfrom transformers import {', '.join(classes)}\n\n{loads}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -274,35 +268,27 @@ def _escape(text: str) -> str:
 
 
 def _training_rows(manifest: Manifest, settings: TrainConfig) -> list[tuple[str, object]]:
-    losses = {
-        "training loss": manifest.loss,
-        "held-out loss": manifest.evaluation_loss,
-        "lowest held-out loss of the run": manifest.best_evaluation_loss,
-    }
-    data, optimizer = settings.data, settings.optimizer
+    data, optimizer, schedule = settings.data, settings.optimizer, settings.schedule.schedule
+    losses = {"training loss": manifest.loss, "held-out loss": manifest.evaluation_loss}
     return [
+        ("", ""),
         ("steps", f"{manifest.step:,}"),
         ("tokens", f"{manifest.tokens_seen:,}"),
         *((name, f"{loss:.4f} nats per token") for name, loss in losses.items() if loss is not None),
         ("sequence length", f"{data.seq_length:,}"),
         ("sequences per step", f"{manifest.global_batch_size:,}"),
         ("optimizer", f"{optimizer.optimizer}, weight decay {optimizer.decay:g}"),
-        (
-            "learning rate",
-            f"{optimizer.peak_learning_rate:g}, {settings.schedule.schedule} over {settings.run.num_steps}",
-        ),
+        ("learning rate", f"{optimizer.peak_learning_rate:g}, {schedule} over {settings.run.num_steps}"),
         ("packing", data.packing + (", attention inside documents" if data.document_mask else "")),
         ("seed", settings.run.seed),
     ]
 
 
 def _data_rows(manifest: Manifest) -> list[tuple[str, ...]]:
-    data = manifest.data
-    rows: list[tuple[str, ...]] = [("dataset", "weight", "tokens trained on", "tokens in it")]
-    weights, counts = data["phases"][-1]["weights"], data["counts"]
+    """Return the datasets with their newest weights and what was trained on of each."""
+    counts, weights = manifest.data["counts"], manifest.data["phases"][-1]["weights"]
+    rows: list[tuple[str, ...]] = [("dataset", "weight", "tokens trained on")]
     for name, samples in counts.items():
-        held = data["datasets"].get(name, {}).get("tokens")
         share = weights.get(name, 0) / (sum(weights.values()) or 1)
-        trained = samples * manifest.tokens_seen // max(1, sum(counts.values()))
-        rows.append((name, f"{share:.2%}", f"{trained:,}", "made up" if held is None else f"{held:,}"))
+        rows.append((name, f"{share:.2%}", f"{samples * manifest.tokens_seen // max(1, sum(counts.values())):,}"))
     return rows

@@ -35,8 +35,6 @@ from pretraining.model.hf import CONFIG_FILE, MODEL_FILES, parameter_shapes
 from pretraining.tools.export import ORIGIN_FILE, plan_files
 
 FILE_BYTES = 2**30
-_IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
-"""Where Hugging Face's cache keeps a model of the Hub."""
 _WORD = re.compile(r"[\w.-]+")
 
 
@@ -94,8 +92,7 @@ def _origin_of(path: Path, name: str) -> dict[str, Any]:
     config = read_json_of(path, CONFIG_FILE)
     tokens = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
     tokens = {key: ids if _are_token_ids(ids) else None for key, ids in tokens.items()}
-    cached = _IN_CACHE.search(str(path))
-    base = f"{cached[1]}/{cached[2]}" if cached else None if exists(Path(name).expanduser()) else name
+    base = None if exists(Path(name).expanduser()) else name
     return {**tokens, "license": _license_of(path / "README.md"), "base_model": base}
 
 

@@ -60,30 +60,28 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     Raises:
         PretrainError: any mistake of the user.
     """
-    translate = translate_when_needed
-    given, named = read_given(overrides, flags, translate), None
+    given, named = read_given(overrides, flags, translate_when_needed), None
     for name in ("resume_from_checkpoint", "ckpt_load_path"):
-        if given.values.get(name) and given.chosen[name].source.startswith(COMMAND_LINE):
+        is_named = given.values.get(name) and given.chosen[name].source.startswith(COMMAND_LINE)
+        if is_named and not given.values.get("weights_only"):  # otherwise a new run begins with them
             named = given.values[name]
-    if given.values.get("weights_only"):
-        named = None  # a new run, with the settings and the data that `train` would begin it with
-    if named is None:
-        config = parse_config(InspectConfig, overrides, flags, translate=translate)
     if named is not None and is_address(named):
         from pretraining.checkpoint.object_store import local_view
 
         with local_view(named, with_files=False) as run:
             inspect_command(overrides, {**flags, "ckpt_load_path": str(run)})
         return
-    path = config.checkpoint.ckpt_save_path if named is None else named
-    path = None if path is None else newest_run_path(path)
     # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
     if named is None:
+        config = parse_config(InspectConfig, overrides, flags, translate=translate_when_needed)
+        path = config.checkpoint.ckpt_save_path
+        path = None if path is None else newest_run_path(path)
         start = find_start(replace(config.checkpoint, ckpt_save_path=path))
     else:
-        start = find_newest(Path(path or ""))
+        path = newest_run_path(named)
+        start = find_newest(Path(path))
         settings = parse_recipe(start.manifest.config, f"config of {start.path}")
-        config = parse_config(InspectConfig, overrides, flags, settings, translate)
+        config = parse_config(InspectConfig, overrides, flags, settings, translate_when_needed)
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
         config = adopt_settings(config, start)
     # If the weights alone are taken, the data begins with them.

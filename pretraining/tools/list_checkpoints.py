@@ -76,35 +76,33 @@ def rows_of(run: Path) -> list[Row]:
     """Return every checkpoint of a run, complete ones by step, then what interrupted saves have left."""
     link = run / CHECKPOINTS / BEST
     best = real_path(link) if link.is_symlink() else None
-    incomplete = [_measured(path, "incomplete", best) for path in unfinished_saves(run)]
-    return [_row(each.path, best) for each in committed_checkpoints(run)] + incomplete
+    committed = [_row(each.path, "complete", best) for each in committed_checkpoints(run)]
+    return committed + [_row(path, "incomplete", best) for path in unfinished_saves(run)]
 
 
-def _row(path: Path, best: Path | None) -> Row:
+def _row(path: Path, state: str, best: Path | None) -> Row:
+    size, newest = 0, 0.0
+    for file in (path, *entries_of(path)):
+        with suppress(OSError):  # a save may be changing them
+            status = file.stat()
+            size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+            newest = max(newest, status.st_mtime)
+    age = round(max(0.0, time.time() - newest), 1)
+    row = Row(name=path.name, state=state, best=real_path(path) == best, bytes=size, age_seconds=age)
+    if state == "incomplete":
+        return row
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return replace(_measured(path, "damaged", best), fault=str(error))
+        return replace(row, state="damaged", fault=str(error))
     return replace(
-        _measured(path, "complete", best),
+        row,
         kind=manifest.kind if manifest.data else "import",
         step=manifest.step,
         tokens_seen=manifest.tokens_seen,
         loss=manifest.loss,
         evaluation_loss=manifest.evaluation_loss,
     )
-
-
-def _measured(path: Path, state: str, best: Path | None) -> Row:
-    """Return what a look at the files tells; a save may be changing them meanwhile."""
-    size, newest = 0, 0.0
-    for file in (path, *entries_of(path)):
-        with suppress(OSError):
-            status = file.stat()
-            size += status.st_size if stat.S_ISREG(status.st_mode) else 0
-            newest = max(newest, status.st_mtime)
-    age = round(max(0.0, time.time() - newest), 1)
-    return Row(name=path.name, state=state, best=real_path(path) == best, bytes=size, age_seconds=age)
 
 
 def _table(rows: list[Row]) -> list[str]:

@@ -10,8 +10,9 @@ them learn the same: the global batch is that of the settings.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.commands import PlanConfig
@@ -26,7 +27,7 @@ from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
-from pretraining.text import count_of, format_gib, format_seconds
+from pretraining.text import count_of, format_gib, format_seconds, format_table
 
 ROOM = 0.9
 """Share of a GPU's memory that a search fills: allocators keep reserves, and the estimate may be wrong."""
@@ -79,20 +80,14 @@ def plan(config: PlanConfig) -> None:
     """
     asked, shape = config.plan, resolve_shape(config.model)
     cluster = cluster_of(config)
-    if asked.search:
-        plans = search(config, shape, cluster)
-        if not plans:
-            raise ConfigError(_nothing_fits(config, shape, cluster))
-        if asked.json:
-            print("\n".join(json.dumps(as_document(config, shape, each)) for each in plans))
-        else:
-            print("\n".join(_table(config, shape, cluster, plans)))
-        return
-    chosen = make_plan(config, shape, cluster)
+    plans = search(config, shape, cluster) if asked.search else [make_plan(config, shape, cluster)]
+    if not plans:
+        raise ConfigError(_nothing_fits(config, shape, cluster))
     if asked.json:
-        print(json.dumps(as_document(config, shape, chosen)))
+        lines: Iterable[str] = (json.dumps(as_document(config, shape, each)) for each in plans)
     else:
-        print("\n".join(_account(config, shape, cluster, chosen)))
+        lines = _table(config, shape, cluster, plans) if asked.search else _account(config, shape, cluster, plans[0])
+    print("\n".join(lines))
 
 
 def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> LayoutEstimate:
@@ -157,21 +152,13 @@ def not_counted(config: PlanConfig) -> list[str]:
 def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[LayoutEstimate]:
     """Return what fits of all strategies, groups, kinds of checkpointing and micro-batches, the fastest first.
 
-    All have the global batch of the settings; where nothing fits with it, smaller ones without accumulation, which
-    needs less memory. Of those that are equally fast, the one that takes least memory is first.
+    All have the global batch of the settings. Of those that are equally fast, the one that takes least memory is first.
     """
-    batch = replace(config.batch, global_batch_size=_global_batch_size(config, cluster), grad_accum_steps=None)
-    found = list(_fitting(replace(config, batch=batch), shape, cluster))
-    if not found and config.batch.global_batch_size is None:
-        batch = replace(batch, global_batch_size=None)
-        found = list(_fitting(replace(config, batch=batch), shape, cluster))
-    return sorted(found, key=lambda each: (-round(each.tokens_per_second_per_gpu), each.memory.total))
-
-
-def _global_batch_size(config: PlanConfig, cluster: Cluster) -> int:
-    """Return the sequences of a step by the settings as they are given."""
     batch = config.batch
-    return batch.global_batch_size or batch.batch_size * (batch.grad_accum_steps or 1) * cluster.gpus
+    size = batch.global_batch_size or batch.batch_size * (batch.grad_accum_steps or 1) * cluster.gpus
+    batch = replace(batch, global_batch_size=size, grad_accum_steps=None)
+    found = _fitting(replace(config, batch=batch), shape, cluster)
+    return sorted(found, key=lambda each: (-round(each.tokens_per_second_per_gpu), each.memory.total))
 
 
 def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterator[LayoutEstimate]:
@@ -189,11 +176,9 @@ def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterato
 def _micro_batches(config: PlanConfig, cluster: Cluster) -> list[int]:
     """Return powers of two, and what divides a GPU's share of the global batch."""
     largest = max(1, LARGEST_MICRO_BATCH_TOKENS // config.data.seq_length)
-    sizes = {2**power for power in range(largest.bit_length())}
-    if config.batch.global_batch_size is not None:
-        share = -(-config.batch.global_batch_size // cluster.gpus)
-        sizes |= {size for size in range(1, min(share, largest) + 1) if share % size == 0}
-    return sorted(sizes)
+    share = -(-(config.batch.global_batch_size or 1) // cluster.gpus)
+    divisors = {size for size in range(1, min(share, largest) + 1) if share % size == 0}
+    return sorted(divisors | {2**power for power in range(largest.bit_length())})
 
 
 def _layouts(config: PlanConfig, cluster: Cluster) -> Iterator[ParallelConfig]:
@@ -234,7 +219,6 @@ def cluster_of(config: PlanConfig) -> Cluster:
 
 def as_document(config: PlanConfig, shape: LlamaShape, chosen: LayoutEstimate) -> dict[str, object]:
     """Return a plan as what `--json` prints; seconds and bytes."""
-    length = _length(config, chosen)
     return {
         "model": name_of_model(config.model),
         "parameters": parameter_count(shape),
@@ -252,28 +236,20 @@ def as_document(config: PlanConfig, shape: LlamaShape, chosen: LayoutEstimate) -
         "step_seconds": {**asdict(chosen.step), "total": chosen.step.total},
         "tokens_per_second_per_gpu": chosen.tokens_per_second_per_gpu,
         "mfu": chosen.mfu,
-        **asdict(length),
+        **_length(config, chosen),
         "checkpoint_bytes": _checkpoint_bytes(config, shape),
         "not_counted": not_counted(config),
     }
 
 
-@dataclass(frozen=True)
-class _Length:
-    """The length of a run; all None if it is in epochs, which only the data could tell."""
-
-    steps: int | None = None
-    tokens: int | None = None
-    seconds: float | None = None
-    gpu_hours: float | None = None
-
-
-def _length(config: PlanConfig, chosen: LayoutEstimate) -> _Length:
+def _length(config: PlanConfig, chosen: LayoutEstimate) -> dict[str, Any]:
+    """Return steps, tokens, seconds and GPU-hours of a run; None if it is in epochs, which only the data could tell."""
     if config.run.num_steps.unit == "epochs":
-        return _Length()
+        return dict.fromkeys(("steps", "tokens", "seconds", "gpu_hours"))
     steps = config.run.num_steps.to_steps(TokenSchedule.steady(chosen.tokens), None)
     seconds = steps * chosen.step.total
-    return _Length(steps, steps * chosen.tokens, seconds, seconds / 3600 * config.plan.gpus)
+    gpu_hours = seconds / 3600 * config.plan.gpus
+    return {"steps": steps, "tokens": steps * chosen.tokens, "seconds": seconds, "gpu_hours": gpu_hours}
 
 
 def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: LayoutEstimate) -> Iterator[str]:
@@ -307,37 +283,30 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: La
     if not chosen.fits:
         fitting = search(config, shape, cluster)
         yield "what fits   " + (_flags(config, fitting[0]) if fitting else _nothing_fits(config, shape, cluster))
-        if fitting and fitting[0].batch.global_batch_size != chosen.batch.global_batch_size:
-            yield f"            {_batch_of_search(config, cluster, fitting)}"
 
 
 def _run(config: PlanConfig, chosen: LayoutEstimate) -> str:
     length = _length(config, chosen)
-    if length.steps is None or length.seconds is None:
+    if length["steps"] is None:
         return f"{config.run.num_steps} are passes over the data, which a plan does not read: give steps or tokens"
-    size = f"{count_of(length.steps, 'step')}, {length.tokens:,} tokens"
-    return f"{size}: {format_seconds(length.seconds)}, {length.gpu_hours:,.1f} GPU-hours"
+    size = f"{count_of(length['steps'], 'step')}, {length['tokens']:,} tokens"
+    return f"{size}: {format_seconds(length['seconds'])}, {length['gpu_hours']:,.1f} GPU-hours"
 
 
 def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Sequence[LayoutEstimate]) -> Iterator[str]:
     """Yield the lines of a search."""
     yield _heading(config, shape, cluster)
-    yield f"batch       {_batch_of_search(config, cluster, plans)}"
-    yield f"{'tokens/s a GPU':>14}  {'MFU':>4}  {'GiB':>5}  {'run':>9}  flags"
+    size = plans[0].batch.global_batch_size
+    yield f"batch       {size} sequences a step in each row; --global_batch_size sets another"
+    rows = [("tokens/s a GPU", "MFU", "GiB", "run", "flags")]
     for each in plans[:SHOWN]:
-        seconds = _length(config, each).seconds
+        seconds = _length(config, each)["seconds"]
         run = "-" if seconds is None else format_seconds(seconds)
         speed, memory = f"{each.tokens_per_second_per_gpu:,.0f}", f"{each.memory.total / 2**30:.1f}"
-        yield f"{speed:>14}  {each.mfu:>4.0%}  {memory:>5}  {run:>9}  {_flags(config, each)}"
+        rows.append((speed, f"{each.mfu:.0%}", memory, run, _flags(config, each)))
+    yield from format_table(rows, right=range(4))
     if len(plans) > SHOWN:
-        yield f"{'':14}  and {len(plans) - SHOWN} slower ones; --json=true prints all"
-
-
-def _batch_of_search(config: PlanConfig, cluster: Cluster, plans: Sequence[LayoutEstimate]) -> str:
-    size = _global_batch_size(config, cluster)
-    if any(each.batch.global_batch_size != size for each in plans):
-        return f"nothing fits with a global batch of {size} sequences; these have others, and learn otherwise"
-    return f"{size} sequences a step in each row; --global_batch_size sets another"
+        yield f"and {len(plans) - SHOWN} slower ones; --json=true prints all"
 
 
 def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
@@ -392,8 +361,7 @@ def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> st
         selective_checkpointing=ALL_BLOCKS,
     )
     least, limit = replace(config, batch=batch, parallel=parallel), ROOM * cluster.gpu.memory_gib * 2**30
-    size = config.batch.global_batch_size
-    where = f"nothing fits on {cluster.gpus} x {config.plan.gpu}{f' with --global_batch_size={size}' if size else ''}"
+    where = f"nothing fits on {cluster.gpus} x {config.plan.gpu} with this global batch"
     if make_plan(least, shape, cluster).memory.total <= limit:
         return f"{where}. What would fit: --global_batch_size={cluster.gpus} or less"
     advice = memory_advice(
@@ -412,9 +380,6 @@ def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> st
 
 
 def _checkpoint_bytes(config: PlanConfig, shape: LlamaShape) -> int:
-    return MASTER_BYTES * parameter_count(shape) + _optimizer_bytes(config, shape)
-
-
-def _optimizer_bytes(config: PlanConfig, shape: LlamaShape) -> int:
-    own = config.plan.optimizer_state_bytes
-    return optimizer_state_bytes(config.optimizer, shape) if own is None else round(own * parameter_count(shape))
+    count, own = parameter_count(shape), config.plan.optimizer_state_bytes
+    state = optimizer_state_bytes(config.optimizer, shape) if own is None else round(own * count)
+    return MASTER_BYTES * count + state

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.completeness import check_finite
-from pretraining.checkpoint.start_point import CheckpointRef, load_model
+from pretraining.checkpoint.start_point import load_model
 from pretraining.config.commands import SampleConfig
 from pretraining.config.recipes import settings_in
+from pretraining.config.training import DataConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import CachedModel, draw_tokens
@@ -72,83 +73,58 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
     checkpoint, model = load_model(config.ckpt_load_path, place, dtype)
     for name, weight in model.named_parameters():
         check_finite(checkpoint.path, name, weight.detach())
-    text = _text_of(config, checkpoint, model.shape.max_position_embeddings)
-    prompt = _prompt_tokens(config, text)
+    is_trained_here = bool(checkpoint.manifest.data)
+    settings = settings_in(checkpoint.manifest.config, f"config of {checkpoint.path}").data
+    tokenizer = _find_tokenizer(config, checkpoint.path, settings)
+    begin = settings.bos_token if is_trained_here or tokenizer is None else tokenizer.begin_of_text
+    ends = _ends_of_text(checkpoint.path, settings, tokenizer)
+    prompt = list(config.prompt_tokens)
+    if tokenizer is not None and not prompt:
+        prompt = [*([] if begin is None else [begin]), *tokenizer.encode(config.prompt or "")]
+        prompt = prompt or [next(iter(ends), 0)]  # what stands before a document
+    if not prompt:
+        raise ConfigError(
+            f"{config.ckpt_load_path} comes without a tokenizer: give --tokenizer_path, or the prompt as token ids "
+            "(--prompt_tokens=1,2,3)"
+        )
     if max(prompt) >= model.shape.vocab_size:
         source = "--prompt_tokens" if config.prompt_tokens else "the tokenizer"
         limit = f"the model of {checkpoint.path} has tokens 0 to {model.shape.vocab_size - 1}"
         raise ConfigError(f"{source} gives {max(prompt)}, and {limit}")
+    context = max(model.shape.max_position_embeddings, settings.seq_length if is_trained_here else 0)
     drawn = draw_tokens(
-        CachedModel(model, text.context, place),
+        CachedModel(model, context, place),
         prompt,
         config.max_new_tokens,
         seed=config.seed,
         temperature=config.temperature,
         top_k=config.top_k,
     )
-    new = takewhile(lambda token: token not in text.ends, drawn)
-    return Continuation(prompt, new, text.tokenizer)
+    return Continuation(prompt, takewhile(lambda token: token not in ends, drawn), tokenizer)
 
 
-@dataclass(frozen=True)
-class _Text:
-    """How text becomes tokens of a model.
-
-    Attributes:
-        begin: tokens before every text.
-        ends: tokens that end one.
-        context: tokens that the model looks back at, at most.
-    """
-
-    tokenizer: Tokenizer | None
-    begin: tuple[int, ...]
-    ends: tuple[int, ...]
-    context: int
-
-
-def _text_of(config: SampleConfig, checkpoint: CheckpointRef, context: int) -> _Text:
-    """Find how a model was fed: from its run's settings, or from the files of another program's folder."""
-    manifest, path = checkpoint.manifest, checkpoint.path
-    settings = settings_in(manifest.config, f"config of {path}").data
+def _find_tokenizer(config: SampleConfig, path: Path, settings: DataConfig) -> Tokenizer | None:
+    """Return the tokenizer that is named, or that of the folder or of the run, if the prompt needs one."""
     own = str(path) if is_file(path / TOKENIZER_FILE) else settings.tokenizer_path
-    named = config.tokenizer_path or own
-    is_needed = config.tokenizer_path is not None or not config.prompt_tokens
-    tokenizer = load_tokenizer(named) if named is not None and is_needed else None
-    ends = _ends_in(path) if settings.sep_token is None else (settings.sep_token,)
-    if not ends and tokenizer is not None and tokenizer.end_of_text is not None:
-        ends = (tokenizer.end_of_text,)
-    if manifest.data:  # trained here
-        begin = [settings.bos_token] if settings.bos_token is not None else []
-        context = max(context, settings.seq_length)
-    else:
-        begin = [tokenizer.begin_of_text] if tokenizer is not None and tokenizer.begin_of_text is not None else []
-    return _Text(tokenizer, tuple(begin), ends, context)
+    named = config.tokenizer_path or (own if not config.prompt_tokens else None)
+    return None if named is None else load_tokenizer(named)
 
 
-def _ends_in(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a text, from the first file of a Hugging Face folder that names some."""
+def _ends_of_text(path: Path, settings: DataConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the tokens that end a text: the run's, those that a Hugging Face folder names, or the tokenizer's."""
+    if settings.sep_token is not None:
+        return (settings.sep_token,)
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         try:
-            document: Any = read_json(folder / name)
+            document: Any = read_json(path / name)
         except (OSError, ValueError):
             continue  # none is needed: the text then ends where enough is drawn
         ids = document.get("eos_token_id") if isinstance(document, dict) else None
         found = tuple(each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int)
         if found:
             return found
-    return ()
-
-
-def _prompt_tokens(config: SampleConfig, text: _Text) -> list[int]:
-    if config.prompt_tokens:
-        return list(config.prompt_tokens)
-    if text.tokenizer is None:
-        raise ConfigError(
-            f"{config.ckpt_load_path} comes without a tokenizer: give --tokenizer_path, or the prompt as token ids "
-            "(--prompt_tokens=1,2,3)"
-        )
-    tokens = [*text.begin, *text.tokenizer.encode(config.prompt or "")]
-    return tokens or [next(iter(text.ends), 0)]  # what stands before a document
+    end = None if tokenizer is None else tokenizer.end_of_text
+    return () if end is None else (end,)
 
 
 def stream_text(decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:

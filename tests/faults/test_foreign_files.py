@@ -172,50 +172,26 @@ def pipe_in_place_of(path: Path) -> None:
     os.mkfifo(path)
 
 
-PLACES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], list[str]]]] = {
-    "a shard, verified": (
-        lambda good: next((good / "good_run").rglob("*.safetensors")),
-        lambda good: ["verify", f"{good}/good_run"],
-    ),
-    "a shard, exported": (
-        lambda good: next((good / "good_run").rglob("*.safetensors")),
-        lambda good: ["export", f"{good}/good_run", f"--output_path={good}/exported"],
-    ),
-    "token file, verified": (
-        lambda good: next((good / "data/first").glob("*.arrow")),
-        lambda good: ["verify", f"--data_path={good}/data"],
-    ),
-    "token file, indexed": (
-        lambda good: next((good / "data/first").glob("*.arrow")),
+PLACES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
+    "a shard": ("good_run/**/*.safetensors", lambda good: ["verify", f"{good}/good_run"]),
+    "token file": (
+        "data/first/*.arrow",
         lambda good: ["train", *SMALL, f"--data_path={good}/data", f"--ckpt_save_path={good}/run"],
     ),
-    "recipe": (
-        lambda good: good / "a.yaml",
-        lambda good: ["train", *SMALL, "--use_dummy_dataset", f"--recipe={good}/a.yaml"],
-    ),
+    "recipe": ("a.yaml", lambda good: ["train", *SMALL, "--use_dummy_dataset", f"--recipe={good}/a.yaml"]),
     "tokenizer": (
-        lambda good: good / "tokenizer.json",
-        lambda good: ["prepare", f"--input_path={good}/a.txt", f"--tokenizer_path={good}", f"--output_path={good}/o"],
-    ),
-    "tokenizer's config": (
-        lambda good: good / "tokenizer" / "tokenizer_config.json",
-        lambda good: [
-            *("prepare", f"--input_path={good}/a.txt", f"--tokenizer_path={good}/tokenizer"),
-            f"--output_path={good}/o",
-        ],
-    ),
-    "prepare.json": (
-        lambda good: good / "data" / "first" / "prepare.json",
-        lambda good: ["verify", f"--data_path={good}/data"],
+        "tokenizer/tokenizer.json",
+        lambda good: ["prepare", f"--input_path={good}/a.txt", f"--tokenizer_path={good}/tokenizer", "--dataset=a"],
     ),
 }
+"""A file, and the command that reads it."""
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_row_38_what_is_no_file_is_named_at_once(place: str, good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    find, command = PLACES[place]
-    path = find(good)
-    path.touch()
+    pattern, command = PLACES[place]
+    (good / "a.yaml").touch()
+    path = next(good.glob(pattern))
     pipe_in_place_of(path)
     capsys.readouterr()
     with pytest.raises(SystemExit) as ending:
@@ -272,8 +248,8 @@ def in_tokenizer(good: Path, content: str) -> list[str]:
 @pytest.mark.parametrize("place", [in_config, in_index, in_header, in_manifest, in_tokenizer])
 @pytest.mark.parametrize(
     "content",
-    [DEEP, '{"a":' * 100_000, "[" * (DEEPEST_JSON + 40) + "]" * (DEEPEST_JSON + 40), '{"a": "\\ud800"}'],
-    ids=["lists", "objects", "closed lists", "half a pair"],
+    [DEEP, "[" * (DEEPEST_JSON + 40) + "]" * (DEEPEST_JSON + 40), '{"a": "\\ud800"}'],
+    ids=["lists", "closed lists", "half a pair"],
 )
 def test_row_36_deep_json_is_one_error(
     place: Callable[[Path, str], list[str]], content: str, good: Path, capsys: pytest.CaptureFixture[str]
@@ -309,26 +285,12 @@ def test_row_36_what_a_run_notes_for_itself_keeps_it_from_nothing(
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"vocab_size": 2**60}, "vocab_size"),
-        ({"hidden_size": 2**40, "head_dim": None}, "hidden_size"),
-        ({"intermediate_size": 10**300}, "intermediate_size"),
         ({"num_attention_heads": True}, "num_attention_heads"),
         ({"hidden_size": -16}, "hidden_size"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
-        ({"rms_norm_eps": -1e-5}, "rms_norm_eps"),
-        ({"rms_norm_eps": True}, "rms_norm_eps"),
-        ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta"),
         ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
-        (
-            {
-                "rope_parameters": {
-                    **{"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
-                    "original_max_position_embeddings": float("inf"),
-                }
-            },
-            "original_max_position_embeddings",
-        ),
         ({"hidden_act": "x" * 10**6}, "hidden_act"),
     ],
 )

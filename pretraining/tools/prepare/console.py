@@ -54,24 +54,15 @@ class Progress:
 
 
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
-    """Print a dataset, with what this process did of it, and how to train on it."""
-    print_text(describe(summary, done, seconds))
-    begin = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent).begin_of_text
-    print_text(describe_training(summary, begin), flush=True)
-
-
-def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> str:
-    """Describe a dataset in a few lines.
+    """Print a dataset, and how to train on it.
 
     Args:
         done: what this process encoded of it; None if it was there already.
         seconds: that this took.
     """
     empty = f" ({summary.empty_documents:,} empty ones left out)" if summary.empty_documents else ""
-    lengths = f"{summary.tokens / max(summary.documents, 1):,.0f} per document"
-    if summary.median_document_tokens is not None:
-        lengths += f", median about {summary.median_document_tokens:,}"
-    lines = [f"  documents  {summary.documents:,}{empty}", f"  tokens     {summary.tokens:,} ({lengths})"]
+    length = f"{summary.tokens / max(summary.documents, 1):,.0f} per document"
+    lines = [f"  documents  {summary.documents:,}{empty}", f"  tokens     {summary.tokens:,} ({length})"]
     if summary.characters:
         rate = f"{summary.characters / summary.tokens:.2f} characters per token"
         lines.append(f"  text       {summary.text_bytes / 1e6:,.1f} MB ({rate})")
@@ -80,7 +71,11 @@ def describe(summary: PrepareSummary, done: Counts | None = None, seconds: float
     if done is not None:
         rates = f"{done.documents / seconds:,.0f} documents/s, {done.tokens / seconds:,.0f} tokens/s"
         lines.append(f"  time       {seconds:,.1f} s ({rates})")
-    return "\n".join(lines)
+    if summary.end_of_text is None:
+        lines.append("  No end-of-text token is known: choose a --sep_token, or nothing stands between documents.")
+    begin = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent).begin_of_text
+    command = ["pretrain", "train", *training_flags(summary, begin)]
+    print_text("\n".join([*lines, "Train on it with:", f"  {shlex.join(command)}"]), flush=True)
 
 
 def suggested_variant(tokens: int, vocab_size: int) -> str:
@@ -95,23 +90,21 @@ def suggested_variant(tokens: int, vocab_size: int) -> str:
     return name
 
 
-def describe_training(summary: PrepareSummary, begin_of_text: int | None = None) -> str:
-    """Say how to train on a dataset, with a model that suits it.
+def training_flags(summary: PrepareSummary, begin_of_text: int | None) -> list[str]:
+    """Return the flags to train on a dataset, with a model that suits it.
 
     Args:
         begin_of_text: the token that its tokenizer begins texts with, if any.
     """
     root = summary.folder.parent
-    flags = [f"--data_path={root}", f"--datasets={summary.folder.name}"]
-    if summary.end_of_text is not None:
-        flags.append(f"--sep_token={summary.end_of_text}")
-    if summary.tokenizer is not None:
-        flags.append(f"--tokenizer_path={root}")
-    if begin_of_text is not None:
-        flags.append(f"--bos_token={begin_of_text}")
     variant = suggested_variant(summary.tokens, summary.vocab_size)
-    flags += [f"--model_variant={variant}", f"--vocab_size={summary.vocab_size}"]
-    lines = ["Train on it with:", "  pretrain train " + shlex.join(flags)]
-    if summary.end_of_text is None:
-        lines.insert(0, "  No end-of-text token is known: choose a --sep_token, or nothing stands between documents.")
-    return "\n".join(lines)
+    flags = {
+        "data_path": root,
+        "datasets": summary.folder.name,
+        "sep_token": summary.end_of_text,
+        "tokenizer_path": root if summary.tokenizer is not None else None,
+        "bos_token": begin_of_text,
+        "model_variant": variant,
+        "vocab_size": summary.vocab_size,
+    }
+    return [f"--{name}={value}" for name, value in flags.items() if value is not None]

@@ -196,7 +196,8 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
             written = lengths[lengths > 0]
             writer.write(tokens[:end], written)
             counts += Counts(len(written), end, len(lengths) - len(written))
-            record.add(counts, tokens[:end], written)
+            record.counts += counts
+            record.largest_token = max(record.largest_token, int(tokens[:end].max(initial=0)) if end else -1)
             report(counts)
     record.files = writer.files
     work.write_record(unit, record)

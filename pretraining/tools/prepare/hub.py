@@ -60,9 +60,10 @@ def shards_of(split: HubSplit, wanted_bytes: int) -> tuple[list[tuple[int, int, 
         ranges = [(begin, end, after - before) for (begin, end), (before, after) in cuts]
         return ranges, fingerprint([(opened._fingerprint, opened.num_rows)])
     files = _data_files(split)
-    sizes, shards = [size for _, size in files], opened.num_shards
-    if len(sizes) != shards:  # archives have more shards than files
-        sizes = [sum(sizes) // shards] * shards
+    shards = opened.num_shards
+    sizes = (
+        [size for _, size in files] if len(files) == shards else [0] * shards
+    )  # archives have more shards than files
     return [(i, i + 1, sizes[i]) for i in range(shards)], fingerprint(files)
 
 
@@ -102,8 +103,6 @@ def _errors_named(split: HubSplit, problem: str) -> Iterator[None]:
     """Turn any error into one for users: the library, its file formats and the Hub raise errors of many kinds."""
     try:
         yield
-    except DataError:
-        raise
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         cause = f"{problem}: {type(error).__name__}: {first_line}"

@@ -145,8 +145,8 @@ class _Job:
         work, config, deadline = self.work, self.config, time.monotonic() + PLAN_SECONDS
         given = self.tokenizer and self.tokenizer.sha256
         asked = {**self.found.settings, "vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
-        encoder = self._read_plan(asked)
-        while self.rank > 0 and encoder is None and not exists(work.dataset / MANIFEST_FILE):
+        finished = work.dataset / MANIFEST_FILE
+        while (encoder := self._read_plan(asked)) is None and self.rank > 0 and not exists(finished):
             if time.monotonic() > deadline:
                 raise DataError(
                     f"rank 0 has decided nothing for these settings and this input within {PLAN_SECONDS:.0f} s. Start "
@@ -154,8 +154,7 @@ class _Job:
                     path=work.plan,
                 )
             time.sleep(POLL_SECONDS)
-            encoder = self._read_plan(asked)
-        if exists(work.dataset / MANIFEST_FILE):
+        if exists(finished):
             return None
         if self.rank > 0 and encoder is not None:
             return self._encoding(encoder)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
@@ -34,7 +33,7 @@ from pretraining.tools.prepare.units import Unit
 
 FORMAT_VERSION = 1
 """Of prepare.json."""
-_RECORD_FORMAT = 2
+_RECORD_FORMAT = 3
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
 
 Encoder = Literal["fastokens", "tokenizers"]
@@ -94,24 +93,13 @@ class UnitRecord:
 
     Attributes:
         key: of the unit and its encoding.
-        lengths: number of documents by their tokens, a length rounded down to its five leading bits.
         largest_token: -1 if no token is written.
     """
 
     key: str
     counts: Counts = field(default_factory=Counts)
-    lengths: dict[int, int] = field(default_factory=dict)
     largest_token: int = -1
     files: list[TokenFile] = field(default_factory=list)
-
-    def add(self, counts: Counts, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Count documents that are written: all their tokens, and the length of each, at least 1."""
-        self.counts += counts
-        if len(lengths):
-            self.largest_token = max(self.largest_token, int(tokens.max()))
-        low_bits = np.maximum(np.frexp(lengths)[1] - 5, 0)  # the exponent is the number of bits
-        for rounded, count in zip(*np.unique(lengths >> low_bits << low_bits, return_counts=True), strict=True):
-            self.lengths[int(rounded)] = self.lengths.get(int(rounded), 0) + int(count)
 
 
 class WorkFolder:
@@ -142,8 +130,7 @@ class WorkFolder:
         files = [TokenFile(**entry) for entry in content["files"]]
         if any(_size(self.files / file.name) != file.bytes for file in files):
             return None
-        lengths = {int(length): count for length, count in content["lengths"].items()}  # JSON has no integer keys
-        return UnitRecord(**content | {"files": files, "counts": Counts(**content["counts"]), "lengths": lengths})
+        return UnitRecord(**content | {"files": files, "counts": Counts(**content["counts"])})
 
     def write_record(self, unit: Unit, record: UnitRecord) -> None:
         """Write the done file of a unit."""
@@ -162,7 +149,6 @@ class PrepareSummary:
         settings: what the content depends on besides the tokenizer; an equal call has equal ones.
         empty_documents: those without any text; they are in no file.
         characters, text_bytes: of the text, the bytes in UTF-8; 0 if the input was token ids.
-        median_document_tokens: about, within 3 per cent; None if an older release made it.
         tokenizer: its hash; None if token ids came without one.
         vocab_size: every id is below it.
     """
@@ -174,7 +160,6 @@ class PrepareSummary:
     tokens: int
     characters: int
     text_bytes: int
-    median_document_tokens: int | None
     files: tuple[TokenFile, ...]
     tokenizer: str | None
     vocab_size: int
@@ -208,23 +193,11 @@ def manifest(
         "documents": counts.documents,
         "empty_documents": counts.empty_documents,
         "tokens": counts.tokens,
-        "median_document_tokens": median_length(records),
         "characters": counts.characters,
         "text_bytes": counts.text_bytes,
         "files": [asdict(file) for record in records for file in record.files],
     }
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-
-
-def median_length(records: Sequence[UnitRecord]) -> int:
-    """Return the median number of tokens per document, within 3 per cent: the middle of the range that it lies in."""
-    lengths = sum((Counter(record.lengths) for record in records), Counter[int]())
-    left = lengths.total()
-    for length in sorted(lengths):
-        left -= 2 * lengths[length]
-        if left <= 0:
-            break
-    return length + (1 << max(length.bit_length() - 5, 0)) // 2
 
 
 def read_summary(folder: Path) -> PrepareSummary:
@@ -247,11 +220,9 @@ def read_summary(folder: Path) -> PrepareSummary:
             tokenizer=content["tokenizer"]["sha256"],
             vocab_size=content["tokenizer"]["vocab_size"],
             end_of_text=content["tokenizer"]["end_of_text"],
-            median_document_tokens=content.get("median_document_tokens"),
             **{name: content[name] for name in _NUMBERS},
         )
-        numbers = [content[name] for name in _NUMBERS] + [summary.vocab_size, summary.median_document_tokens or 0]
-        numbers += [token_file.bytes for token_file in files]
+        numbers = [*(content[name] for name in _NUMBERS), summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
             raise ValueError("a value is of another type")
         return summary

@@ -19,12 +19,10 @@ from typing import Any
 from pretraining.config.assignments import setting_named
 from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.errors import ConfigError
-from pretraining.files import entries_of, is_file, is_folder
+from pretraining.files import is_file, is_folder
 from pretraining.tools.translate.parse import flatten
 from pretraining.tools.translate.translation import Given
 
-_MOST_FILES = 100
-"""Of a folder; a composition has a dozen."""
 _SECTIONS = ("optimizer", "train", "dataset", "model", "logging", "checkpoint", "experimental", "test")
 """A plain file that is called like one lands under it."""
 _NAMED = {"optimizer": "optimizer.name", "optimizer/lr_config": "optimizer.lr_config.schedule"}
@@ -46,23 +44,17 @@ class Composition:
 
     def __init__(self, path: Path, arguments: Mapping[str, str | None]) -> None:
         self.values: dict[str, Given] = {}
-        self._folder = path.parent
-        self._read, self._met = 0, set[str]()
+        self._folder, self._met = path.parent, set[str]()
         self.choices = {name: value for name, value in arguments.items() if self._is_choice(name, value)}
-        self._add(path, group="", package="", above=())
+        self._add(path, "", "", ())
         for name in sorted(self.choices.keys() - self._met):
-            raise ConfigError(
-                f"{name}={self.choices[name]}: no `defaults:` of {path} choose from {self._folder / name}"
-            )
+            raise ConfigError(f"{name}={self.choices[name]}: no `defaults:` of {path} choose from {name}")
 
     def _is_choice(self, name: str, value: str | None) -> bool:
         """Return whether an argument chooses a group's file; others, and settings of this project, choose none."""
         if not _CHOICE.fullmatch(name) or not is_folder(self._folder / name):
             return False
-        is_there = value is None or self._path_of(f"{name}/{value}") is not None
-        if not is_there and setting_named(name) is None:
-            raise ConfigError(f"{name}={value}: {self._missing(f'{name}/{value}')}")
-        return is_there
+        return value is None or setting_named(name) is None or is_file(self._path_of(f"{name}/{value}"))
 
     def _add(self, path: Path, group: str, package: str, above: tuple[Path, ...]) -> None:
         """Merge a file and what its `defaults:` name.
@@ -72,9 +64,8 @@ class Composition:
             package: the dotted key that its content lands under.
             above: the files whose defaults lead to it.
         """
-        self._read += 1
-        if path in above or self._read > _MOST_FILES:
-            raise ConfigError(f"{path}: defaults lead to more than {_MOST_FILES} files, or back to the same file")
+        if path in above:
+            raise ConfigError(f"{path}: its defaults lead back to it")
         content = read_text(path, str(path))
         tree = parse_tree(content, str(path)) or {}
         if not isinstance(tree, dict):
@@ -85,44 +76,33 @@ class Composition:
         elif above and not group and not package and path.stem in _SECTIONS and path.stem not in tree:
             package = path.stem
         entries = tree.pop("defaults", None) or []
-        if not isinstance(entries, list):
-            raise ConfigError(f"{path}: defaults: a list is needed, `- optimizer: adamw` on each line")
+        entries = entries if isinstance(entries, list) else [entries]
         for entry in entries if "_self_" in entries else [*entries, "_self_"]:
-            if entry == "_self_":
-                for key, text in flatten(tree).items():
-                    self._put(Given(f"{package}.{key}" if package else key, text, str(path)))
+            if entry != "_self_":
+                self._add_entry(path, entry, (group, package), (*above, path))
                 continue
-            name, chosen = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (entry, "")
-            if isinstance(name, str) and name.removeprefix("override ").lstrip("/").startswith("hydra/"):
-                continue
-            if not isinstance(name, str) or re.search(r"\boverride |@", name):
-                raise ConfigError(f"{path}: defaults: {entry}: write `- group: name` or `- name`")
-            self._add_entry(path, name, chosen, (group, package), (*above, path))
+            for key, text in flatten(tree).items():
+                self._put(Given(f"{package}.{key}" if package else key, text, str(path)))
         if group in _NAMED and _NAMED[group] not in self.values:
             self._put(Given(_NAMED[group], path.stem, str(path)))
 
-    def _add_entry(self, path: Path, name: str, chosen: Any, inside: tuple[str, str], above: tuple[Path, ...]) -> None:
+    def _add_entry(self, path: Path, entry: Any, inside: tuple[str, str], above: tuple[Path, ...]) -> None:
         """Merge the file that a line of `defaults:` names, or the command line chooses for it."""
-        is_optional, name = name.startswith("optional "), name.removeprefix("optional ")
-        group, package = inside if not name.startswith("/") else ("", "")
-        name = name.lstrip("/")
+        name, chosen = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (entry, "")
+        if isinstance(name, str) and "hydra/" in name:
+            return
+        if not isinstance(name, str) or not (chosen is None or isinstance(chosen, str)) or " " in name:
+            raise ConfigError(f"{path}: defaults: {entry}: write `- group: name` or `- name`")
+        group, package = inside
         place = f"{group}/{name}" if group else name
         if chosen == "":  # a file beside, without a group of its own
-            files = {place: (group, package)}
-        else:
-            self._met.add(place)
-            chosen = self.choices.get(place, chosen)
+            self._add(self._path_of(place), group, package, above)
+            return
+        self._met.add(place)
+        chosen = self.choices.get(place, chosen)
+        if chosen is not None:
             target = ".".join(filter(None, [package if group else "", *name.split("/")]))
-            names = chosen if isinstance(chosen, list) else [chosen]
-            files = {f"{place}/{each}": (place, target) for each in names if each is not None}
-        if chosen == "???":
-            raise ConfigError(f"{path}: defaults: {name} must be chosen: write {place}=… on the command line")
-        for file, (of_group, lands) in files.items():
-            found = self._path_of(file)
-            if found is not None:
-                self._add(found, of_group, lands, above)
-            elif not is_optional:
-                raise ConfigError(f"{path}: defaults: {file}: {self._missing(file)}")
+            self._add(self._path_of(f"{place}/{chosen}"), place, target, above)
 
     def _put(self, given: Given) -> None:
         """Set a key; a value takes the place of a section, and a section of a value."""
@@ -131,13 +111,5 @@ class Composition:
         self.values = {name: value for name, value in kept.items() if not given.key.startswith(f"{name}.")}
         self.values[given.key] = given
 
-    def _path_of(self, place: str) -> Path | None:
-        if not _CHOICE.fullmatch(place) or ".." in place:
-            return None
-        paths = (self._folder / f"{place.removesuffix('.yaml')}{suffix}" for suffix in (".yaml", ".yml"))
-        return next((path for path in paths if is_file(path)), None)
-
-    def _missing(self, place: str) -> str:
-        path = self._folder / f"{place}.yaml"
-        names = sorted(file.stem for file in entries_of(path.parent) if file.suffix in (".yaml", ".yml"))
-        return f"{path} is not there; {path.parent} has {', '.join(names) or 'no files'}"
+    def _path_of(self, place: str) -> Path:
+        return self._folder / f"{place.removesuffix('.yaml')}.yaml"

@@ -11,12 +11,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES
-from pretraining.config.values import did_you_mean
 from pretraining.config.variants import VARIANTS
-from pretraining.files import is_file, is_folder
+from pretraining.files import is_file
 from pretraining.tools.translate import key_rules as rules
 from pretraining.tools.translate.key_rules import decimal, each, left, not_a_llama, off, only, renamed, row, when
-from pretraining.tools.translate.translation import ARGUMENT, Rule, System, Translation
+from pretraining.tools.translate.translation import Rule, System, Translation, plain
 
 _SIGNS = (
     *("defaults", "optimizer.lr_config", "train.max_steps", "logging.wandb_project", "checkpoint.save_steps"),
@@ -36,7 +35,7 @@ _ENDS = (*_RATIOS.split(), *_RATES.split())
 _WARM_UPS, _CLIPPING = (f"{_LR}warmup", f"{_LR}warmup_steps"), "gradient_clip_val grad_clip max_grad_norm"
 _FEED_FORWARD, _DATA_PATHS = "intermediate_size fc_dim ffn_dim mlp_dim hidden_dim d_ff", "path data_path data_dir root"
 _STEP = re.compile(r"iter_(\d+)\.\w+")
-_NULLS = {"optimizer.momentum": "0", f"{_LR}decay": "0", **{f"train.{name}": "0" for name in _CLIPPING.split()}}
+_NULL_IS_ZERO = ("optimizer.momentum", f"{_LR}decay", *(f"train.{name}" for name in _CLIPPING.split()))
 
 
 def _name_of(key: str) -> str:
@@ -53,7 +52,7 @@ def _defaults(translation: Translation) -> dict[str, str]:
         found["train.gradient_clip_val"] = "0"
     if _optimizer(translation) in OPTIMIZERS:
         found[_DECAY] = "0"
-    return found
+    return found | {key: "0" for key in _NULL_IS_ZERO if key in translation.values}
 
 
 def _combine(translation: Translation) -> None:
@@ -66,7 +65,9 @@ def _combine(translation: Translation) -> None:
             translation.refuse(key, "references are not followed: write the value itself")
     if translation.problems:
         return
-    _settle_options(translation)
+    _own_options(translation)
+    if translation.word(_NAME) == "muon_adamw" and f"{_OPTIMIZER}beta2" in translation:
+        translation.refuse(f"{_OPTIMIZER}beta2", "Muon keeps no squares here: write optimizer.beta2=null", "optimizer")
     if translation.word(_SCHEDULE) == "piecewise_linear":
         _piecewise(translation)
     _lengths(translation)
@@ -83,30 +84,19 @@ def _optimizer(translation: Translation) -> str | None:
     return None if name is None else _OPTIMIZER_NAMES.get(name.strip().lower().replace("-", "_"), name)
 
 
-def _settle_options(translation: Translation) -> None:
-    """Hand the options of a user's own optimizer over to it; leave those of an optimizer that a flag replaces out."""
-    chosen, of_file = _optimizer(translation), translation.word(_NAME)
-    is_own = bool(chosen and OWN.fullmatch(chosen))
-    is_replaced = of_file in _OPTIMIZER_NAMES and chosen != _OPTIMIZER_NAMES[of_file]
+def _own_options(translation: Translation) -> None:
+    """Hand the options of a user's own optimizer over to it."""
     options = {}
-    for key, given in translation.values.items():
-        if not key.startswith(_OPTIMIZER) or key.startswith(_LR) or given.text is None:
-            continue
-        if key in (_NAME, f"{_OPTIMIZER}lr"):
-            continue
-        if is_replaced and given.level != ARGUMENT:
-            translation.left(key, f"of the file's optimizer, and optimizer={chosen} is another")
-        elif is_own and key not in (_DECAY, f"{_OPTIMIZER}betas"):
-            options[key] = f"{key.removeprefix(_OPTIMIZER)}={given.text}"
-    for key in options:
-        translation.left(key, "an option of your own optimizer")
+    if OWN.fullmatch(_optimizer(translation) or ""):
+        for key, given in translation.values.items():
+            is_option = key.startswith(_OPTIMIZER) and not key.startswith(_LR) and given.text is not None
+            if is_option and key not in (_NAME, f"{_OPTIMIZER}lr", _DECAY, f"{_OPTIMIZER}betas"):
+                options[key] = f"{key.removeprefix(_OPTIMIZER)}={given.text}"
+                translation.left(key, "an option of your own optimizer")
     if options:
         translation.set(
             list(options)[-1], "options of your own optimizer", optimizer_options=",".join(options.values())
         )
-    if of_file == "muon_adamw" and f"{_OPTIMIZER}beta2" in translation and not is_replaced:
-        translation.refuse(f"{_OPTIMIZER}beta2", "Muon keeps no squares here: write optimizer.beta2=null")
-        translation.left(f"{_OPTIMIZER}eps", "of squares that are not kept")
 
 
 def _name(translation: Translation, key: str) -> None:
@@ -114,32 +104,18 @@ def _name(translation: Translation, key: str) -> None:
     if word in _OPTIMIZER_NAMES or OWN.fullmatch(text):
         translation.set(key, optimizer=_OPTIMIZER_NAMES.get(word, text))
     else:
-        hint = did_you_mean(word, _OPTIMIZER_NAMES, "did you mean {}? ")
-        problem = f"not an optimizer here: {hint}There are {', '.join(OPTIMIZERS)}, or optimizer=package.module:Class"
-        translation.refuse(key, problem, "optimizer")
+        translation.refuse(key, f"one of {', '.join(OPTIMIZERS)} or package.module:Class is needed", "optimizer")
 
 
 def _rate(translation: Translation, key: str) -> None:
     """Take the peak; with `beta` the momentum there is a mean of gradients, and a sum here."""
     rate, beta, remark = translation.text(key), translation.number(_BETA), ""
     if _optimizer(translation) == "muon":
-        remark = "updates are 0.2 x sqrt(width) times as long as of plain Muon: choose a smaller one"
+        remark = rules.RATE_OF_MUON
     elif _optimizer(translation) == "sgdm" and beta is not None:
         rate = decimal((translation.number(key) or Fraction(0)) * (1 - beta))
         remark = "x (1 - beta): m = beta x m + (1 - beta) x g there, m = beta x m + g here"
     translation.set(key, remark, learning_rate=rate)
-
-
-def _option(setting: str, nothing: str = "0") -> Rule:
-    """Make a rule for a key that some optimizers read; `nothing` is the value that asks for nothing."""
-
-    def apply(translation: Translation, key: str) -> None:
-        name = _optimizer(translation)
-        is_read = name not in OPTIMIZERS or setting in OPTIMIZERS[name].options
-        unread = only(nothing, reason=f"{name} does not read it here: take it out")
-        (row(setting) if is_read else unread)(translation, key)
-
-    return apply
 
 
 def _momentum(translation: Translation, key: str) -> None:
@@ -147,7 +123,7 @@ def _momentum(translation: Translation, key: str) -> None:
     if _optimizer(translation) == "rmsprop":
         translation.set(key, "the decay of the mean of squares", rms_alpha=translation.text(key))
     else:
-        _option("momentum")(translation, key)
+        translation.set(key, momentum=translation.text(key))
 
 
 def _decoupling(translation: Translation, key: str) -> None:
@@ -170,9 +146,7 @@ def _schedule(translation: Translation, key: str) -> None:
         translation.set(key, schedule=translation.text(key))
         return
     if name not in SCHEDULES:
-        hint = did_you_mean(name, SCHEDULES, "did you mean {}? ")
-        problem = f"not a schedule here: {hint}There are {', '.join(SCHEDULES)}, or schedule=package.module:function"
-        translation.refuse(key, problem, "schedule")
+        translation.refuse(key, f"one of {', '.join(SCHEDULES)} or package.module:function is needed", "schedule")
         return
     ends_at_zero = name != "constant" and not any(end in translation for end in _ENDS)
     has_warmup = any(warmup in translation for warmup in _WARM_UPS)
@@ -203,17 +177,6 @@ def _piecewise(translation: Translation) -> None:
     for key in (*_WARM_UPS, f"{_LR}lr"):
         translation.left(key, "piecewise_linear does not read it")
     _rate(translation, keys[0] if first >= second else keys[1])
-
-
-def _stable(translation: Translation, key: str) -> None:
-    schedule = translation.word(_SCHEDULE)
-    if not translation.number(key):
-        translation.left(key, "no steps at the peak")
-    elif schedule in ("linear", "trapezoid", "wsd", ""):
-        remark = "linear with it is a trapezoid" if schedule == "linear" else ""
-        translation.set(key, remark, stable_steps=translation.text(key))
-    else:
-        translation.refuse(key, f"{schedule} has no steps at the peak: write {_SCHEDULE}=trapezoid, or 0")
 
 
 def _lengths(translation: Translation) -> None:
@@ -273,11 +236,6 @@ def _loads(translation: Translation) -> None:
             translation.set(path, "the step in its name" if step else "", ckpt_load_path=start)
 
 
-def _wandb(setting: str) -> Rule:
-    has_project = "logging.wandb_project"
-    return when(lambda t: has_project in t, row(setting), f"without {has_project} nothing goes to wandb")
-
-
 def _amp(translation: Translation, key: str) -> None:
     on = translation.is_on(key)
     translation.set(key, mixed_precision=None if "train.precision" in translation and on else bool(on))
@@ -300,18 +258,9 @@ def _name_model(translation: Translation, key: str) -> None:
     if name in VARIANTS:
         translation.set(key, model_variant=name)
     elif name.startswith("llama"):
-        translation.set(key, "as here")
+        translation.left(key, "as here")
     else:
         rules.refuse_model(translation, key, "it is no Llama: RMSNorm, SwiGLU, rotary positions")
-
-
-def _name_data(translation: Translation, key: str) -> None:
-    name = translation.text(key) or ""
-    roots = [text for path in _DATA_PATHS.split() if (text := translation.text(f"dataset.{path}"))]
-    if roots and is_folder(Path(roots[0]) / name):
-        translation.set(key, datasets=name)
-    else:
-        translation.left(key, "data is a folder of token files: give --data_path (pretrain prepare makes one)")
 
 
 def _experiment(translation: Translation, key: str) -> None:
@@ -322,13 +271,27 @@ def _experiment(translation: Translation, key: str) -> None:
         translation.refuse(key, "experiments of that pipeline are not here: take it out, or write null")
 
 
-_GENERAL = "debias_beta1 debias_beta2 use_momentum use_momentum_state use_precond use_precond_state"
-_TOKEN_FILES = left("token files, read in one random order of all documents")
+_NOT_HERE = """
+    optimizer.offset_beta optimizer.ns_embedding optimizer.ns_head optimizer.wrapper optimizer.wrapper.*
+    train.wrap_o2nc train.random_scaling model.load_pytorch
+"""
+_ALWAYS_ON = """
+    optimizer.debias_beta1 optimizer.debias_beta2 optimizer.use_momentum optimizer.use_momentum_state
+    optimizer.use_precond optimizer.use_precond_state
+"""
+_IGNORED = """
+    optimizer.visualize optimizer.fused train.random_scaling_seed train.use_importance_sampling dataset.tokenizer
+    dataset.tokenizer_path dataset.seed dataset.split dataset.shift_labels dataset.use_loadit dataset.loadit_path
+    dataset.loadit_length dataset.shuffle dataset.shuffle_buffer_size dataset.pin_memory dataset.prefetch
+    dataset.prefetch_factor dataset.streaming logging.* test.* hydra.*
+"""
 _RULES: dict[str, Rule] = {
     _SCHEDULE: _schedule,
     **each("lr lr_config.lr", _rate, _OPTIMIZER),
     **dict.fromkeys(_WARM_UPS, row("warmup_steps", rules.part_of_run)),
-    **each("const stable_steps", _stable, _LR),
+    **each(
+        "const stable_steps", row("stable_steps", lambda text: {} if plain(text) == 0 else {"stable_steps": text}), _LR
+    ),
     **each(
         "decay decay_steps",
         when(
@@ -342,26 +305,19 @@ _RULES: dict[str, Rule] = {
     **each(_RATIOS, row("min_lr_ratio")),
     **each(_RATES, rules.lowest_rate(f"{_LR}lr")),
     **each("lr1 lr2 start_steps", left("piecewise_linear alone reads it"), _LR),
-    **each(f"{_HORIZON} {_STEPS} {_SEGMENT} checkpoint.load_path", rules.SETTLED),
+    **each(f"{_HORIZON} {_STEPS} {_SEGMENT} checkpoint.load_path", rules.settled),
     _NAME: _name,
     **each("beta momentum", _momentum, _OPTIMIZER),
-    **each("beta1 adam_beta1", _option("adam_beta1"), _OPTIMIZER),
-    **each("beta2 adam_beta2", _option("adam_beta2"), _OPTIMIZER),
+    **each("beta1 adam_beta1", row("adam_beta1"), _OPTIMIZER),
+    **each("beta2 adam_beta2", row("adam_beta2"), _OPTIMIZER),
     f"{_OPTIMIZER}betas": row("adam_beta1", rules.pair),
-    **each("eps adam_eps", _option("adam_epsilon"), _OPTIMIZER),
+    **each("eps adam_eps", row("adam_epsilon"), _OPTIMIZER),
     _DECAY: row("weight_decay", remark=rules.AFTER_DECAY),
     f"{_OPTIMIZER}decouple_weight_decay": _decoupling,
-    **each("nesterov use_nesterov", _option("nesterov", "false"), _OPTIMIZER),
-    f"{_OPTIMIZER}alpha": _option("rms_alpha"),
+    **each("nesterov use_nesterov", row("nesterov"), _OPTIMIZER),
+    **renamed(_OPTIMIZER, alpha="rms_alpha", ns_steps="muon_ns_steps"),
+    **renamed(_OPTIMIZER, adam_lr="muon_adam_learning_rate", adam_wd="muon_adam_weight_decay"),
     f"{_OPTIMIZER}normalize": only("global", reason="updates are divided by one norm of the model: write global"),
-    f"{_OPTIMIZER}ns_steps": _option("muon_ns_steps"),
-    f"{_OPTIMIZER}adam_lr": _option("muon_adam_learning_rate"),
-    f"{_OPTIMIZER}adam_wd": _option("muon_adam_weight_decay"),
-    **each("ns_embedding ns_head", off("AdamW updates embedding and head"), _OPTIMIZER),
-    f"{_OPTIMIZER}offset_beta": off("momentum of updates is not here"),
-    **each("wrapper wrapper.*", off("optimizers are not wrapped"), _OPTIMIZER),
-    **each("visualize fused", left("nothing that is learned depends on it"), _OPTIMIZER),
-    **each(_GENERAL, only("true", reason="adam, adamw and nadam are here: write true"), _OPTIMIZER),
     **each(_CLIPPING, row("grad_clip_thresh"), "train."),
     "train.precision": when(
         lambda t: t.is_on("train.use_amp") is not False, row("mp_dtype", rules.dtype), "train.use_amp is false"
@@ -374,17 +330,12 @@ _RULES: dict[str, Rule] = {
     **each("eval_interval eval_steps", row("eval_interval"), "train."),
     **renamed("train.", eval_batches="eval_batches", compile="use_torch_compile", deterministic="deterministic"),
     "train.device": row("device", rules.choice(auto="auto", cuda="cuda", gpu="cuda", cpu="cpu")),
-    **each("wrap_o2nc random_scaling", off("it changes what is learned, and is not here"), "train."),
-    **each("random_scaling_seed use_importance_sampling", left("of train.random_scaling"), "train."),
-    "dataset.name": _name_data,
+    "dataset.name": left("data is a folder of token files: give --data_path (pretrain prepare makes one)"),
     **each(_DATA_PATHS, row("data_path", rules.folder_of_data), "dataset."),
     **each("total_batch_size global_batch_size", row("global_batch_size"), "dataset."),
     **each("context_length seq_length seq_len", row("seq_length"), "dataset."),
     **each("dataloader_workers num_workers", row("num_workers"), "dataset."),
-    **each("tokenizer tokenizer_path", left("data is tokenized by pretrain prepare --tokenizer_path=…"), "dataset."),
     **each("dataset.vocab_size model.vocab_size", row("vocab_size")),
-    **each("seed split shift_labels use_loadit loadit_path loadit_length shuffle", _TOKEN_FILES, "dataset."),
-    **each("shuffle_buffer_size pin_memory prefetch prefetch_factor streaming", _TOKEN_FILES, "dataset."),
     "model.name": _name_model,
     "model.dim": _width,
     "model.context_length": rules.context,
@@ -399,31 +350,21 @@ _RULES: dict[str, Rule] = {
     "model.norm": not_a_llama("rmsnorm", "rms_norm", "rms", reason="a Llama has RMSNorm"),
     "model.positional_embedding": not_a_llama("rope", "rotary", reason="a Llama's positions are rotary"),
     **each("pad_token rescale_residuals", rules.INITIAL_WEIGHTS, "model."),
-    "model.load_pytorch": off("ckpt_load_path takes the weights of a checkpoint"),
     "logging.wandb_project": row(
         "tracker_project_name", lambda text: {"tracker": "wandb", "tracker_project_name": text}
     ),
-    "logging.wandb_name": _wandb("tracker_run_name"),
-    "logging.wandb_runid": _wandb("tracker_run_id"),
+    **renamed("logging.", wandb_name="tracker_run_name", wandb_runid="tracker_run_id"),
     **each("train.log_interval logging.log_interval logging.log_steps", row("report_interval")),
-    "logging.*": left("metrics are those of logs/metrics.jsonl"),
-    "checkpoint.save": left("runs are always saved"),
     **renamed("checkpoint.", save_path="ckpt_save_path", save_steps="checkpoint_interval"),
-    "checkpoint.load": left("checkpoint.load_path says from where"),
-    "checkpoint.load_file": left("part of checkpoint.load_path"),
+    "checkpoint.save": left("runs are always saved"),
+    **each("load load_file", left("checkpoint.load_path says from where"), "checkpoint."),
     "checkpoint.overwrite_config": left("settings given here always count; --recipe=<run>/config.yaml takes the run's"),
     "checkpoint.overwrite_optimizer": row("load_optimizer", rules.choice(true="false", false="true")),
     **each("keep_last max_to_keep", row("keep_last"), "checkpoint."),
     "experimental.*": _experiment,
-    "test.*": left("of its tests"),
-    "hydra.*": left("of the composing program; logs are in the run's folder"),
+    **each(_NOT_HERE, off("it changes what is learned, and is not here")),
+    **each(_ALWAYS_ON, only("true", reason="adam, adamw and nadam are here: write true")),
+    **each(_IGNORED, left("not translated: nothing that is learned depends on it")),
 }
-SYSTEM = System(
-    "a folder of composed configs (defaults, optimizer.lr_config, …)",
-    _SIGNS,
-    _RULES,
-    _defaults,
-    _combine,
-    _name_of,
-    _NULLS,
-)
+_WHAT = "a folder of composed configs (defaults, optimizer.lr_config, …)"
+SYSTEM = System(_WHAT, _SIGNS, _RULES, _defaults, _combine, _name_of)

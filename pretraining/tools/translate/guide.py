@@ -10,12 +10,12 @@ import shlex
 from pathlib import Path
 
 from pretraining.config.commands import PrepareConfig
-from pretraining.config.plugins import OPTIMIZERS, TOKEN_SUFFIXES
-from pretraining.files import entries_of, exists, is_file, is_folder
+from pretraining.config.plugins import OPTIMIZERS
+from pretraining.files import exists, is_file
 from pretraining.progress import parse_number
 from pretraining.tools.translate import deepspeed
 from pretraining.tools.translate import key_rules as rules
-from pretraining.tools.translate.key_rules import each, left, not_a_llama, only, renamed, row, when
+from pretraining.tools.translate.key_rules import each, left, not_a_llama, off, renamed, row
 from pretraining.tools.translate.parse import parse
 from pretraining.tools.translate.translation import DEFAULT, Given, Rule, System, Translation
 
@@ -31,7 +31,6 @@ _SIGNS = (
 )
 _SIZES = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
 _ROOT = PrepareConfig().output_path
-_PERCENT_OF_A_SPLIT = re.compile(r"\w+\[(?::|-)(\d{1,2})%:?\]")
 _CHECKPOINT = re.compile(r"(?:checkpoint-|iter_)(\d+)(?:\.\w+)?")
 
 
@@ -59,9 +58,10 @@ def _defaults(translation: Translation) -> dict[str, str]:
 
 
 def _combine(translation: Translation) -> None:
-    """Make the batch of a step, and refuse half a model; read the DeepSpeed file that is named."""
+    """Make the batch of a step and the precision, and refuse half a model; read the DeepSpeed file that is named."""
     _include_deepspeed(translation)
     _batch(translation)
+    _precision(translation)
     given = [name for name in _SIZES if name in translation]
     missing = [name for name in _SIZES if name not in given and _SIZES[name] not in translation.flags]
     if given and missing and "model_variant" not in translation.flags:
@@ -70,17 +70,14 @@ def _combine(translation: Translation) -> None:
 
 
 def _batch(translation: Translation) -> None:
-    """Multiply the batch of a rank by accumulation and ranks; the DeepSpeed file's numbers win over defaults."""
+    """Multiply the batch of a rank by accumulation and ranks, unless the DeepSpeed file has the product."""
     settings, accumulation = translation.settings, "gradient_accumulation_steps"
     ranks = translation.count("world_size")
-    is_default = translation.values["batch_size"].level == DEFAULT
-    if ranks and not (is_default and "global_batch_size" in settings):
-        size = translation.count("batch_size", "batch_size") or 1
-        if is_default and "batch_size" in settings:
-            size = int(settings["batch_size"][0])
-        steps = translation.count(accumulation) or 1
-        if "grad_accum_steps" in settings:
-            steps = int(settings["grad_accum_steps"][0])
+    if ranks and "global_batch_size" not in settings:
+        size, steps = (
+            int(parse_number(settings[name][0]) or 1) if name in settings else translation.count(key, name) or 1
+            for name, key in (("batch_size", "batch_size"), ("grad_accum_steps", accumulation))
+        )
         remark = f"{size} x {steps} x {ranks}; accumulation follows from the ranks that are there"
         translation.set("world_size", remark, global_batch_size=size * steps * ranks)
     else:
@@ -136,8 +133,13 @@ def _feed_forward(translation: Translation, key: str) -> None:
         translation.set(key, intermediate_size=given)
 
 
-def _is_limited(translation: Translation) -> bool:
-    return (translation.number("max_steps") or 0) > 0
+def _length(translation: Translation, key: str) -> None:
+    """Take max_steps, if it limits anything, and num_epochs otherwise."""
+    is_limited = (translation.number("max_steps") or 0) > 0
+    if is_limited != (key == "max_steps"):
+        translation.left(key, "max_steps wins" if is_limited else "no limit: num_epochs says")
+    else:
+        translation.set(key, num_steps=translation.text(key) if is_limited else f"{translation.text(key)}ep")
 
 
 def _optimizer(translation: Translation, key: str) -> None:
@@ -157,29 +159,24 @@ def _schedule(translation: Translation, key: str) -> None:
         translation.refuse(key, "one of cosine, linear, constant, polynomial is needed", "schedule")
 
 
-def _is_on_cpu(translation: Translation) -> bool:
-    flag = translation.flags.get("device")
-    on_cpu = translation.is_on("force_cpu") or translation.word("device") == "cpu"
-    return bool(on_cpu) if flag is None else flag == "cpu"
-
-
-def _amp_dtype(translation: Translation, key: str) -> None:
-    if not translation.is_on("use_amp") or _is_on_cpu(translation):
-        translation.left(key, "use_amp is false, or the device a CPU")
-    elif translation.values[key].level == DEFAULT:
-        translation.set(key, mp_dtype=translation.text(key))
+def _precision(translation: Translation) -> None:
+    """Settle use_amp and amp_dtype: a DeepSpeed file wins, and on a CPU it is float32, as there."""
+    switch, dtype = "use_amp", "amp_dtype"
+    own_device = "cpu" if translation.is_on("force_cpu") else translation.word("device")
+    device = translation.flags.get("device") or own_device
+    is_default = translation.values[switch].level == DEFAULT
+    if "mixed_precision" in translation.settings:
+        translation.left(switch, "the DeepSpeed file says it")
+    elif device == "cpu" or not translation.is_on(switch):
+        translation.set(switch, "on a CPU float32, as there" * (device == "cpu"), mixed_precision="false")
+    elif translation.values[dtype].level == DEFAULT:
+        translation.set(dtype, mp_dtype=translation.text(dtype))
+        translation.set(switch, "the device decides" * is_default, mixed_precision=None if is_default else "true")
     else:
-        row("mp_dtype", rules.dtype)(translation, key)
-
-
-def _amp(translation: Translation, key: str) -> None:
-    """Take the switch; without one in the file the device decides, as there."""
-    if translation.is_on(key) and _is_on_cpu(translation):
-        translation.set(key, "on a CPU float32, as there", mixed_precision="false")
-    elif "mixed_precision" in translation.settings or translation.values[key].level == DEFAULT:
-        translation.left(key, "amp_dtype, the DeepSpeed file or the device say")
-    else:
-        translation.set(key, mixed_precision=translation.is_on(key))
+        row("mp_dtype", rules.dtype)(translation, dtype)
+        translation.left(switch, f"{dtype} says it")
+    if dtype not in translation.notes:
+        translation.left(dtype, f"{switch} or the DeepSpeed file says it")
 
 
 def _packing(translation: Translation, key: str) -> None:
@@ -198,12 +195,8 @@ def _resume(translation: Translation, key: str) -> None:
     step = _CHECKPOINT.fullmatch(Path(text).name)
     if text.lower() in ("true", "false"):
         translation.left(key, "a run that is found in ckpt_save_path is continued anyway")
-    elif is_file(Path(text)):
-        translation.refuse(key, "a checkpoint of another system, which is not read: --ckpt_load_path takes a Llama")
-    elif step:
-        translation.set(key, "the step in its name", resume_from_checkpoint=step[1])
     else:
-        translation.set(key, resume_from_checkpoint=text)
+        translation.set(key, "the step in its name" if step else "", resume_from_checkpoint=step[1] if step else text)
 
 
 # Text
@@ -211,7 +204,7 @@ def _resume(translation: Translation, key: str) -> None:
 
 def _dataset(translation: Translation, key: str) -> None:
     text = translation.text(key) or ""
-    if _holds_tokens(Path(text)):
+    if rules.holds_tokens(Path(text)):
         translation.set(key, **rules.folder_of_data(text))
         return
     tokenizer, size = translation.text("tokenizer_path"), translation.text("vocab_size")
@@ -233,18 +226,15 @@ def _dataset(translation: Translation, key: str) -> None:
 
 
 def _validation(translation: Translation, key: str) -> None:
-    """Take what is evaluated on: a fraction, a split of the dataset, or a folder of tokens."""
+    """Take what is evaluated on: a fraction, a folder of tokens, or a split of the dataset."""
     text = translation.text(key) or ""
-    part = _PERCENT_OF_A_SPLIT.fullmatch(text)
     if {"eval_datasets", "held_out_fraction"} & translation.flags.keys():
         translation.left(key, "the command line says what is evaluated on")
     elif {"data_path", "use_dummy_dataset"} & translation.flags.keys():
         translation.set(key, "a hundredth of the data that the command line names", held_out_fraction=0.01)
-    elif part:
-        translation.set(key, "of the documents, by a hash", held_out_fraction=int(part[1]) / 100)
     elif parse_number(text) is not None:
         translation.set(key, held_out_fraction=text)
-    elif _holds_tokens(Path(text)):
+    elif rules.holds_tokens(Path(text)):
         translation.set(key, eval_datasets=text)
     elif "dataset_name" in translation:
         name = f"{_name_of_dataset(translation.text('dataset_name') or '')}_{text}"
@@ -255,37 +245,26 @@ def _validation(translation: Translation, key: str) -> None:
         translation.left(key, "a split of no dataset: give --eval_datasets or --held_out_fraction")
 
 
-def _holds_tokens(folder: Path) -> bool:
-    """Return whether a folder holds token files, itself or in its sub-folders; Hugging Face's own folders do not."""
-    if not is_folder(folder) or any(exists(folder / f"{name}.json") for name in ("dataset_dict", "dataset_info")):
-        return False
-    entries = entries_of(folder)
-    inside = [entry for path in entries if is_folder(path) for entry in entries_of(path)]
-    return any(path.suffix in TOKEN_SUFFIXES for path in (*entries, *inside))
-
-
 def _name_of_dataset(text: str) -> str:
     return PrepareConfig(input_path=(text,)).dataset_name or "text"
-
-
-def _of_wandb(setting: str) -> Rule:
-    return when(
-        lambda translation: "wandb" in translation.word("report_to") or "tracker" in translation.flags,
-        row(setting),
-        "reports do not go to wandb",
-    )
 
 
 _SWITCH = rules.choice(true="true", false="false")
 _ROTARY = not_a_llama("rope", "rotary", "true", reason="a Llama's positions are rotary")
 _RMS = not_a_llama("rmsnorm", "rms_norm", "rms", "true", reason="a Llama has RMSNorm")
 _SILU = not_a_llama("silu", "swish", "swiglu", reason="a Llama's activation is SiLU, in a gated feed-forward")
-_PLAIN_LOSS = only("0", "none", "cross_entropy", "ce", reason="the loss is plain cross-entropy: take it out")
-_OF_TEXT = left("of how the guide reads text: pretrain prepare does it here")
 _OF_PREPARE = left("of pretrain prepare: the command for dataset_name has it")
-_OF_LAUNCHER = left("the launcher says it: torchrun, srun or mpirun")
+_NOT_HERE = """
+    amsgrad label_smoothing label_smoothing_factor use_peft early_stopping_threshold ema_decay ema use_ema use_swa swa
+"""
+_IGNORED = """
+    tokenizer_type special_tokens stride filter_empty_lines filter_short_sequences use_streaming cache_dir data_format
+    test_split test_file dataloader_pin_memory dataloader_drop_last log_level eval_strategy eval_accumulation_steps
+    local_rank use_accelerate accelerate_mixed_precision peft_type peft_r peft_alpha peft_dropout peft_target_modules
+    peft_bias peft_task_type compile_mode
+"""
 _RULES: dict[str, Rule] = {
-    **each("world_size deepspeed_config deepspeed_config.*", rules.SETTLED),
+    **each("world_size use_amp amp_dtype deepspeed_config deepspeed_config.*", rules.settled),
     **renamed(**_SIZES, n_kv_heads="num_key_value_heads", vocab_size="vocab_size", rope_theta="rope_theta"),
     "d_ff": _feed_forward,
     "max_seq_len": _context,
@@ -302,36 +281,25 @@ _RULES: dict[str, Rule] = {
     "gradient_checkpointing": row("fsdp_activation_checkpointing", _SWITCH),
     **renamed(batch_size="batch_size", gradient_accumulation_steps="grad_accum_steps", learning_rate="learning_rate"),
     "weight_decay": row("weight_decay", remark=rules.AFTER_DECAY),
-    "max_steps": when(_is_limited, row("num_steps"), "no limit: num_epochs says"),
-    "num_epochs": when(lambda t: not _is_limited(t), row("num_steps", rules.epochs), "max_steps wins"),
+    **each("max_steps num_epochs", _length),
     "lr_scheduler": _schedule,
     **renamed(min_lr_ratio="min_lr_ratio", warmup_steps="warmup_steps", momentum="momentum"),
-    "min_lr": when(lambda t: "min_lr_ratio" not in t, rules.lowest_rate("learning_rate"), "min_lr_ratio wins"),
-    "warmup_ratio": when(
-        lambda t: "warmup_steps" not in t, row("warmup_steps", rules.part_of_run), "warmup_steps wins"
-    ),
+    "min_lr": rules.lowest_rate("learning_rate"),
+    "warmup_ratio": row("warmup_steps", rules.part_of_run),
     "optimizer": _optimizer,
     "betas": row("adam_beta1", rules.pair),
     **each("beta1 adam_beta1", row("adam_beta1")),
     **each("beta2 adam_beta2", row("adam_beta2")),
     **each("eps epsilon adam_epsilon", row("adam_epsilon")),
-    "amsgrad": only("false", reason="there is no AMSGrad: take it out"),
-    **each("label_smoothing label_smoothing_factor loss", _PLAIN_LOSS),
-    **each("ema_decay ema use_ema use_swa swa", rules.off("no average of the weights is kept")),
-    "use_peft": rules.off("all weights are trained"),
-    "amp_dtype": _amp_dtype,
-    "use_amp": _amp,
     **renamed(max_grad_norm="grad_clip_thresh", save_steps="checkpoint_interval", eval_steps="eval_interval"),
     **renamed(logging_steps="report_interval", early_stopping_patience="early_stopping_evaluations", seed="seed"),
     **renamed(distributed_backend="backend", tokenizer_path="tokenizer_path", max_length="seq_length"),
+    **renamed(run_name="tracker_run_name", wandb_project="tracker_project_name"),
     **each("checkpoint_dir output_dir", row("ckpt_save_path")),
     "save_total_limit": row("keep_last", lambda text: "none" if text.startswith(("0", "-")) else text),
     "resume_from_checkpoint": _resume,
     "report_to": row("tracker", lambda text: text.strip("[]").replace(" ", "") or "none"),
     **each("logging_dir log_dir", row("tracker_dir")),
-    "run_name": _of_wandb("tracker_run_name"),
-    "wandb_project": _of_wandb("tracker_project_name"),
-    "early_stopping_threshold": only("0", reason="every lower loss counts: write 0"),
     "use_deepspeed": left("FSDP does what deepspeed_config asks for"),
     "device": row("device", rules.choice(cuda="cuda", gpu="cuda", cpu="cpu", auto="auto")),
     "force_cpu": row("device", rules.choice(true="cpu", false="auto")),
@@ -341,16 +309,8 @@ _RULES: dict[str, Rule] = {
     "dataset_name": _dataset,
     "validation_split": _validation,
     **each("pack_sequences packing_strategy", _packing),
-    **each("dataset_config dataset_split text_column", _OF_PREPARE),
-    "preprocessing_num_workers": left("of pretrain prepare, which takes every core"),
-    **each("tokenizer_type special_tokens stride filter_empty_lines filter_short_sequences", _OF_TEXT),
-    **each("use_streaming cache_dir data_format", _OF_TEXT),
-    **each("test_split test_file", left("nothing is evaluated on it")),
-    **each("dataloader_pin_memory dataloader_drop_last", left("samples are read ahead by threads; none is dropped")),
-    **each("log_level eval_strategy eval_accumulation_steps", left("how the guide reports and evaluates")),
-    **each("local_rank use_accelerate accelerate_mixed_precision", _OF_LAUNCHER),
-    **each("peft_type peft_r peft_alpha peft_dropout peft_target_modules peft_bias", left("use_peft is false")),
-    "peft_task_type": left("use_peft is false"),
-    "compile_mode": left("how torch.compile is called"),
+    **each("dataset_config dataset_split text_column preprocessing_num_workers", _OF_PREPARE),
+    **each(_NOT_HERE, off("it changes what is learned, and is not here")),
+    **each(_IGNORED, left("not translated: nothing that is learned depends on it")),
 }
 SYSTEM = System("the JSON of a training guide: model, training, data", _SIGNS, _RULES, _defaults, _combine, _name_of)

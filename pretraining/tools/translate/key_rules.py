@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from pretraining.config.plugins import TOKEN_SUFFIXES
-from pretraining.files import entries_of, is_folder
+from pretraining.files import entries_of, exists, is_folder
 from pretraining.progress import parse_number
 from pretraining.tools.translate.translation import ACCEPT_LLAMA, Rule, Translation, plain
 
@@ -41,14 +41,28 @@ def left(reason: str) -> Rule:
     return lambda translation, key: translation.left(key, reason)
 
 
+def settled(translation: Translation, key: str) -> None:
+    """Refuse a key that `combine` settles with others, and has not: beside those it means nothing."""
+    if not translation.problems:
+        translation.refuse(key, "it means nothing beside the other settings: take it out")
+
+
 def context(translation: Translation, key: str) -> None:
     """Settle a key that is the length of sequences and the model's context."""
     translation.set(key, seq_length=translation.text(key), max_position_embeddings=translation.text(key))
 
 
-def only(*values: str, reason: str) -> Rule:
+def only(*values: str, reason: str, refuse: Callable[[Translation, str, str], None] = Translation.refuse) -> Rule:
     """Make a rule: the key may have these values, as here; another one would change what is learned."""
-    return _allowed(values, "as here", lambda translation, key: translation.refuse(key, reason))
+    allowed = {plain(value) for value in values}
+
+    def apply(translation: Translation, key: str) -> None:
+        if plain(translation.text(key) or "") in allowed:
+            translation.left(key, "as here")
+        else:
+            refuse(translation, key, reason)
+
+    return apply
 
 
 def off(reason: str) -> Rule:
@@ -58,19 +72,7 @@ def off(reason: str) -> Rule:
 
 def not_a_llama(*values: str, reason: str) -> Rule:
     """Make a rule: a Llama has only these values; with ACCEPT_LLAMA another one is left out."""
-    return _allowed(values, "as in every Llama", lambda translation, key: refuse_model(translation, key, reason))
-
-
-def _allowed(values: tuple[str, ...], remark: str, refuse: Rule) -> Rule:
-    allowed = {plain(value) for value in values}
-
-    def apply(translation: Translation, key: str) -> None:
-        if plain(translation.text(key) or "") in allowed:
-            translation.set(key, remark)
-        else:
-            refuse(translation, key)
-
-    return apply
+    return only(*values, reason=reason, refuse=refuse_model)
 
 
 def refuse_model(translation: Translation, key: str, reason: str) -> None:
@@ -102,8 +104,7 @@ def lowest_rate(peak_key: str) -> Rule:
     return apply
 
 
-SETTLED = left("not read with the other settings")
-"""The rule of keys that are settled together, before the others."""
+RATE_OF_MUON = "updates are 0.2 x sqrt(width) times as long as of plain Muon: choose a smaller one"
 AFTER_DECAY = "not of norms and embeddings"
 NO_BIAS = not_a_llama("false", reason="a Llama has no biases")
 NO_DROPOUT = not_a_llama("0", reason="a Llama is trained without dropout")
@@ -113,11 +114,11 @@ INITIAL_WEIGHTS = left("initial weights are those of docs/model.md")
 # Conversions of a text
 
 
-def choice(**words: str) -> Callable[[str], str]:
-    """Make a conversion: words mean values of a setting; case and dashes do not matter, and a value means itself."""
-    known = {value: value for value in words.values()} | words
+def choice(**words: str | Mapping[str, str]) -> Callable[[str], str | Mapping[str, str]]:
+    """Make a conversion: a word stands for what the table says; case and dashes do not matter, a value means itself."""
+    known = {value: value for value in words.values() if isinstance(value, str)} | words
 
-    def convert(text: str) -> str:
+    def convert(text: str) -> str | Mapping[str, str]:
         word = text.strip().lower().replace("-", "_")
         if word not in known:
             raise ValueError(f"one of {', '.join(words)} is needed")
@@ -150,27 +151,27 @@ def pair(text: str) -> Mapping[str, str]:
     return {"adam_beta1": items[0].strip(), "adam_beta2": items[1].strip()}
 
 
-_DTYPES = {
-    **dict.fromkeys(("bfloat16", "bf16", "bf16_mixed", "bf16_true", "torch.bfloat16"), "bfloat16"),
-    **dict.fromkeys(("float16", "fp16", "half", "16", "16_mixed", "torch.float16"), "float16"),
-    **dict.fromkeys(("float32", "fp32", "32", "32_true"), ""),
-}
-
-
-def dtype(text: str) -> Mapping[str, str]:
-    """Return what is computed in: mixed precision in 16 bits, or float32."""
-    word = text.strip().lower().replace("-", "_")
-    if word not in _DTYPES:
-        raise ValueError("one of bfloat16, float16, float32 is needed")
-    return {"mixed_precision": "true", "mp_dtype": _DTYPES[word]} if _DTYPES[word] else {"mixed_precision": "false"}
+_FLOAT32 = {"mixed_precision": "false"}
+_BFLOAT16, _FLOAT16 = ({"mixed_precision": "true", "mp_dtype": name} for name in ("bfloat16", "float16"))
+dtype = choice(
+    **{"bfloat16": _BFLOAT16, "float16": _FLOAT16, "float32": _FLOAT32, "bf16": _BFLOAT16, "fp16": _FLOAT16},
+    **{"fp32": _FLOAT32, "bf16_mixed": _BFLOAT16, "16_mixed": _FLOAT16, "half": _FLOAT16, "16": _FLOAT16},
+    **{"32": _FLOAT32, "torch.bfloat16": _BFLOAT16, "torch.float16": _FLOAT16},
+)
+"""What is computed in: mixed precision in 16 bits, or float32."""
 
 
 def folder_of_data(text: str) -> Mapping[str, str]:
     """Return the settings for a folder that is a dataset, or holds datasets; a start refuses one that is not there."""
     folder = Path(text)
-    if is_folder(folder) and any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder)):
-        return {"data_path": str(folder.parent), "datasets": folder.name}
-    return {"data_path": text}
+    return {"data_path": str(folder.parent), "datasets": folder.name} if holds_tokens(folder) else {"data_path": text}
+
+
+def holds_tokens(folder: Path) -> bool:
+    """Return whether a folder holds token files; Hugging Face's own folders do not."""
+    if not is_folder(folder) or exists(folder / "dataset_info.json"):
+        return False
+    return any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder))
 
 
 def gated_width(width: Fraction | int, multiple: int) -> int:

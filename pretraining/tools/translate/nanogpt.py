@@ -8,13 +8,11 @@ A file says only what differs from its `train.py`, whose own values hold for the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 
-from pretraining.config.plugins import TOKEN_SUFFIXES
-from pretraining.files import entries_of, is_file, is_folder
+from pretraining.files import is_file
 from pretraining.tools.translate import key_rules as rules
 from pretraining.tools.translate.key_rules import decimal, each, left, only, renamed, row, tokens, when
 from pretraining.tools.translate.translation import Rule, System, Translation
@@ -41,12 +39,10 @@ _OF_TOKENS = _OF_BOTH | {
     **{"n_layer": "8", "n_embd": "480", "batch_size": "32", "gradient_accumulation_steps": "1"},
     **{"learning_rate": "3e-4", "min_lr_factor": "0.1", "optimizer_type": "adamw"},
 }
-_MODEL = ("n_layer", "n_head", "n_embd", "block_size")
+_MODEL = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
 _END_OF_TEXT = 50256
 """Of GPT-2's tokenizer; it ends documents in the token files."""
-_COSINE_PARTS = 16
-"""Straight lines in place of a cosine that ends before or after the run: at most 0.25% of the peak away from it."""
-_STARTS = {"ckpt_load_path", "resume_from_checkpoint"}
+_OTHER_MODEL = {"ckpt_load_path", "resume_from_checkpoint", "model_variant"}
 _DATA = {"data_path", "use_dummy_dataset"}
 
 
@@ -62,10 +58,9 @@ def _defaults(translation: Translation) -> Mapping[str, str]:
         found["use_scheduler"] = "true" if has_schedule else "false"
         if "wandb_project" in translation or "wandb_run_name" in translation:
             found["wandb_log"] = "true"
-    given = translation.flags.keys()
-    silent = set(_MODEL) if given & (_STARTS | {"model_variant"}) else set()
-    silent |= {"vocab_size"} if given & (_STARTS | {"tokenizer_path"}) or _is_of_characters(translation) else set()
-    silent |= {"dataset"} if given & _DATA else set()
+    if "grad_clip" in translation.values:  # null clips nothing
+        found["grad_clip"] = "0"
+    silent = _MODEL if translation.flags.keys() & _OTHER_MODEL else set()
     return {key: text for key, text in found.items() if key not in silent}
 
 
@@ -90,9 +85,6 @@ def _combine(translation: Translation) -> None:
 
 
 def _schedule_of_tokens(translation: Translation) -> None:
-    for name in filter(translation.__contains__, ("warmup_iters", "lr_decay_iters", "min_lr", "decay_lr")):
-        problem = "the file counts in tokens: write warmup_tokens, stable_tokens, min_lr_factor, use_scheduler"
-        translation.refuse(name, problem)
     key = "use_scheduler"
     if not translation.is_on(key):
         _constant(translation, key, "warmup_tokens", "stable_tokens", "min_lr_factor")
@@ -104,29 +96,23 @@ def _schedule_of_tokens(translation: Translation) -> None:
 
 
 def _schedule_of_steps(translation: Translation) -> None:
-    """Make nanoGPT's cosine: it comes down to `min_lr` at `lr_decay_iters`, which need not be the end of the run."""
+    """Make nanoGPT's cosine: it comes down to `min_lr` at `lr_decay_iters`, which is the length of the run here."""
     if not translation.is_on("decay_lr"):
         _constant(translation, "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr")
+        translation.set("max_iters", num_steps=translation.text("max_iters"))
         return
-    warmup = translation.count("warmup_iters", smallest=0) or 0
-    end, length = translation.count("lr_decay_iters") or 1, translation.count("max_iters", "num_steps")
+    translation.left("decay_lr", "as here")
+    end, length = translation.count("lr_decay_iters") or 1, translation.count("max_iters") or 1
     peak = translation.number("learning_rate", "learning_rate")
     lowest = (translation.number("min_lr") or Fraction(0)) / peak if peak else Fraction(1)
-    if lowest > 1:
-        translation.refuse("min_lr", f"it is more than learning_rate={decimal(peak or Fraction(0))}", "min_lr_ratio")
-    elif end == length:
-        translation.set("lr_decay_iters", "the end of the run", schedule="cosine")
-        translation.set("warmup_iters", warmup_steps=warmup)
-        translation.set("min_lr", "as a share of learning_rate", min_lr_ratio=decimal(lowest))
-    elif end <= warmup:
-        problem = f"the learning rate comes down after warmup_iters={warmup}: give more than that"
+    if end < length:
+        problem = f"the learning rate comes down until the end of the run here: give max_iters={end}, or --schedule"
         translation.refuse("lr_decay_iters", problem, "schedule")
-    else:
-        remark = f"not the end of the run: its cosine as {_COSINE_PARTS} lines"
-        points = _points(warmup, end, float(lowest))
-        translation.set("lr_decay_iters", remark, schedule="piecewise_linear", schedule_points=points)
-        translation.left("warmup_iters", "in the points of the schedule")
-        translation.left("min_lr", "in the points of the schedule")
+    stop, remark = (length, "stops there; the schedule goes on") if end > length else (None, "")
+    translation.set("max_iters", remark, num_steps=max(end, length), schedule="cosine", run_steps=stop)
+    translation.left("lr_decay_iters", "the length of the schedule")
+    translation.set("warmup_iters", warmup_steps=translation.text("warmup_iters"))
+    translation.set("min_lr", "as a share of learning_rate", min_lr_ratio=decimal(lowest))
 
 
 def _constant(translation: Translation, switch: str, *unread: str) -> None:
@@ -135,25 +121,9 @@ def _constant(translation: Translation, switch: str, *unread: str) -> None:
         translation.left(key, f"{switch} is False")
 
 
-def _points(warmup: int, end: int, lowest: float) -> str:
-    """Return the schedule's points, as step:share of the peak."""
-    shares = {0: 1 / (warmup + 1)}
-    for part in range(_COSINE_PARTS + 1):
-        step = warmup + (end - warmup) * part // _COSINE_PARTS
-        shares[step] = lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (end - warmup)))
-    return ",".join(f"{step}:{share:.6g}" for step, share in shares.items())
-
-
-def _is_muon(translation: Translation) -> bool:
-    return translation.word("optimizer_type") == "muon"
-
-
 def _peak(translation: Translation, key: str) -> None:
-    remark = ""
-    if _is_muon(translation) and "n_embd" in translation:
-        factor = 0.2 * math.sqrt(translation.count("n_embd") or 1)
-        remark = f"updates are as long as AdamW's: {factor:.1f} times those of torch.optim.Muon at this width"
-    translation.set(key, remark, learning_rate=translation.text(key))
+    is_muon = translation.word("optimizer_type") == "muon"
+    translation.set(key, rules.RATE_OF_MUON * is_muon, learning_rate=translation.text(key))
 
 
 def _evaluation_interval(translation: Translation, key: str) -> None:
@@ -188,15 +158,14 @@ def _width(translation: Translation, key: str) -> None:
 
 def _dataset(translation: Translation, key: str) -> None:
     """Take nanoGPT's `data/<dataset>/train.bin` and `val.bin`."""
-    name = translation.text(key) or ""
-    train, validation = Path("data", name, "train.bin"), Path("data", name, "val.bin")
-    if _DATA & translation.flags.keys():
-        translation.left(key, "the command line has other data: give --sep_token and --eval_datasets for it, too")
-    elif _is_of_characters(translation):
+    folder = Path("data", translation.text(key) or "")
+    train, validation = folder / "train.bin", folder / "val.bin"
+    if _is_of_characters(translation):
         problem = "its tokens are characters, and none ends a document: make token files of its text, pretrain prepare "
-        translation.refuse(key, f"{problem}--input_path=data/{name}/input.txt --output_path=data/prepared")
+        remedy = f"--input_path={folder}/input.txt --output_path=data/prepared"
+        translation.refuse(key, problem + remedy, *_DATA)
     else:
-        evaluated = None if is_file(train) and not is_file(validation) else str(_place_of(validation))
+        evaluated = None if is_file(train) and not is_file(validation) else validation
         translation.set(key, **_training_data(translation, train), eval_datasets=evaluated)
 
 
@@ -204,31 +173,13 @@ def _training_file(translation: Translation, key: str) -> None:
     translation.set(key, **_training_data(translation, Path(translation.text(key) or "")))
 
 
-def _validation_file(translation: Translation, key: str) -> None:
-    translation.set(key, eval_datasets=_place_of(Path(translation.text(key) or "")))
-
-
 def _training_data(translation: Translation, path: Path) -> dict[str, str]:
     """Return the settings for a file of uint16 without a header; of GPT-2's tokens, also what ends documents."""
-    place = _place_of(path)
-    settings = {"data_path": str(place.parent), "datasets": place.name, "file_type": "bin", "token_dtype": "uint16"}
+    settings = {"data_path": str(path.parent), "datasets": path.name, "file_type": "bin", "token_dtype": "uint16"}
     vocabulary = translation.number("vocab_size", "vocab_size")
     if vocabulary is not None and vocabulary > _END_OF_TEXT:
         settings["sep_token"] = str(_END_OF_TEXT)
     return settings
-
-
-def _place_of(path: Path) -> Path:
-    """Return what a token file is as a dataset: the folder that it has for itself, or the file."""
-    if not path.name:
-        return path
-    around, made = path.parent, path.with_suffix("")
-    if is_file(path) and all(
-        other.name == path.name or not (is_folder(other) or other.suffix in TOKEN_SUFFIXES)
-        for other in entries_of(around)
-    ):
-        return around
-    return made if is_folder(made) else path
 
 
 def _is_of_characters(translation: Translation) -> bool:
@@ -240,34 +191,11 @@ def _is_of_characters(translation: Translation) -> bool:
 # Where a run begins, and where it runs
 
 
-def _beginning(translation: Translation, key: str) -> None:
-    text = translation.text(key) or ""
-    if "ckpt_load_path" in translation.flags:
-        translation.left(key, "--ckpt_load_path says what it begins with")
-    elif text in ("scratch", "resume", "auto"):
-        translation.set(key, "a ckpt.pt is not read" if text == "resume" else "", init_from=text)
-    else:
-        problem = "GPT-2 is no Llama: give --ckpt_load_path=<Hugging Face folder of a Llama>, or 'scratch'"
-        translation.refuse(key, problem if text.startswith("gpt2") else "one of scratch, resume is needed")
-
-
 def _checkpoint(translation: Translation, key: str) -> None:
-    name, folder = translation.text(key) or "", Path(translation.text("out_dir") or "")
-    path = name.removesuffix(".pt")
     if translation.text("init_from") != "resume" or "ckpt_load_path" in translation.flags:
         translation.left(key, "read with init_from='resume' only")
-    elif is_file(folder / name):
-        translation.refuse(key, f"{folder / name} holds a GPT, which is not read: give init_from = 'scratch'")
     else:
-        translation.set(key, resume_from_checkpoint=str(folder / path) if "/" in path else path)
-
-
-def _device(translation: Translation, key: str) -> None:
-    kind, colon, _ = (translation.text(key) or "").partition(":")
-    if kind in ("cuda", "cpu", "auto"):
-        translation.set(key, "which one, CUDA_VISIBLE_DEVICES says" if colon else "", device=kind)
-    else:
-        translation.refuse(key, "one of cuda, cpu is needed", "device")
+        translation.set(key, resume_from_checkpoint=(translation.text(key) or "").removesuffix(".pt"))
 
 
 def _dtype(translation: Translation, key: str) -> None:
@@ -277,32 +205,26 @@ def _dtype(translation: Translation, key: str) -> None:
         row("mp_dtype", rules.dtype)(translation, key)
 
 
-def _uses_wandb(translation: Translation) -> bool:
-    flag = translation.flags.get("tracker")
-    return bool(translation.is_on("wandb_log")) if flag is None else "wandb" in flag
-
-
 def _wandb(translation: Translation, key: str) -> None:
-    on = translation.is_on(key) and _uses_wandb(translation)
+    on = translation.is_on(key)
     translation.set(key, "" if on else "TensorBoard's files are in the run's folder", tracker="wandb" if on else None)
 
 
-def _has_own_data(translation: Translation) -> bool:
-    return not _DATA & translation.flags.keys()
-
-
-_OF_MUON = "read with optimizer_type='muon' only"
 _NEW_RUN = "a branch is a new run: --ckpt_load_path=… --weights_only=true and another --seed"
+_IGNORED = left("not translated: nothing that is learned depends on it")
 _RULES: dict[str, Rule] = {
-    **each("gradient_accumulation_steps eval_iters use_scheduler", rules.SETTLED),
-    "decay_lr": left(""),
-    **each("warmup_iters lr_decay_iters min_lr", rules.SETTLED),
-    "init_from": _beginning,
+    **each("gradient_accumulation_steps eval_iters use_scheduler decay_lr", rules.settled),
+    **each("max_iters warmup_iters lr_decay_iters min_lr", rules.settled),
+    "init_from": when(
+        lambda t: "ckpt_load_path" not in t.flags,
+        row("init_from", rules.choice(scratch="scratch", resume="resume", auto="auto")),
+        "--ckpt_load_path says what it begins with",
+    ),
     "resume_ckpt_fname": _checkpoint,
     "n_embd": _width,
     **renamed(n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads"),
     "block_size": rules.context,
-    **renamed(vocab_size="vocab_size", out_dir="ckpt_save_path", max_iters="num_steps", eval_only="eval_only"),
+    **renamed(vocab_size="vocab_size", out_dir="ckpt_save_path", eval_only="eval_only"),
     "dropout": rules.NO_DROPOUT,
     "bias": rules.NO_BIAS,
     "batch_size": row("batch_size", remark="what a GPU takes at once"),
@@ -313,35 +235,21 @@ _RULES: dict[str, Rule] = {
     "weight_decay": row("weight_decay", remark="not of norms and the embedding"),
     **renamed(min_lr_factor="min_lr_ratio", beta1="adam_beta1", beta2="adam_beta2", grad_clip="grad_clip_thresh"),
     **renamed(log_interval="report_interval", seed="seed", train_seed="seed", compile="use_torch_compile"),
+    **renamed(lr_muon_adam="muon_adam_learning_rate", wd_muon_adam="muon_adam_weight_decay"),
+    **renamed(wandb_project="tracker_project_name", wandb_run_name="tracker_run_name", val_data_file="eval_datasets"),
     "optimizer_type": row("optimizer", rules.choice(adamw="adamw", muon="muon")),
-    "lr_muon_adam": when(_is_muon, row("muon_adam_learning_rate"), _OF_MUON),
-    "wd_muon_adam": when(_is_muon, row("muon_adam_weight_decay"), _OF_MUON),
     "eval_interval": _evaluation_interval,
     "val_interval_tokens": row("eval_interval", tokens),
     "checkpoint_interval_tokens": _checkpoint_interval,
     "log_interval_tokens": row("report_interval", tokens),
     "wandb_log": _wandb,
-    "wandb_project": when(_uses_wandb, row("tracker_project_name"), "wandb is not asked for"),
-    "wandb_run_name": when(_uses_wandb, row("tracker_run_name"), "wandb is not asked for"),
-    "device": _device,
+    "device": row("device", lambda text: text.partition(":")[0]),
     "dtype": _dtype,
     "compile_model": row("use_torch_compile"),
     "dataset": _dataset,
-    "train_data_file": when(_has_own_data, _training_file, "the command line has other data"),
-    "val_data_file": when(_has_own_data, _validation_file, "the command line has other data"),
+    "train_data_file": _training_file,
     "branch_seed": only("-1", reason=_NEW_RUN),
-    "branch_window_size_tokens": left("of branches"),
-    "total_tokens": left("the files say it"),
-    "checkpoint_token_pos": left("a checkpoint knows its position in the data"),
-    "always_save_checkpoint": left("the newest and the best checkpoint are kept"),
-    "backend": left("the device decides: GPUs talk by NCCL, CPUs by gloo"),
-    "ignore_fused": left("AdamW is always fused; the results are the same"),
+    **each("branch_window_size_tokens total_tokens checkpoint_token_pos always_save_checkpoint", _IGNORED),
+    **each("backend ignore_fused", _IGNORED),
 }
-SYSTEM = System(
-    "Python assignments for a train.py, token-counted or nanoGPT's",
-    _SIGNS,
-    _RULES,
-    _defaults,
-    _combine,
-    nulls={"grad_clip": "0"},
-)
+SYSTEM = System("Python assignments for a train.py, token-counted or nanoGPT's", _SIGNS, _RULES, _defaults, _combine)

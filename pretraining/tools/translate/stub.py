@@ -66,17 +66,19 @@ def _rope(translation: Translation, key: str) -> None:
         rules.refuse_model(translation, key, "rotary frequencies are scaled as Llama 3.1 does it (llama3), or not")
 
 
-_OF_OTHERS = left("of generation, or about the program that wrote the file")
+_IGNORED = left("not translated: nothing that is learned depends on it")
+_IGNORED_OF_MODEL = """
+    torch_dtype dtype use_cache bos_token_id pad_token_id transformers_version _name_or_path attn_implementation
+    _attn_implementation
+"""
 _RULES: dict[str, Rule] = {
     "dist.cpu_only": row("device", rules.choice(true="cpu", false="auto", yes="cpu", no="auto")),
     **renamed("dist.", backend="backend", sharding_stage="sharding_strategy"),
     "dist.dtype": row("mp_dtype", rules.dtype),
-    "dist.*": left("how processes start: seeds and weights do not depend on it here"),
     **renamed("dataset.", batch_size="batch_size", num_workers="num_workers", path_eval="eval_datasets"),
     "dataset.path_train": row(
         "data_path", rules.folder_of_data, "must be there: --use_dummy_dataset=true makes tokens up"
     ),
-    "dataset.*": left("how samples are read ahead"),
     **{f"{_MODEL}{name}": row(name) for name in _SAME_NAME},
     f"{_MODEL}max_position_embeddings": rules.context,
     f"{_MODEL}model_type": not_a_llama("llama", reason="it is no Llama"),
@@ -87,27 +89,24 @@ _RULES: dict[str, Rule] = {
     f"{_MODEL}head_dim": _head,
     f"{_MODEL}pretraining_tp": not_a_llama("1", reason="matrices are whole here"),
     **each("rope_scaling.* rope_parameters.*", _rope, _MODEL),
-    **each("torch_dtype dtype", left("dist.dtype says what is computed in"), _MODEL),
     f"{_MODEL}initializer_range": rules.INITIAL_WEIGHTS,
     f"{_MODEL}eos_token_id": left("of generation; --sep_token says which token ends documents in the data"),
-    **each("use_cache bos_token_id pad_token_id transformers_version _name_or_path", _OF_OTHERS, _MODEL),
-    **each("attn_implementation _attn_implementation", left("the result of every kernel is the same"), _MODEL),
+    **each(_IGNORED_OF_MODEL, _IGNORED, _MODEL),
     "model.from_scratch": left("a run found in the save path is continued; --init_from=scratch refuses one"),
     **renamed("optim.", lr="learning_rate", beta1="adam_beta1", beta2="adam_beta2", eps="adam_epsilon"),
     "optim.weight_decay": row("weight_decay", remark=rules.AFTER_DECAY),
     "optim.betas": row("adam_beta1", rules.pair),
     "optim.grad_clip": row("grad_clip_thresh"),
-    "optim.fused": left("AdamW is always fused: the results are the same"),
     "lr_scheduler.total_iterations": row("num_steps", lambda text: {"num_steps": text, "schedule": "cosine"}),
     "lr_scheduler.warmup_iterations": row("warmup_steps"),
     "lr_scheduler.min_lr": rules.lowest_rate("optim.lr"),
     "lr_scheduler.scheduler_update_iterations": rules.only("1", reason="the rate moves with every step: write 1"),
     "loss.grad_accum_steps": row("grad_accum_steps"),
     "checkpoint.directory": row("ckpt_save_path"),
-    "checkpoint.prefix": rules.SETTLED,
+    "checkpoint.prefix": rules.settled,
     "checkpoint.state_dict_type": row("ckpt_format", rules.choice(full="full", sharded="sharded")),
     **renamed("checkpoint.", chkpt_saving_iterations="checkpoint_interval", path_chkpt_prev="ckpt_load_path"),
     "checkpoint.preempt_chkpt_saving_iterations": row("preempt_interval"),
-    "logging.*": left("reports are in logs/ of the run's folder"),
+    **each("dist.* dataset.* optim.fused logging.*", _IGNORED),
 }
 SYSTEM = System("one YAML of a training stub (dist, model.hf_config, …)", _SIGNS, _RULES, _defaults, _combine)

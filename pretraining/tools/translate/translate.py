@@ -5,13 +5,12 @@ file -> parse -> detect -> rules of one system's table -> recipe of this project
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from pretraining.config.assignments import Assignment, Reader, setting_named
 from pretraining.config.commands import TranslateConfig
@@ -31,7 +30,6 @@ from pretraining.tools.translate.translation import (
     ARGUMENT,
     DEFAULT,
     Given,
-    Note,
     Translation,
     rule_for,
 )
@@ -40,7 +38,8 @@ YAML = (".yaml", ".yml")
 FIRST_WORDS = "# Translated from "
 """The beginning of a recipe that is written here; such a file may be replaced."""
 COMMAND_LINE = "the command line"
-
+_PLAIN = re.compile(r"[\w./+-]*\w([\w./+,:%-]*[\w./%])?")
+"""Scalars that stand in YAML without quotes."""
 
 SYSTEMS = {
     "stub": stub.SYSTEM,
@@ -49,34 +48,23 @@ SYSTEMS = {
     "composed": composed.SYSTEM,
     "nanogpt": nanogpt.SYSTEM,
 }
-_NO_LONGER_READ = (
-    *("per_device_train_batch_size", "lr_scheduler_type"),  # TrainingArguments of Hugging Face's Trainer
-    *("training.local_batch_size", "parallelism", "job"),  # torchtitan
-)
 
 
 def detect(keys: Collection[str], name: str) -> str | None:
     """Return the system that a file's keys are of; None where no key is a sign of one.
 
     Raises:
-        ConfigError: there are signs of several, or of one whose files are no longer read.
+        ConfigError: there are signs of several.
     """
-
-    def has(sign: str) -> bool:
-        return any(key == sign or key.startswith(f"{sign}.") for key in keys)
-
-    found = {system: signs for system in SYSTEMS if (signs := [sign for sign in SYSTEMS[system].signs if has(sign)])}
-    removed = [sign for sign in _NO_LONGER_READ if has(sign)]
-    if removed and not found:
-        raise ConfigError(
-            f"{name}: {removed[0]}: files of torchtitan and of Hugging Face's Trainer are not read: "
-            "docs/coming-from.md has a table of their names and ours"
-        )
+    found = [
+        kind
+        for kind, system in SYSTEMS.items()
+        if any(f"{key}.".startswith(f"{sign}.") for key in keys for sign in system.signs)
+    ]
     if len(found) > 1:
-        shown = "; ".join(f"{system}: {', '.join(signs)}" for system, signs in found.items())
         raise ConfigError(
-            f"{name} may be {' or '.join(found)} ({shown}): say which, pretrain translate {shlex.quote(name)} "
-            f"--from={next(iter(found))} --output_path=mine.yaml, and train with that recipe"
+            f"{name} may be {' or '.join(found)}: say which, pretrain translate {shlex.quote(name)} --from={found[0]} "
+            "--output_path=mine.yaml, and train with that recipe"
         )
     return next(iter(found), None)
 
@@ -128,20 +116,14 @@ def _translate(
         if before.text != value.text:
             problems.append(f"two values for {system.name_of(value.key)}: {before.told} and {value.told}: keep one")
     flags = dict[str, str]()
-    for argument, raw in arguments.items():
+    for argument in [argument for argument in arguments if argument not in used]:
         key, ours = system.name_of(argument.replace("-", "_")), setting_named(argument)
         is_theirs = ours is None or (path is not None and key in system.rules)
-        if argument in used:
-            continue
         if is_theirs and rule_for(key, system.rules) is not None:
-            of_file = given[key].text if key in given else None
-            given[key] = Given(argument, _text_of(raw), COMMAND_LINE, ARGUMENT, of_file or "")
+            given[key] = Given(argument, _text_of(arguments[argument]), COMMAND_LINE, ARGUMENT)
             used.add(argument)
         elif ours is not None:
-            flags[ours] = _text_of(raw) or "none"
-    for key in given.keys() & system.nulls.keys():
-        if given[key].text is None:
-            given[key] = replace(given[key], text=system.nulls[key])
+            flags[ours] = _text_of(arguments[argument]) or "none"
     translation = Translation(given, flags, accepts)
     translation.problems += problems
     if path is not None:
@@ -219,38 +201,18 @@ def _known_systems() -> str:
 
 
 def recipe_text(name: str, kind: str, translation: Translation) -> str:
-    """Return a recipe by sections, each setting with what it was made of behind it."""
-    lines = [f"{FIRST_WORDS}{name} ({SYSTEMS[kind].what})."]
-    section, explained = None, list[Note]()
+    """Return a recipe by sections, under a table of what became of each key."""
+    lines = [f"{FIRST_WORDS}{name} ({SYSTEMS[kind].what}):", *(f"#{line}" for line in translation.table())]
+    section = None
     for setting in settings_of(TrainConfig).values():
-        if setting.name not in translation.settings:
-            continue
-        if setting.section != section:
-            section = setting.section
-            lines.append(f"{section}:")
-        note = translation.note_of(setting.name)
-        value = _as_yaml(translation.settings[setting.name][0])
-        lines.append(f"  {setting.name}: {value}  # {_explained(note, with_remark=note not in explained)}")
-        explained.append(note)
-    if without := [note for note in translation.notes.values() if not note.settings]:
-        lines += ["# Without a setting here:", *(f"#   {_explained(note)}" for note in without)]
+        if setting.name in translation.settings:
+            if setting.section != section:
+                section = setting.section
+                lines.append(f"{section}:")
+            lines.append(f"  {setting.name}: {_as_yaml(translation.settings[setting.name][0])}")
     return "\n".join(lines) + "\n"
 
 
-def _explained(note: Note, with_remark: bool = True) -> str:
-    return " ".join((note.written + (f" ({note.remark})" if note.remark and with_remark else "")).split())
-
-
 def _as_yaml(text: str) -> str:
-    written: str = yaml.dump(text, Dumper=_PlainDumper, width=10**6, allow_unicode=True)
-    return written.removesuffix("...\n").strip()
-
-
-class _PlainDumper(yaml.SafeDumper):
-    """YAML for the reader of recipes, to which every scalar but null is text: numbers stand without quotes."""
-
-
-_PlainDumper.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith(":null")]
-    for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
-}
+    """Return a text as a YAML scalar; to the reader of recipes every scalar but null is text."""
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -4,28 +4,42 @@
 
 A rule accounts for one key. A key that no rule knows is an error, as is what would make another model than the file
 says; `accept_unknown` and `accept_llama` leave these out. Of two levels (a system's own default < its file < an
-argument of the command line) the higher one wins; two values of one level are an error.
+argument of the command line) the higher one wins; two values of one level are an error. Flags of this project replace
+their own setting, as beside any recipe; `_GIVES_WAY` lists the few that replace more.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from pretraining.config.assignments import setting_named
-from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS
-from pretraining.config.values import BOOL_WORDS, NONE_WORDS, did_you_mean, format_value
+from pretraining.config.fields import settings_of
+from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, Entry
+from pretraining.config.training import TrainConfig
+from pretraining.config.values import BOOL_WORDS, did_you_mean, format_value
 from pretraining.errors import ConfigError
 from pretraining.progress import parse_number
+from pretraining.text import format_table
 
 DEFAULT, FILE, ARGUMENT = range(3)
 """Levels of what is given: the system's own default, its file, the command line."""
 ACCEPT_LLAMA, ACCEPT_UNKNOWN = "accept_llama", "accept_unknown"
-_WIDEST_COLUMN = 48
 _SECRET = re.compile(r"(?:^|\.)(?:token|\w*(?:api_key|access_token|auth_token|hub_token|password|secret))$", re.I)
 """Keys whose values are not shown: notes are logged, and written into recipes."""
+_CHOICES: dict[str, Mapping[str, Entry]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "tracker": TRACKERS}
+"""Tables of what is chosen by name, with the settings that each choice reads."""
+_DATA = ("datasets", "weights", "eval_datasets", "sep_token", "file_type", "token_dtype", "tokenizer_path")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_GIVES_WAY = {
+    "data_path": ("none", _DATA),
+    "use_dummy_dataset": ("false", ("data_path", *_DATA)),
+    "mixed_precision": ("true", ("mp_dtype",)),
+    "model_variant": ("none", _SIZES),
+}
+"""By flag: the value beside which a file stays as it is, and the settings that mean nothing beside another one."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +51,12 @@ class Given:
         text: None is null.
         source: the file's name.
         level: DEFAULT, FILE or ARGUMENT.
-        before: of an argument, what the file says.
     """
 
     key: str
     text: str | None
     source: str
     level: int = FILE
-    before: str = ""
 
     @property
     def shown(self) -> str:
@@ -69,11 +81,6 @@ class Note:
     given: Given
     settings: Mapping[str, str]
     remark: str
-
-    @property
-    def written(self) -> str:
-        """Key and value on one line."""
-        return " ".join(f"{self.given.key}: {self.given.shown}".split())
 
 
 class Translation:
@@ -157,27 +164,33 @@ class Translation:
             self.left(key, problem)
 
     def settle(self, combine: Callable[[Translation], None], rules: Mapping[str, Rule]) -> None:
-        """Settle the keys that mean something together, then the others in the order of their rules.
-
-        A key without a rule is a setting of this project, or is not known.
-        """
+        """Settle the keys that mean something together, then each of the others by its rule."""
         try:
             combine(self)
         except ConfigError as error:
             self.problems += error.problems
-        order = {name: position for position, name in enumerate(rules)}
-        found = {key: rule_for(key, rules) for key in self.values}
-        for key in sorted(self.values, key=lambda key: order.get(found[key] or "", len(order))):
-            if key in self.notes:
-                continue
-            if key not in self:
-                self.left(key, "not given")
-                continue
+        for key in [key for key in self.values if key not in self.notes]:
+            rule = rule_for(key, rules)
             try:
-                rules.get(found[key] or "", _unknown(rules))(self, key)
+                if key not in self:
+                    self.left(key, "not given")
+                elif rule is not None:
+                    rules[rule](self, key)
+                else:
+                    self._settle_unknown(key, rules)
             except ConfigError as error:
                 self.problems += error.problems
-                self.left(key, "cannot be read")
+
+    def _settle_unknown(self, key: str, rules: Iterable[str]) -> None:
+        """Take a key without a rule for a setting of this project, or refuse it."""
+        ours = setting_named(key)
+        if ours is not None:
+            self.set(key, "", **{ours: self.text(key)})
+        elif ACCEPT_UNKNOWN in self.accepts:
+            self.left(key, "not known, and not applied")
+        else:
+            hint = did_you_mean(key, [name.removesuffix(".*") for name in rules], ": did you mean {}")
+            self.refuse(key, f"not known{hint}. --{ACCEPT_UNKNOWN}=true leaves such keys out")
 
     def include(self, part: Translation) -> None:
         """Take over what became of another file, which one of the keys names."""
@@ -187,19 +200,28 @@ class Translation:
             self._put(name, text, given)
 
     def finish(self) -> None:
-        """Let flags win, and put the notes in the order of the keys.
+        """Leave out what flags replace and what nothing chosen reads, and put the notes in the order of the keys.
 
         Raises:
             ConfigError: carries every problem.
         """
-        self._give_way()
         if self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
-        positions = {id(given): position for position, given in enumerate(self.values.values())}
-        ordered = sorted(self.notes.items(), key=lambda item: positions.get(id(item[1].given), len(positions)))
+        for flag, (harmless, names) in _GIVES_WAY.items():
+            if self.flags.get(flag, harmless).lower() != harmless:
+                self._drop(names, f"--{flag} takes its place", FILE)
+        for setting, table in _CHOICES.items():
+            default = format_value(settings_of(TrainConfig)[setting].default)
+            chosen = self.flags.get(setting) or self.settings.get(setting, (default,))[0]
+            known = [name for name in chosen.lower().split(",") if name in table]
+            read = {option for name in known for option in table[name].options}
+            unread = {option for entry in table.values() for option in entry.options if known} - read
+            # A schedule's own lengths change what is learned: those of a file are an error as beside any recipe.
+            self._drop(unread, f"{chosen} does not read it", DEFAULT if setting == "schedule" else FILE)
         self.notes = {
             key: replace(note, settings={name: text for name, text in note.settings.items() if self._owns(note, name)})
-            for key, note in ordered
+            for key in dict.fromkeys((*self.values, *self.notes))
+            if (note := self.notes.get(key))
         }
 
     def note_of(self, setting: str) -> Note:
@@ -207,15 +229,16 @@ class Translation:
         return next(note for note in self.notes.values() if setting in note.settings)
 
     def table(self) -> list[str]:
-        """Return a line per key: what it says, what it became, and why; of several files, which one says it."""
-        several = len({note.given.source for note in self.notes.values() if note.given.level == FILE}) > 1
+        """Return a line per key: what it says, what it became, and why."""
         rows = []
         for note in self.notes.values():
-            source = f"[{note.given.source}]" if several and note.given.source else ""
-            made = " ".join(f"{name}={text}" for name, text in note.settings.items()) or "-"
-            rows.append((note.written, made, f"{note.remark} {source}".strip()))
-        widths = [min(max((len(row[at]) for row in rows), default=0), _WIDEST_COLUMN) for at in (0, 1)]
-        return [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
+            made = [f"{name}={text}" for name, text in note.settings.items()]
+            cells = (
+                f"{note.given.key}: {note.given.shown}",
+                " ".join([*made, *[f"({note.remark})"] * bool(note.remark)]),
+            )
+            rows.append(["", *(" ".join(cell.split()) for cell in cells)])
+        return format_table(rows)
 
     def _owns(self, note: Note, name: str) -> bool:
         return name in self.settings and self.settings[name][1] is note.given
@@ -228,49 +251,15 @@ class Translation:
             self.problems.append(f"two values for {name}, {before} and {text}: {owner.told} and {given.told}: keep one")
         self.settings[name] = text, given
 
-    def _give_way(self) -> None:
-        """Leave out what a changed flag replaces besides its own setting, and what nothing chosen reads."""
-        changed = {flag: text for flag, text in self.flags.items() if plain(self._text_of(flag)) != plain(text)}
-        for note in self.notes.values():
-            text = note.given.text or ""
-            if note.given.level == ARGUMENT and note.settings and plain(note.given.before) != plain(text):
-                changed[next(iter(note.settings))] = text
-        for flag, text in changed.items():
-            self._drop(self._replaced(flag, text), f"{flag}={text} wins", FILE)
-        for setting, options in _OPTIONS.items():
-            chosen = self.flags.get(setting) or self._text_of(setting)
-            names = [name for name in chosen.lower().split(",") if name in options]
-            read = {option for name in names for option in options[name]}
-            unread = [option for each in options.values() for option in each if names and option not in read]
-            self._drop(unread, f"{chosen} does not read it", FILE if setting in changed else DEFAULT)
-
-    def _replaced(self, flag: str, text: str) -> tuple[str, ...]:
-        """Return the settings of the file that make no sense with a flag's value."""
-        names, is_replaced = _GIVES_WAY.get(flag, ()), True
-        if flag == "use_dummy_dataset":
-            is_replaced = BOOL_WORDS.get(text.lower(), False)
-            names += ("num_steps",) if self._text_of("num_steps").endswith("ep") else ()
-        elif flag == "ckpt_save_path":
-            is_replaced = text.lower() in NONE_WORDS
-        elif flag == "num_steps":
-            warmup, length = parse_number(self._text_of("warmup_steps")), parse_number(text)
-            is_replaced = warmup is not None and length is not None and warmup >= length
-        elif flag == "optimizer":
-            is_replaced = flag in self.settings
-        return names if is_replaced else ()
-
-    def _text_of(self, name: str) -> str:
-        return self.settings[name][0] if name in self.settings else ""
-
     def _drop(self, names: Iterable[str], reason: str, level: int) -> None:
         """Leave settings of these names out that come from this level or a lower one."""
-        for name in dict.fromkeys(names):
-            if name in self.flags or name not in self.settings or self.settings[name][1].level > level:
-                continue
-            given = self.settings.pop(name)[1]
-            key = next(key for key, note in self.notes.items() if note.given is given)
-            remark = "; ".join(filter(None, (self.notes[key].remark, f"{name} left out: {reason}")))
-            self.notes[key] = replace(self.notes[key], remark=remark)
+        for name in sorted(set(names) & self.settings.keys() - self.flags.keys()):
+            given = self.settings[name][1]
+            if given.level <= level:
+                del self.settings[name]
+                key = next(key for key, note in self.notes.items() if note.given is given)
+                remark = "; ".join(filter(None, (self.notes[key].remark, f"{name} left out: {reason}")))
+                self.notes[key] = replace(self.notes[key], remark=remark)
 
 
 Rule = Callable[[Translation, str], None]
@@ -287,7 +276,6 @@ class System:
         defaults: returns what the system takes for keys that are not given, if that decides on learning.
         combine: settles keys that mean something together, before the rules settle the others.
         name_of: returns the name that the rules have for a key as written.
-        nulls: what a null means, by key.
     """
 
     what: str
@@ -296,43 +284,6 @@ class System:
     defaults: Callable[[Translation], Mapping[str, str]]
     combine: Callable[[Translation], None]
     name_of: Callable[[str], str] = str
-    nulls: Mapping[str, str] = field(default_factory=dict)
-
-
-_OPTIONS = {
-    "optimizer": {name: entry.options for name, entry in OPTIMIZERS.items()},
-    "schedule": {name: entry.options for name, entry in SCHEDULES.items()},
-    "tracker": {name: entry.options for name, entry in TRACKERS.items()},
-}
-"""The settings that each choice reads."""
-_DATA = ("datasets", "weights", "eval_datasets", "sep_token", "file_type", "token_dtype", "tokenizer_path")
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_GIVES_WAY: dict[str, tuple[str, ...]] = {
-    "training_stage": ("schedule", *(option for each in _OPTIONS["schedule"].values() for option in each)),
-    "optimizer": (
-        *("weight_decay", "optimizer_options"),
-        *(option for each in _OPTIONS["optimizer"].values() for option in each),
-    ),
-    "num_steps": ("warmup_steps", "stable_steps", "decay_steps"),
-    "device": ("backend",),
-    "backend": ("device",),
-    "grad_accum_steps": ("global_batch_size",),
-    "global_batch_size": ("grad_accum_steps",),
-    "mixed_precision": ("mp_dtype",),
-    "sharding_strategy": ("hsdp_group_size",),
-    "stable_steps": ("decay_steps",),
-    "decay_steps": ("stable_steps",),
-    "model_variant": _SIZES,
-    "ckpt_load_path": ("resume_from_checkpoint", "init_from", *_SIZES, "vocab_size", "sep_token"),
-    "resume_from_checkpoint": ("ckpt_load_path", "init_from"),
-    "ckpt_save_path": (
-        *("checkpoint_interval", "checkpoint_steps", "keep_last", "ckpt_format", "ckpt_name", "preempt_interval"),
-        *("resume_from_checkpoint", "use_profiler", "tracker"),
-    ),
-    "use_dummy_dataset": ("data_path", *_DATA),
-    "data_path": ("use_dummy_dataset", *_DATA),
-}
-"""What a file says besides, by the flag with whose value it makes sense."""
 
 
 def rule_for(key: str, rules: Mapping[str, Rule]) -> str | None:
@@ -340,23 +291,6 @@ def rule_for(key: str, rules: Mapping[str, Rule]) -> str | None:
     parts = key.split(".")
     sections = (f"{'.'.join(parts[:length])}.*" for length in range(len(parts), 0, -1))
     return next((name for name in (key, *sections) if name in rules), None)
-
-
-def _unknown(rules: Iterable[str]) -> Rule:
-    """Make the rule of keys that have none."""
-
-    def apply(translation: Translation, key: str) -> None:
-        given, ours = translation.values[key], setting_named(key)
-        if ours is not None:
-            translation.set(key, **{ours: given.text or ""})
-        elif ACCEPT_UNKNOWN in translation.accepts:
-            translation.left(key, "not known, and not applied")
-        else:
-            hint = did_you_mean(key, [name.removesuffix(".*") for name in rules], ": did you mean {}")
-            problem = f"{given.told}: not known{hint}. --{ACCEPT_UNKNOWN}=true leaves such keys out"
-            translation.problems.append(problem)
-
-    return apply
 
 
 def plain(text: str) -> object:

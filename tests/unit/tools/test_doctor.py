@@ -71,6 +71,7 @@ def test_the_place_of_checkpoints_is_tried_by_a_save_and_left_as_it_was(
     flags = ["--disk_path=none", f"--ckpt_save_path={tmp_path}/runs/new", "--model_variant=tiny"]
     found = examine(capsys, *flags)["rows"]
     assert "0.24 a checkpoint" in found["room for checkpoints"]["found"] and "GiB/s" in found["saves"]["found"]
+    assert "a model says" in examine(capsys, *flags[:2])["rows"]["saves"]["found"]
     assert list(tmp_path.iterdir()) == []
     real = shutil.disk_usage
     for free, verdict in ((2**20, "bad"), (2**29, "look at"), (2**32, "good")):
@@ -112,8 +113,8 @@ def test_a_gpu_is_asked_how_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [reading.verdict for reading in module._gpu_health("uuid")] == verdicts
 
 
-def report(host: str, value: float, clock: float = 0.0, version: str = "2.13") -> RankReport:
-    return RankReport(host, {"torch": version}, [Reading("copy", value, "GiB/s")], clock)
+def report(host: str, value: float, version: str = "2.13") -> RankReport:
+    return RankReport(host, {"torch": version}, [Reading("copy", value, "GiB/s")])
 
 
 def test_a_slow_rank_is_named_with_its_machine_and_how_slow_it_is() -> None:
@@ -122,16 +123,10 @@ def test_a_slow_rank_is_named_with_its_machine_and_how_slow_it_is() -> None:
         *(("good", "7.5 GiB/s"), ("look at", "rank 2 on c"), ("bad", "rank 3 on d"))
     ]
     assert find_slow({0: 1.0}, 1.3) == find_slow({0: 10.0, 1: 9.0}, 1.3) == {}
-    heats = [RankReport("a", {}, [Reading("GPU room to heat", value, "°C")], 0.0) for value in (10.0, 33.0, 35.0)]
+    heats = [RankReport("a", {}, [Reading("GPU room to heat", value, "°C")]) for value in (10.0, 33.0, 35.0)]
     assert [row.verdict for row in module._judge(heats, 1.3)] == ["good"]  # is no rate
 
 
-def test_versions_and_clocks_that_differ_are_told() -> None:
-    ranks = [report("a", 1), report("b", 1, clock=2.0, version="2.12")]
-    (versions,), (clocks,) = module._same_versions(ranks), module._clocks(ranks)
-    assert (versions.verdict, versions.found) == (
-        "bad",
-        "2.13 on rank 0, 2.12 on rank 1",
-    ) and clocks.verdict == "look at"
-    ranks[1] = report("b", 1, clock=31.0)
-    assert [row.verdict for row in (*module._same_versions(ranks), *module._clocks(ranks))] == ["good", "bad"]
+def test_versions_that_differ_are_told() -> None:
+    (versions,) = module._same_versions([report("a", 1), report("b", 1, version="2.12")])
+    assert (versions.verdict, versions.found) == ("bad", "2.13 on rank 0, 2.12 on rank 1")

@@ -74,8 +74,7 @@ def export(root: Path, name: str) -> tuple[dict[str, Any], str]:
 def test_an_export_keeps_context_and_tokens_of_the_imported_model_and_its_card_names_where_it_is_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int | list[int]
 ) -> None:
-    folder = tmp_path / "hub/models--someone--llama/snapshots/0a1b"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "snapshot"
     train_tokenizer(["text"] * 5, 260).save(single(folder, shape=replace(SHAPES["plain"], vocab_size=260)))
     document = json.loads((folder / "config.json").read_text())
     changed = {"bos_token_id": 3, "eos_token_id": end, "max_position_embeddings": 77}

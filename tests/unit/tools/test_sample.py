@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import (
     SHAPES,
     config_of,
-    flip_byte,
     manifest_of,
     tensors_of,
     write_sharded,
@@ -27,7 +26,7 @@ from pretraining.config.rules import check_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.evaluation.generation import CachedModel, draw_tokens
+from pretraining.evaluation.generation import CachedModel
 from pretraining.tools.export import export
 from pretraining.tools.sample import sample, stream_text
 
@@ -145,17 +144,6 @@ def test_a_prompt_begins_as_documents_did(
     assert printed(capsys, without, prompt="") == "" and prompts[1:] == [[9]]
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path, SHAPES["plain"])
-    newer = run / "checkpoints" / "step_4_ckp"
-    write_sharded(newer, tensors_of(SHAPES["plain"], seed=4), manifest_of(SHAPES["plain"], 4))
-    flip_byte(next(newer.glob("*.safetensors")))
-    asked: dict[str, Any] = {"prompt_tokens": (1,), "max_new_tokens": 4, "temperature": 0.0}
-    assert ids_of(printed(capsys, run, **asked)) == greedy(run / "checkpoints" / "step_3_ckp", [1], 4)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        printed(capsys, newer, **asked)
-
-
 def test_weights_that_are_not_finite_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, SHAPES["plain"])
     weights = tensors_of(SHAPES["plain"])
@@ -195,8 +183,3 @@ def test_streamed_text_is_the_text_of_all_tokens(tokens: list[int], prompt_lengt
 
 def test_a_character_comes_once_all_of_its_bytes_are_there() -> None:
     assert list(stream_text(TOKENIZER.decode, [], TOKENIZER.encode("€"))) == ["€"]
-
-
-def test_tokens_are_drawn_one_by_one() -> None:
-    drawn = draw_tokens(lambda tokens: torch.eye(8)[(tokens[-1] + 1) % 8], [3], 10**9, seed=0, temperature=0.0, top_k=1)
-    assert [next(drawn) for _ in range(3)] == [4, 5, 6]

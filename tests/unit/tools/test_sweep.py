@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, plain_environment
+from unit.tools import run_folders
 
 from pretraining.cli import main
 from pretraining.errors import ConfigError
 from pretraining.tools import sweep
 
-TINY = [
-    *("use_dummy_dataset=true", "model_variant=tiny", "hidden_size=16", "num_attention_heads=2", "num_hidden_layers=1"),
-    *("vocab_size=64", "seq_length=16", "batch_size=2", "num_steps=4", "report_interval=2", "tracker=none"),
-]
+TINY = [*run_folders.TINY[:-1], "num_steps=4", "report_interval=2", "tracker=none"]
 
 
 def grid(*overrides: str, **flags: str) -> tuple[Any, list[sweep.Combination]]:
@@ -129,25 +127,6 @@ def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_o
     done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["status"] for row in rows_of(folder)] == ["finished", "finished"]
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "expected"),
-    [
-        (0, None, "finished"),
-        (1, "failed", "failed"),
-        (1, None, "failed"),
-        (1, "running", "killed"),
-        (-9, "running", "killed"),
-        (75, "preempted", "killed"),
-    ],
-)
-def test_what_was_stopped_from_outside_is_no_failure(
-    code: int, status: str | None, expected: str, tmp_path: Path
-) -> None:
-    if status is not None:
-        (tmp_path / "run_status.json").write_text(json.dumps({"status": status}))
-    assert sweep._status_of(code, tmp_path) == expected
 
 
 def test_how_a_run_ended_decides_whether_it_is_started_again(

@@ -41,7 +41,6 @@ from pretraining.config.commands import VerifyConfig
 from pretraining.config.recipes import dump_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig
-from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.model.hf import parameter_shapes
 from pretraining.tools.verify import faults_of, verify
@@ -57,15 +56,6 @@ def folder(tmp_path: Path) -> Path:
     """A sound checkpoint, to be spoilt."""
     write_sharded(tmp_path / "c", tensors_of(SHAPE), manifest_of(SHAPE))
     return tmp_path / "c"
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_a_sound_checkpoint_has_no_faults(tmp_path: Path, shape: LlamaShape) -> None:
-    for processes in (1, 3, 7):
-        write_sharded(tmp_path / f"{processes}", tensors_of(shape), manifest_of(shape), processes)
-        assert faults_of(tmp_path / f"{processes}", threads=4) == []
-    write_full_form(tmp_path / "full", tensors_of(shape), manifest_of(shape))
-    assert faults_of(tmp_path / "full") == []
 
 
 def rewrite_manifest(folder: Path, **changes: object) -> None:

@@ -88,46 +88,40 @@ def test_files_without_faults_are_summed_up(tmp_path: Path, prepared: Path) -> N
     assert "no checksums" in summary_of(prepared.parent)[0]
 
 
-def flip_a_token(folder: Path) -> str:
+def flip_a_token(folder: Path) -> None:
     content = bytearray((folder / SECOND).read_bytes())
     tokens = pa.ipc.open_file(folder / SECOND).read_all()["tokens"][0].as_py()[:4]
     content[content.index(np.array(tokens, "<u2").tobytes())] ^= 1
     (folder / SECOND).write_bytes(content)
-    return SECOND
 
 
-def truncate(folder: Path) -> str:
-    (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-100])
-    return SECOND
-
-
-def remove_all(folder: Path) -> str:
+def remove_all(folder: Path) -> None:
     write_documents(folder.parent / "web/x.arrow", [[1]])
     for path in folder.glob("*.arrow"):
         path.unlink()
-    return ""
 
 
-def remove(folder: Path) -> str:
-    (folder / SECOND).unlink()
-    return SECOND
-
-
-def add(folder: Path) -> str:
-    write_documents(folder / "more.arrow", [[1, 2]])
-    return "more.arrow"
-
-
-def swap(folder: Path) -> str:
-    first, second = (folder / FIRST).read_bytes(), (folder / SECOND).read_bytes()
-    (folder / FIRST).write_bytes(second)
+def swap(folder: Path) -> None:
+    first = (folder / FIRST).read_bytes()
+    (folder / SECOND).replace(folder / FIRST)
     (folder / SECOND).write_bytes(first)
-    return FIRST
 
 
-@pytest.mark.parametrize("damage", [flip_a_token, truncate, remove, remove_all, add, swap])
-def test_what_changed_since_it_was_prepared_is_named(prepared: Path, damage: Callable[[Path], str]) -> None:
-    name = damage(prepared)
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (flip_a_token, SECOND),
+        (lambda folder: (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-100]), SECOND),
+        (lambda folder: (folder / SECOND).unlink(), SECOND),
+        (remove_all, ""),
+        (lambda folder: write_documents(folder / "more.arrow", [[1, 2]]), "more.arrow"),
+        (swap, FIRST),
+    ],
+)
+def test_what_changed_since_it_was_prepared_is_named(
+    prepared: Path, damage: Callable[[Path], object], name: str
+) -> None:
+    damage(prepared)
     assert faults_of(prepared.parent)[0].path == prepared / name
 
 

@@ -10,29 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.commands import PrepareConfig
+from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.token_files import TokenWriter
 
 
-def prepare_killed(config: PrepareConfig, moment: str, number: int) -> bool:
+def prepare_killed(config: PrepareConfig, moment: str, number: int, layout: ProcessLayout | None = None) -> bool:
     """Starts `prepare` in a process of its own, forked from this one, and kills it.
 
     Args:
         config: of the call.
         moment: `before` or `after` a file gets its name, or `writing`.
         number: which time, from 1, counted over all files.
+        layout: of the call.
 
     Returns:
         whether it was killed; False where it had ended before.
     """
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(config, moment, number))
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(config, moment, number, layout))
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)
     return process.exitcode != 0
 
 
-def _run(config: PrepareConfig, moment: str, number: int) -> None:
+def _run(config: PrepareConfig, moment: str, number: int, layout: ProcessLayout | None) -> None:
     seen = 0
 
     def killing(original: Callable[..., Any], when: str) -> Callable[..., Any]:
@@ -51,4 +53,4 @@ def _run(config: PrepareConfig, moment: str, number: int) -> None:
     for name in ("replace", "rename"):
         setattr(Path, name, killing(getattr(Path, name), "before"))
     TokenWriter._flush = killing(TokenWriter._flush, "writing")  # type: ignore[method-assign]
-    prepare(config)
+    prepare(config, layout)

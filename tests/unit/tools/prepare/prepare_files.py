@@ -5,12 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
+from pretraining.config.commands import PrepareConfig
 from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.inputs import InputFile, list_files
+from pretraining.tools.prepare.prepare import prepare
 
 
 def one(path: Path, content: bytes | str) -> InputFile:
@@ -50,6 +54,13 @@ def rows(folder: Path) -> list[list[int]]:
     ]
 
 
-def contents(root: Path) -> dict[str, bytes]:
+def contents(root: str | Path) -> dict[str, bytes]:
     """Every file below a folder."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {str(path.relative_to(root)): path.read_bytes() for path in Path(root).rglob("*") if path.is_file()}
+
+
+def made_elsewhere(config: PrepareConfig, **changes: Any) -> dict[str, bytes]:
+    """What an uninterrupted call of one process makes in another place."""
+    there = f"{config.output_path}_elsewhere"
+    prepare(replace(config, output_path=there, **changes))
+    return contents(there)

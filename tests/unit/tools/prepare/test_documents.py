@@ -49,15 +49,6 @@ def test_ranges_give_every_line_to_exactly_one_of_them(
     assert texts_of(document for some in ranges for document in some) == texts
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.zst"])
-def test_bytes_read_grow_to_the_size_of_the_file(tmp_path: Path, name: str) -> None:
-    words = ["word " * 300_000] * 4
-    content = "".join(words).encode() if "txt" in name else json_lines(words)
-    file = one(tmp_path / name, packed(name, content))
-    found = read(file)
-    assert sum(document.bytes_read for document in found) == file.size
-
-
 LINES = json_lines(["some text that compresses well"] * 9999)
 
 # name, content, the row that the error names, what it says

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare.inputs import InputFile, fingerprint, list_files, standard_library_files
+from pretraining.tools.prepare.inputs import InputFile, list_files, standard_library_files
 
 ENDINGS = ("txt", "jsonl")
 
@@ -66,34 +66,10 @@ def test_a_folder_that_cannot_be_searched_is_named(tmp_path: Path, monkeypatch: 
     assert error.value.path == tmp_path
 
 
-def test_the_fingerprint_knows_names_sizes_and_order() -> None:
-    a, b = ("a", 1), ("b", 2)
-    assert len({fingerprint(files) for files in ([a, b], [b, a], [a], [a, ("b", 3)], [("ab", 1), b])}) == 5
-
-
 def test_token_files_made_here_are_no_input_of_the_folder_around_them(tmp_path: Path) -> None:
     tree(tmp_path, "a.txt", "data/web/prepare.json", "data/web/part.txt", "data/web/deeper/x.txt", "data/y.txt")
     assert names(list_files([str(tmp_path)], ENDINGS)) == ["a.txt", "data/y.txt"]
     assert names(list_files([str(tmp_path / "data/web")], ENDINGS)) == ["deeper/x.txt", "part.txt"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "compression"),
-    [
-        ("a.txt", "text", None),
-        ("a", "text", None),
-        ("a.md.zst", "text", "zst"),
-        ("a.JSONL", "lines", None),
-        ("a.ndjson.gz", "lines", "gz"),
-        ("a.parquet", "parquet", None),
-        ("a.arrow", "arrow", None),
-        ("a.feather", "arrow", None),
-        ("a.parquet.gz", "text", "gz"),
-    ],
-)
-def test_the_ending_says_what_is_in_a_file(name: str, kind: str, compression: str | None) -> None:
-    file = InputFile(Path(name), name, 1)
-    assert (file.kind, file.compression) == (kind, compression)
 
 
 # The standard library as text

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from unit.tools.prepare.killed_prepare import prepare_killed
-from unit.tools.prepare.prepare_files import contents, json_lines, packed
+from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed
 
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import train_tokenizer
@@ -41,13 +41,6 @@ def config(tmp_path: Path) -> PrepareConfig:
     )
 
 
-def expected(config: PrepareConfig) -> dict[str, bytes]:
-    """What an uninterrupted call makes."""
-    there = replace(config, output_path=f"{config.output_path}_expected")
-    prepare(there)
-    return contents(Path(there.output_path))
-
-
 def whole_files(config: PrepareConfig) -> dict[str, int]:
     """Inodes of the token files that done files name."""
     work = Path(config.output_path) / ".in.preparing"
@@ -59,7 +52,7 @@ def whole_files(config: PrepareConfig) -> dict[str, int]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["before", "after", "writing"])
 def test_killed_at_any_moment_it_is_gone_on_with(config: PrepareConfig, moment: str) -> None:
-    wanted = expected(config)
+    wanted = made_elsewhere(config)
     assert len(wanted) > 9
     kept_at_best = 0
     for number in count(1):
@@ -68,7 +61,7 @@ def test_killed_at_any_moment_it_is_gone_on_with(config: PrepareConfig, moment: 
             break
         kept = whole_files(there)
         prepare(there)
-        assert contents(Path(there.output_path)) == wanted
+        assert contents(there.output_path) == wanted
         now = {name: (Path(there.output_path) / "in" / name).stat().st_ino for name in kept}
         assert now == kept, "whole files are not made again"
         kept_at_best = max(kept_at_best, len(kept))
@@ -78,7 +71,7 @@ def test_killed_at_any_moment_it_is_gone_on_with(config: PrepareConfig, moment: 
 def test_killed_again_and_again_it_still_ends_without_a_second_training_of_the_tokenizer(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = expected(config)
+    wanted = made_elsewhere(config)
     kills = 0
     for moment in ("after", "before", "writing") * 9:
         if not prepare_killed(config, moment, 5):
@@ -87,13 +80,13 @@ def test_killed_again_and_again_it_still_ends_without_a_second_training_of_the_t
     assert kills > 3
     monkeypatch.setattr(vocabulary, "train_tokenizer", pytest.fail)
     prepare(config)
-    assert contents(Path(config.output_path)) == wanted
+    assert contents(config.output_path) == wanted
 
 
 def test_a_full_disk_is_one_error_and_keeps_what_is_whole(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = expected(config)
+    wanted = made_elsewhere(config)
     write_record, written = run.WorkFolder.write_record, 0
 
     def full(*args: object) -> None:
@@ -109,15 +102,15 @@ def test_a_full_disk_is_one_error_and_keeps_what_is_whole(
     monkeypatch.setattr(run.WorkFolder, "write_record", write_record)
     assert len(whole_files(config)) == 3
     prepare(config)
-    assert contents(Path(config.output_path)) == wanted
+    assert contents(config.output_path) == wanted
 
 
 def test_with_other_settings_the_unfinished_parts_are_made_again(config: PrepareConfig) -> None:
     assert prepare_killed(config, "after", 14)
     other = replace(config, tokens_per_file=500, vocab_size=280)
-    wanted = expected(other)
+    wanted = made_elsewhere(other)
     prepare(other)
-    assert contents(Path(config.output_path)) == wanted
+    assert contents(config.output_path) == wanted
 
 
 def test_with_changed_input_only_its_own_parts_are_made_again(config: PrepareConfig, tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ def test_with_changed_input_only_its_own_parts_are_made_again(config: PrepareCon
     assert prepare_killed(config, "after", 20)
     kept = {name: inode for name, inode in whole_files(config).items() if name < "part_000003"}
     (tmp_path / "in/b.jsonl.gz").write_bytes(packed("b.gz", json_lines(TEXTS[::-1])))
-    wanted = expected(config)
+    wanted = made_elsewhere(config)
     prepare(config)
     assert contents(tmp_path / "out") == wanted
     assert len(kept) > 2
@@ -137,19 +130,17 @@ def test_with_changed_input_only_its_own_parts_are_made_again(config: PrepareCon
     "damage", ["files/part_000000_000000.arrow", "unit_000000.json", "plan.json", "tokenizer.json"]
 )
 def test_what_a_failing_disk_has_spoilt_is_made_again(config: PrepareConfig, damage: str) -> None:
-    wanted = expected(config)
+    wanted = made_elsewhere(config)
     assert prepare_killed(config, "after", 14)
     (Path(config.output_path) / ".in.preparing" / damage).write_text("[")
     prepare(config)
-    assert contents(Path(config.output_path)) == wanted
+    assert contents(config.output_path) == wanted
 
 
 def test_what_an_older_release_or_another_call_left_is_no_part_of_the_dataset(config: PrepareConfig) -> None:
-    wanted = expected(config)
-    work = Path(config.output_path) / ".in.preparing"
-    (work / "files").mkdir(parents=True)
-    for name in ("part_000007.arrow", "files/part_000099_000000.arrow", "files/.part_000000_000000.arrow.x.1.tmp"):
-        (work / name).write_text("half")
-    (Path(config.output_path) / "in").mkdir()
+    wanted, files = made_elsewhere(config), Path(config.output_path) / ".in.preparing/files"
+    files.mkdir(parents=True)
+    for name in ("part_000099_000000.arrow", ".part_000000_000000.arrow.x.1.tmp"):
+        (files / name).write_text("half")
     prepare(config)
-    assert contents(Path(config.output_path)) == wanted
+    assert contents(config.output_path) == wanted

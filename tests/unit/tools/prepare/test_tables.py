@@ -172,10 +172,3 @@ def test_a_damaged_table_is_named(tmp_path: Path, name: str, damage: Callable[[b
     if name != "stream.arrow":
         with pytest.raises(DataError):
             ranges_of_table(file, 1)
-
-
-@EVERY_FORMAT
-def test_a_table_that_vanishes_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match="No such file") as error:
-        list(read_table(InputFile(tmp_path / name, name, 1), "text"))
-    assert error.value.path == tmp_path / name

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pretraining.tools.prepare import token_files
 from pretraining.tools.prepare.token_files import TokenWriter, token_dtype
@@ -58,29 +55,6 @@ def test_a_file_that_is_not_finished_never_has_its_name(tmp_path: Path) -> None:
         write(writer, np.zeros(7, dtype=UINT16), np.zeros(2, dtype=UINT16))
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["part_000000.arrow"]
-
-
-@given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=60),
-    cuts=st.lists(st.integers(0, 60), max_size=4),
-    tokens_per_file=st.integers(1, 100),
-)
-def test_documents_at_once_give_the_same_files_as_one_at_a_time(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cuts: list[int], tokens_per_file: int
-) -> None:
-    root = tmp_path_factory.mktemp("files")
-    documents = [np.full(length, number, UINT16) for number, length in enumerate(lengths)]
-    files = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_files, "BATCH_TOKENS", 25)
-        for name, bounds in (("one", range(len(lengths) + 1)), ("many", sorted({0, len(lengths), *cuts}))):
-            (root / name).mkdir()
-            with TokenWriter(root / name, UINT16, tokens_per_file) as writer:
-                for begin, end in pairwise(bounds):
-                    some = [np.zeros(0, UINT16), *documents[begin:end]]
-                    writer.write(np.concatenate(some), np.array([len(document) for document in some[1:]], np.int64))
-            files.append([(file, (root / name / file.name).read_bytes()) for file in writer.files])
-    assert files[0] == files[1]
 
 
 def test_tokens_take_two_bytes_where_the_vocabulary_allows() -> None:

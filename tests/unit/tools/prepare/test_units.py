@@ -56,9 +56,3 @@ def test_large_files_are_cut_where_they_can_be(tmp_path: Path, monkeypatch: pyte
             assert texts_in(found) == TEXTS
         names = [part.name for unit in found.units for part in unit.parts]
         assert len(set(names)) == count and all(name in part_name for part_name in names)
-
-
-def test_the_type_of_token_ids_is_that_of_the_first_table(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"ids": pa.array([[1]], pa.list_(pa.uint16())), "text": ["a"]}), tmp_path / "a.parquet")
-    assert find(tmp_path, text_field="ids").token_type == pa.uint16()
-    assert find(tmp_path).token_type is None

@@ -57,12 +57,3 @@ def test_a_vocabulary_larger_than_the_text_gives_is_refused_where_it_is_asked_fo
         assert refusal.value.settings == ("vocab_size",)
     assert not contents(Path(config.output_path))
     assert prepare(config).vocab_size < 5000
-
-
-def test_no_sample_is_taken_of_token_ids(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"text": ["words"]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"text": [[1, 2]]}), tmp_path / "b.parquet")
-    assert list(training_sample(find_input(PrepareConfig(input_path=(str(tmp_path),))), "text")) == ["words"]

@@ -44,7 +44,7 @@ def test_a_file_starts_the_run_of_its_golden_recipe(name: str) -> None:
 
 
 def test_a_trainer_takes_such_a_file() -> None:
-    trainer = Trainer.from_recipe("steps.py", use_dummy_dataset=True, ckpt_save_path=None)
+    trainer = Trainer.from_recipe("steps.py", use_dummy_dataset=True)
     assert trainer.config.schedule.warmup_steps == load(["steps.py"]).schedule.warmup_steps
 
 
