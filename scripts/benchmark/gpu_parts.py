@@ -1,4 +1,7 @@
-"""What waits for a GPU, in parts of at most nine minutes; `on_gpu.sh` starts it.
+"""What waits for a GPU, in parts of at most nine minutes, without a network.
+
+    python -m scripts.benchmark.gpu_parts --list
+    python -m scripts.benchmark.gpu_parts throughput --output=results
 
     part -> is there a GPU, and does the project run on it? -> its commands, each with a time limit
          -> PART.log what they printed, PART.jsonl their results as they came, PART.md the tables made from these
@@ -99,7 +102,7 @@ PARTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="on_gpu.sh", description="What waits for a GPU.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="What waits for a GPU.", allow_abbrev=False)
     parser.add_argument("part", nargs="?", choices=PARTS, help="what to run")
     parser.add_argument("--list", action="store_true", help="print the commands of a part, or of all, and run none")
     parser.add_argument(
@@ -130,7 +133,7 @@ def run_part(part: str, tasks: Sequence[Task], output: Path, preflight: str = PR
     command = ["timeout", str(PREFLIGHT_SECONDS), sys.executable, "-c", preflight]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if checked.returncode:
-        print(f"on_gpu: error: {_reason_of_failure(checked.returncode, checked.stderr)}", file=sys.stderr)
+        print(f"error: {_reason_of_failure(checked.returncode, checked.stderr)}", file=sys.stderr)
         return 1
     output.mkdir(parents=True, exist_ok=True)
     log, results = output / f"{part}.log", output / f"{part}.jsonl"

@@ -28,7 +28,7 @@ OTHER_PROGRAMS = """
     temp model model_args tasks include_path no-deps standalone nproc-per-node nnodes rdzv-endpoint rdzv-backend
     max-restarts no-python nodes ntasks ntasks-per-node gpus-per-task gpus-per-node gpu-bind distribution signal time
     requeue array allow-run-as-root hostfile bind-to kill-on-bad-exit local-rank logdir name noname flags file tag rm
-    gpus ipc volume build-arg target editable strict hypothesis-profile
+    gpus ipc volume build-arg target editable strict hypothesis-profile no-index find-links
 """
 """Flags of llama-cli, lm_eval, pip, torchrun, mpirun, srun, docker, mkdocs, pytest, and two that stand for any."""
 # Dotted names of other systems, which are flags as well: --training.steps=100.
