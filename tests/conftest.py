@@ -15,7 +15,7 @@ from slurm_cluster import SlurmCluster, reason_to_skip
 from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parent
-USING_SLURM = ("faults/test_slurm.py", "distributed/test_launchers.py", "distributed/test_prepare.py")
+USING_SLURM = ("faults/test_slurm.py", "distributed/test_launchers.py")
 
 # No test says how fast it is: a machine may stand still for seconds. What passes once passes again: property tests draw
 # the same examples each time, and new ones with --hypothesis-profile=exploring.
@@ -78,14 +78,22 @@ class SlurmTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has no t
 
 
 @pytest.fixture(autouse=True)
-def quiet_logging() -> Iterator[None]:
-    """A command shows the package's messages on the terminal until its process ends; here, until the test does.
+def process_as_it_was() -> Iterator[None]:
+    """A command shows messages, listens to signals and keeps its process group until its process ends; here its test.
 
-    What a fixture of a whole file has left is taken away, too.
+    What a fixture of a whole file has left of messages is taken away, too.
     """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     _silence()
     yield
     _silence()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if "torch.distributed" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def _silence() -> None:
@@ -94,32 +102,12 @@ def _silence() -> None:
     logger.setLevel(logging.NOTSET)
 
 
-@pytest.fixture(autouse=True)
-def same_signal_handlers() -> Iterator[None]:
-    """A command that trains listens to signals until its process ends; here, that is until the test does."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="session")
 def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two small datasets, `first` and `second`, for all tests that only read them."""
     from training_runs import write_two_datasets
 
     return write_two_datasets(tmp_path_factory.mktemp("data") / "data")
-
-
-@pytest.fixture(autouse=True)
-def no_process_group_left() -> Iterator[None]:
-    """A process that is alone with its error keeps its process group until it ends; here, until the test does."""
-    yield
-    if "torch.distributed" in sys.modules:
-        from torch import distributed
-
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Scripts as processes of a job that start in a tenth of a second: forked from a server that has imported everything.
 
-`run_forked` is what `helpers.run_distributed` is, without torchrun and without seconds of imports in each process;
-tests of launchers, of restarts and of the interpreter's end start real processes.
+`run_forked` does without torchrun and without seconds of imports in each process. Tests of launchers, of restarts and
+of the interpreter's end start real processes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,13 @@
     golden/run/sharded                 a run of 2 processes in float32, sharded files; its newest checkpoint is .preempt
     golden/run/full                    a run of 1 process in float16, unsharded files, documents packed, now finished
 
-`golden/make_golden_run.py` made them, and says how. Nothing of the package is imported here: formats are read as what
-they are, JSON and tensor files, so that a name that changes in the code does not change in the test as well.
+The code of commit f4ef4e6 wrote them (PyTorch 2.13, format version 2 of the manifest) and next_batches.json, the tokens
+of the step after each checkpoint. Neither is ever made again to make a test pass: they stand for the runs that people
+have. Where a format changes, the code goes on reading this one, and a new version of it gets a folder of its own. The
+script is tests/golden/make_golden_run.py of commit 3173757; make_next_steps.py makes next_steps.json.
+
+Nothing of the package is imported here: formats are read as what they are, JSON and tensor files, so that a name that
+changes in the code does not change in the test as well.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What tests of several processes share: start a script as N processes under torchrun and hand back what it printed.
+"""What tests share that start programs: free ports, a plain environment, and a run to the end.
 
-Import it as `from helpers import run_distributed` (pyproject.toml puts this folder on the path).
+Import it as `from helpers import run_command` (pyproject.toml puts this folder on the path).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,6 +73,7 @@ def run_command(
     environment: Mapping[str, str] | None = None,
     check: bool = True,
     cwd: Path = ROOT,
+    stdout: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end.
 
@@ -93,41 +94,18 @@ def run_command(
         env=plain_environment(environment),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
-        stdout, stderr = _stop(process)
-        raise AssertionError(_describe(arguments, f"ran past {PATIENCE_SECONDS:.0f} s", stdout, stderr)) from None
+        out, err = _stop(process)
+        raise AssertionError(_describe(arguments, f"ran past {PATIENCE_SECONDS:.0f} s", out, err)) from None
     if check and process.returncode != 0:
-        raise AssertionError(_describe(arguments, f"exited with {process.returncode}", stdout, stderr))
-    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
-
-
-def run_distributed(
-    target: str | Path | Sequence[str | Path],
-    processes: int,
-    args: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    check: bool = True,
-) -> subprocess.CompletedProcess[str]:
-    """Runs a Python script or module as `processes` processes under torchrun on this machine (gloo on a CPU).
-
-    torchrun's own exit code is 1 whatever its workers return; look at the output to tell failures apart.
-
-    Args:
-        target: path of a script, or the arguments that name one: `["-m", "pretraining.cli", "train"]`.
-        processes: how many; 1 is torchrun with one worker.
-        args: arguments of the script.
-        environment: variables on top of `plain_environment()`.
-        check: fail the test, showing the output, unless every process succeeded.
-    """
-    named = [target] if isinstance(target, str | Path) else list(target)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return run_command([*launcher, *named, *args], environment=environment, check=check)
+        raise AssertionError(_describe(arguments, f"exited with {process.returncode}", out, err))
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 def _stop(process: subprocess.Popen[str]) -> tuple[str, str]:

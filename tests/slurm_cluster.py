@@ -124,10 +124,7 @@ class SlurmCluster:
                 daemon.wait()
 
     def run(
-        self,
-        command: Sequence[str | Path],
-        environment: Mapping[str, str] | None = None,
-        check: bool = True,
+        self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """Runs srun, sbatch or another command of this cluster."""
         return run_command(command, {**self.environment, **(environment or {})}, check=check)

@@ -18,30 +18,14 @@ VOCABULARY = 64
 
 # A model of some 30,000 parameters, in float32 so that runs compare to rounding.
 TINY = [
-    "model_variant=tiny",
-    "hidden_size=32",
-    "intermediate_size=64",
-    "num_hidden_layers=3",
-    "num_attention_heads=4",
-    "num_key_value_heads=2",
-    f"vocab_size={VOCABULARY}",
-    "seq_length=32",
-    "mixed_precision=false",
-    "learning_rate=1e-3",
-    "report_interval=1",
-    "tracker=none",
-    "progress=plain",
+    *("model_variant=tiny", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=3", "num_attention_heads=4"),
+    *("num_key_value_heads=2", f"vocab_size={VOCABULARY}", "seq_length=32", "mixed_precision=false"),
+    *("learning_rate=1e-3", "report_interval=1", "tracker=none", "progress=plain"),
 ]
 
 
 # The settings of the golden loss curve: a global batch that most numbers of processes do not divide, and two datasets.
-GOLDEN_RUN = [
-    "num_steps=30",
-    "global_batch_size=10",
-    "batch_size=2",
-    "datasets=first,second",
-    "weights=3,1",
-]
+GOLDEN_RUN = ["num_steps=30", "global_batch_size=10", "batch_size=2", "datasets=first,second", "weights=3,1"]
 
 
 def write_two_datasets(root: Path) -> Path:
@@ -67,10 +51,7 @@ def write_dataset(folder: Path, documents: int = 400, seed: int = 0) -> None:
 
 
 def train_runs(
-    processes: int,
-    data_path: Path,
-    runs: Sequence[Sequence[str]],
-    worker: str = "training_worker.py",
+    processes: int, data_path: Path, runs: Sequence[Sequence[str]], worker: str = "training_worker.py"
 ) -> None:
     """Trains several runs in one job of `processes` processes; each run is a list of overrides on top of `TINY`."""
     common = [*TINY, f"data_path={data_path}", "sep_token=0", "logical_shards=8"]

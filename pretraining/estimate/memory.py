@@ -137,7 +137,12 @@ def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str
 
 
 def loss_chunk_tokens(device_type: str, vocab_size: int) -> int:
-    """Return the tokens of a chunk of the loss where the setting leaves them to the device; see `model/loss.py`."""
+    """Return the tokens of a chunk of the loss where the setting leaves them to the device.
+
+    On a CPU small chunks are faster, since their logits are still in its caches (docs/model.md has the numbers). Each
+    chunk also costs memory traffic of V D for the head's gradient, which is all that counts with a GPU's small caches:
+    there chunks are as large as memory allows, a power of two so that they come out even, and at least 256.
+    """
     if device_type == "cpu":
         return 256
     return max(256, LOGITS_AT_ONCE >> (vocab_size - 1).bit_length())

@@ -55,13 +55,13 @@ def head_loss(
         hidden_BSD: what the final norm gives, [B, S, D].
         head_VD: the head's weight, [V, D].
         labels_BS: int64 [B, S], the token that follows each one, or `IGNORED_LABEL`.
-        chunk_tokens: tokens whose logits are there at once; 0 = all; None = as `choose_chunk_tokens` says.
+        chunk_tokens: tokens whose logits are there at once; 0 = all; None = as `loss_chunk_tokens` says.
         z_loss_weight: adds weight x ln(Z)^2 of each valid token, Z the denominator of its softmax, which keeps logits
             from drifting (PaLM, Chowdhery et al. 2022, section 5).
     """
     hidden_ND, labels_N = hidden_BSD.flatten(0, 1), labels_BS.flatten()
     if chunk_tokens is None:
-        chunk_tokens = choose_chunk_tokens(head_VD.device, head_VD.size(0))
+        chunk_tokens = loss_chunk_tokens(head_VD.device.type, head_VD.size(0))
     arguments = (hidden_ND, head_VD, labels_N, chunk_tokens or max(1, labels_N.numel()), z_loss_weight)
     if torch.is_grad_enabled():
         sums = _HeadLoss.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no type for it
@@ -70,16 +70,6 @@ def head_loss(
     objective_sum, z_loss_sum, tokens_N2 = sums
     tokens_BS2 = tokens_N2.view(*labels_BS.shape, 2)
     return HeadLoss(objective_sum, (labels_N != IGNORED_LABEL).sum(), z_loss_sum, tokens_BS2)
-
-
-def choose_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Tokens of a chunk: 256 on a CPU; elsewhere as many as have 2^28 logits (1 GiB in float32) at most.
-
-    On a CPU small chunks are faster, since their logits are still in its caches (docs/model.md has the numbers). Each
-    chunk also costs memory traffic of V D for the head's gradient, which is all that counts with a GPU's small caches:
-    there chunks are as large as memory allows, a power of two so that they come out even, and at least 256.
-    """
-    return loss_chunk_tokens(device.type, vocab_size)
 
 
 class _HeadLoss(torch.autograd.Function):

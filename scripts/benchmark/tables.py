@@ -1,20 +1,15 @@
 """Tables for documents, from cells and from files of results.
 
-    python -m scripts.benchmark.tables results        # the .jsonl files that on_gpu.sh has written there
-
 A file of results has a JSON object a line: the rows of a benchmark's tables as they were measured, and after those of
 each command how it ended.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 
@@ -68,18 +63,3 @@ def report(lines: Iterable[str]) -> str:
 def _tables(results: Iterable[dict[str, Any]]) -> Iterator[str]:
     for header, group in groupby((result["row"] for result in results), key=tuple):
         yield markdown_table(header, [tuple(row.values()) for row in group])
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Tables for documents, from files of results.", allow_abbrev=False)
-    parser.add_argument("folder", type=Path, help="of the .jsonl files")
-    folder = parser.parse_args(arguments).folder
-    files = sorted(folder.glob("*.jsonl"))
-    if not files:
-        sys.exit(f"error: there are no results in {folder}")
-    for file in files:
-        print(f"## {file.stem}\n\n{report(file.read_text(encoding='utf-8').splitlines())}")
-
-
-if __name__ == "__main__":
-    main()

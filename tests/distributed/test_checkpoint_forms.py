@@ -52,11 +52,8 @@ def test_a_hugging_face_folder_starts_the_same_run_in_any_layout(data_path: Path
     losses: dict[str, list[float]] = {}
     for processes, strategies in layouts.items():
         runs = {strategy: tmp_path / f"{processes}{strategy}" for strategy in strategies}
-        train_runs(
-            processes,
-            data_path,
-            [[*load, f"sharding_strategy={name}", f"ckpt_save_path={run}"] for name, run in runs.items()],
-        )
+        several = [[*load, f"sharding_strategy={name}", f"ckpt_save_path={run}"] for name, run in runs.items()]
+        train_runs(processes, data_path, several)
         losses |= {run.name: losses_of(run) for run in runs.values()}
     for name, found in losses.items():
         assert found == pytest.approx(losses["1fsdp"], rel=1e-4), name

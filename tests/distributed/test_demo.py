@@ -31,12 +31,8 @@ def test_the_demo_learns_from_real_text_and_says_how_to_go_on(checkout: Path) ->
     # This interpreter's environment is ready: setup.sh only has to find that out, and the copy's own package is run.
     (checkout / "scripts" / "setup.sh").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
     environment = {"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": ""}
-    command: list[str | Path] = [
-        "bash",
-        checkout / "scripts" / "train.sh",
-        f"--num_steps={STEPS}",
-        "--eval_interval=30",
-    ]
+    train = checkout / "scripts" / "train.sh"
+    command: list[str | Path] = ["bash", train, f"--num_steps={STEPS}", "--eval_interval=30"]
     done = run_command(command, environment)
     assert "Training a tokenizer" in done.stderr
     assert "a sample of its text:" in done.stdout

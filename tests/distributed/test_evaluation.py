@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import run_forked
@@ -41,15 +40,6 @@ def evaluations(run: Path) -> dict[str, float]:
     }
 
 
-def evaluated_alone(processes: int, data: Path, run: Path) -> dict[str, Any]:
-    common = [*TINY, f"data_path={data}", "sep_token=0", "logical_shards=8", *flags(data), "vocab_size=300"]
-    job = [(free_ports(1)[0], [*common, "eval_only=true", f"ckpt_load_path={run}"])]
-    out = run_forked(WORKER, processes, [json.dumps(job)]).stdout
-    (found,) = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
-    assert isinstance(found, dict)
-    return found
-
-
 def test_all_processes_stop_early_together_and_stay_stopped(data: Path, tmp_path: Path) -> None:
     more = ["early_stopping_evaluations=1", "best_by=books", "learning_rate=0", "num_steps=9", "run_steps=8"]
     train_runs(2, data, [[*flags(data), *more, f"ckpt_save_path={tmp_path}"]] * 2)
@@ -78,7 +68,10 @@ def test_every_number_of_processes_finds_and_writes_the_same(data: Path, tmp_pat
         assert evaluations(tmp_path / f"on_{processes}") == pytest.approx(expected, rel=1e-4), processes
         assert samples(tmp_path / f"on_{processes}") == written
     for processes in (1, 2):  # on other numbers than the run had, too
-        found = evaluated_alone(processes, data, tmp_path / "on_2")
+        common = [*TINY, f"data_path={data}", "sep_token=0", "logical_shards=8", *flags(data), "vocab_size=300"]
+        job = [(free_ports(1)[0], [*common, "eval_only=true", f"ckpt_load_path={tmp_path}/on_2"])]
+        out = run_forked(WORKER, processes, [json.dumps(job)]).stdout
+        [found] = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
         assert found["evaluation_loss"] == pytest.approx(expected["4 evaluation_loss"], rel=1e-4)
         for name in SETS:
             assert found["sets"][name]["loss"] == pytest.approx(expected[f"4 evaluation_loss/{name}"], rel=1e-4)

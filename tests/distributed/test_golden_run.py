@@ -1,7 +1,7 @@
 """Run folders of an earlier version of the code are resumed bit for bit, on one process and on two.
 
-tests/golden/run was written by the code of the commit that make_golden_run.py names, and is never made again. Where one
-of these tests fails, people's runs do not go on: the code has to read the old names, not the folder to get new ones.
+tests/golden/run was written by the code of the commit that golden_runs.py names, and is never made again. Where one of
+these tests fails, people's runs do not go on: the code has to read the old names, not the folder to get new ones.
 
 What is compared exactly, on any machine: what is restored (tensors, states of the collaborators, place in the data),
 because nothing is computed with it; which tokens come next; and a resumed run with one that was not stopped, because

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, run_command, run_distributed
+from helpers import ROOT, free_ports, run_command
 from slurm_cluster import SlurmCluster
 
+pytestmark = pytest.mark.thorough
+
 REPORT = ROOT / "tests" / "distributed" / "report_layout.py"
+REPORTING = f"{sys.executable} {REPORT}"
 MAIN = ROOT / "main_training.py"
 
 # Scripts take the environment that runs the tests; MPI on a small machine may need more processes than cores.
@@ -30,23 +32,6 @@ def reports(output: str) -> list[dict[str, Any]]:
     """What each process printed, by rank."""
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["rank"])
-
-
-def assert_two_processes_met(output: str, launcher: str) -> None:
-    first, second = reports(output)
-    for rank, report in enumerate((first, second)):
-        place = {"rank": rank, "world_size": 2, "local_rank": rank, "local_world_size": 2, "launcher": launcher}
-        assert {name: report[name] for name in place} == place
-        assert report["total"] == 3
-    assert (first["master_addr"], first["master_port"]) == (second["master_addr"], second["master_port"])
-
-
-def tiny_training(folder: Path) -> list[str]:
-    """Flags of a run of two steps on made-up tokens."""
-    return [
-        *("--use_dummy_dataset=true", "--model_variant=tiny", "--num_hidden_layers=1", "--vocab_size=256"),
-        *("--seq_length=32", "--batch_size=1", "--global_batch_size=2", "--num_steps=2", f"--ckpt_save_path={folder}"),
-    ]
 
 
 STUB = """
@@ -98,29 +83,41 @@ def mpirun(kind: str) -> str:
     pytest.skip(f"no mpirun of {kind} (Debian: openmpi-bin, mpich)")
 
 
-# Without a cluster
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [
+        (f"RANK=0 {REPORTING} & RANK=1 {REPORTING} && wait $!", "environment"),
+        (f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 {REPORT}", "torchrun"),
+        (f"{{openmpi}} -n 2 bash -c '{REPORTING}; true'", "openmpi"),
+        (f"{{mpich}} -n 2 bash -c '{REPORTING}; true'", "mpich"),
+        (f"srun -n 2 {REPORTING}", "slurm"),
+        (f"srun -n 1 {sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 {REPORT}", "torchrun"),
+        (f"salloc -n 2 {{openmpi}} -n 2 {REPORTING}", "openmpi"),
+        (f"salloc -n 2 {{mpich}} -n 2 {REPORTING}", "mpich"),
+    ],
+)
+def test_processes_know_their_places_and_meet(command: str, launcher: str, request: pytest.FixtureRequest) -> None:
+    environment = dict(HERE)
+    if launcher == "environment":
+        environment |= {"WORLD_SIZE": "2", "MASTER_PORT": str(free_ports(1)[0])}
+    if command.startswith(("srun", "salloc")):
+        environment |= request.getfixturevalue("slurm").environment
+    if launcher in ("openmpi", "mpich"):
+        command = command.format(**{launcher: mpirun(launcher)})
+    first, second = reports(run_command(["bash", "-c", command], environment).stdout)
+    for rank, report in enumerate((first, second)):
+        place = {"rank": rank, "world_size": 2, "local_rank": rank, "local_world_size": 2, "launcher": launcher}
+        assert {name: report[name] for name in place} == place and report["total"] == 3
+    assert (first["master_addr"], first["master_port"]) == (second["master_addr"], second["master_port"])
 
 
-@pytest.mark.thorough
-def test_one_process_is_a_job_of_its_own() -> None:
-    (report,) = reports(run_command([sys.executable, REPORT]).stdout)
-    assert (report["launcher"], report["world_size"], report["total"]) == ("single", 1, 1)
+def test_one_process_is_a_job_also_in_a_batch_script_of_two_tasks(slurm: SlurmCluster, tmp_path: Path) -> None:
+    slurm.submit(["-n", "2", "-o", tmp_path / "output", "--wrap", REPORTING])
+    for output in (run_command([sys.executable, REPORT]).stdout, (tmp_path / "output").read_text()):
+        [report] = reports(output)
+        assert (report["launcher"], report["world_size"], report["total"]) == ("single", 1, 1)
 
 
-@pytest.mark.thorough
-def test_torchrun() -> None:
-    assert_two_processes_met(run_distributed(REPORT, processes=2).stdout, "torchrun")
-
-
-@pytest.mark.thorough
-def test_ranks_set_by_hand() -> None:
-    script = f"RANK=0 {sys.executable} {REPORT} & RANK=1 {sys.executable} {REPORT} && wait $!"
-    port = str(20000 + os.getpid() % 10000)
-    done = run_command(["bash", "-c", script], {"WORLD_SIZE": "2", "MASTER_PORT": port})
-    assert_two_processes_met(done.stdout, "environment")
-
-
-@pytest.mark.thorough
 def test_torch_distributed_launch_trains(tmp_path: Path) -> None:
     """It adds --local-rank to the flags."""
     launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--standalone"]
@@ -128,55 +125,11 @@ def test_torch_distributed_launch_trains(tmp_path: Path) -> None:
     assert_the_stub_trained(tmp_path)
 
 
-# MPI
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_mpirun_through_a_shell_in_between(kind: str) -> None:
-    done = run_command([mpirun(kind), "-n", "2", "bash", "-c", f"{sys.executable} {REPORT}; true"], HERE)
-    assert_two_processes_met(done.stdout, kind)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_the_script_for_mpi_trains(kind: str, tmp_path: Path) -> None:
     environment = {**HERE, "NPROC": "2", "MPIRUN": mpirun(kind)}
     run_command(["bash", "scripts/train_mpi.sh", stub_file(tmp_path), "--use_dummy_dataset=true"], environment)
     assert_the_stub_trained(tmp_path)
-
-
-# SLURM
-
-
-@pytest.mark.thorough
-def test_srun_with_a_task_a_process(slurm: SlurmCluster) -> None:
-    done = slurm.run(["srun", "-n", "2", sys.executable, REPORT])
-    assert_two_processes_met(done.stdout, "slurm")
-
-
-@pytest.mark.thorough
-def test_srun_with_torchrun_inside(slurm: SlurmCluster) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = slurm.run(["srun", "-n", "1", *torchrun, REPORT])
-    assert_two_processes_met(done.stdout, "torchrun")
-
-
-@pytest.mark.thorough
-def test_python_in_a_batch_script_is_one_process_though_the_job_has_two_tasks(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    output = tmp_path / "output"
-    slurm.submit(["-n", "2", "-o", output, "--wrap", f"{sys.executable} {REPORT}"])
-    (report,) = reports(output.read_text())
-    assert (report["launcher"], report["world_size"]) == ("single", 1)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_mpirun_inside_a_slurm_job(slurm: SlurmCluster, kind: str) -> None:
-    done = slurm.run(["salloc", "-n", "2", mpirun(kind), "-n", "2", sys.executable, REPORT], HERE)
-    assert_two_processes_met(done.stdout, kind)
 
 
 def submit_training(slurm: SlurmCluster, output: Path, flags: list[str], tasks: int = 1) -> str:
@@ -185,19 +138,19 @@ def submit_training(slurm: SlurmCluster, output: Path, flags: list[str], tasks: 
     return slurm.submit([*options, "scripts/train.slurm", *flags], {**HERE, "NPROC": "2"})
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("tasks", [1, 2])
-def test_the_script_for_slurm_trains_one_job_with_a_task_per_node_and_with_one_per_process(
-    slurm: SlurmCluster, tmp_path: Path, tasks: int
-) -> None:
-    state = submit_training(slurm, tmp_path / "output", tiny_training(tmp_path / "run"), tasks)
+def test_the_script_for_slurm_trains_one_job_of_any_tasks(slurm: SlurmCluster, tmp_path: Path, tasks: int) -> None:
+    flags = [
+        *("--use_dummy_dataset=true", "--model_variant=tiny", "--num_hidden_layers=1", "--vocab_size=256"),
+        *("--seq_length=32", "--batch_size=1", "--global_batch_size=2", "--num_steps=2"),
+    ]
+    state = submit_training(slurm, tmp_path / "output", [*flags, f"--ckpt_save_path={tmp_path / 'run'}"], tasks)
     output = (tmp_path / "output").read_text()
     assert state == "COMPLETED", output
     assert trained_steps(tmp_path / "run") == 2
     assert "over 2 x cpu" in output
 
 
-@pytest.mark.thorough
 def test_a_job_with_a_wrong_flag_fails_and_says_so_once(slurm: SlurmCluster, tmp_path: Path) -> None:
     state = submit_training(slurm, tmp_path / "output", ["--use_dummy_dataset=true", "--modle_variant=tiny"])
     output = (tmp_path / "output").read_text()

@@ -37,9 +37,7 @@ def custom_of(run: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in line if "custom/" in name} for line in metrics_of(run)]
 
 
-def test_metrics_are_those_of_one_process_whatever_the_layout_and_every_rank_has_them(
-    data_path: Path, tmp_path: Path
-) -> None:
+def test_every_rank_has_the_metrics_of_one_process_in_any_layout(data_path: Path, tmp_path: Path) -> None:
     more: dict[str, dict[str, Any]] = {"fsdp": {}, "ddp": {}, "zero2": {"document_mask": True}}
     found = {}
     for processes in (1, 2):
@@ -66,56 +64,39 @@ def test_metrics_are_those_of_one_process_whatever_the_layout_and_every_rank_has
         ("failing", "PretrainError: rank 1 failed: KeyError: 'a mistake of mine'"),
     ],
 )
-def test_a_mistake_in_the_first_step_is_an_error_on_all_ranks(
-    data_path: Path, tmp_path: Path, mode: str, said: str
-) -> None:
+def test_a_mistake_in_the_first_step_ends_all_ranks(data_path: Path, tmp_path: Path, mode: str, said: str) -> None:
     found = found_by(run_forked(WORKER, 2, [settings(data_path, tmp_path, mode)]))
     assert found[0][0].startswith(said)
     assert found[1][0].startswith(said if mode == "other names" else "KeyError: 'a mistake of mine'")
 
 
 def test_after_an_error_that_all_ranks_have_the_next_run_trains(data_path: Path, tmp_path: Path) -> None:
-    bad, good = (
-        settings(data_path, tmp_path / "bad", "other names"),
-        settings(data_path, tmp_path / "good", num_steps=1),
-    )
-    found = found_by(run_forked(WORKER, 2, [bad, good]))
+    bad = settings(data_path, tmp_path / "bad", "other names")
+    found = found_by(run_forked(WORKER, 2, [bad, settings(data_path, tmp_path / "good", num_steps=1)]))
     assert [found[rank][1][:2] for rank in (0, 1)] == [["finished", 1]] * 2
 
 
-def test_a_process_may_come_for_the_next_run_before_the_first_one_has_left_the_last(
-    data_path: Path, tmp_path: Path
-) -> None:
-    ddp: dict[str, Any] = {
-        "num_steps": 1,
-        "sharding_strategy": "ddp",
-    }  # what shards leaves a group, and with it the store, behind
+def test_a_process_may_come_for_the_next_run_before_its_peer_left_one(data_path: Path, tmp_path: Path) -> None:
+    # What shards leaves a group, and with it the store, behind.
+    ddp: dict[str, Any] = {"num_steps": 1, "sharding_strategy": "ddp"}
     runs = [settings(data_path, tmp_path / str(number), **ddp) for number in range(2)]
     found = found_by(run_forked(WORKER, 2, runs, {"LEAVE_LATE": str(tmp_path / "come")}))
     assert [[each[:2] for each in found[rank]] for rank in (0, 1)] == [[["finished", 1]] * 2] * 2
 
 
-@pytest.fixture
-def pages_scripts(tmp_path: Path) -> Path:
-    """A folder with the scripts of docs/python.md."""
-    scripts = BLOCK.findall((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
-    assert [name for name, _ in scripts] == ["from_settings.py", "my_training.py"]
-    for name, code in scripts:
+def test_the_scripts_of_the_page_train_alone_and_under_torchrun(tmp_path: Path) -> None:
+    for name, code in BLOCK.findall((ROOT / "docs" / "python.md").read_text(encoding="utf-8")):
         (tmp_path / name).write_text(code)
-    return tmp_path
-
-
-def test_the_scripts_of_the_page_train_alone_and_under_torchrun(pages_scripts: Path) -> None:
-    out = run_command([sys.executable, "from_settings.py"], cwd=pages_scripts).stdout
+    out = run_command([sys.executable, "from_settings.py"], cwd=tmp_path).stdout
     assert re.search(r"^finished 4 \d\.\d+ runs/tiny/checkpoints/step_4_ckp$", out, re.MULTILINE), out
-    alone = run_command([sys.executable, "my_training.py"], cwd=pages_scripts).stdout
-    (pages_scripts / "runs" / "with_metrics").rename(pages_scripts / "runs" / "alone")
+    alone = run_command([sys.executable, "my_training.py"], cwd=tmp_path).stdout
+    (tmp_path / "runs" / "with_metrics").rename(tmp_path / "runs" / "alone")
     port = str(free_ports(1)[0])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    together = run_command([*torchrun, "my_training.py"], cwd=pages_scripts).stdout
+    together = run_command([*torchrun, "my_training.py"], cwd=tmp_path).stdout
     numbers = [float(number) for number in alone.splitlines()[-1].split()]
     said = [line for line in together.splitlines() if re.fullmatch(r"\d\.\d+ \d\.\d+", line)]
     assert len(numbers) == 2 and len(said) == 2  # a line of each process
     for line in said:
         assert [float(number) for number in line.split()] == pytest.approx(numbers, rel=1e-3)
-    assert len(custom_of(pages_scripts / "runs" / "with_metrics")) == 4
+    assert len(custom_of(tmp_path / "runs" / "with_metrics")) == 4

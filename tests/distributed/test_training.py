@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiers import first_quick
-from training_runs import (
-    GOLDEN_RUN,
-    assert_same_tensors,
-    losses_of,
-    reports_of,
-    shards_of,
-    train_runs,
-)
+from training_runs import GOLDEN_RUN, assert_same_tensors, losses_of, reports_of, shards_of, train_runs
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "loss_curve.json"
 
@@ -49,17 +42,9 @@ def norm_of(checkpoint: Path) -> float:
 
 
 @pytest.mark.parametrize(("processes", "strategy"), [(1, "fsdp"), (2, "fsdp"), (2, "ddp")])
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
-    processes: int, strategy: str, data_path: Path, tmp_path: Path
-) -> None:
-    common = [
-        "num_steps=8",
-        "batch_size=2",
-        "grad_accum_steps=2",
-        f"sharding_strategy={strategy}",
-        "held_out_fraction=0.1",
-    ]
-    common += ["eval_interval=3", "eval_batches=2"]
+def test_a_resumed_run_repeats_the_whole_one(processes: int, strategy: str, data_path: Path, tmp_path: Path) -> None:
+    common = ["num_steps=8", "batch_size=2", "grad_accum_steps=2", f"sharding_strategy={strategy}"]
+    common += ["held_out_fraction=0.1", "eval_interval=3", "eval_batches=2"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     runs = [[*common, f"ckpt_save_path={whole}"]]
     runs += [[*common, f"ckpt_save_path={stopped}", f"run_steps={steps}"] for steps in (1, 4, 3)]
@@ -72,21 +57,17 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
 def test_a_run_goes_on_with_any_number_of_processes_and_any_strategy(data_path: Path, tmp_path: Path) -> None:
     kinds = {"plain": [], "masked": ["document_mask=true"]}
     common = ["num_steps=12", "batch_size=2"]
+    batch = "global_batch_size=6"
     train_runs(
-        1,
-        data_path,
-        [[*common, *kind, "global_batch_size=6", f"ckpt_save_path={tmp_path}/{name}"] for name, kind in kinds.items()],
+        1, data_path, [[*common, *kind, batch, f"ckpt_save_path={tmp_path}/{name}"] for name, kind in kinds.items()]
     )
     stages = [(2, "ddp"), (4, "hsdp"), (1, "zero2"), (3, "fsdp")]
     for processes, strategy in stages:
         stage = [*common, "run_steps=3", f"sharding_strategy={strategy}"]
         # The global batch is kept from the checkpoint; only the first stage has to name it.
-        stage += ["global_batch_size=6"] if processes == 2 else []
-        train_runs(
-            processes,
-            data_path,
-            [[*stage, *kind, f"ckpt_save_path={tmp_path}/{name}_moved"] for name, kind in kinds.items()],
-        )
+        stage += [batch] if processes == 2 else []
+        runs = [[*stage, *kind, f"ckpt_save_path={tmp_path}/{name}_moved"] for name, kind in kinds.items()]
+        train_runs(processes, data_path, runs)
     for name in kinds:
         assert losses_of(tmp_path / f"{name}_moved") == pytest.approx(losses_of(tmp_path / name), rel=1e-4)
     assert losses_of(tmp_path / "masked") != pytest.approx(losses_of(tmp_path / "plain"), rel=1e-4)

@@ -27,10 +27,8 @@ def installed(tmp_path: Path) -> Path:
     (wheel,) = tmp_path.glob("*.whl")
     environment = tmp_path / "environment"
     run_command([sys.executable, "-m", "venv", "--without-pip", environment])
-    run_command(
-        [*pip, "--python", environment / "bin" / "python", "install", "--no-deps", "--no-index", wheel],
-        NOT_THE_CHECKOUT,
-    )
+    pip_there: list[str | Path] = [*pip, "--python", environment / "bin" / "python"]
+    run_command([*pip_there, "install", "--no-deps", "--no-index", wheel], NOT_THE_CHECKOUT)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     # Only the folder: .pth files in it, such as that of an editable checkout, are not read.
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -45,7 +43,6 @@ def test_the_wheel_prepares_and_trains_the_demo(installed: Path, tmp_path: Path)
     assert home.startswith(str(installed.parent)), home
     text = ["--source=stdlib", "--vocab_size=4096", "--output_path=data/demo"]
     run_command([pretrain, "prepare", *text], NOT_THE_CHECKOUT, cwd=tmp_path)
-    out = run_command(
-        [pretrain, "train", "--recipe=demo", "--num_steps=3", "--eval_batches=1"], NOT_THE_CHECKOUT, cwd=tmp_path
-    ).stdout
+    train: list[str | Path] = [pretrain, "train", "--recipe=demo", "--num_steps=3", "--eval_batches=1"]
+    out = run_command(train, NOT_THE_CHECKOUT, cwd=tmp_path).stdout
     assert "Finished 3 steps" in out and (tmp_path / "runs/demo/checkpoints/step_3_ckp/manifest.json").is_file()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu.test_training import settings
 from helpers import ROOT, run_command
-from training_runs import events_of, losses_of, write_dataset
+from training_runs import assert_same_tensors, events_of, losses_of, write_dataset
 
 from pretraining.cli import main
 from pretraining.train import rollback
@@ -36,10 +36,12 @@ def test_text_is_trained_on_evaluated_and_continued(tmp_path: Path, capsys: pyte
 
 
 def test_a_save_beside_the_training_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """Each start in a process of its own: PyTorch asks once a process whether cuBLAS may be called so."""
     for run, *more in (("whole",), ("stopped", "run_steps=3"), ("stopped",)):
         flags = ["deterministic=true", "async_save=true", "checkpoint_interval=2", *more]
         run_command([sys.executable, ROOT / "main_training.py", *settings(tmp_path / run, *flags)])
     assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "stopped")
+    assert_same_tensors(*(tmp_path / run / "checkpoints" / "step_6_ckp" for run in ("stopped", "whole")))
     saved = {path.name for path in (tmp_path / "stopped" / "checkpoints").glob("step_*")}
     assert saved == {"step_2_ckp", "step_3_ckp", "step_4_ckp", "step_6_ckp"}
 

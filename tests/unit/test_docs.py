@@ -28,9 +28,10 @@ OTHER_PROGRAMS = """
     temp model model_args tasks include_path no-deps standalone nproc-per-node nnodes rdzv-endpoint rdzv-backend
     max-restarts no-python nodes ntasks ntasks-per-node gpus-per-task gpus-per-node gpu-bind distribution signal time
     requeue array allow-run-as-root hostfile bind-to kill-on-bad-exit local-rank logdir name noname flags file tag rm
-    gpus ipc volume build-arg target editable strict hypothesis-profile
+    gpus ipc volume build-arg target editable strict hypothesis-profile no-index find-links
 """
 """Flags of llama-cli, lm_eval, pip, torchrun, mpirun, srun, docker, mkdocs, pytest, and two that stand for any."""
+USUAL = {*ALIASES, "recipe", "config", "help"}
 # Dotted names of other systems, which are flags as well: --training.steps=100.
 FOREIGN = {name for system in SYSTEMS.values() for name in system.rules}
 # Flags of this project's scripts, as their parsers are given them.
@@ -58,41 +59,20 @@ def test_links_files_and_flags_of_a_page_exist(page: Path) -> None:
     named = {name for name in FILE.findall(text) if not name.startswith("conf/")}  # a user's own folder
     assert [name for name in sorted(named) if not any((home / name).exists() for home in homes)] == []
     known = {name for command in COMMANDS.values() for name in settings_of(command.settings)}
-    known |= ALIASES.keys() | REMOVED.keys()
-    known |= {"recipe", "config", "help"} | {name.partition(".")[0] for name in FOREIGN}
+    known |= USUAL | REMOVED.keys() | {name.partition(".")[0] for name in FOREIGN}
     flags = {flag for flag in FLAG.findall(text) if flag.replace("-", "_") not in known}
     assert flags <= SCRIPTS | set(OTHER_PROGRAMS.split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_placeholders_stand_in_code(page: Path) -> None:
-    """Outside of it, `<step>` is an element of HTML, which no reader sees."""
-    text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
-    text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
-    assert re.findall(r"<(?!https?:)[a-z][^>\n]*>", re.sub(r"`[^`]*`", "", text)) == []
-
-
-def commands_of(page: Path) -> list[str]:
-    """The lines of shell blocks that start a command of this project; a backslash joins lines."""
-    blocks = "\n".join(BLOCK.findall(text_of(page))).replace("\\\n", " ")
-    lines = (line.split("  #")[0].strip() for line in blocks.splitlines())
-    return [line for line in lines if line.startswith("pretrain ") or line.startswith("bash scripts/train.sh ")]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_that_a_page_shows_have_these_flags(page: Path) -> None:
-    wrong = []
-    for line in commands_of(page):
+    blocks = "\n".join(BLOCK.findall(text_of(page))).replace("\\\n", " ")
+    for line in re.findall(r"^ *((?:pretrain \w|bash scripts/train\.sh ).*?)(?:  #.*)?$", blocks, re.MULTILINE):
         words = shlex.split(line.replace("…", ""))
         name = words[1] if words[0] == "pretrain" else "train"
-        if name.startswith("-") or not re.fullmatch(r"\w+", name):
-            continue
-        assert name in COMMANDS, line
-        known = settings_of(COMMANDS[name].settings).keys() | ALIASES.keys() | {"recipe", "config", "help"}
-        flags = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-        flags = [flag for flag in flags if flag not in FOREIGN]
-        wrong += [f"{line}: --{flag}" for flag in flags if flag.rpartition(".")[2].replace("-", "_") not in known]
-    assert wrong == []
+        known = settings_of(COMMANDS[name].settings).keys() | USUAL
+        flags = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - FOREIGN
+        assert {flag.rpartition(".")[2].replace("-", "_") for flag in flags} <= known, line
 
 
 def test_the_reference_has_every_public_name_at_its_home() -> None:
@@ -100,12 +80,6 @@ def test_the_reference_has_every_public_name_at_its_home() -> None:
     assert len(shown) == len(set(shown))
     public = {name: getattr(pretraining, name) for name in pretraining.__all__ if name != "__version__"}
     assert {f"{value.__module__}.{name}" for name, value in public.items()} <= set(shown)
-
-
-def test_a_page_shows_every_picture() -> None:
-    pages = "\n".join(map(text_of, PAGES))
-    for picture in (ROOT / "docs" / "pictures").iterdir():
-        assert pages.count(f"](pictures/{picture.name})") == 1, picture.name
 
 
 def test_parts_that_can_be_replaced_are_where_the_page_says() -> None:

@@ -164,7 +164,7 @@ def main() -> None:
             compare(Path(folder), config, world_size, flags.rounds)
         compare_blocking(Path(folder) / "training", config, flags.runs)
         starts = [_kill_and_resume(Path(folder) / f"killed-{number}", settings) for number in range(flags.runs + 1)]
-    print_table(("after kill -9", "seconds"), startup.rows_of(starts[1:]))
+    print_table(("after kill -9", "seconds", "quartiles"), [("end of the next step", *spread(starts[1:], ".2f"))])
 
 
 def compare(root: Path, config: TrainConfig, world_size: int, rounds: int) -> None:
@@ -342,8 +342,8 @@ class _SaveSteps:
         return state.progress.steps in SAVE_STEPS
 
 
-def _kill_and_resume(run: Path, settings: list[str]) -> dict[str, float]:
-    """Return the seconds of each phase of a start after `kill -9`, the first from the kill on."""
+def _kill_and_resume(run: Path, settings: list[str]) -> float:
+    """Return the seconds from `kill -9` to the end of the next step."""
     own = [*settings, "num_steps=1000000", "checkpoint_interval=5", "keep_last=2", f"ckpt_save_path={run}"]
     command = [sys.executable, "-c", "from pretraining.cli import main; main()", "train", *own]
     with run.with_suffix(".log").open("wb") as log:

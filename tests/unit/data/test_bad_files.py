@@ -133,9 +133,7 @@ IN_A_RUN = [(fault, stage) for fault, stage in CASES if stage in ("open", "read"
 
 
 @pytest.mark.parametrize(("fault", "stage"), IN_A_RUN, ids=[f"{fault.__name__}-{stage}" for fault, stage in IN_A_RUN])
-def test_in_quarantine_a_fault_takes_slots_that_need_the_file_and_no_other_changes(
-    config: DataConfig, bad: Path, fault: Fault, stage: str
-) -> None:
+def test_quarantine_takes_slots_that_need_the_file(config: DataConfig, bad: Path, fault: Fault, stage: str) -> None:
     config = replace(config, bad_documents="quarantine")
     expected = train(made(config))
     running = meet(config, bad, fault, stage)
@@ -158,9 +156,7 @@ def test_in_quarantine_a_fault_takes_slots_that_need_the_file_and_no_other_chang
     assert taken
 
 
-def test_every_rank_and_inspect_quarantine_the_same_slots_and_their_places_are_logged(
-    config: DataConfig, bad: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_and_inspect_quarantine_alike(config: DataConfig, bad: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "pretraining")
     config = replace(config, bad_documents="quarantine")
     alone, parts = made(config), [made(config, 2, rank) for rank in range(2)]

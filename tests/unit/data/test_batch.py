@@ -23,9 +23,7 @@ def expected_labels(width: int, rows: list[Row], document_mask: bool) -> list[li
 
 @settings(max_examples=150)
 @given(packed_rows(), st.booleans())
-def test_labels_are_the_next_tokens_of_the_row_or_with_a_mask_of_the_document(
-    batch: tuple[int, list[Row]], document_mask: bool
-) -> None:
+def test_labels_are_the_next_tokens_of_row_or_document(batch: tuple[int, list[Row]], document_mask: bool) -> None:
     width, rows = batch
     made = pack(width, rows, document_mask)
     inputs = made.model_inputs()

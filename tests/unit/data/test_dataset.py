@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from unit.data.sampling.stream_oracle import Oracle, Place, as_trained, text_number
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
@@ -22,18 +23,14 @@ def config(root: Path, **changes: object) -> DataConfig:
     return replace(DataConfig(data_path=str(root), seq_length=16, num_workers=0, logical_shards=4), **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("batch_documents", [1, 7])
+@pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.uint32()], ids=["lists", "as of fms-fsdp"])
 @pytest.mark.parametrize("ends", [{}, {"bos_token": BOS, "strip_tokens": (PAD,), "min_length": 3}])
-def test_batches_are_those_of_the_oracle_from_files_to_rows(
-    tmp_path: Path, batch_documents: int, ends: dict[str, Any]
-) -> None:
+def test_batches_from_files_to_rows_are_the_oracles(tmp_path: Path, kind: pa.DataType, ends: dict[str, Any]) -> None:
     documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=6)
     documents[5], documents[6] = [1, 2, SEP], [BOS, 3]  # have the virtual tokens already
     documents[7:9] = [PAD, 4, SEP, PAD, 5, PAD, PAD], [PAD, PAD]
     for number, begin in enumerate(range(0, len(documents), 500)):
-        write_documents(
-            tmp_path / "web" / f"{number}.arrow", documents[begin : begin + 500], batch_documents=batch_documents
-        )
+        write_documents(tmp_path / f"web/{number}.arrow", documents[begin : begin + 500], kind, batch_documents=7)
     settings = config(tmp_path, sep_token=SEP, seq_length=50, logical_shards=3, document_mask=True, **ends)
     made = loader(settings, plan(16), seed=42)
     whole = [as_trained(document, SEP, **ends) for document in documents]

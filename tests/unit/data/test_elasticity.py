@@ -79,9 +79,7 @@ def test_any_ranks_threads_micro_batches_and_stops_give_the_batches_and_states_o
 
 
 @pytest.mark.parametrize("dummy", [False, True])
-def test_what_pads_short_shares_is_zeros_without_labels(
-    config: DataConfig, datasets: OpenedDatasets, dummy: bool
-) -> None:
+def test_short_shares_are_padded_without_labels(config: DataConfig, datasets: OpenedDatasets, dummy: bool) -> None:
     asked = replace(config, use_dummy_dataset=dummy)
     padding = 0
     for rank in range(4):

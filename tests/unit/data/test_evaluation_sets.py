@@ -26,19 +26,14 @@ def found(data: DataConfig, *folders: Path | str) -> list[str]:
     return [each.name for each in find_evaluation_folders([str(each) for each in folders], data, list_datasets(data))]
 
 
-def test_a_set_has_the_name_of_its_folder_and_all_of_its_documents(data: DataConfig, tmp_path: Path) -> None:
-    write_dataset(tmp_path / "books", documents=3)
-    (folder,) = find_evaluation_folders([str(tmp_path / "books")], data, list_datasets(data))
-    assert folder.name == "books" and folder.files.folder == str(tmp_path / "books")
-    assert folder.config.held_out_fraction == 0 and folder.config.weights == ()
-
-
 def test_sets_are_named_by_as_much_of_their_paths_as_tells_them_apart(data: DataConfig, tmp_path: Path) -> None:
     folders = ("a/valid", "b/valid", "valid/web", "deep/valid/web", "books", "c/code", "train/other")
     for name in folders:
         write_dataset(tmp_path / name, documents=3)
     names = found(data, *(tmp_path / name for name in folders))
     assert names == ["a/valid", "b/valid", f"{tmp_path.name}/valid/web", "deep/valid/web", "books", "c/code", "other"]
+    [folder] = find_evaluation_folders([str(tmp_path / "books")], data, list_datasets(data))
+    assert folder.files.folder == str(tmp_path / "books") and folder.config.held_out_fraction == 0
 
 
 @pytest.mark.parametrize("place", ["train/web", "train/web/deeper", "train", "link"])

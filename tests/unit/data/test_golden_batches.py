@@ -1,17 +1,27 @@
-"""The batches of a run are the same in every release, on every machine."""
+"""The batches of a run are the same in every release, on every machine.
+
+As a script it prints the digests of a folder, so that another process, as on another host, can be asked for them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from helpers import ROOT, run_command
-from unit.data.golden_data import golden_digests, write_golden
+from unit.data.token_files import opened, plan, rows, write_documents
+
+from pretraining.config.training import DataConfig
+from pretraining.data.dataset import build_loader
+from pretraining.data.loader import Loader
+from pretraining.data.samples import SplitName
 
 # Whatever changes these changes the data of every run that goes on: a new STATE_VERSION, and a reason in the commit.
 DIGESTS = {
@@ -23,6 +33,69 @@ DIGESTS = {
     "first_fit": "7284ef830fed 4475e29c53fc 64b33648e15c 92bb1331ee93 d38726a5bae1 ac54ec6967d6",
     "best_fit": "fb5842072e3a e5b17286e71d 28ef42944065 320dab9457ad 01df3f9758d7 2d8dce27a410",
 }
+FILES = {"web": ("b.arrow", "a/z.arrow", "a.arrow"), "code": ("x.arrow",), "books": ("é.arrow", "Z.arrow")}
+STEPS = (0, 1, 2, 50, 10**4, 10**9)
+
+
+def golden_documents(number: int, count: int) -> list[list[int]]:
+    """Documents of 1 to 90 tokens, most of them short."""
+    lengths = [1 + (7 * row * row + 13 * number) % (90 if row % 5 == 0 else 12) for row in range(count)]
+    return [[(31 * row + 7 * at + number) % 900 for at in range(length)] for row, length in enumerate(lengths)]
+
+
+def write_golden(root: Path) -> None:
+    for name, paths in FILES.items():
+        for number, path in enumerate(paths):
+            documents = golden_documents(number + len(name), {"web": 900, "code": 400, "books": 30}[name])
+            write_documents(root / name / path, documents, batch_documents=100)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "train": {},
+    "held_out": {},
+    "dummy": {"use_dummy_dataset": True},
+    "ends": {"bos_token": 902, "strip_tokens": (31, 38), "min_length": 3},
+    "greedy": {"packing": "greedy"},
+    "first_fit": {"packing": "first_fit"},
+    "best_fit": {"packing": "best_fit"},
+}
+
+
+def golden_loader(root: Path, kind: str) -> Loader:
+    config = DataConfig(
+        data_path=str(root),
+        datasets=("web", "code", "books"),
+        weights=(0.6, 0.3, 0.1),
+        seq_length=32,
+        sep_token=901,
+        held_out_fraction=0.2,
+        logical_shards=6,
+        num_workers=0,
+        skip_samples=("40-55",),
+        **KINDS[kind],
+    )
+    datasets = None if config.use_dummy_dataset else opened(config)
+    split: SplitName = "held_out" if kind == "held_out" else "train"
+    return build_loader(datasets, config, plan(16), 0, 1234, 1000, split=split)
+
+
+def digest_of_step(loader: Loader, step: int) -> str:
+    """A digest of samples, their places in files, and their tokens, in the order in which ranks take them."""
+    digest = hashlib.blake2b(digest_size=6)
+    slots = loader.reader.slots(step)
+    for values in (slots.samples, slots.datasets, slots.shards, slots.numbers):
+        digest.update(values.astype("<i8").tobytes())
+    for slot, dataset in enumerate(slots.datasets.tolist()):
+        spans = loader.reader.sources[dataset].spans(slots.shards[slot : slot + 1], slots.numbers[slot : slot + 1])
+        digest.update(np.stack([spans.documents, spans.starts, spans.lengths]).astype("<i8").tobytes())
+    digest.update(np.array(rows(loader.reader.read(step)), dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+def golden_digests(root: Path) -> dict[str, str]:
+    """By kind of data, the digests of `STEPS`."""
+    loaders = {kind: golden_loader(root, kind) for kind in KINDS}
+    return {kind: " ".join(digest_of_step(loader, step) for step in STEPS) for kind, loader in loaders.items()}
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +105,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def joined(digests: dict[str, list[str]]) -> dict[str, str]:
-    return {kind: " ".join(parts) for kind, parts in digests.items()}
-
-
 def test_global_batches_are_the_same_in_every_release(folder: Path) -> None:
-    assert joined(golden_digests(folder)) == DIGESTS
+    assert golden_digests(folder) == DIGESTS
 
 
 def test_the_host_does_not_matter(folder: Path, tmp_path: Path) -> None:
@@ -53,6 +122,9 @@ def test_the_host_does_not_matter(folder: Path, tmp_path: Path) -> None:
         "TZ": "Asia/Kathmandu",
         "NPY_DISABLE_CPU_FEATURES": " ".join(features),
     }
-    script = Path(__file__).with_name("golden_data.py")
-    done = run_command([sys.executable, script, tmp_path / "elsewhere"], environment, cwd=tmp_path)
-    assert joined(json.loads(done.stdout)) == DIGESTS
+    done = run_command([sys.executable, __file__, tmp_path / "elsewhere"], environment, cwd=tmp_path)
+    assert json.loads(done.stdout) == DIGESTS
+
+
+if __name__ == "__main__":
+    print(json.dumps(golden_digests(Path(sys.argv[1]))))

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import PATIENCE_SECONDS, ROOT, plain_environment
+from helpers import ROOT, run_command
 from unit.data.token_files import loader, opened, plan, rows
 
 from pretraining.config.training import DataConfig
@@ -16,9 +14,7 @@ from pretraining.data.batch_reader import BatchReader
 from pretraining.data.dataset import build_loader
 
 
-def test_memory_is_pinned_in_a_process_that_uses_a_gpu_alone(
-    config: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_pinned_in_a_process_that_uses_a_gpu(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # beside --device=cpu
     assert loader(config, plan(11)).reader._kind["pin_memory"] is False
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -35,19 +31,22 @@ def test_a_limit_ends_the_iteration_with_threads_too(config: DataConfig) -> None
             assert len(list(made)) == limit
 
 
-def test_a_closed_loader_can_be_used_again(config: DataConfig) -> None:
-    made = loader(replace(config, num_workers=2), plan(11))
-    with made:
-        next(made)
-    with made:
-        assert rows(next(made)) == rows(loader(config, plan(11)).reader.read(1))
-    made.close()
+def test_a_closed_loader_can_be_used_again_and_leaves_the_threads_of_torch_alone(config: DataConfig) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        made = loader(replace(config, num_workers=2), plan(11))
+        with made:
+            next(made)
+        with made:
+            assert rows(next(made)) == rows(loader(config, plan(11)).reader.read(1))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_an_error_comes_with_its_own_type_at_its_step_and_again_if_asked_again(
-    config: DataConfig, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_an_error_is_met_at_its_step_always(config: DataConfig, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     class DiskOnFire(Exception):
         pass
 
@@ -86,29 +85,11 @@ print("taken")
 @pytest.mark.thorough
 @pytest.mark.parametrize("threads_are", ["idle", "hanging"])
 def test_a_loader_that_is_left_open_does_not_disturb_the_end_of_the_program(threads_are: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN, threads_are],
-        capture_output=True,
-        timeout=PATIENCE_SECONDS,
-        env=plain_environment({"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}),
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"taken\n", b"")
-
-
-def test_threads_of_the_loader_leave_the_threads_of_torch_alone(config: DataConfig) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with loader(replace(config, num_workers=2), plan(11)) as threaded:
-            next(threaded)
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    ended = run_command([sys.executable, "-c", LEFT_OPEN, threads_are], {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert (ended.stdout, ended.stderr) == ("taken\n", "")
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, torch.uint16), (65_537, torch.int32)])
-def test_tokens_are_shipped_as_narrow_as_the_vocabulary_allows(
-    config: DataConfig, vocab_size: int, dtype: torch.dtype
-) -> None:
+def test_tokens_are_as_narrow_as_the_vocabulary_allows(config: DataConfig, vocab_size: int, dtype: torch.dtype) -> None:
     batch = next(loader(config, plan(11), vocab_size=vocab_size))
     assert batch.micro_batches[0].tokens_BT.dtype == dtype and rows(batch) == rows(next(loader(config, plan(11))))

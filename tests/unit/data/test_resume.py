@@ -76,9 +76,7 @@ def test_changed_files_are_refused_and_named(config: DataConfig, state: dict[str
         *({"next_sample": 9}, {"first_sample": 9}, {"first_step": 2}, {"base_counts": {"code": 4, "web": 4}}),
     ],
 )
-def test_a_state_or_a_phase_that_does_not_follow_from_the_one_before_is_damage(
-    config: DataConfig, state: dict[str, Any], damage: dict[str, Any]
-) -> None:
+def test_a_phase_that_cannot_be_is_damage(config: DataConfig, state: dict[str, Any], damage: dict[str, Any]) -> None:
     changed = loader(config, plan(4))
     changed.load_state_dict(state)
     state = changed.state_dict()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,11 @@ from hypothesis import strategies as st
 from unit.data.token_files import loader, plan, rows, write_documents
 
 from pretraining.config.training import DataConfig
-from pretraining.data.loader import Loader
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
 from pretraining.errors import DataError
 
 
-def config(root: Path, **changes: object) -> DataConfig:
-    return replace(DataConfig(data_path=str(root), seq_length=1, num_workers=0, logical_shards=4), **changes)  # type: ignore[arg-type]
-
-
-def inputs(made: Loader, steps: int) -> list[int]:
-    """The tokens of the next batches, but for those that are only labels."""
-    return [token for _ in range(steps) for row in rows(next(made)) for token in row[:-1]]
-
-
-def write_numbered(root: Path, files: list[list[int]], batch_documents: int = 10**9) -> int:
+def write_numbered(root: Path, files: list[list[int]], batch_documents: int) -> int:
     """Files of documents of given lengths, no token twice; returns how many tokens there are."""
     token = 0
     for number, lengths in enumerate(files):
@@ -52,11 +41,12 @@ def test_every_token_comes_once_a_pass_whatever_else_is_empty(
 ) -> None:
     root = tmp_path_factory.mktemp("data")
     total = write_numbered(root, files, batch)
-    asked = config(root, seq_length=seq_length, logical_shards=shards)
+    asked = DataConfig(data_path=str(root), seq_length=seq_length, logical_shards=shards, num_workers=0)
     if total <= seq_length:
         with pytest.raises(DataError):
             loader(asked, plan(1))
         return
     passes = 2 * seq_length  # then no shard has tokens left over, and a sample has begun at every place
-    seen = Counter(inputs(loader(asked, plan(total)), 2))
+    made = loader(asked, plan(total))
+    seen = Counter(token for _ in range(2) for row in rows(next(made)) for token in row[:-1])
     assert seen == dict.fromkeys(range(total), passes)

@@ -24,23 +24,16 @@ def write_documents(
     batch_documents: int = 10**9,
     column: str = "tokens",
 ) -> None:
-    """Writes an Arrow file of one column, `batch_documents` rows a record batch."""
+    """Writes an Arrow file of one column, `batch_documents` rows a record batch, or one where `kind` is no list."""
     kind = kind or pa.list_(pa.uint16())
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    size = batch_documents if is_list else 1
     path.parent.mkdir(parents=True, exist_ok=True)
     schema = pa.schema([(column, kind)])
     with pa.ipc.new_file(str(path), schema) as writer:
-        for begin in range(0, len(documents), batch_documents):
-            rows = [None if row is None else list(row) for row in documents[begin : begin + batch_documents]]
-            writer.write_batch(pa.record_batch([pa.array(rows, type=kind)], schema=schema))
-
-
-def write_batches(path: Path, documents: Sequence[Sequence[int]], kind: pa.DataType) -> None:
-    """Writes an Arrow file of plain integers, a document a record batch."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    schema = pa.schema([("tokens", kind)])
-    with pa.ipc.new_file(str(path), schema) as writer:
-        for document in documents:
-            writer.write_batch(pa.record_batch([pa.array(document, type=kind)], schema=schema))
+        for begin in range(0, len(documents), size):
+            rows = [None if row is None else list(row) for row in documents[begin : begin + size]]
+            writer.write_batch(pa.record_batch([pa.array(rows if is_list else rows[0], type=kind)], schema=schema))
 
 
 def random_documents(count: int, seed: int = 0, largest: int = 40, vocab_size: int = 1000) -> list[list[int]]:

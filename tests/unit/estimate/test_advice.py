@@ -47,14 +47,3 @@ def test_what_is_advised_takes_what_it_says_and_fits(limit_gib: float | None, de
             sharded = replace(config, parallel=replace(config.parallel, sharding_strategy="fsdp"))
             assert told == pytest.approx(gib(sharded, int(flags.split()[0]), device_type), abs=0.06)
     assert bool(found) == (limit_gib != 0.1)
-
-
-def test_each_kind_of_change_comes_once_and_as_small_as_does() -> None:
-    names = [flags.partition("=")[0] for flags in advice(load(), None)]
-    assert names == [
-        *("--batch_size", "--fsdp_activation_checkpointing", "--loss_chunk_tokens"),
-        *("2 GPUs with --sharding_strategy", "--seq_length", "--model_variant"),
-    ]
-    small = load("batch_size=1", "fsdp_activation_checkpointing=true", "loss_chunk_tokens=none", "seq_length=128")
-    assert [flags.partition("=")[0] for flags in advice(small, None)] == names[3:4] + names[5:]
-    assert "2 machines with --sharding_strategy=fsdp" in advice(load(), None, "cpu")

@@ -8,11 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count
-from pretraining.estimate.flops import (
-    flops_per_token,
-    matmul_parameters,
-    recomputed_flops_per_token,
-)
+from pretraining.estimate.flops import flops_per_token, matmul_parameters, recomputed_flops_per_token
 from pretraining.model.llama import Llama
 
 every_variant = pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
@@ -35,38 +31,35 @@ def test_matmul_parameters_are_those_of_linear_layers(shape: LlamaShape) -> None
     assert matmul_parameters(shape) == sum(module.weight.numel() for module in linear)
 
 
+def counted(model: nn.Module, *inputs: object) -> tuple[int, int]:
+    """Operations of a forward pass in matrix products and in attention, by torch's own counter."""
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs)
+    operations = counter.get_flop_counts()["Global"]
+    return operations.pop(torch.ops.aten.mm), sum(operations.values())
+
+
 @pytest.mark.parametrize("name", ["7b", "llama2_1.4b", "llama3.2_1b", "tiny"])
 def test_flops_are_six_a_matmul_parameter_and_half_the_attention_matrix(name: str) -> None:
-    """Against torch's own counter of a forward pass: backward is twice a forward, and causality halves attention."""
+    """Backward is twice a forward, and causality halves attention."""
     shape, length = VARIANTS[name], 256
-    model = meta_model(shape)
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, length, dtype=torch.int64, device="meta"))
-    operations = counter.get_flop_counts()["Global"]
-    matrices = operations.pop(torch.ops.aten.mm)
-    attention = sum(operations.values())
+    matrices, attention = counted(meta_model(shape), torch.zeros(1, length, dtype=torch.int64, device="meta"))
     assert 3 * matrices == 6 * matmul_parameters(shape) * length
     assert 3 * attention / 2 == (flops_per_token(shape, length) - 6 * matmul_parameters(shape)) * length
 
 
 def test_documents_cost_what_a_row_of_their_mean_length_over_tokens_would() -> None:
     shape, lengths = VARIANTS["tiny"], (100, 28, 1, 127)
-    with FlopCounterMode(display=False) as counter:
-        meta_model(shape)(torch.zeros(2, 128, dtype=torch.int64, device="meta"), None, None, lengths)
-    operations = counter.get_flop_counts()["Global"]
-    operations.pop(torch.ops.aten.mm)
+    tokens = torch.zeros(2, 128, dtype=torch.int64, device="meta")
+    _, attention = counted(meta_model(shape), tokens, None, None, lengths)
     span = sum(length**2 for length in lengths) / 256
-    assert 3 * sum(operations.values()) / 2 == (flops_per_token(shape, span) - 6 * matmul_parameters(shape)) * 256
+    assert 3 * attention / 2 == (flops_per_token(shape, span) - 6 * matmul_parameters(shape)) * 256
 
 
 @pytest.mark.parametrize("name", ["7b", "llama2_1.4b", "tiny"])
 def test_recomputed_blocks_cost_another_forward_of_them_without_the_head(name: str) -> None:
     shape, length = VARIANTS[name], 256
-    with FlopCounterMode(display=False) as counter:
-        meta_model(shape).model(torch.zeros(1, length, dtype=torch.int64, device="meta"), None, None)
-    operations = counter.get_flop_counts()["Global"]
-    matrices = operations.pop(torch.ops.aten.mm)
-    forward = matrices + sum(operations.values()) / 2  # causality halves attention
-    assert recomputed_flops_per_token(shape, 1.0, length) * length == forward
-    assert recomputed_flops_per_token(shape, 0.25, length) * length == forward / 4
-    assert recomputed_flops_per_token(shape, 0.0, length) == 0
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    matrices, attention = counted(meta_model(shape).model, tokens, None, None)
+    for share in (1.0, 0.25, 0.0):
+        assert recomputed_flops_per_token(shape, share, length) * length == share * (matrices + attention / 2)

@@ -34,9 +34,7 @@ def ends_after(stopping: EarlyStopping, losses: list[float]) -> int | None:
         (2, [math.nan, math.nan], 2),
     ],
 )
-def test_a_run_ends_after_as_many_evaluations_in_a_row_without_a_lower_loss(
-    limit: int, losses: list[float], ends: int | None
-) -> None:
+def test_a_run_ends_after_evaluations_without_a_lower_loss(limit: int, losses: list[float], ends: int | None) -> None:
     assert ends_after(EarlyStopping(limit), losses) == ends
 
 
@@ -47,16 +45,6 @@ def test_a_resumed_run_goes_on_counting(stop: int) -> None:
     assert ends_after(before, losses[:stop]) is None
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert ends_after(after, losses[stop:]) == 5 - stop
-
-
-def test_a_run_that_ended_early_is_over_until_the_limit_is_raised() -> None:
-    ended, run = EarlyStopping(1, ("web",)), state()
-    assert ends_after(ended, [1.0, 2.0]) == 2
-    for limit in (1, 2, 0):
-        again, run = EarlyStopping(limit, ("web",)), state()
-        again.load_state_dict(ended.state_dict())
-        again.end_if_due(run)
-        assert bool(run.early_end) == (limit == 1)
 
 
 def test_counting_begins_again_where_other_sets_decide_and_after_a_version_that_did_not_count() -> None:

@@ -4,19 +4,19 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
+from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.evaluation.early_stopping import EarlyStopping
-from pretraining.evaluation.generation import Sample, TextSampler
+from pretraining.evaluation.generation import Sample
 from pretraining.evaluation.held_out import Evaluation, EvaluationSource, Evaluator, evaluate
 from pretraining.evaluation.scores import Scores
 from pretraining.model.loss import HeadLoss
-from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, MetricsHook, Outputs, Ratio
 from pretraining.observability.events import Events
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
@@ -70,27 +70,14 @@ def sources(opened: list[int]) -> list[EvaluationSource]:
 
 
 def evaluator_with(
-    opened: list[int],
-    reports: list[Report],
-    should_stop: Callable[[], bool] = lambda: False,
-    best_by: str | None = None,
-    stop_after: int = 0,
+    opened: list[int], reports: list[Report], should_stop: Callable[[], bool] = lambda: False
 ) -> Evaluator:
-    return Evaluator(
-        model=LossIsInput(),
-        sources=sources(opened)[:1],
-        device=torch.device("cpu"),
-        interval=Interval(Duration(3, "steps"), None),
-        stopwatch=Stopwatch(),
-        observer=observer_of(reports),
-        should_stop=should_stop,
-        best_by=best_by,
-        early_stopping=EarlyStopping(stop_after),
-    )
+    cpu, interval, observer = torch.device("cpu"), Interval(Duration(3, "steps"), None), observer_of(reports)
+    return Evaluator(LossIsInput(), sources(opened)[:1], cpu, interval, Stopwatch(), observer, should_stop)
 
 
-def evaluated(model: nn.Module, table_V: torch.Tensor | None = None, metrics: CustomMetrics = NO_METRICS) -> Evaluation:
-    found = evaluate(model, sources([]), torch.device("cpu"), lambda: False, Scores(), table_V, metrics)
+def evaluated(model: nn.Module, table_V: torch.Tensor | None = None) -> Evaluation:
+    found = evaluate(model, sources([]), torch.device("cpu"), lambda: False, Scores(), table_V)
     assert found is not None
     return found
 
@@ -118,34 +105,12 @@ def test_the_mean_loss_is_that_of_the_objective_as_in_training() -> None:
     assert found.numbers()["loss"] == (23 + 3) / 8 and found.numbers("b")["loss"] == 4.0  # three micro-batches
 
 
-def test_each_set_has_the_users_metrics_and_the_mean_weighs_what_was_counted() -> None:
-    def measure(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
-        return {"hits": (outputs.hits.sum(), outputs.valid_tokens), "rows": (1, batch.tokens_BS.size(0))}
-
-    metrics = CustomMetrics(MetricsHook(measure), nn.Module(), torch.device("cpu"))
-    found = evaluated(LossIsInput(), None, metrics)
-    hits = {name: of_set["hits"] for name, of_set in found.custom.items()}
-    assert hits == {None: Ratio(2, 8), "a": Ratio(0, 2), "b": Ratio(2, 4), "c": Ratio(0, 2)}
-    values = found.values()
-    assert values["evaluation_custom/hits/b"] == 0.5 and values["evaluation_custom/hits"] == 0.25
-    assert values["evaluation_custom/rows/a"] == 1.0 and values["evaluation_loss/b"] == 4.0
-    assert [line.split()[0] for line in found.lines()] == ["evaluation_loss", "a", "b", "c"]
-
-
 def trained(evaluator: Evaluator, steps: int) -> TrainState:
     state = TrainState(total_steps=steps, stop_step=steps, tokens_per_step=1, progress=Progress(0, 0))
     while not state.stopping:
         state.advance(0.0)
         evaluator.maybe_run(state)
     return state
-
-
-@pytest.mark.parametrize(("best_by", "loss"), [(None, 3.0), ("a", 1.0), ("b", 4.0)])
-def test_the_loss_that_decides_is_the_mean_over_tokens_or_that_of_a_named_set(best_by: str | None, loss: float) -> None:
-    reports: list[Report] = []
-    evaluator = evaluator_with([], reports, best_by=best_by)
-    trained(evaluator, 1)
-    assert evaluator.early_stopping.best_loss == loss and reports == [(1, 3.0)]
 
 
 def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run_and_never_without_sources() -> None:
@@ -160,18 +125,12 @@ def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run_and_never_wi
 
 
 def test_a_run_ends_early_and_a_sample_follows_each_evaluation_but_the_one_that_ends_it() -> None:
-    evaluator = evaluator_with([], [], stop_after=2)
     reports: list[Report] = []
-    sampled: list[int] = []
-
-    def sample(model: nn.Module, device: torch.device) -> Sample:
-        sampled.append(1)
-        return Sample("", "")
-
-    evaluator.observer = observer_of(reports)
-    evaluator.sampler = cast(TextSampler, SimpleNamespace(sample=sample))
+    evaluator = evaluator_with([], reports)
+    evaluator.early_stopping = EarlyStopping(2)
+    evaluator.sampler = sampler = Mock(**{"sample.return_value": Sample("", "")})
     state = trained(evaluator, 90)
-    assert [step for step, _ in reports] == [3, 6, 9] and len(sampled) == 2
+    assert [step for step, _ in reports] == [3, 6, 9] and sampler.sample.call_count == 2
     assert state.step == 9 and state.finished and not state.preempted and state.early_end
 
 

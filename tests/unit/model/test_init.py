@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_shape import TINY_SHAPE
 from torch import Tensor, nn
 
 from pretraining.config.variants import LlamaShape
@@ -16,28 +17,23 @@ from pretraining.model.llama import Llama
 CPU = torch.device("cpu")
 GOLDEN_SEED = 4713062163890586102
 GOLDEN_VALUES = [0.02617712, -0.03312612, -0.01798517, -0.02941476]
-SHAPE = LlamaShape(
-    hidden_size=128,
-    intermediate_size=320,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=384,
-    max_position_embeddings=64,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-    rope_scaling=None,
-)
+WIDE = replace(TINY_SHAPE, hidden_size=128, intermediate_size=320, head_dim=32, vocab_size=384)
+SHAPE = replace(WIDE, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 
 
-def initial_weights(shape: LlamaShape = SHAPE, seed: int = 0) -> dict[str, Tensor]:
+def made(shape: LlamaShape = SHAPE, seed: int = 0) -> Llama:
     with torch.device("meta"):
         model = Llama(shape)
     model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))  # what memory may hold
     initialize_weights(model, shape, seed, CPU)
-    return dict(model.named_parameters())
+    return model
+
+
+def initial_weights(shape: LlamaShape = SHAPE, seed: int = 0) -> dict[str, Tensor]:
+    return dict(made(shape, seed).named_parameters())
 
 
 def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_generator_alone() -> None:
@@ -85,14 +81,7 @@ def test_golden_values() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_to_empty_then_initialise_gives_a_whole_model(tied: bool) -> None:
-    shape = replace(SHAPE, tie_word_embeddings=tied)
-    with torch.device("meta"):
-        model = Llama(shape)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))  # what memory may hold
-    initialize_weights(model, shape, 0, CPU)
+    model = made(replace(SHAPE, tie_word_embeddings=tied))
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 

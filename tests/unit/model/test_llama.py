@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_shape import TINY_SHAPE
 from torch import Tensor
 
 from pretraining.config.variants import LlamaShape, RopeScaling
@@ -14,20 +15,8 @@ from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.model.rope import compute_rotation
 
-SHAPE = LlamaShape(
-    hidden_size=48,
-    intermediate_size=112,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=12,
-    vocab_size=97,
-    max_position_embeddings=256,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-    rope_scaling=None,
-)
+WIDE = replace(TINY_SHAPE, hidden_size=48, intermediate_size=112, vocab_size=97, max_position_embeddings=256)
+SHAPE = replace(WIDE, num_attention_heads=4, num_key_value_heads=4, head_dim=12)
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 SHAPES = {
     "multi_head": SHAPE,
@@ -39,13 +28,7 @@ SHAPES = {
         SHAPE, num_key_value_heads=2, tie_word_embeddings=True, rope_theta=5e5, rope_scaling=SCALING
     ),
     "other_dimensions": replace(
-        SHAPE,
-        hidden_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        rms_norm_eps=1e-2,
-        vocab_size=33,
+        SHAPE, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-2
     ),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -57,8 +40,8 @@ def build(shape: LlamaShape, seed: int = 0) -> Llama:
     return model
 
 
-def hugging_face(shape: LlamaShape) -> Any:
-    """Hugging Face's model of this shape, with weights large enough that a wrong one shows in the logits."""
+def twins(shape: LlamaShape) -> tuple[Any, Llama]:
+    """Hugging Face's model and ours, with equal weights, so large that a wrong one shows in the logits."""
     transformers = pytest.importorskip("transformers")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling is not None:
@@ -68,17 +51,11 @@ def hugging_face(shape: LlamaShape) -> Any:
         rope_parameters=rope,
         use_cache=False,
     )
-    model = transformers.LlamaForCausalLM(config)
+    theirs, ours = transformers.LlamaForCausalLM(config), Llama(shape)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in theirs.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    return model
-
-
-def twins(shape: LlamaShape) -> tuple[Any, Llama]:
-    """Hugging Face's model and ours, with equal weights."""
-    theirs, ours = hugging_face(shape), Llama(shape)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 

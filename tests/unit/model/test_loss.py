@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pretraining.config.training import IGNORED_LABEL
-from pretraining.model.loss import choose_chunk_tokens, head_loss
+from pretraining.estimate.memory import loss_chunk_tokens
+from pretraining.model.loss import head_loss
 
 B, S, D, V = 3, 5, 7, 11
 
@@ -122,8 +123,7 @@ def test_the_gradient_of_the_head_is_summed_over_chunks_in_float32() -> None:
 
 @pytest.mark.parametrize(("vocab_size", "tokens"), [(4096, 65536), (32000, 8192), (128256, 2048), (2**28, 256)])
 def test_chunks_are_chosen_by_the_memory_of_their_logits_and_small_on_a_cpu(vocab_size: int, tokens: int) -> None:
-    assert choose_chunk_tokens(torch.device("cuda"), vocab_size) == tokens
-    assert choose_chunk_tokens(torch.device("cpu"), vocab_size) == 256
+    assert (loss_chunk_tokens("cuda", vocab_size), loss_chunk_tokens("cpu", vocab_size)) == (tokens, 256)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
-from helpers import ROOT, plain_environment
+from helpers import ROOT, run_command
 from unit.checkpoint.checkpoint_files import SHAPES
 from unit.tools.test_sample import TEXTS, make_run, printed
 
@@ -38,26 +36,17 @@ for prompt in json.loads(sys.argv[2]):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_llama_cpp_writes_the_same_text(shape: LlamaShape, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("xllamacpp", reason="needs the extra `slow`")
-    exported = export_of(tmp_path, shape, "float32")
+    (tmp_path / "tokenizer").mkdir()
+    train_tokenizer(TEXTS, 290).save(tmp_path / "tokenizer")
+    tokenizer = str(tmp_path / "tokenizer")
+    run = make_run(tmp_path, replace(shape, vocab_size=300), tokenizer_path=tokenizer, sep_token=299)
+    exported = tmp_path / "exported"
+    export(ExportConfig(str(run), str(exported), dtype="float32"))
     capsys.readouterr()
     ours = [printed(capsys, exported, prompt=prompt, max_new_tokens=24, temperature=0) for prompt in PROMPTS]
-    python([str(ROOT / "scripts/to_gguf.py"), "exported", "mine.gguf"], tmp_path)
-    lines = python(["-c", GREEDY, "mine.gguf", json.dumps(PROMPTS)], tmp_path).splitlines()
+    run_command([sys.executable, ROOT / "scripts/to_gguf.py", "exported", "mine.gguf"], cwd=tmp_path)
+    greedy = [sys.executable, "-c", GREEDY, "mine.gguf", json.dumps(PROMPTS)]
+    lines = run_command(greedy, cwd=tmp_path).stdout.splitlines()
     answers = [json.loads(line.removeprefix("ANSWER ")) for line in lines if line.startswith("ANSWER ")]
     theirs = [prompt + answer["choices"][0]["text"] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     assert theirs == ours
-
-
-def export_of(folder: Path, shape: LlamaShape, dtype: Literal["bfloat16", "float32"]) -> Path:
-    (folder / "tokenizer").mkdir()
-    train_tokenizer(TEXTS, 290).save(folder / "tokenizer")
-    run = make_run(folder, replace(shape, vocab_size=300), tokenizer_path=str(folder / "tokenizer"), sep_token=299)
-    export(ExportConfig(str(run), str(folder / "exported"), dtype=dtype))
-    return folder / "exported"
-
-
-def python(arguments: list[str], folder: Path) -> str:
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=plain_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -31,9 +31,7 @@ def installs(stand_in: StandIn) -> list[str]:
 
 
 @pytest.mark.parametrize("version", first_quick("2.15.1+cu130", "2.11.0", "2.14.0a0+fe12.nv26.6"))
-def test_a_torch_of_an_active_environment_stays_whatever_other_packages_ask_for(
-    stand_in: StandIn, tmp_path: Path, version: str
-) -> None:
+def test_a_torch_that_is_there_stays(stand_in: StandIn, tmp_path: Path, version: str) -> None:
     text = (stand_in.environment / "bin" / "python").read_text()
     noting = f'[[ $2 == pip ]] && cat $PIP_CONSTRAINT >>"{tmp_path}/constraints" 2>/dev/null'
     stand_in.add_program("python", text.replace("\n", f"\n{noting}\n", 1))
@@ -43,9 +41,7 @@ def test_a_torch_of_an_active_environment_stays_whatever_other_packages_ask_for(
 
 
 @pytest.mark.parametrize("version", ["2.10.2", "2.16.0.dev20261101+cu130"])
-def test_another_torch_of_an_active_environment_is_refused_and_nothing_is_changed(
-    stand_in: StandIn, tmp_path: Path, version: str
-) -> None:
+def test_another_torch_is_refused_and_nothing_is_changed(stand_in: StandIn, tmp_path: Path, version: str) -> None:
     done = set_up(stand_in, with_torch(stand_in, tmp_path / "packages", version), check=False)
     assert done.returncode == 1 and version in done.stderr and installs(stand_in) == []
     assert not (stand_in.environment / ".pretraining-setup").exists()

@@ -1,4 +1,4 @@
-"""soak.py: what is different at the end of two runs, what a kill has hit, and which promises are looked at after it."""
+"""soak.py: what is different at the end of two runs, and which promises are looked at after a kill."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def write_run(
-    run: Path, change: Callable[[dict[str, torch.Tensor]], object] = lambda _: None, loss: float = 3.0, **more: Any
+    run: Path, change: Callable[[torch.Tensor], object] = lambda _: None, loss: float = 3.0, **more: Any
 ) -> Path:
-    """A run of two steps, as far as it is compared; `change` is made to what its last checkpoint holds."""
+    """A run of two steps, as far as it is compared; `change` is made to the head in its last checkpoint."""
     save(run, 1)
     saved = tensors(2.0)
-    change(saved)
+    change(saved["lm_head.weight"])
     save_checkpoint(checkpoint_path(run, 2), plan_save(saved), manifest_of(2, **more))
     (run / CHECKPOINTS / BEST).symlink_to("step_2_ckp")
     lines = ({"step": 1, "loss": 4.0}, {"step": 2, "loss": loss}, {"step": 2, "evaluation_loss": 5})
@@ -33,27 +33,24 @@ def write_run(
     return run
 
 
-def test_runs_differ_in_tensors_metrics_manifests_and_checkpoints(tmp_path: Path) -> None:
-    reference = write_run(tmp_path / "a")
-    smallest = write_run(tmp_path / "b", lambda saved: saved["lm_head.weight"][3].mul_(1 + 2**-23))
-    other = write_run(tmp_path / "c", lambda saved: saved["lm_head.weight"].fill_(float("nan")))
-    assert soak.differences(reference, write_run(tmp_path / "same")) == []
-    for run, exact, count in ((smallest, True, 1), (smallest, False, 0), (other, True, 1), (other, False, 1)):
-        assert len(soak.differences(reference, run, exact)) == count
-    for name, run in (
-        ("loss", write_run(tmp_path / "d", loss=3.0000000001)),
-        ("evaluation_loss", write_run(tmp_path / "e", evaluation_loss=2.5)),
-        ("data", write_run(tmp_path / "g", skipped=[[3, 4]])),
-    ):
-        [found] = soak.differences(reference, run)
-        assert name in found
-    remove_checkpoint(checkpoint_path(smallest, 2))
-    assert len(soak.differences(reference, smallest)) == 1
+def test_runs_differ_in_tensors_metrics_and_manifests(tmp_path: Path) -> None:
+    reference = write_run(tmp_path / "reference")
+    smallest = {"change": lambda head: head[3].mul_(1 + 2**-23)}
+    changes: list[tuple[dict[str, Any], bool, list[str]]] = [
+        *(({}, True, []), (smallest, True, ["lm_head.weight"]), (smallest, False, [])),
+        ({"change": lambda head: head.fill_(torch.nan)}, False, ["lm_head.weight"]),
+        *(({"loss": 3.0000000001}, True, ["loss"]), ({"evaluation_loss": 2.5}, True, ["evaluation_loss"])),
+        ({"skipped": [[3, 4]]}, True, ["data"]),
+    ]
+    for number, (change, exact, named) in enumerate(changes):
+        run = write_run(tmp_path / str(number), **change)
+        faults = soak.differences(reference, run, exact)
+        assert len(faults) == len(named) and all(name in fault for name, fault in zip(named, faults, strict=True))
+        remove_checkpoint(checkpoint_path(run, 2))
+        assert len(soak.differences(reference, run, exact)) == 1
 
 
-def test_after_a_kill_every_checkpoint_must_be_sound_best_lead_to_one_and_the_newest_be_no_older(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_are_sound_and_no_older_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "faults_of", lambda path: [])
     run = write_run(tmp_path / "run")
     soak.check_checkpoints(run, before=2)

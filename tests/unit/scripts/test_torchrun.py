@@ -56,17 +56,12 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
 @pytest.mark.parametrize(
     ("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGHUP), 129), (KeyboardInterrupt(), 130)]
 )
-@pytest.mark.parametrize(("nodes", "shares"), [("--nnodes=1:2", "1"), ("--nnodes=2", None)])
 def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
-    nodes: str,
-    shares: str | None,
-    outcome: BaseException | None,
-    code: int,
-    torchrun: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    outcome: BaseException | None, code: int, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(torchrun, monkeypatch, outcome, nodes) == code
-    assert os.environ.get(SHARES_STORE) == shares
+    for nodes, shares in (("--nnodes=1:2", "1"), ("--nnodes=2", None)):
+        assert run(torchrun, monkeypatch, outcome, nodes) == code
+        assert os.environ.get(SHARES_STORE) == shares
 
 
 @pytest.mark.parametrize(
@@ -102,15 +97,11 @@ def test_the_first_failure_is_the_jobs(
         (2, [1], 130),
     ],
 )
-def test_a_job_that_is_told_to_stop_ends_with_the_word_of_its_workers(
-    torchrun: ModuleType, number: int, codes: list[int | None], code: int
-) -> None:
+def test_workers_say_how_a_stop_ends(torchrun: ModuleType, number: int, codes: list[int | None], code: int) -> None:
     assert torchrun.exit_code_after_stop(number, codes) == code
 
 
-def test_a_second_interrupt_goes_to_the_workers_and_a_third_one_kills_them(
-    torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     class Sent(list[int]):
         send = list[int].append
 

@@ -1,16 +1,15 @@
-"""train.sh: when it is the demo, what its block does, which processes it starts, and what goes in and out unchanged."""
+"""train.sh: when it is the demo, what its block does, and which processes it starts."""
 
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment, run_command
+from helpers import ROOT, run_command
 from stand_in import WHOLE_BLOCK, StandIn
 from tiers import first_quick
 
@@ -22,16 +21,11 @@ CHOICE = "--use_dummy_dataset=true"
 
 
 def train(
-    stand_in: StandIn,
-    *flags: str,
-    check: bool = True,
-    cwd: Path | None = None,
-    variables: Mapping[str, str] = MappingProxyType({}),
-    **more: str,
+    stand_in: StandIn, *flags: str, check: bool = True, variables: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.CompletedProcess[str]:
     """Runs train.sh; what it has called is in `stand_in.calls()`."""
     command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", *flags]
-    return run_command(command, stand_in.variables(**variables, **more), check=check, cwd=cwd or stand_in.root)
+    return run_command(command, stand_in.variables(**variables), check=check, cwd=stand_in.root)
 
 
 # The demo
@@ -69,13 +63,9 @@ def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(stand_in: Stan
 # The block
 
 
-def lines_of_block(stand_in: StandIn) -> list[str]:
-    text = (stand_in.root / "scripts" / "train.sh").read_text()
-    return re.findall(r"^    #--(\S+)", text.partition("FLAGS=(\n")[2].partition("\n)\n")[0], re.MULTILINE)
-
-
 def test_the_block_shows_the_defaults_of_a_real_run(stand_in: StandIn) -> None:
-    lines = lines_of_block(stand_in)
+    text = (stand_in.root / "scripts" / "train.sh").read_text()
+    lines = re.findall(r"^    #--(\S+)", text.partition("FLAGS=(\n")[2].partition("\n)\n")[0], re.MULTILINE)
     examples = ("ckpt_", "data_path=", "datasets=", "weights=", "tokenizer_path=", "use_dummy_dataset=")
     shown = values_of(load_train_config([line for line in lines if not line.startswith(examples)] + ["data_path=d"]))
     defaults = values_of(load_train_config(["data_path=d"]))
@@ -91,9 +81,7 @@ def test_the_block_shows_the_defaults_of_a_real_run(stand_in: StandIn) -> None:
         ("    --num_steps=9\n    --eos_token=0\n    --data_path=/d\n", ["--max_tokens=5B", "--sep_token=2"], ""),
     ],
 )
-def test_the_block_is_passed_and_the_command_line_wins_over_it(
-    stand_in: StandIn, block: str, flags: list[str], passed: str
-) -> None:
+def test_the_command_line_wins_over_the_block(stand_in: StandIn, block: str, flags: list[str], passed: str) -> None:
     stand_in.edit_block(WHOLE_BLOCK, block)
     train(stand_in, *flags)
     path = [] if "data.data-path=/d" in flags else ["--data_path=/d"]
@@ -106,7 +94,7 @@ def test_the_other_systems_block_may_be_pasted(stand_in: StandIn) -> None:
         '--weights="7725,500"\n--ckpt_save_path=/ckpt"'
     )
     stand_in.edit_block('MODEL_ARGS=""', pasted)
-    train(stand_in, "--seed=1", MODEL_ARGS="not this")
+    train(stand_in, "--seed=1", variables={"MODEL_ARGS": "not this"})
     expected = "--model_variant=7b --sharding_strategy=HSDP --use_dummy_dataset=False --weights=7725,500"
     assert stand_in.calls()[0] == f"main {expected} --ckpt_save_path=/ckpt --seed=1"
 
@@ -136,9 +124,7 @@ ELASTIC = {**MACHINES, "NNODES": "1:4", "JOB_ID": "seven"}
         quick=4,
     ),
 )
-def test_variables_say_how_many_processes_start_and_where_machines_meet(
-    stand_in: StandIn, variables: dict[str, str], start: str
-) -> None:
+def test_variables_say_what_starts_and_where_it_meets(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
     train(stand_in, CHOICE, variables=variables)
     expected = f"torchrun {start} {stand_in.root}/main_training.py {CHOICE}" if start else f"main {CHOICE}"
     assert stand_in.calls()[0] == expected
@@ -152,9 +138,7 @@ def test_variables_say_how_many_processes_start_and_where_machines_meet(
         ({"NNODES": "1:4"}, "MASTER_ADDR"),
     ],
 )
-def test_several_machines_that_are_not_told_where_to_meet_do_not_start(
-    stand_in: StandIn, variables: dict[str, str], missing: str
-) -> None:
+def test_machines_without_a_place_to_meet_fail(stand_in: StandIn, variables: dict[str, str], missing: str) -> None:
     done = train(stand_in, CHOICE, check=False, variables=variables)
     assert done.returncode == 1 and missing in done.stderr
     assert stand_in.calls() == []
@@ -194,25 +178,3 @@ def test_a_task_per_node_is_a_machine_of_the_job(stand_in: StandIn, variables: d
 def test_scripts_are_bash() -> None:
     for script in (ROOT / "scripts").glob("*.s[hl]*"):
         run_command(["bash", "-n", script])
-
-
-# In and out
-
-
-@pytest.mark.parametrize("number", first_quick(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
-def test_a_signal_reaches_the_one_process(stand_in: StandIn, number: signal.Signals) -> None:
-    command = ["bash", str(stand_in.root / "scripts" / "train.sh"), CHOICE, "--wait"]
-    environment = plain_environment(stand_in.variables())
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.send_signal(number)
-        assert process.wait(timeout=PATIENCE_SECONDS) == 7
-    assert stand_in.calls()[-1] == f"signal {number.name}"
-
-
-def test_exit_codes_are_returned(stand_in: StandIn) -> None:
-    assert train(stand_in, CHOICE, check=False, EXIT_CODE="5").returncode == 5
-    stand_in.torchrun.write_text("raise SystemExit(9)\n")
-    assert train(stand_in, CHOICE, check=False, NPROC="2").returncode == 9

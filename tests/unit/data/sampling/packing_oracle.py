@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unit.data.sampling.stream_oracle import BLOCKS, ROUNDS, key_of, keyed_hash
+from unit.data.sampling.stream_oracle import BLOCKS, in_rounds, key_of, keyed_hash
 
 from pretraining.config.training import Packing
 
@@ -94,12 +94,4 @@ class PackedOracle:
     def sample_order(self, passes: int) -> list[tuple[int, int]]:
         """(shard, sample of the shard) in the dataset's order."""
         counts = [sum(len(self.blocks[block]) for block in blocks) for blocks in self.shard_blocks()]
-        order = []
-        for number in range(passes):
-            key = key_of(ROUNDS, *self.key, number)
-            for turn in range(max(counts)):
-                turn_key = keyed_hash(key, turn)
-                there = [shard for shard, count in enumerate(counts) if turn < count]
-                there.sort(key=lambda shard: keyed_hash(turn_key, shard))
-                order += [(shard, number * counts[shard] + turn) for shard in there]
-        return order
+        return in_rounds([[number * count for count in counts] for number in range(passes + 1)], self.key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -53,6 +54,19 @@ def as_trained(
         return []
     before = [bos_token] if bos_token is not None and tokens[0] != bos_token else []
     return before + tokens + ([sep_token] if sep_token is not None and tokens[-1] != sep_token else [])
+
+
+def in_rounds(firsts: list[list[int]], key: tuple[int, int]) -> list[tuple[int, int]]:
+    """(shard, sample of the shard) in the order of passes, given the first sample of each shard in each pass."""
+    order = []
+    for number, (first, last) in enumerate(pairwise(firsts)):
+        pass_key = key_of(ROUNDS, *key, number)
+        for turn in range(max(end - begin for begin, end in zip(first, last, strict=True))):
+            turn_key = keyed_hash(pass_key, turn)
+            there = [shard for shard in range(len(first)) if first[shard] + turn < last[shard]]
+            there.sort(key=lambda shard: keyed_hash(turn_key, shard))
+            order += [(shard, first[shard] + turn) for shard in there]
+    return order
 
 
 @dataclass
@@ -105,14 +119,6 @@ class Oracle:
     def sample_order(self, passes: int) -> list[tuple[int, int]]:
         """(shard, sample of the shard) in the dataset's order."""
         totals = [sum(self.lengths[document] for document in documents) for documents in self.shard_documents()]
-        order = []
-        for number in range(passes):
-            first = [number * total // self.seq_length for total in totals]
-            last = [(number + 1) * total // self.seq_length for total in totals]
-            key = key_of(ROUNDS, *self.key, number)
-            for turn in range(max(end - begin for begin, end in zip(first, last, strict=True))):
-                turn_key = keyed_hash(key, turn)
-                there = [shard for shard in range(self.shards) if first[shard] + turn < last[shard]]
-                there.sort(key=lambda shard: keyed_hash(turn_key, shard))
-                order += [(shard, first[shard] + turn) for shard in there]
-        return order
+        return in_rounds(
+            [[number * total // self.seq_length for total in totals] for number in range(passes + 1)], self.key
+        )

@@ -24,9 +24,7 @@ ASKED_WEIGHTS = st.one_of(st.sampled_from([1e-6, 1e-3, 0.1, 1.0]), st.floats(1e-
 @given(st.integers(1, 1000), st.lists(ASKED_WEIGHTS, min_size=1, max_size=20), st.integers(0, 10**9))
 @example(1000, [1.0, 1e-6], 10**9)
 @example(1000, [0.1 * 0.618**number for number in range(24)], 10**6)
-def test_anywhere_in_a_run_each_dataset_is_within_two_samples_of_the_weight_that_was_asked_for(
-    count: int, few: list[float], begin: int
-) -> None:
+def test_each_dataset_is_within_two_samples_of_its_weight_anywhere(count: int, few: list[float], begin: int) -> None:
     asked = (few * count)[:count]
     exact = [Fraction(str(weight)) for weight in asked]
     total = sum(exact)
@@ -84,9 +82,7 @@ ASKED = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 50), min_size=1)
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), ASKED), min_size=1, max_size=6))
-def test_through_any_phases_each_dataset_is_consumed_in_order_and_within_two_samples_of_its_weight(
-    wanted: list[tuple[int, int, dict[str, int]]],
-) -> None:
+def test_each_dataset_keeps_order_and_weight_through_phases(wanted: list[tuple[int, int, dict[str, int]]]) -> None:
     phases: list[Phase] = []
     step = 0
     for steps, batch, weights in wanted:

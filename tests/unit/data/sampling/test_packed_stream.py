@@ -16,8 +16,8 @@ from unit.data.token_files import loader, opened, plan, random_documents, rows, 
 from pretraining.config.fields import settings_of
 from pretraining.config.training import IGNORED_LABEL, DataConfig, Packing, TrainConfig
 from pretraining.data.dataset import build_loader
-from pretraining.data.sampling.packing import PACKINGS, BinCache, PackedStream, bin_cache, cut_blocks, pack_block
-from pretraining.data.sampling.token_stream import Lengths, Spans, order_cache
+from pretraining.data.sampling.packing import PACKINGS, PackedStream, bin_cache, cut_blocks, pack_block
+from pretraining.data.sampling.token_stream import Spans, order_cache
 from pretraining.data.storage.index import BLOCK_DOCUMENTS
 
 KEY = (11, 22)
@@ -33,31 +33,11 @@ def pieces(spans: Spans) -> list[list[Piece]]:
     return [found[begin:end] for begin, end in pairwise(bounds)]
 
 
-def stream(
-    known: Lengths, bounds: np.ndarray, shards: int, seq_length: int, packing: Packing, cache: BinCache | None = None
-) -> PackedStream:
-    cut = cut_blocks(bounds, shards)
-    return PackedStream(known, bounds, cut, seq_length, packing, KEY, order_cache(), cache or bin_cache())
-
-
-def known_stream(
-    lengths: list[int], block: int, shards: int, seq_length: int, packing: Packing, cache: BinCache | None = None
-) -> PackedStream:
-    blocks = [np.array(lengths[begin : begin + block]) for begin in range(0, len(lengths), block)]
-    counts = [len(pack_block(each, seq_length, packing)) for each in blocks]
-    bounds = np.concatenate(([0], np.cumsum(counts)))
-    return stream(KnownLengths(lengths, block), bounds, shards, seq_length, packing, cache)
-
-
 def test_documents_of_billions_of_tokens_take_no_memory() -> None:
     block = pack_block(np.array([2**32, 5, 2**32 - 1]), 2, "best_fit")
     assert block.nbytes < 1000 and len(block) == 2**32 + 1
     assert [array.tolist() for array in block.bin(2**31 - 1)] == [[0], [2**32 - 2], [2]]
     assert [array.tolist() for array in block.bin(2**32)] == [[2], [2**32 - 4], [3]]
-
-
-def samples_of(made: PackedStream, shard: int, begin: int, end: int) -> list[list[Piece]]:
-    return pieces(made.spans(np.full(end - begin, shard), np.arange(begin, end)))
 
 
 @settings(max_examples=100)
@@ -69,21 +49,19 @@ def samples_of(made: PackedStream, shard: int, begin: int, end: int) -> list[lis
 def test_samples_are_those_of_the_oracle(
     lengths: list[int], block: int, shards: int, seq_length: int, packing: Packing
 ) -> None:
-    made = known_stream(lengths, block, shards, seq_length, packing)
+    blocks = [np.array(lengths[begin : begin + block]) for begin in range(0, len(lengths), block)]
+    bounds = np.cumsum([0, *(len(pack_block(each, seq_length, packing)) for each in blocks)])
+    known, cut = KnownLengths(lengths, block), cut_blocks(bounds, shards)
+    made = PackedStream(known, bounds, cut, seq_length, packing, KEY, order_cache(), bin_cache())
     oracle = PackedOracle(lengths, block, shards, seq_length, packing, KEY)
     assert len(made.bins) == len(oracle.shard_blocks())
     for shard, bins in enumerate(made.bins.tolist()):
         expected = [sample for number in range(3) for sample in oracle.one_pass(shard, number)]
-        assert samples_of(made, shard, 0, 3 * bins) == expected
-
-
-@pytest.fixture
-def config(config: DataConfig) -> DataConfig:
-    return replace(config, packing="best_fit")
+        assert pieces(made.spans(np.full(3 * bins, shard), np.arange(3 * bins))) == expected
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_batches_are_those_of_the_oracle_from_files_to_rows(tmp_path: Path, packing: Packing) -> None:
+def test_batches_from_files_to_rows_are_the_oracles(tmp_path: Path, packing: Packing) -> None:
     documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=70)
     write_documents(tmp_path / "web/x.arrow", documents)
     settings = DataConfig(
@@ -109,9 +87,7 @@ def test_batches_are_those_of_the_oracle_from_files_to_rows(tmp_path: Path, pack
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_with_a_document_mask_every_token_but_a_documents_first_is_a_label_once(
-    config: DataConfig, packing: Packing
-) -> None:
+def test_under_a_mask_all_but_a_documents_first_token_is_a_label_once(config: DataConfig, packing: Packing) -> None:
     config = replace(config, packing=packing, document_mask=True)
     datasets = opened(config)
     epoch = build_loader(datasets, config, plan(datasets.training_tokens // 24), 0, 7, 1000)

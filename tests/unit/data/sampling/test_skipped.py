@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.data.test_phases import go_on, numbers_loader
-from unit.data.token_files import loader, make_root, opened, plan, rows
+from unit.data.test_phases import go_on
+from unit.data.token_files import loader, make_root, opened, plan
 
 from pretraining.config.training import DataConfig
-from pretraining.data.loader import Loader
 from pretraining.data.sampling.mixture import Skipped
 from pretraining.errors import ConfigError, DataError
 from pretraining.tools.inspect import Inspector
@@ -38,60 +35,6 @@ def test_ranges_are_sets_of_samples(
     assert skipped.count(sample, end) == sum(each < end for each in taken)
     gone = {each for begin, end in others for each in range(begin, end)}
     assert [each for first, last in skipped.without(other) for each in range(first, last)] == sorted(left_out - gone)
-
-
-def skipping_loader(weights: dict[str, int], batch: int, skip: list[tuple[int, int]]) -> Loader:
-    made = numbers_loader(weights, batch)
-    state = made.state_dict()
-    made._new_run.order["skipped"] = [list(each) for each in skip]  # as build_loader describes it
-    made.load_state_dict(state)
-    return made
-
-
-@settings(max_examples=80)
-@given(
-    st.lists(
-        st.tuples(
-            st.dictionaries(st.sampled_from("abc"), st.integers(1, 9), min_size=1),
-            st.integers(1, 7),
-            st.integers(0, 8),
-            st.lists(st.tuples(st.integers(0, 15), st.integers(1, 12)), max_size=2),
-        ),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_through_phases_and_resumes_steps_take_the_samples_that_are_left_in_order(
-    stages: list[tuple[dict[str, int], int, int, list[tuple[int, int]]]],
-) -> None:
-    state: dict[str, Any] | None = None
-    skipped: set[int] = set()
-    trained: list[int] = []
-    used: dict[str, list[int]] = {name: [] for name in "abc"}
-    for weights, batch, steps, wanted in stages:
-        next_sample = state["next_sample"] if state else 0
-        ranges = [(next_sample + first, next_sample + first + length) for first, length in wanted]
-        made = skipping_loader(weights, batch, ranges)
-        if state is not None:
-            made.load_state_dict(json.loads(json.dumps(state)))
-        skipped |= {each for begin, end in ranges for each in range(begin, end)}
-        for _ in range(steps):
-            samples, datasets, numbers = made.reader.mixture.assign_step(made.next_step)
-            trained += samples.tolist()
-            content = {tuple(row) for row in rows(next(made))}
-            assert content == {
-                (ord(made.reader.mixture.names[dataset]), number)
-                for dataset, number in zip(datasets.tolist(), numbers.tolist(), strict=True)
-            }
-            for dataset, number in zip(datasets.tolist(), numbers.tolist(), strict=True):
-                used[made.reader.mixture.names[dataset]].append(number)
-        state = made.state_dict()
-    limit = trained[-1] if trained else 0
-    assert trained == [each for each in range(limit + 1) if each not in skipped][: len(trained)]
-    for name, seen in used.items():
-        assert seen == sorted(set(seen)), name  # none twice, though some are left out
-    assert state is not None and len(skipped & set(range(state["next_sample"]))) + len(trained) == state["next_sample"]
-    assert sum(state["counts"].values()) == state["next_sample"]
 
 
 @pytest.fixture
@@ -122,10 +65,7 @@ def test_a_range_asked_for_at_a_resume_is_said_skipped_and_kept(config: DataConf
 def test_what_was_trained_on_cannot_be_skipped(config: DataConfig) -> None:
     with loader(config, plan(8)) as begun:
         _, state = go_on([begun], None, 3)
-    with (
-        loader(replace(config, skip_samples=("20-40",)), plan(8)) as made,
-        pytest.raises(DataError, match="sample 20"),
-    ):
+    with loader(replace(config, skip_samples=("20-40",)), plan(8)) as made, pytest.raises(DataError, match="sample 20"):
         made.load_state_dict(state)
 
 

@@ -83,12 +83,8 @@ def test_other_columns_may_come_before(tmp_path: Path) -> None:
     documents = [[1, 2, 3], [], [4]]
     columns = {
         "text": pa.array(["a", None, "ccc"]),
-        "flag": pa.array([True, False, None]),
-        "nothing": pa.nulls(3),
         "meta": pa.array([{"a": 1, "b": ["x"]}, None, {"a": 3, "b": []}]),
-        "map": pa.array([[("k", 1)], [], None], type=pa.map_(pa.string(), pa.int64())),
         "kind": pa.array(["x", "y", "x"]).dictionary_encode(),
-        "view": pa.array(["a", None, "c" * 20], pa.string_view()),
         "tokens": pa.array(documents, type=pa.list_(pa.int32())),
         "after": pa.array([1, 2, 3]),
     }
@@ -111,20 +107,11 @@ def twice(path: Path) -> None:
     write(path, pa.record_batch([pa.array([[1]], LISTS)] * 2, schema=pa.schema([("tokens", LISTS)] * 2)))
 
 
-def change_bytes(old: bytes, new: bytes) -> Callable[[Path], None]:
-    """Writes a good file, and changes bytes that stand in it once."""
-
-    def change(path: Path) -> None:
-        write_documents(path, [[7] * 111, [8] * 222])
-        content = path.read_bytes()
-        assert content.count(old) == 1
-        path.write_bytes(content.replace(old, new))
-
-    return change
-
-
-def three_integers(*numbers: int) -> bytes:
-    return struct.pack("<3i", *numbers)
+def turn_offsets_round(path: Path) -> None:
+    write_documents(path, [[7] * 111, [8] * 222])
+    good, bad = (struct.pack("<3i", 0, offset, 333) for offset in (111, 999))
+    assert path.read_bytes().count(good) == 1
+    path.write_bytes(path.read_bytes().replace(good, bad))
 
 
 UNUSABLE: dict[str, Callable[[Path], object]] = {
@@ -141,7 +128,7 @@ UNUSABLE: dict[str, Callable[[Path], object]] = {
     "compressed": lambda path: write(path, {"tokens": pa.array([[1] * 1000])}, compression="lz4"),
     "a null token": lambda path: write(path, TOKENS, {"tokens": pa.array([[3, None]], LISTS)}),
     "a null integer": lambda path: write(path, {"tokens": pa.array([3])}, {"tokens": pa.array([None], pa.int64())}),
-    "offsets backwards": change_bytes(three_integers(0, 111, 333), three_integers(0, 999, 333)),
+    "offsets backwards": turn_offsets_round,
 }
 
 
@@ -158,9 +145,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, unusable: str) -> N
 
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["named many times", "of no length"])
-def test_a_footer_that_misnames_batches_is_damage(
-    is_broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_footer_that_misnames_batches_fails(is_broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, open_file = tmp_path / "x.arrow", pa.ipc.open_file
     write(path, {"tokens": pa.array([[]] * 1000, LISTS)})
 

@@ -44,18 +44,12 @@ def files_of(index: Index) -> DatasetFiles:
     return DatasetFiles("web", str(index.path.parent.parent), (), (), "0" * 32, "arrow")
 
 
-def build(
-    index: Index, packing: Packing = "best_fit", workers: int | None = 1, index_path: str | None = None
-) -> BinCounts:
-    settings = DataConfig(seq_length=SEQ_LENGTH, packing=packing, index_path=index_path)
-    return build_bin_counts(files_of(index), index, settings, workers)
+def build(index: Index, packing: Packing = "best_fit", workers: int = 1) -> BinCounts:
+    return build_bin_counts(files_of(index), index, DataConfig(seq_length=SEQ_LENGTH, packing=packing), workers)
 
 
-def find(
-    index: Index, seq_length: int = SEQ_LENGTH, packing: Packing = "best_fit", index_path: str | None = None
-) -> BinCounts | None:
-    settings = DataConfig(seq_length=seq_length, packing=packing, index_path=index_path)
-    return find_bin_counts(files_of(index), index, settings)
+def find(index: Index, seq_length: int = SEQ_LENGTH, packing: Packing = "best_fit") -> BinCounts | None:
+    return find_bin_counts(files_of(index), index, DataConfig(seq_length=seq_length, packing=packing))
 
 
 def file_of(index: Index) -> Path:
@@ -68,9 +62,7 @@ def bounds_of(counts: BinCounts) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("packing", "workers"), [("greedy", 1), ("first_fit", 3), ("best_fit", 3)])
-def test_the_bins_of_every_block_are_counted_in_any_number_of_processes(
-    index: Index, packing: Packing, workers: int
-) -> None:
+def test_any_number_of_processes_counts_the_bins_of_every_block(index: Index, packing: Packing, workers: int) -> None:
     counts = build(index, packing, workers)
     for split in SPLITS:
         lengths = index.split(split).lengths(0, DOCUMENTS)

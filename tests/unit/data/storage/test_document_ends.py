@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.sampling.stream_oracle import as_trained
-from unit.data.token_files import write_batches, write_documents
+from unit.data.token_files import write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.arrow import ArrowFormat
@@ -58,17 +58,8 @@ def test_documents_are_those_of_the_oracle(
 ) -> None:
     root = tmp_path_factory.mktemp("ends")
     write_documents(root / "rows.arrow", documents, pa.list_(kind), batch_documents)
-    write_batches(root / "batches.arrow", documents, kind)
+    write_documents(root / "batches.arrow", documents, kind)
     ends = DataConfig(sep_token=sep_token, bos_token=bos_token, strip_tokens=tuple(strip_tokens), min_length=min_length)
     expected = [as_trained(document, sep_token, bos_token, strip_tokens, min_length) for document in documents]
     assert trained(root / "rows.arrow", ends) == expected
     assert trained(root / "batches.arrow", ends) == expected
-
-
-def test_long_runs_are_stripped(tmp_path: Path) -> None:
-    documents = [[PAD] * 5000 + [OTHER, PAD, OTHER] + [PAD] * length for length in (0, 1, 4096)]
-    documents += [[PAD] * 5000, [OTHER]]
-    write_documents(tmp_path / "x.arrow", documents)
-    assert trained(tmp_path / "x.arrow", DataConfig(strip_tokens=(PAD,))) == [
-        as_trained(document, None, None, {PAD}) for document in documents
-    ]

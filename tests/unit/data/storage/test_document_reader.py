@@ -4,7 +4,7 @@ import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -100,23 +100,15 @@ def test_short_documents_that_lie_together_are_read_at_once(tmp_path: Path, monk
     write_documents(tmp_path / "web/x.arrow", documents)
     made = reader(tmp_path)
     pieces = [(at, 0, len(documents[at])) for at in np.random.default_rng(0).permutation(200).tolist() if documents[at]]
-    calls = []
-    real = os.preadv
-
-    def counted(*call: Any) -> int:
-        calls.append(call)
-        return real(*call)
-
-    monkeypatch.setattr(os, "preadv", counted)
+    reads = Mock(wraps=os.preadv)
+    monkeypatch.setattr(os, "preadv", reads)
     assert read(made, pieces) == [token for document, _, _ in pieces for token in documents[document]]
-    assert len(calls) == 2  # one to check the file
+    assert reads.call_count == 2  # one to check the file
 
 
 @pytest.mark.parametrize("kind", [pa.uint16(), pa.int32(), pa.int64()])
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_a_token_beyond_the_vocabulary_is_named_with_file_and_row(
-    tmp_path: Path, kind: pa.DataType, dtype: type
-) -> None:
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path, kind: pa.DataType, dtype: type) -> None:
     write_documents(tmp_path / "web/a.arrow", [[1, 2], [3]])
     bad = 65_535 if kind == pa.uint16() else 65_536 + 5  # which would be 5 if it were cut to 16 bits
     write_documents(tmp_path / "web/b.arrow", [[4], [1, 2, bad, 3]], pa.list_(kind))
@@ -129,9 +121,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_file_and_row(
 
 @pytest.mark.parametrize("kinds", [("i1",), ("i2",), ("i4",), ("i8",), ("i1", "u2"), ("i2", "u4"), ("i4", "i8")])
 @pytest.mark.parametrize("vocab_size", [100, 128_256])
-def test_a_negative_token_of_any_type_is_a_fault_whatever_the_vocabulary(
-    tmp_path: Path, kinds: tuple[str, ...], vocab_size: int
-) -> None:
+def test_a_negative_token_of_any_type_is_a_fault(tmp_path: Path, kinds: tuple[str, ...], vocab_size: int) -> None:
     for number, kind in enumerate(kinds):
         tokens = [1, 2, 99, 3, 99, 4, -100, 5] if number == 0 else [6, 99, 7]
         (tmp_path / "web").mkdir(exist_ok=True)
@@ -164,20 +154,14 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
     assert target == b"ARROW1"
 
 
-def test_reads_that_come_in_parts_are_completed_and_a_failing_disk_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_reads_are_completed_and_a_failing_disk_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = random_documents(3, largest=40)
     write_documents(tmp_path / "web/x.arrow", documents)
     made = reader(tmp_path)
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, targets, offset: real(file, [targets[0][:3]], offset))
     assert read(made, [(2, 0, len(documents[2]))]) == documents[2]
-
-    def fail(*call: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "preadv", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(DataError) as raised:
         read(made, [(2, 0, 3)])
     assert raised.value.path == tmp_path / "web/x.arrow"

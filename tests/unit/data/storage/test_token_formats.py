@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -28,67 +28,56 @@ SEP = 999
 Documents = Sequence[Sequence[int]]
 
 
+def header(version: int, tokens: int) -> bytes:
+    """As llm.c writes it."""
+    return np.array([BIN_MAGIC, version, tokens, *[0] * 253], "<i4").tobytes()
+
+
 def ended(documents: Documents, dtype: str) -> np.ndarray:
     """Documents end to end, a separator behind each but the last."""
     return np.array([token for document in documents for token in (*document, SEP)][:-1], dtype)
 
 
-def write_npy(path: Path, documents: Documents, dtype: str = "<u2") -> None:
+def write_flat(path: Path, documents: Documents, dtype: str = "<u2", version: int | None = None) -> None:
+    """An array, or a .bin file: with the header of a version, or without one, as of nanoGPT."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, ended(documents, dtype))
+    tokens = ended(documents, dtype)
+    if path.suffix == ".npy":
+        np.save(path, tokens)
+    else:
+        path.write_bytes((b"" if version is None else header(version, len(tokens))) + tokens.tobytes())
 
 
-def write_bin(path: Path, documents: Documents, version: int = 1) -> None:
-    """As llm.c does."""
-    tokens = ended(documents, {1: "<u2", 7: "<u4"}[version])
-    header = np.zeros(256, "<i4")
-    header[:3] = BIN_MAGIC, version, len(tokens)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(header.tobytes() + tokens.tobytes())
-
-
-def write_raw(path: Path, documents: Documents, dtype: str = "uint16") -> None:
-    """As nanoGPT does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ended(documents, dtype).tofile(path)
-
-
-WRITERS: dict[str, tuple[str, Callable[[Path, Documents], None], dict[str, Any]]] = {
-    "npy": (".npy", write_npy, {}),
-    "npy int32": (".npy", lambda path, documents: write_npy(path, documents, "<i4"), {"file_type": "npy"}),
-    "llm.c": (".bin", write_bin, {}),
-    "llm.c, Llama 3": (".bin", lambda path, documents: write_bin(path, documents, 7), {"file_type": "bin"}),
-    "nanoGPT": (".bin", write_raw, {"token_dtype": "uint16"}),
-    "nanoGPT, uint32": (
-        ".bin",
-        lambda path, documents: write_raw(path, documents, "uint32"),
-        {"token_dtype": "uint32"},
-    ),
+# The suffix of the files, how they are written, and the settings that they need.
+FLAT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "npy": (".npy", {}, {}),
+    "npy int32": (".npy", {"dtype": "<i4"}, {"file_type": "npy"}),
+    "llm.c": (".bin", {"version": 1}, {}),
+    "llm.c, Llama 3": (".bin", {"dtype": "<u4", "version": 7}, {"file_type": "bin"}),
+    "nanoGPT": (".bin", {}, {"token_dtype": "uint16"}),
+    "nanoGPT, uint32": (".bin", {"dtype": "<u4"}, {"token_dtype": "uint32"}),
 }
 CONFIG = DataConfig(seq_length=24, sep_token=SEP, logical_shards=4, num_workers=0)
 
 
-def dataset_of(root: Path, suffix: str, write: Callable[[Path, Documents], None]) -> DataConfig:
+@pytest.mark.parametrize(("kind", "packing"), list(zip(FLAT, ["stream", "best_fit"] * 3, strict=True)))
+def test_the_same_documents_are_the_same_samples_in_every_format(tmp_path: Path, kind: str, packing: Packing) -> None:
+    suffix, options, changes = FLAT[kind]
     for number in range(3):
         # Empty documents inside, and none at the end, which an array of tokens cannot tell from no document.
         documents = [*random_documents(30, number, vocab_size=900), [], [5, 6], [], [1]]
-        write(root / f"web/{number}{suffix}", documents)
-    return replace(CONFIG, data_path=str(root))
-
-
-@pytest.mark.parametrize(("writer", "packing"), list(zip(WRITERS, ["stream", "best_fit"] * 3, strict=True)))
-def test_the_same_documents_are_the_same_samples_in_every_format(tmp_path: Path, writer: str, packing: Packing) -> None:
-    suffix, write, changes = WRITERS[writer]
-    arrow = replace(dataset_of(tmp_path / "arrow", ".arrow", write_documents), packing=packing, strip_tokens=(5,))
-    flat = replace(dataset_of(tmp_path / "flat", suffix, write), packing=packing, strip_tokens=(5,), **changes)
-    expected, found = loader(arrow, plan(6)), loader(flat, plan(6))
+        write_documents(tmp_path / f"arrow/web/{number}.arrow", documents)
+        write_flat(tmp_path / f"flat/web/{number}{suffix}", documents, **options)
+    common = replace(CONFIG, packing=packing, strip_tokens=(5,))
+    expected = loader(replace(common, data_path=str(tmp_path / "arrow")), plan(6))
+    found = loader(replace(common, data_path=str(tmp_path / "flat"), **changes), plan(6))
     for _ in range(40):  # more than a pass
         assert rows(next(found)) == rows(next(expected))
 
 
 def test_datasets_of_several_formats_make_one_run(tmp_path: Path) -> None:
     make_root(tmp_path, web=40)
-    write_npy(tmp_path / "code/a.npy", random_documents(40, 1, vocab_size=900))
+    write_flat(tmp_path / "code/a.npy", random_documents(40, 1, vocab_size=900))
     config = replace(CONFIG, data_path=str(tmp_path))
     assert [files.file_type for files in list_datasets(config)] == ["npy", "arrow"]
     with loader(config, plan(6)) as made:
@@ -111,18 +100,17 @@ def test_the_scan_finds_what_lies_between_separators(documents: list[list[int]],
 
 
 @settings(max_examples=150)
-@given(st.integers(0, 180), st.integers(0, 255), st.integers(0, 40), st.sampled_from(["npy", "llm.c"]))
+@given(st.integers(0, 180), st.integers(0, 255), st.integers(0, 40), st.sampled_from(["x.npy", "x.bin"]))
 def test_a_damaged_file_is_read_inside_its_bytes_or_named(
-    tmp_path_factory: pytest.TempPathFactory, at: int, value: int, cut: int, writer: str
+    tmp_path_factory: pytest.TempPathFactory, at: int, value: int, cut: int, name: str
 ) -> None:
-    suffix, write, _ = WRITERS[writer]
-    path = tmp_path_factory.mktemp("damaged") / f"x{suffix}"
-    write(path, [[1, 2, 3], [4, 5]] * 5)
+    path = tmp_path_factory.mktemp("damaged") / name
+    write_flat(path, [[1, 2, 3], [4, 5]] * 5, version=1)
     content = bytearray(path.read_bytes())
     content[at] = value
     path.write_bytes(content[: len(content) - cut])
     try:
-        layout = load_format(suffix[1:], CONFIG).documents(str(path))
+        layout = load_format(path.suffix[1:], CONFIG).documents(str(path))
     except DataError as error:
         assert error.path == path
     else:
@@ -133,10 +121,6 @@ def npy_bytes(tokens: Sequence[int]) -> bytes:
     file = BytesIO()
     np.save(file, np.array(tokens, np.uint16))
     return file.getvalue()
-
-
-def header(version: int, tokens: int) -> bytes:
-    return np.array([BIN_MAGIC, version, tokens, *[0] * 253], "<i4").tobytes()
 
 
 WRONG_FILES: dict[str, tuple[str, bytes | np.ndarray | None, Literal["uint16", "uint32"] | None]] = {
@@ -179,8 +163,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, wrong: str) -> None
 
 
 def test_two_kinds_in_one_dataset_are_refused_and_one_can_be_chosen(tmp_path: Path) -> None:
-    write_npy(tmp_path / "web/x.npy", [[1, 2], [3]])
-    write_bin(tmp_path / "web/deep/y.bin", [[1]])
+    write_flat(tmp_path / "web/x.npy", [[1, 2], [3]])
+    write_flat(tmp_path / "web/deep/y.bin", [[1]], version=1)
     config = replace(CONFIG, data_path=str(tmp_path))
     with pytest.raises(DataError) as raised:
         list_datasets(config)
@@ -194,14 +178,9 @@ def test_a_class_that_cannot_be_imported_or_is_no_format_is_named(file_type: str
         format_class(file_type)
 
 
-@pytest.mark.parametrize(("before", "after"), [("__init__", "documents"), ("documents", "__init__")])
-def test_a_format_of_ones_own_that_fails_is_named(
-    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = f"    def {before}(self, given): pass\n    def {after}(self, given): 1 / 0\n"
-    (tmp_path / "failing.py").write_text(
-        f"class Format:\n    suffix, title, ending, identity = '.x', 'x', b'', 'x'\n{parts}"
-    )
+def test_a_format_of_ones_own_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = "class Format:\n    suffix, title, ending, identity = '.x', 'x', b'', 'x'\n    def __init__(self, _): pass\n"
+    (tmp_path / "failing.py").write_text(f"{head}    def documents(self, path): 1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "failing", raising=False)
     (tmp_path / "data/web").mkdir(parents=True)
@@ -219,15 +198,10 @@ def test_a_resume_with_another_type_is_refused(tmp_path: Path) -> None:
         loader(replace(narrow, token_dtype="uint32"), plan(2), vocab_size=2**32).load_state_dict(state)
 
 
-def example_of_the_docs() -> str:
-    text = (ROOT / "docs/extending.md").read_text()
-    codes: list[str] = re.findall(r"```python\n# my_formats.py\n(.*?)```", text, re.DOTALL)
-    (code,) = codes
-    return code
-
-
 def test_a_format_of_ones_own_needs_no_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_formats.py").write_text(example_of_the_docs())
+    page = (ROOT / "docs/extending.md").read_text()
+    [code] = re.findall(r"```python\n# my_formats.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_formats.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_formats", raising=False)
     lines = [f"line {number} of this text" for number in range(40)]
