@@ -1,7 +1,7 @@
 """What waits for a GPU, in parts of at most nine minutes, without a network.
 
-    python -m scripts.benchmark.gpu_parts --list
-    python -m scripts.benchmark.gpu_parts throughput --output=results
+    bash scripts/benchmark/on_gpu.sh --list
+    bash scripts/benchmark/on_gpu.sh throughput --output=results
 
     part -> is there a GPU, and does the project run on it? -> its commands, each with a time limit
          -> PART.log what they printed, PART.jsonl their results as they came, PART.md the tables made from these

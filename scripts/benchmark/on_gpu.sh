@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Run what only a GPU can tell, a part at a time, each in at most nine minutes and without a network.
+#
+#   bash scripts/benchmark/on_gpu.sh --list                      # the parts and their commands, with their time limits
+#   bash scripts/benchmark/on_gpu.sh tests --output=results
+#
+# PYTHON names the interpreter, by default that of .venv, or python3.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=.venv/bin/python
+[[ -x $python ]] || python=python3
+exec "${PYTHON:-$python}" -m scripts.benchmark.gpu_parts "$@"
