@@ -85,8 +85,11 @@ def main() -> None:
                 for _ in range(flags.starts):
                     shutil.rmtree(run)
                     starts.append(startup.start([*own, f"ckpt_mirror_path={address}"]))
-            print(f"\nmedian of {flags.starts} starts from the mirror alone, in seconds")
-            print_table(("", "from the mirror"), startup.rows_of(starts))
+            median, quartiles = spread(starts, ".1f")
+            print_table(
+                ("seconds from the command to the end of the first step, from the mirror alone", "quartiles", "starts"),
+                [(median, quartiles, str(flags.starts))],
+            )
 
 
 def _measure_rate(config: TrainConfig, rounds: int, steps: int, size: int) -> None:
