@@ -28,7 +28,6 @@ from typing import Any
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_document, read_manifest
 from pretraining.checkpoint.object_store import TRIES_OF_START, Store, StoreError, checkpoints_in, fetch_newest
 from pretraining.checkpoint.retention import best_of, superseded
-from pretraining.checkpoint.rollback_file import ROLLBACK_FILE
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, describe
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.checkpoint.start_point import fetched_path
@@ -36,7 +35,7 @@ from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, place
 from pretraining.errors import CheckpointError
-from pretraining.files import checked_values, exists, is_address, is_file, parse_json, with_checksum, write_atomic
+from pretraining.files import checked_values, is_address, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
@@ -62,8 +61,7 @@ class TakenOverError(CheckpointError):
 def fetch_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> Path | None:
     """Check that a run may write to its mirror, and fetch what it starts from if that is in a store alone.
 
-    A mirror that is newer than the folder wins, since a run may have gone on elsewhere; but not over a rollback, which
-    the folder alone knows of.
+    A mirror that is newer than the folder wins, since a run may have gone on elsewhere.
 
     In one process, which holds the lease of the run.
 
@@ -80,7 +78,7 @@ def fetch_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingP
     if config.ckpt_mirror_path is not None:
         store = open_mirror(config)
         found = {folder: each for folder, each in checkpoints_in(store).items() if folder and each.step > own_step}
-        if found and not (own_step >= 0 and exists(run / ROLLBACK_FILE)):
+        if found:
             _fetch_log_files(store, run)  # first: once the checkpoint is there, they are not asked for again
             fetched = fetch_newest(store, found, run / CHECKPOINTS)
             if fetched is None and own_step < 0:

@@ -104,7 +104,7 @@ def describe_settings(
         found: what the run starts from.
     """
     settings, values, given = settings_of(TrainConfig), values_of(config), values_of(resolved.config)
-    derived = "from the data, the tokenizer or the run's folder" if found is None else f"taken from {found.path}"
+    derived = "follows from other settings or the data" if found is None else f"taken from {found.path}"
     sources = {
         name: _describe_source(name, resolved.chosen) if values[name] == given[name] else derived
         for name in settings
