@@ -173,7 +173,7 @@ def _start_elsewhere(config: CheckpointConfig, damaged: Mapping[Path, str]) -> C
         source, flag = request, RESUME
     elif is_address(load_path):
         source, flag = str(fetched_path(config)), LOAD_PATH
-    elif is_within(Path(load_path), config.folder) and not checkpoints_at(Path(load_path)):
+    elif is_within(Path(load_path), config.folder) and _are_own(checkpoints_at(Path(load_path)), config.folder):
         return None  # a script may name one folder as both paths, for its first start and for all later ones
     else:
         source, flag = str(from_hub(load_path, MODEL_FILES, CheckpointError)), LOAD_PATH
@@ -181,6 +181,12 @@ def _start_elsewhere(config: CheckpointConfig, damaged: Mapping[Path, str]) -> C
         return None
     found = find_newest(Path(source), damaged, flag)
     return replace(found, is_own=False, weights_only=found.weights_only or config.weights_only)
+
+
+def _are_own(paths: list[Path], run: Path) -> bool:
+    """Return whether all of these are checkpoints that the run has saved; then it did not begin from them."""
+    own = {real_path(each.path) for each in committed_checkpoints(run)}
+    return all(real_path(path) in own for path in paths)
 
 
 def fetched_path(config: CheckpointConfig) -> Path:

@@ -41,7 +41,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
 """Between two polls, in seconds: short while all are starting, longer when one is late."""
 MOST_NAMED = 16
 
-SECONDS_FOR_OTHERS = 2.0
+SECONDS_FOR_OTHERS = 5.0
 """How long the process that serves the store stays after a failure, for the others to read it."""
 
 

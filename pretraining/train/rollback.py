@@ -80,8 +80,12 @@ def train_to_the_end(
             continue
         damaged = {}  # from here on its names may be those of new checkpoints
         if divergence is not None:
-            run.checkpoints.save_now(run.state, "interval")
-            newer = on_rank_zero(partial(_set_aside_since, config.checkpoint.folder, divergence.first_step))
+            run.checkpoints.save_now(
+                run.state, start.manifest.kind if start is not None and start.is_own else "interval"
+            )
+            newer = on_rank_zero(
+                partial(_set_aside_from, config.checkpoint.folder, run.state.step, run.checkpoints.newest)
+            )
             _report(divergence, rollbacks, newer, status.events)
         divergence = _train(run)
         if divergence is None:
@@ -147,14 +151,17 @@ def _without_hope(divergence: DivergenceError, rollbacks: int) -> DivergenceErro
     return DivergenceError(text, divergence.first_step, divergence.last_step, divergence.samples)
 
 
-def _set_aside_since(run: Path, step: int) -> list[Path]:
-    """Move the checkpoints that a rollback gives up; return where they were.
+def _set_aside_from(run: Path, step: int, saved: Path | None) -> list[Path]:
+    """Move the checkpoints that a rollback to a step gives up; return where they were.
 
-    They hold the weights from before the updates that were left out, and a place in the data behind these.
+    They hold weights that the run goes back from, or a place in the data before what was left out.
+
+    Args:
+        saved: what the rollback has saved.
     """
-    newer = [each.path for each in committed_checkpoints(run) if each.step >= step]
-    set_aside(run, newer)
-    return newer
+    given_up = [each.path for each in committed_checkpoints(run) if each.step >= step and each.path != saved]
+    set_aside(run, given_up)
+    return given_up
 
 
 def _report(divergence: DivergenceError, number: int, newer: Sequence[Path], events: Events) -> None:
