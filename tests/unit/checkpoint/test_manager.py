@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import PATIENCE_SECONDS
 from unit.checkpoint.examples import load, manifest_of, tensors
 
@@ -328,3 +330,40 @@ def test_a_state_of_another_form_is_one_error_that_names_its_part(tmp_path: Path
     with pytest.raises(CheckpointError) as refused:
         Run(tmp_path, states={"counter": Counter()}, restored=restored)
     assert "counter" in str(refused.value) and refused.value.path == tmp_path
+
+
+def test_weights_that_are_not_finite_are_saved_at_no_end(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(CheckpointError) as refused, run.training():
+        run.state.stop_step = 1
+        run.parameters["lm_head.weight"].data.fill_(torch.nan)
+        run.state.advance(0.0)
+        run.manager.maybe_save(run.state, None)
+    assert run.names == [] and "learning_rate" in refused.value.settings
+
+
+def test_training_goes_on_while_a_save_is_under_way_and_the_next_save_waits_for_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, gate = Run(tmp_path, saving(every(10)), asynchronous=True), Gate(monkeypatch)
+    with run.training():
+        for _ in range(19):
+            run.step()
+        assert run.names == [] and caplog.messages == [] and run.manager.newest is None and gate.saves == 1
+        gate.open()
+        run.step()
+        assert "10" in run.names and caplog.messages[0].startswith("step 10  checkpoint")
+    assert run.names == ["10", "20"] and gate.saves == 2
+
+
+def test_saves_in_the_background_wait_as_long_for_each_other_as_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[timedelta] = []
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: asked.append(timeout))
+    settings = saving(NEVER, ckpt_save_path=str(tmp_path), async_save=True)
+    parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
+    Saver(settings, parameters, torch.optim.SGD(parameters.values()), timeout=timedelta(seconds=7))
+    assert asked == [timedelta(seconds=7)]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,29 @@ def test_files_are_written_once_all_is_copied_and_no_update_comes_before(
     optimizer.step()
     assert calls[-1] == "update"
     saver.close()
+
+
+class CopyStream:
+    """A stand-in for a GPU's: its copies are done at once."""
+
+    def wait_stream(self, other: object) -> None: ...
+    def record_event(self) -> CopyStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def test_a_save_that_is_waited_for_uses_pinned_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, staging = share_of(torch.randn(3)), Staging(torch.device("cpu"))
+    staging.copy(plan)
+    assert staging.copy_if_pinned(plan) is plan  # of a CPU: another copy would gain nothing
+    staging = Staging(torch.device("cpu"))
+    for name, stand_in in (("current_stream", lambda device: None), ("stream", lambda stream: nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(saver_module, "_allocate", lambda tensors, pinned: [torch.empty_like(each) for each in tensors])
+    monkeypatch.setattr(staging, "_stream", CopyStream())
+    assert staging.copy_if_pinned(plan) is plan  # the first save of a run takes no memory for it
+    background = staging.copy(plan)
+    waited = staging.copy_if_pinned(plan)
+    assert waited.files["1"][0].values is background.files["1"][0].values is not plan.files["1"][0].values
+    assert torch.equal(waited.files["1"][0].values, plan.files["1"][0].values)

@@ -146,3 +146,22 @@ def test_a_full_disk_is_named_with_the_bytes_needed_and_the_older_checkpoint_sta
     assert "takes 44 bytes" in str(raised.value)
     assert raised.value.settings == ("ckpt_save_path",)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_5_ckp"]  # nothing takes up the room
+
+
+def test_what_cannot_be_removed_yet_ends_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 5)
+    left = tmp_path / CHECKPOINTS / "step_4_ckp.01ab.tmp"
+    left.mkdir()
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        save(tmp_path, 5)
+        save(tmp_path, 6)
+    assert steps_in(tmp_path) == [5, 6] and str(left) in caplog.text
+    save(tmp_path, 7)
+    assert steps_in(tmp_path) == [5, 6, 7] and unfinished_saves(tmp_path) == []

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from training_runs import events_of
 from unit.checkpoint.examples import save
-from unit.train.whole_runs import checkpoint, equal, manifest_of, start, started_at
+from unit.train.whole_runs import checkpoint, damage, equal, manifest_of, start, started_at
 
 from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.retention import tidy_up
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
+from pretraining.model.loss import HeadLoss
 from pretraining.train import rollback
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.rollback import _set_aside_from
@@ -31,22 +34,36 @@ def test_no_start_finds_what_is_set_aside_and_best_leads_to_one_that_is_left(tmp
     assert not (checkpoints / BEST).is_symlink() and committed_checkpoints(tmp_path) == []
 
 
-def test_a_run_that_diverges_before_its_first_checkpoint_begins_again_and_keeps_what_it_leaves_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def diverging_after(step: int, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object] = lambda: None) -> None:
+    """Have the first run that begins now lose every loss after a step; `then` comes once it has diverged."""
     runs: list[Run] = []
 
-    def diverge_at_first(run: Run) -> None:
-        if not runs:
-            run.context.model.module.register_forward_hook(
-                lambda module, inputs, output: output._replace(objective_sum=output.objective_sum * torch.nan)
-            )
+    def train(run: Run) -> None:
         runs.append(run)
-        train_loop(run)
+        if len(runs) > 1:
+            return train_loop(run)
 
-    monkeypatch.setattr(rollback, "train_loop", diverge_at_first)
+        def lose(module: object, inputs: object, output: HeadLoss) -> HeadLoss:
+            is_lost = run.state.step >= step
+            return output._replace(objective_sum=output.objective_sum * torch.nan) if is_lost else output
+
+        run.context.model.module.register_forward_hook(lose)
+        try:
+            train_loop(run)
+        finally:
+            then()
+
+    monkeypatch.setattr(rollback, "train_loop", train)
+
+
+@pytest.mark.parametrize("load_path", [None, "its own"])
+def test_a_run_that_diverges_before_its_first_checkpoint_begins_again_and_keeps_what_it_leaves_out(
+    load_path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = tmp_path / "whole"
-    start(whole, "max_skipped_steps=2", "max_rollbacks=1", "checkpoint_interval=1")
+    diverging_after(0, monkeypatch)
+    flags = ["max_skipped_steps=2", "max_rollbacks=1", "checkpoint_interval=1"]
+    start(whole, *flags, *([] if load_path is None else [f"ckpt_load_path={whole}"]))
     for step in (0, 4):
         assert manifest_of(whole, step)["data"]["skipped"] == [[0, 4]]
     again = shutil.copytree(whole, tmp_path / "again", symlinks=True)
@@ -54,3 +71,22 @@ def test_a_run_that_diverges_before_its_first_checkpoint_begins_again_and_keeps_
         shutil.rmtree(checkpoint(again, step))
     start(again)
     assert started_at(again) == 0 and equal(checkpoint(again, 4), checkpoint(whole, 4))
+
+
+def test_a_rollback_passes_over_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    diverging_after(2, monkeypatch, then=lambda: damage(checkpoint(run, 2)))
+    start(run, "max_skipped_steps=2", "max_rollbacks=1", "checkpoint_interval=1")
+    assert [manifest_of(run, step)["data"]["skipped"] != [] for step in range(1, 5)] == [True] * 4
+
+
+def test_a_rollback_to_a_preemption_checkpoint_goes_on_with_its_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, store = tmp_path / "run", tmp_path / "store"
+    diverging_after(2, monkeypatch)
+    flags = ["max_skipped_steps=2", "max_rollbacks=1", "preempt_interval=2"]
+    start(run, *flags, f"ckpt_mirror_path=file://{store}")
+    saved = [event for event in events_of(run) if event["event"] == "checkpoint"]
+    assert [(each["step"], each["kind"]) for each in saved][:2] == [(2, "preempt"), (2, "preempt")]
+    assert manifest_of(run, 4) == manifest_of(store, 4) and manifest_of(run, 4)["data"]["skipped"] != []
