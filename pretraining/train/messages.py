@@ -131,6 +131,7 @@ def conclude(config: TrainConfig, run: Run) -> str:
     head = f"Stopped at step {state.step} of {state.total_steps}."
     if not run.observer.newest:  # nothing was trained or evaluated
         head = f"This run is finished already, at step {state.step} of {state.total_steps}."
+        head += "" if state.early_end else " Give a larger --num_steps to continue it."
     elif state.finished and not state.early_end:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."

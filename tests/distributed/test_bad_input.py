@@ -60,6 +60,8 @@ def command_line(root: Path, flags: list[str]) -> list[str]:
 def test_a_mistake_is_one_message_and_status_one(
     name: str, also: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if also and name == "no place to write":
+        pytest.skip("a dry run writes nothing")
     flags, fragments = MISTAKES[name]
     with pytest.raises(SystemExit) as ending:
         main(["train", *command_line(workplace, flags), *also])

@@ -272,7 +272,7 @@ def test_row_36_what_a_run_notes_for_itself_keeps_it_from_nothing(
     path.parent.mkdir(parents=True)
     path.write_text(content + "\n")
     os.utime(path, (0, 0))  # long ago
-    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1)
     main(["train", *SMALL, "--use_dummy_dataset", f"--ckpt_save_path={good}/run"])
     assert json.loads((good / "run" / STATUS_FILE).read_text())["status"] == "finished"
 
