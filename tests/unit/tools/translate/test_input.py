@@ -114,7 +114,7 @@ BAD = [
     ("a.py", "dataset = 'x_char'\nn_embd = 768\n", "dataset"),
     ("a.py", "init_from = 'gpt2-xl'\nn_embd = 768\n", "init_from"),
     ("a.py", "max_tokens = 10**6\nwarmup_tokens = 10\nmin_lr = 1e-5\n", "min_lr"),
-    ("a.py", "lr_decay_iters = 10\nmax_iters = 20\n", "lr_decay_iters"),
+    ("a.py", "lr_decay_iters = 10\nmax_iters = 20\n", "lr_decay_iters"),  # before warmup_iters=2000
     ("a.py", "n_embd = 0.5\n", "n_embd"),
 ]
 
@@ -240,6 +240,7 @@ MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": 
             {"schedule_points": "('3:1', '7:0.5')", "learning_rate": "2.0"},
         ),
         ("a.yaml", "checkpoint: {save: false}\nmodel: {name: tiny}", {"model_variant": "tiny"}),
+        ("a.py", "max_iters = 2000\n", {"num_steps": "2000", "run_steps": "None", "schedule": "piecewise_linear"}),
         ("a.py", "decay_lr = False\nn_embd = 768\n", {"schedule": "constant", "num_steps": "600000"}),
         ("a.py", "init_from = 'resume'\nresume_ckpt_fname = 'step_5.pt'\n", {"resume_from_checkpoint": "step_5"}),
         ("a.py", "device = 'cpu'\ndtype = 'bfloat16'\nn_embd = 768\n", {"mixed_precision": "False"}),
