@@ -253,6 +253,13 @@ def test_a_file_means_here_what_it_means_there(
     assert expected.items() <= values(str(tmp_path / name)).items()
 
 
+def test_a_dataset_of_a_folder_is_the_one_that_has_its_name(tmp_path: Path) -> None:
+    (tmp_path / "data/c4").mkdir(parents=True)
+    (tmp_path / "a.yaml").write_text(f"dataset: {{name: c4, path: {tmp_path}/data}}\ntrain: {{max_steps: 5}}\n")
+    made = read_given([str(tmp_path / "a.yaml")], {}, translate_when_needed).values
+    assert (made["data_path"], made["datasets"]) == (f"{tmp_path}/data", ("c4",))
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
