@@ -164,14 +164,18 @@ dtype = choice(
 def folder_of_data(text: str) -> Mapping[str, str]:
     """Return the settings for a folder that is a dataset, or holds datasets; a start refuses one that is not there."""
     folder = Path(text)
-    return {"data_path": str(folder.parent), "datasets": folder.name} if holds_tokens(folder) else {"data_path": text}
+    return {"data_path": str(folder.parent), "datasets": folder.name} if _is_dataset(folder) else {"data_path": text}
 
 
 def holds_tokens(folder: Path) -> bool:
-    """Return whether a folder holds token files; Hugging Face's own folders do not."""
-    if not is_folder(folder) or exists(folder / "dataset_info.json"):
+    """Return whether a folder holds token files, itself or in its sub-folders; Hugging Face's own folders do not."""
+    if any(exists(folder / name) for name in ("dataset_dict.json", "dataset_info.json")):
         return False
-    return any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder))
+    return is_folder(folder) and any(map(_is_dataset, (folder, *entries_of(folder))))
+
+
+def _is_dataset(folder: Path) -> bool:
+    return is_folder(folder) and any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder))
 
 
 def gated_width(width: Fraction | int, multiple: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -258,6 +259,26 @@ def test_a_dataset_of_a_folder_is_the_one_that_has_its_name(tmp_path: Path) -> N
     (tmp_path / "a.yaml").write_text(f"dataset: {{name: c4, path: {tmp_path}/data}}\ntrain: {{max_steps: 5}}\n")
     made = read_given([str(tmp_path / "a.yaml")], {}, translate_when_needed).values
     assert (made["data_path"], made["datasets"]) == (f"{tmp_path}/data", ("c4",))
+
+
+@pytest.mark.parametrize(
+    ("named", "there", "expected"),
+    [
+        ("prep", "wt/a.arrow", ("prep", None, "prep")),
+        ("prep/wt", "a.arrow", ("prep", ("wt",), "prep/wt")),
+        ("prep", "train/a.arrow dataset_dict.json", ("data", ("prep",), "data/prep_prep")),  # text, to be prepared
+    ],
+)
+def test_a_guides_dataset_may_be_a_folder_of_token_files_or_one_of_such_folders(
+    named: str, there: str, expected: tuple[str, tuple[str, ...] | None, str], tmp_path: Path
+) -> None:
+    with contextlib.chdir(tmp_path):
+        for file in there.split():
+            (tmp_path / named / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / named / file).touch()
+        Path("a.json").write_text(json.dumps({"use_amp": True, "dataset_name": named, "validation_split": named}))
+        made = read_given(["a.json"], {}, translate_when_needed).values
+    assert (made["data_path"], made.get("datasets"), *made["eval_datasets"]) == expected
 
 
 @pytest.mark.parametrize(
