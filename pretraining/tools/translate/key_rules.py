@@ -156,7 +156,8 @@ _BFLOAT16, _FLOAT16 = ({"mixed_precision": "true", "mp_dtype": name} for name in
 dtype = choice(
     **{"bfloat16": _BFLOAT16, "float16": _FLOAT16, "float32": _FLOAT32, "bf16": _BFLOAT16, "fp16": _FLOAT16},
     **{"fp32": _FLOAT32, "bf16_mixed": _BFLOAT16, "16_mixed": _FLOAT16, "half": _FLOAT16, "16": _FLOAT16},
-    **{"32": _FLOAT32, "torch.bfloat16": _BFLOAT16, "torch.float16": _FLOAT16},
+    **{"32": _FLOAT32, "bf16_true": _BFLOAT16, "32_true": _FLOAT32},
+    **{"torch.bfloat16": _BFLOAT16, "torch.float16": _FLOAT16},
 )
 """What is computed in: mixed precision in 16 bits, or float32."""
 
