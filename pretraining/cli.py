@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
@@ -37,7 +38,7 @@ from pretraining.config.commands import (
 )
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
-from pretraining.errors import ConfigError, LaunchError, LostPeerError, Preempted, PretrainError
+from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
 from pretraining.launch.layout import ProcessLayout, resolve_layout
@@ -209,6 +210,10 @@ def _run(arguments: Sequence[str]) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="surrogateescape")  # a file's name need not be UTF-8; it is printed as it is
         _check_words(arguments[1:])
+        try:
+            Path.cwd()  # libraries abort without one
+        except OSError as error:
+            raise PathError(f"the working folder is gone ({error.strerror}): change to one that is there") from None
         import fire  # here: `--help` does without, and answers at once
 
         fire.Fire(_taking_text(COMMANDS[name].run), command=arguments[1:], name=f"pretrain {name}")

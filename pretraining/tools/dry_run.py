@@ -104,9 +104,8 @@ def describe_settings(
         found: what the run starts from.
     """
     settings, values, given = settings_of(TrainConfig), values_of(config), values_of(resolved.config)
-    derived = "follows from other settings or the data" if found is None else f"taken from {found.path}"
     sources = {
-        name: _describe_source(name, resolved.chosen) if values[name] == given[name] else derived
+        name: _describe_source(name, resolved.chosen) if values[name] == given[name] else _describe_derived(name, found)
         for name in settings
         if name in resolved.chosen or values[name] != given[name]
     }
@@ -126,6 +125,14 @@ def _describe_source(name: str, chosen: Mapping[str, Assignment]) -> str:
     assignment = chosen[name]
     written = assignment.section_and_name[1]
     return assignment.source + (f", as {written}" if written != name else "")
+
+
+def _describe_derived(name: str, found: CheckpointRef | None) -> str:
+    """Say where a value comes from that nobody has given: the model is that of the start, documents end as there."""
+    is_adopted = name == "sep_token" or settings_of(TrainConfig)[name].section == "model"
+    if found is None or not is_adopted or (name == "sep_token" and found.weights_only):
+        return "follows from other settings or the data"
+    return f"taken from {found.path}"
 
 
 def _describe_next_step(plan: Plan) -> Iterator[str]:

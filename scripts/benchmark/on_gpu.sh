@@ -7,7 +7,7 @@
 # PYTHON names the interpreter, by default that of .venv, or python3.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-python=.venv/bin/python
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=$root/.venv/bin/python
 [[ -x $python ]] || python=python3
-exec "${PYTHON:-$python}" -m scripts.benchmark.gpu_parts "$@"
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "${PYTHON:-$python}" -m scripts.benchmark.gpu_parts "$@"

@@ -72,6 +72,18 @@ def test_what_the_file_system_says_about_a_path_is_one_error(
     assert capsys.readouterr().err.startswith(f"{prefix}/a/b: ")
 
 
+def test_a_start_in_a_folder_that_is_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SystemExit) as ending:
+        main(["plan"])
+    assert ending.value.code == 1 and capsys.readouterr().err.startswith("error: ")
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(OSError(24, "Too many open files"), None), (KeyboardInterrupt(), 130)], ids=repr
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES
 from pretraining.config.variants import VARIANTS
-from pretraining.files import is_file
+from pretraining.files import is_file, is_folder
 from pretraining.tools.translate import key_rules as rules
 from pretraining.tools.translate.key_rules import decimal, each, left, not_a_llama, off, only, renamed, row, when
 from pretraining.tools.translate.translation import Rule, System, Translation, plain
@@ -263,6 +263,15 @@ def _name_model(translation: Translation, key: str) -> None:
         rules.refuse_model(translation, key, "it is no Llama: RMSNorm, SwiGLU, rotary positions")
 
 
+def _name_data(translation: Translation, key: str) -> None:
+    name = translation.text(key) or ""
+    roots = [text for path in _DATA_PATHS.split() if (text := translation.text(f"dataset.{path}"))]
+    if roots and is_folder(Path(roots[0]) / name):
+        translation.set(key, datasets=name)
+    else:
+        translation.left(key, "data is a folder of token files: give --data_path (pretrain prepare makes one)")
+
+
 def _experiment(translation: Translation, key: str) -> None:
     switch = f"{key.rpartition('.')[0]}.use"
     if "false" in (translation.word(switch), translation.word(key)) or translation.word(key) in ("0", "0.0"):
@@ -330,7 +339,7 @@ _RULES: dict[str, Rule] = {
     **each("eval_interval eval_steps", row("eval_interval"), "train."),
     **renamed("train.", eval_batches="eval_batches", compile="use_torch_compile", deterministic="deterministic"),
     "train.device": row("device", rules.choice(auto="auto", cuda="cuda", gpu="cuda", cpu="cpu")),
-    "dataset.name": left("data is a folder of token files: give --data_path (pretrain prepare makes one)"),
+    "dataset.name": _name_data,
     **each(_DATA_PATHS, row("data_path", rules.folder_of_data), "dataset."),
     **each("total_batch_size global_batch_size", row("global_batch_size"), "dataset."),
     **each("context_length seq_length seq_len", row("seq_length"), "dataset."),

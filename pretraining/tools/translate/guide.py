@@ -15,7 +15,7 @@ from pretraining.files import exists, is_file
 from pretraining.progress import parse_number
 from pretraining.tools.translate import deepspeed
 from pretraining.tools.translate import key_rules as rules
-from pretraining.tools.translate.key_rules import each, left, not_a_llama, off, renamed, row
+from pretraining.tools.translate.key_rules import each, left, not_a_llama, off, only, renamed, row, when
 from pretraining.tools.translate.parse import parse
 from pretraining.tools.translate.translation import DEFAULT, Given, Rule, System, Translation
 
@@ -284,8 +284,11 @@ _RULES: dict[str, Rule] = {
     **each("max_steps num_epochs", _length),
     "lr_scheduler": _schedule,
     **renamed(min_lr_ratio="min_lr_ratio", warmup_steps="warmup_steps", momentum="momentum"),
-    "min_lr": rules.lowest_rate("learning_rate"),
-    "warmup_ratio": row("warmup_steps", rules.part_of_run),
+    "min_lr": when(lambda t: "min_lr_ratio" not in t, rules.lowest_rate("learning_rate"), "min_lr_ratio wins"),
+    "warmup_ratio": when(
+        lambda t: "warmup_steps" not in t, row("warmup_steps", rules.part_of_run), "warmup_steps wins"
+    ),
+    "loss": only("cross_entropy", "ce", "none", reason="the loss is plain cross-entropy: take it out"),
     "optimizer": _optimizer,
     "betas": row("adam_beta1", rules.pair),
     **each("beta1 adam_beta1", row("adam_beta1")),

@@ -156,7 +156,8 @@ _BFLOAT16, _FLOAT16 = ({"mixed_precision": "true", "mp_dtype": name} for name in
 dtype = choice(
     **{"bfloat16": _BFLOAT16, "float16": _FLOAT16, "float32": _FLOAT32, "bf16": _BFLOAT16, "fp16": _FLOAT16},
     **{"fp32": _FLOAT32, "bf16_mixed": _BFLOAT16, "16_mixed": _FLOAT16, "half": _FLOAT16, "16": _FLOAT16},
-    **{"32": _FLOAT32, "torch.bfloat16": _BFLOAT16, "torch.float16": _FLOAT16},
+    **{"32": _FLOAT32, "bf16_true": _BFLOAT16, "32_true": _FLOAT32},
+    **{"torch.bfloat16": _BFLOAT16, "torch.float16": _FLOAT16},
 )
 """What is computed in: mixed precision in 16 bits, or float32."""
 
@@ -164,14 +165,18 @@ dtype = choice(
 def folder_of_data(text: str) -> Mapping[str, str]:
     """Return the settings for a folder that is a dataset, or holds datasets; a start refuses one that is not there."""
     folder = Path(text)
-    return {"data_path": str(folder.parent), "datasets": folder.name} if holds_tokens(folder) else {"data_path": text}
+    return {"data_path": str(folder.parent), "datasets": folder.name} if _is_dataset(folder) else {"data_path": text}
 
 
 def holds_tokens(folder: Path) -> bool:
-    """Return whether a folder holds token files; Hugging Face's own folders do not."""
-    if not is_folder(folder) or exists(folder / "dataset_info.json"):
+    """Return whether a folder holds token files, itself or in its sub-folders; Hugging Face's own folders do not."""
+    if any(exists(folder / name) for name in ("dataset_dict.json", "dataset_info.json")):
         return False
-    return any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder))
+    return is_folder(folder) and any(map(_is_dataset, (folder, *entries_of(folder))))
+
+
+def _is_dataset(folder: Path) -> bool:
+    return is_folder(folder) and any(path.suffix in TOKEN_SUFFIXES for path in entries_of(folder))
 
 
 def gated_width(width: Fraction | int, multiple: int) -> int:

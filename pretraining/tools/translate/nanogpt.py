@@ -8,6 +8,7 @@ A file says only what differs from its `train.py`, whose own values hold for the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -42,6 +43,8 @@ _OF_TOKENS = _OF_BOTH | {
 _MODEL = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
 _END_OF_TEXT = 50256
 """Of GPT-2's tokenizer; it ends documents in the token files."""
+_COSINE_PARTS = 16
+"""Straight lines in place of a cosine that ends before or after the run: at most 0.25% of the peak away from it."""
 _OTHER_MODEL = {"ckpt_load_path", "resume_from_checkpoint", "model_variant"}
 _DATA = {"data_path", "use_dummy_dataset"}
 
@@ -96,29 +99,43 @@ def _schedule_of_tokens(translation: Translation) -> None:
 
 
 def _schedule_of_steps(translation: Translation) -> None:
-    """Make nanoGPT's cosine: it comes down to `min_lr` at `lr_decay_iters`, which is the length of the run here."""
+    """Make nanoGPT's cosine: it comes down to `min_lr` at `lr_decay_iters`, which need not be the end of the run."""
     if not translation.is_on("decay_lr"):
         _constant(translation, "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr")
-        translation.set("max_iters", num_steps=translation.text("max_iters"))
         return
     translation.left("decay_lr", "as here")
-    end, length = translation.count("lr_decay_iters") or 1, translation.count("max_iters") or 1
+    warmup = translation.count("warmup_iters", smallest=0) or 0
+    end, length = translation.count("lr_decay_iters") or 1, translation.count("max_iters", "num_steps")
     peak = translation.number("learning_rate", "learning_rate")
     lowest = (translation.number("min_lr") or Fraction(0)) / peak if peak else Fraction(1)
-    if end < length:
-        problem = f"the learning rate comes down until the end of the run here: give max_iters={end}, or --schedule"
+    if end == length:
+        translation.set("lr_decay_iters", "the end of the run", schedule="cosine")
+        translation.set("warmup_iters", warmup_steps=warmup)
+        translation.set("min_lr", "as a share of learning_rate", min_lr_ratio=decimal(lowest))
+    elif end <= warmup:
+        problem = f"the learning rate comes down after warmup_iters={warmup}: give more than that"
         translation.refuse("lr_decay_iters", problem, "schedule")
-    stop, remark = (length, "stops there; the schedule goes on") if end > length else (None, "")
-    translation.set("max_iters", remark, num_steps=max(end, length), schedule="cosine", run_steps=stop)
-    translation.left("lr_decay_iters", "the length of the schedule")
-    translation.set("warmup_iters", warmup_steps=translation.text("warmup_iters"))
-    translation.set("min_lr", "as a share of learning_rate", min_lr_ratio=decimal(lowest))
+    else:
+        remark = f"not the end of the run: its cosine as {_COSINE_PARTS} lines"
+        points = _points(warmup, end, float(lowest))
+        translation.set("lr_decay_iters", remark, schedule="piecewise_linear", schedule_points=points)
+        translation.left("warmup_iters", "in the points of the schedule")
+        translation.left("min_lr", "in the points of the schedule")
 
 
 def _constant(translation: Translation, switch: str, *unread: str) -> None:
     translation.set(switch, schedule="constant", warmup_steps="0")
     for key in unread:
         translation.left(key, f"{switch} is False")
+
+
+def _points(warmup: int, end: int, lowest: float) -> str:
+    """Return the schedule's points, as step:share of the peak."""
+    shares = {0: 1 / (warmup + 1)}
+    for part in range(_COSINE_PARTS + 1):
+        step = warmup + (end - warmup) * part // _COSINE_PARTS
+        shares[step] = lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (end - warmup)))
+    return ",".join(f"{step}:{share:.6g}" for step, share in shares.items())
 
 
 def _peak(translation: Translation, key: str) -> None:
@@ -214,7 +231,7 @@ _NEW_RUN = "a branch is a new run: --ckpt_load_path=… --weights_only=true and 
 _IGNORED = left("not translated: nothing that is learned depends on it")
 _RULES: dict[str, Rule] = {
     **each("gradient_accumulation_steps eval_iters use_scheduler decay_lr", rules.settled),
-    **each("max_iters warmup_iters lr_decay_iters min_lr", rules.settled),
+    **each("warmup_iters lr_decay_iters min_lr", rules.settled),
     "init_from": when(
         lambda t: "ckpt_load_path" not in t.flags,
         row("init_from", rules.choice(scratch="scratch", resume="resume", auto="auto")),
@@ -224,7 +241,7 @@ _RULES: dict[str, Rule] = {
     "n_embd": _width,
     **renamed(n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads"),
     "block_size": rules.context,
-    **renamed(vocab_size="vocab_size", out_dir="ckpt_save_path", eval_only="eval_only"),
+    **renamed(vocab_size="vocab_size", out_dir="ckpt_save_path", max_iters="num_steps", eval_only="eval_only"),
     "dropout": rules.NO_DROPOUT,
     "bias": rules.NO_BIAS,
     "batch_size": row("batch_size", remark="what a GPU takes at once"),

@@ -19,7 +19,7 @@ from pretraining.config.assignments import setting_named
 from pretraining.config.fields import settings_of
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, Entry
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import BOOL_WORDS, did_you_mean, format_value
+from pretraining.config.values import BOOL_WORDS, NONE_WORDS, did_you_mean, format_value
 from pretraining.errors import ConfigError
 from pretraining.progress import parse_number
 from pretraining.text import format_table
@@ -34,12 +34,12 @@ _CHOICES: dict[str, Mapping[str, Entry]] = {"optimizer": OPTIMIZERS, "schedule":
 _DATA = ("datasets", "weights", "eval_datasets", "sep_token", "file_type", "token_dtype", "tokenizer_path")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _GIVES_WAY = {
-    "data_path": ("none", _DATA),
-    "use_dummy_dataset": ("false", ("data_path", *_DATA)),
-    "mixed_precision": ("true", ("mp_dtype",)),
-    "model_variant": ("none", _SIZES),
+    "data_path": (NONE_WORDS, _DATA),
+    "use_dummy_dataset": ([word for word, on in BOOL_WORDS.items() if not on], ("data_path", *_DATA)),
+    "mixed_precision": ([word for word, on in BOOL_WORDS.items() if on], ("mp_dtype",)),
+    "model_variant": (NONE_WORDS, _SIZES),
 }
-"""By flag: the value beside which a file stays as it is, and the settings that mean nothing beside another one."""
+"""By flag: the words beside which a file stays as it is, and the settings that mean nothing beside another one."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Translation:
         if self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
         for flag, (harmless, names) in _GIVES_WAY.items():
-            if self.flags.get(flag, harmless).lower() != harmless:
+            if flag in self.flags and self.flags[flag].strip().lower() not in harmless:
                 self._drop(names, f"--{flag} takes its place", FILE)
         for setting, table in _CHOICES.items():
             default = format_value(settings_of(TrainConfig)[setting].default)

@@ -113,6 +113,15 @@ def test_parts_take_at_most_nine_minutes_and_one_of_them_runs_each_test_of_a_gpu
     assert named == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
 
 
+def test_paths_given_to_the_script_of_a_gpu_are_those_of_the_callers_folder(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$PWD $PYTHONPATH $*"\n')
+    (tmp_path / "python").chmod(0o755)
+    command = ["bash", str(ROOT / "scripts/benchmark/on_gpu.sh"), "tests", "--output=results"]
+    environment = plain_environment({"PYTHON": "./python", "PYTHONPATH": "mine"})
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+    assert printed == f"{tmp_path} {ROOT}:mine -m scripts.benchmark.gpu_parts tests --output=results\n"
+
+
 def test_what_fails_is_named_and_the_next_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     for name, code in (

@@ -126,8 +126,21 @@ def test_a_folder_with_a_timestamp_is_not_made_and_what_a_start_point_gives_is_n
     (made,) = tmp_path.glob("run.2*")
     text = show(*flags)
     assert f"run folder  {made}" in text and "begins with step 2" in text
+    assert re.search(rf"(?m)^  ckpt_save_path +{made} +follows from other settings or the data$", text)
     own = [f"--recipe={made}/config.yaml", "--model_variant=none", "--hidden_size=none", "--num_hidden_layers=none"]
     assert re.search(rf"(?m)^  hidden_size +32 +taken from {made}/checkpoints/step_1_ckp$", show(*own))
+
+
+def test_the_separator_of_the_data_is_not_said_to_come_from_the_weights(tmp_path: Path, show: Show) -> None:
+    data = write_two_datasets(tmp_path / "data")
+    (data / "first" / "prepare.json").write_text('{"tokenizer": {"end_of_text": 0}}')
+    train(tmp_path / "run", f"data_path={data}", "datasets=first", "run_steps=1")
+    flags = [f"--data_path={data}", "--datasets=first", "--num_steps=4"]
+    weights = [f"--ckpt_save_path={tmp_path}/other", f"--ckpt_load_path={tmp_path}/run/checkpoints/step_1_ckp"]
+    text = show(*flags, *weights, "--weights_only=true")
+    assert re.search(r"(?m)^  sep_token +0 +follows from other settings or the data$", text)
+    text = show(*flags, f"--ckpt_save_path={tmp_path}/run")
+    assert re.search(r"(?m)^  sep_token +0 +taken from .*step_1_ckp$", text)
 
 
 def test_of_a_large_batch_the_first_slots_are_shown_and_a_summary_of_all(tmp_path: Path, show: Show) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from unit.tools.prepare.prepare_files import json_lines, rows, texts_of
 from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import DataError
-from pretraining.tools.prepare import units
+from pretraining.tools.prepare import hub, units
 from pretraining.tools.prepare.hub import HubSplit, read_shards, shards_of
 from pretraining.tools.prepare.prepare import prepare
 
@@ -48,6 +50,15 @@ def texts_in(split: HubSplit, wanted_bytes: int = ANY_SIZE) -> list[str]:
     return texts_of(document for bounds in ranges for document in read_shards(split, "text", *bounds))
 
 
+def test_the_fingerprint_knows_files_and_sizes_but_not_the_place(folder: Path) -> None:
+    before = shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE)[1]
+    moved = folder.rename(folder.with_name("moved"))
+    assert shards_of(HubSplit(str(moved), None, "train"), ANY_SIZE)[1] == before
+    (moved / "train-00001.jsonl").write_bytes(json_lines(TEXTS[5:]))
+    assert shards_of(HubSplit(str(moved), None, "train"), ANY_SIZE)[1] != before
+    assert texts_in(HubSplit(str(moved), None, "train")) == TEXTS[:4] + TEXTS[5:]
+
+
 @pytest.mark.parametrize("wanted_bytes", [ANY_SIZE, 100])
 def test_a_folder_of_save_to_disk_is_read_in_ranges_of_rows(tmp_path: Path, wanted_bytes: int) -> None:
     whole = datasets.Dataset.from_dict({"id": list(range(12)), "text": ["x", *TEXTS, "x"]}).select(range(1, 11))
@@ -58,6 +69,12 @@ def test_a_folder_of_save_to_disk_is_read_in_ranges_of_rows(tmp_path: Path, want
     assert texts_in(HubSplit(str(tmp_path / "dict"), None, "test"), wanted_bytes) == [TEXTS[3], TEXTS[1]]
     with pytest.raises(DataError, match=r"cannot be opened: .*dev.*--hf_split"):
         texts_in(HubSplit(str(tmp_path / "dict"), None, "dev"))
+
+
+def test_more_shards_than_files_are_of_unknown_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_open_split", functools.lru_cache(lambda split: SimpleNamespace(num_shards=4)))
+    ranges = shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE)[0]
+    assert ranges == [(n, n + 1, 0) for n in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +97,35 @@ def test_what_is_not_there_is_named_with_what_is(
         prepare(config)
     assert (error.value.path.name if error.value.path else "") == path
     assert what in str(error.value)
+
+
+def test_a_dataset_of_the_hub_is_known_by_its_files_with_their_revision(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    load = datasets.load_dataset
+
+    def load_of_hub(path: str, *args: Any, **named: Any) -> Any:
+        asked.append((path, *args))
+        return load(str(folder), *args[1:], **named)
+
+    def builder_of_hub(path: str, config: str | None) -> Any:
+        files = [f"memory://datasets/{path}@{revision}/train-{n}.jsonl" for n in range(2)]
+        for file in files:
+            with fsspec.open(file, "wb") as stream:
+                stream.write(b"x" * 300)
+        return SimpleNamespace(config=SimpleNamespace(data_files={"train": files, "test": files[:1]}))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_of_hub)
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder_of_hub)
+    split = HubSplit("someone/web", "en", "train")
+    revision = "1111"
+    first = shards_of(split, ANY_SIZE)
+    revision = "2222"
+    assert shards_of(split, ANY_SIZE)[1] != first[1]
+    assert first[0] == [(0, 1, 300), (1, 2, 300)]
+    assert texts_in(split) == TEXTS
+    assert set(asked) == {("someone/web", "en")}
 
 
 def test_a_file_that_cannot_be_read_is_an_error(folder: Path) -> None:

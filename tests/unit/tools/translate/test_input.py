@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -114,7 +115,7 @@ BAD = [
     ("a.py", "dataset = 'x_char'\nn_embd = 768\n", "dataset"),
     ("a.py", "init_from = 'gpt2-xl'\nn_embd = 768\n", "init_from"),
     ("a.py", "max_tokens = 10**6\nwarmup_tokens = 10\nmin_lr = 1e-5\n", "min_lr"),
-    ("a.py", "lr_decay_iters = 10\nmax_iters = 20\n", "lr_decay_iters"),
+    ("a.py", "lr_decay_iters = 10\nmax_iters = 20\n", "lr_decay_iters"),  # before warmup_iters=2000
     ("a.py", "n_embd = 0.5\n", "n_embd"),
 ]
 
@@ -184,6 +185,13 @@ def test_a_name_of_the_files_system_sets_its_key(file: str, argument: str, setti
         ("stub.yaml", {"model_variant": "tiny"}, {"hidden_size": "None"}),
         ("steps.py", {"model_variant": "tiny"}, {"hidden_size": "None", "vocab_size": "None"}),
         ("steps.py", {"grad_accum_steps": "2"}, {"global_batch_size": "None", "batch_size": "12"}),
+        ("tokens.py", {"use_dummy_dataset": "0"}, {"datasets": "('train.bin',)"}),
+        ("stub.yaml", {"use_dummy_dataset": "no"}, {"eval_datasets": "('path/to/eval',)"}),
+        (
+            "guide.json",
+            {"mixed_precision": "yes", "use_deepspeed": "false", "num_steps": "5000"},
+            {"mp_dtype": "float16"},
+        ),
         ("tokens.py", {"optimizer": "adamw"}, {"muon_adam_learning_rate": "None"}),
         ("tokens.py", {"tracker": "tensorboard"}, {"tracker_project_name": "None"}),
         ("tokens.py", {"tracker": "wandb,jsonl"}, {"tracker_project_name": "large"}),
@@ -228,6 +236,11 @@ MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": 
         ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "SGD", "params": {"momentum": 0.8}}}', SGDM),
         ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Muon", "params": {"muon_lr": 2, "lr": 1}}}', MUON),
         ("a.json", '{"use_amp": false, "pack_sequences": false, "max_steps": 2000}', {"document_mask": "True"}),
+        ("a.json", '{"use_amp": true, "amp_dtype": "bf16-true", "max_steps": 2000}', {"mp_dtype": "bfloat16"}),
+        ("a.json", '{"use_amp": true, "amp_dtype": "32-true", "max_steps": 2000}', {"mixed_precision": "False"}),
+        ("a.json", '{"use_amp": true, "loss": "cross_entropy", "max_steps": 2000}', {"num_steps": "2000"}),
+        ("a.json", '{"warmup_ratio": 0.1, "warmup_steps": 7, "num_epochs": 1}', {"warmup_steps": "7"}),
+        ("a.json", '{"min_lr": 1, "min_lr_ratio": 0.3, "max_steps": 2000, "use_amp": true}', {"min_lr_ratio": "0.3"}),
         ("a.json", '{"use_deepspeed": false, "deepspeed_config": "x", "max_steps": 2000}', {"mp_dtype": "float16"}),
         (
             "a.yaml",
@@ -240,6 +253,7 @@ MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": 
             {"schedule_points": "('3:1', '7:0.5')", "learning_rate": "2.0"},
         ),
         ("a.yaml", "checkpoint: {save: false}\nmodel: {name: tiny}", {"model_variant": "tiny"}),
+        ("a.py", "max_iters = 2000\n", {"num_steps": "2000", "run_steps": "None", "schedule": "piecewise_linear"}),
         ("a.py", "decay_lr = False\nn_embd = 768\n", {"schedule": "constant", "num_steps": "600000"}),
         ("a.py", "init_from = 'resume'\nresume_ckpt_fname = 'step_5.pt'\n", {"resume_from_checkpoint": "step_5"}),
         ("a.py", "device = 'cpu'\ndtype = 'bfloat16'\nn_embd = 768\n", {"mixed_precision": "False"}),
@@ -250,6 +264,33 @@ def test_a_file_means_here_what_it_means_there(
 ) -> None:
     (tmp_path / name).write_text(content)
     assert expected.items() <= values(str(tmp_path / name)).items()
+
+
+def test_a_dataset_of_a_folder_is_the_one_that_has_its_name(tmp_path: Path) -> None:
+    (tmp_path / "data/c4").mkdir(parents=True)
+    (tmp_path / "a.yaml").write_text(f"dataset: {{name: c4, path: {tmp_path}/data}}\ntrain: {{max_steps: 5}}\n")
+    made = read_given([str(tmp_path / "a.yaml")], {}, translate_when_needed).values
+    assert (made["data_path"], made["datasets"]) == (f"{tmp_path}/data", ("c4",))
+
+
+@pytest.mark.parametrize(
+    ("named", "there", "expected"),
+    [
+        ("prep", "wt/a.arrow", ("prep", None, "prep")),
+        ("prep/wt", "a.arrow", ("prep", ("wt",), "prep/wt")),
+        ("prep", "train/a.arrow dataset_dict.json", ("data", ("prep",), "data/prep_prep")),  # text, to be prepared
+    ],
+)
+def test_a_guides_dataset_may_be_a_folder_of_token_files_or_one_of_such_folders(
+    named: str, there: str, expected: tuple[str, tuple[str, ...] | None, str], tmp_path: Path
+) -> None:
+    with contextlib.chdir(tmp_path):
+        for file in there.split():
+            (tmp_path / named / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / named / file).touch()
+        Path("a.json").write_text(json.dumps({"use_amp": True, "dataset_name": named, "validation_split": named}))
+        made = read_given(["a.json"], {}, translate_when_needed).values
+    assert (made["data_path"], made.get("datasets"), *made["eval_datasets"]) == expected
 
 
 @pytest.mark.parametrize(
