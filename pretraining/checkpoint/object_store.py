@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2**22
 READING_THREADS = 8
-RESTS = 39
+RESTS = 49
 """Seconds that an upload rests per second of a core. Each step of a model on a CPU waits for the slowest core, so what
 one of them does besides is lost to all (docs/performance.md)."""
 TRIES_OF_START = 5

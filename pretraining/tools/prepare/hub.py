@@ -60,10 +60,9 @@ def shards_of(split: HubSplit, wanted_bytes: int) -> tuple[list[tuple[int, int, 
         ranges = [(begin, end, after - before) for (begin, end), (before, after) in cuts]
         return ranges, fingerprint([(opened._fingerprint, opened.num_rows)])
     files = _data_files(split)
-    shards = opened.num_shards
-    sizes = (
-        [size for _, size in files] if len(files) == shards else [0] * shards
-    )  # archives have more shards than files
+    sizes, shards = [size for _, size in files], opened.num_shards
+    if len(sizes) != shards:  # archives have more shards than files
+        sizes = [sum(sizes) // shards] * shards
     return [(i, i + 1, sizes[i]) for i in range(shards)], fingerprint(files)
 
 

@@ -71,10 +71,11 @@ def test_a_folder_of_save_to_disk_is_read_in_ranges_of_rows(tmp_path: Path, want
         texts_in(HubSplit(str(tmp_path / "dict"), None, "dev"))
 
 
-def test_more_shards_than_files_are_of_unknown_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_shards_than_files_share_their_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_open_split", functools.lru_cache(lambda split: SimpleNamespace(num_shards=4)))
     ranges = shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE)[0]
-    assert ranges == [(n, n + 1, 0) for n in range(4)]
+    size = sum((folder / f"train-0000{n}.jsonl").stat().st_size for n in range(2))
+    assert ranges == [(n, n + 1, size // 4) for n in range(4)]
 
 
 @pytest.mark.parametrize(
