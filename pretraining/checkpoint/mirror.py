@@ -77,7 +77,8 @@ def fetch_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingP
     run, own_step = config.folder, newest_good_step(config.folder, damaged)
     if config.ckpt_mirror_path is not None:
         store = open_mirror(config)
-        found = {folder: each for folder, each in checkpoints_in(store).items() if folder and each.step > own_step}
+        copies = checkpoints_in(store, needed=own_step < 0)
+        found = {folder: each for folder, each in copies.items() if folder and each.step > own_step}
         if found:
             _fetch_log_files(store, run)  # first: once the checkpoint is there, they are not asked for again
             fetched = fetch_newest(store, found, run / CHECKPOINTS)

@@ -218,13 +218,17 @@ def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
 # Checkpoints
 
 
-def checkpoints_in(store: Store) -> dict[str, Manifest]:
+def checkpoints_in(store: Store, *, needed: bool = False) -> dict[str, Manifest]:
     """Return the manifests of the complete checkpoints in a store by their folders, in the order of steps.
 
     The folder is "" if the address is that of a checkpoint.
 
+    Args:
+        needed: whether to refuse a store that holds checkpoints of which none is complete.
+
     Raises:
         StoreError: the store cannot be read.
+        CheckpointError: none is complete.
     """
     sizes = store.sizes()
     form = re.compile(rf"((?:{CHECKPOINTS}/[^/]+/)?){re.escape(MANIFEST)}")
@@ -243,8 +247,8 @@ def checkpoints_in(store: Store) -> dict[str, Manifest]:
     with ThreadPoolExecutor(READING_THREADS) as pool:
         found = list(zip(prefixes, pool.map(read, prefixes), strict=True))
     complete = [(prefix.rstrip("/"), manifest) for prefix, manifest in found if manifest is not None]
-    if found and not complete:
-        log.warning("%s holds %d checkpoints, and none is complete", store.address, len(found))
+    if needed and found and not complete:
+        raise CheckpointError(f"holds {len(found)} checkpoints, and none is complete", path=store.address)
     return dict(sorted(complete, key=lambda each: (each[1].step, each[1].kind != "preempt")))
 
 

@@ -85,6 +85,15 @@ def test_a_copy_that_is_not_what_was_written_is_passed_over(damage: str, copied:
     assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
 
 
+def test_a_mirror_of_which_no_copy_is_complete_is_no_new_run(copied: Path) -> None:
+    shutil.rmtree(copied / "run")
+    for manifest in (copied / "store").glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{")
+    with pytest.raises(SystemExit) as ending:
+        train(copied)
+    assert ending.value.code == 1 and not (copied / "run" / "checkpoints").exists()
+
+
 def test_if_every_local_checkpoint_is_damaged_the_copy_takes_its_place(copied: Path) -> None:
     for path in (copied / "run" / "checkpoints").glob("*/*.safetensors"):
         content = bytearray(path.read_bytes())
