@@ -358,8 +358,8 @@ class CheckpointConfig:
     )
     ckpt_mirror_path: str | None = setting(
         None,
-        "address in an object store (s3://bucket/runs/mine, gs://, abfss://, file://) to copy checkpoints to; if "
-        "ckpt_save_path holds none, the run resumes from there",
+        "address in an object store (s3://bucket/runs/mine, gs://, abfss://, file://) to copy checkpoints to; the "
+        "run resumes from there if its newest copy is newer than what ckpt_save_path holds",
         silent_change=True,
         may_be_address=True,
     )

@@ -10,7 +10,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,8 @@ ROOT = Path(__file__).parents[2]
 """The repository, from where every benchmark runs."""
 RESULTS = "BENCHMARK_RESULTS"
 """Variable that names a file of JSON lines, to which every row of a table is added as soon as it is there."""
+PRETRAIN = (sys.executable, "-c", "from pretraining.cli import main; main()")
+"""The command `pretrain`, with this interpreter."""
 LENGTH = ("num_steps", "run_steps", "ckpt_save_path")
 """Settings of training that a benchmark chooses itself: how long it trains, and where."""
 
@@ -181,17 +183,20 @@ def train_project(config: TrainConfig, before_step: Callable[[float | None], Non
     """
     with join() as processes:
         run = start_run(config, processes)
+        train_paced(run, lambda: before_step(run.observer.last_loss))
 
-        def paced() -> Generator[StepBatch, None, None]:
-            with closing(run.batches) as batches:
-                while True:
-                    before_step(run.observer.last_loss)
-                    yield next(batches)
 
-        try:
-            train_loop(replace(run, batches=paced()))
-        except Over:
-            return
+def train_paced(run: Run, before_step: Callable[[], None]) -> None:
+    """Train a run with a call before each step, which may end it with `Over`."""
+
+    def paced() -> Generator[StepBatch, None, None]:
+        with closing(run.batches) as batches:
+            while True:
+                before_step()
+                yield next(batches)
+
+    with suppress(Over):
+        train_loop(replace(run, batches=paced()))
 
 
 def initial_model(config: TrainConfig) -> Llama:

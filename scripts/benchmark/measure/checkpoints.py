@@ -56,6 +56,7 @@ from pretraining.train.build import build_model
 from pretraining.train.loop import train_loop
 from scripts.benchmark.common import (
     LENGTH,
+    PRETRAIN,
     Number,
     Table,
     announce,
@@ -345,7 +346,7 @@ class _SaveSteps:
 def _kill_and_resume(run: Path, settings: list[str]) -> float:
     """Return the seconds from `kill -9` to the end of the next step."""
     own = [*settings, "num_steps=1000000", "checkpoint_interval=5", "keep_last=2", f"ckpt_save_path={run}"]
-    command = [sys.executable, "-c", "from pretraining.cli import main; main()", "train", *own]
+    command = [*PRETRAIN, "train", *own]
     with run.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log)
         try:

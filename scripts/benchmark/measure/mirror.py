@@ -20,9 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow.fs
@@ -31,11 +30,10 @@ from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.mirror import Mirror
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
 from pretraining.config.training import TrainConfig
-from pretraining.data.batch import StepBatch
 from pretraining.launch.layout import free_port
-from pretraining.train.loop import train_loop
 from scripts.benchmark.common import (
     LENGTH,
+    PRETRAIN,
     Number,
     Over,
     announce,
@@ -48,6 +46,7 @@ from scripts.benchmark.common import (
     spread,
     start_run,
     synchronize,
+    train_paced,
 )
 from scripts.benchmark.measure import startup
 
@@ -99,15 +98,7 @@ def _measure_rate(config: TrainConfig, rounds: int, steps: int, size: int) -> No
         mirror, [checkpoint] = run.checkpoints._mirror, committed_checkpoints(config.checkpoint.folder)
         assert isinstance(mirror, Mirror)
         turns = _Turns(mirror, checkpoint.path, config.checkpoint.ckpt_mirror_path or "", steps, rounds)
-
-        def paced() -> Generator[StepBatch, None, None]:
-            with closing(run.batches) as batches:
-                while True:
-                    turns.before_step()
-                    yield next(batches)
-
-        with suppress(Over):
-            train_loop(replace(run, batches=paced()))
+        train_paced(run, turns.before_step)
     beside, alone = turns.seconds[True], turns.seconds[False]
     median, quartiles = spread([b / a for a, b in zip(beside[1:], alone[1:], strict=True)], ".3f")
     seconds = statistics.median(turns.copies) if turns.copies else float("nan")
@@ -164,8 +155,7 @@ def _memory() -> str | None:
 
 
 def _pretrain(*arguments: str) -> None:
-    command = [sys.executable, "-c", "from pretraining.cli import main; main()", *arguments]
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+    if subprocess.run([*PRETRAIN, *arguments], stdout=subprocess.DEVNULL).returncode:
         sys.exit(f"`pretrain {arguments[0]}` failed: its error stands above")
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from pretraining.launch.cpu_threads import THREADS
 from pretraining.launch.shared_cores import WAITING
 from scripts.benchmark.common import (
+    PRETRAIN,
     ROOT,
     Number,
     announce,
@@ -84,7 +85,7 @@ class Contender:
 def contender(variables: dict[str, str], settings: list[str]) -> Iterator[Contender]:
     """Start a process that trains, and kill it at the end of the `with` block."""
     environment = {name: value for name, value in os.environ.items() if name not in (THREADS, *WAITING)}
-    command = [sys.executable, "-c", "from pretraining.cli import main; main()", "train", *DEMO, *settings]
+    command = [*PRETRAIN, "train", *DEMO, *settings]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         process = subprocess.Popen(
             [*command, f"ckpt_save_path={folder}/run"],
