@@ -51,9 +51,11 @@ setup(
         "dev": [
             "accelerate>=1.1",
             "datasets>=4.0",
+            "flask>=3.0",
+            "flask-cors>=4.0",
             "hypothesis>=6.100",
             "matplotlib>=3.9",
-            "moto[server]>=5.0",
+            "moto[s3]>=5.0",
             "mypy>=1.15",
             "pytest>=8.2",
             "pytest-timeout>=2.3",

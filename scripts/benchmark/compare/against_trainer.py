@@ -50,7 +50,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self._rows[index]
 
 
-class TakesTurns(transformers.TrainerCallback):
+class TakesTurns(transformers.TrainerCallback):  # type: ignore[misc]
     """Gives the Trainer its turns."""
 
     def __init__(self, turn: Turn) -> None:
