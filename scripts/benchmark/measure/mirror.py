@@ -174,7 +174,7 @@ def _object_store() -> Iterator[str]:
                 break
             time.sleep(0.1)
         else:
-            sys.exit("moto's server does not start: `pip install moto[server]`")
+            sys.exit("moto's server does not start: bash scripts/setup.sh dev")
         files = pyarrow.fs.S3FileSystem(scheme="http", endpoint_override=endpoint, allow_bucket_creation=True)
         files.create_dir(BUCKET)
         yield f"s3://{BUCKET}/run?scheme=http&endpoint_override={endpoint}"
