@@ -132,7 +132,7 @@ setup_stage() {
 setup_install() {
     local environment=$1 root=$2 extra=$3 python=$1/bin/python
     local found version="" fit="" other constraint=""
-    local pip=("$python" -m pip install --quiet --disable-pip-version-check)
+    local pip=("$python" -m pip install --quiet --disable-pip-version-check --no-compile)
     local hint="pip's own settings say where it looks: PIP_INDEX_URL, PIP_FIND_LINKS, 'pip config list'."
     found=$(setup_find_torch "$environment")
     read -r version fit <<<"$found" || true
@@ -164,6 +164,10 @@ setup_install() {
     # The extra `fast` of setup.py: never built from source.
     setup_stage "installing fastokens, a faster BPE" "${pip[@]}" --only-binary=:all: "fastokens>=0.3.5,<0.4" ||
         setup_say "fastokens has no wheel here: 'pretrain prepare' encodes with the tokenizers library, which is slower"
+    # What pip would do with one process. A file for another Python is no error.
+    local packages
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    setup_stage "compiling them" "$python" -m compileall -qq -j 0 "$packages" || true
     [[ -z $constraint ]] || rm -f "$constraint"
 }
 

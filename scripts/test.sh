@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set up, then lint, check types and run the tests, in four processes, since tests wait as much as they compute.
+# Set up, then lint, check types and run the tests, in four processes, since tests wait as much as they compute. Types are
+# checked beside the tests, and the result is shown after theirs.
 # Arguments go to pytest (-n 0: in one process). CONTRIBUTING.md says which test is in which tier:
 #
 #   bash scripts/test.sh                 # the quick tier
@@ -18,5 +19,11 @@ unset PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which need n
 ruff check .
 ruff format --check .
 python scripts/check_sentences.py
-mypy
-exec python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
+types=$(mktemp)
+mypy >"$types" &
+status=0
+python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+wait $! || status=1
+cat "$types"
+rm "$types"
+exit $status

@@ -41,6 +41,7 @@ from golden_runs import (
     tensors_in,
     train_on,
 )
+from tiers import first_quick
 from training_runs import losses_of
 
 from pretraining.cli import main
@@ -69,7 +70,7 @@ class Continued:
     printed: str
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=first_quick(2, 1))
 def continued(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Continued:
     """All runs of this module on a number of processes, in one job."""
     processes, into = request.param, tmp_path_factory.mktemp("runs")

@@ -106,6 +106,7 @@ def test_row_49_a_store_that_cannot_be_used_is_an_error_before_anything_is_made(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.thorough
 def test_row_49_a_preempted_run_waits_for_its_copy_only_as_long_as_launchers_do(
     tmp_path: Path, store: ObjectStore
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from guarded_runs import start_without_launcher, train_with_faults
+from tiers import first_quick
 from training_runs import TINY, events_of, reports_of, write_two_datasets
 
 from pretraining.cli import main
@@ -93,7 +94,7 @@ def test_inspect_shows_what_every_step_trained_on(
         assert not any(slot["sample_id"] in LEFT_OUT for slot in slots)
 
 
-@pytest.mark.parametrize("killed", ["before the next save", "before checkpoints were set aside"])
+@pytest.mark.parametrize("killed", first_quick("before the next save", "before checkpoints were set aside"))
 def test_row_46_a_kill_after_a_rollback_forgets_no_samples(
     killed: str, place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_all_ranks_stop_after_the_same_step_saved_and_with_the_resumable_exit_co
     assert status["checkpoints"] == ({name} if step else set())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("resumed")
 def test_the_next_start_goes_on_as_if_nothing_had_happened(fault: str, root: Path) -> None:
