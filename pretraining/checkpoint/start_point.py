@@ -59,7 +59,7 @@ class CheckpointRef:
         is_own: whether it is of this run, and not of another one that this one starts from.
         weights_only: whether a run takes nothing but the weights from it, and begins at step 0.
         damaged: newer ones that are damaged, and how, a line each.
-        goes_back: whether the run goes back to it by request.
+        is_rewind: whether the run goes back to it by request.
         newer: the run's own after it, which are set aside then.
     """
 
@@ -68,7 +68,7 @@ class CheckpointRef:
     is_own: bool = True
     weights_only: bool = False
     damaged: tuple[str, ...] = ()
-    goes_back: bool = False
+    is_rewind: bool = False
     newer: tuple[Path, ...] = ()
 
     @property
@@ -149,7 +149,7 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
     if named is not None:
         chosen = _newest_good([named.path], damaged, RESUME, named.path)
         newer = tuple(each.path for each in reversed(own) if each.step > named.step)
-        return replace(chosen, damaged=newest.damaged, goes_back=True, newer=newer)
+        return replace(chosen, damaged=newest.damaged, is_rewind=True, newer=newer)
     if exists(Path(request)) and not is_within(Path(request), run):
         return newest  # it began the run
     raise CheckpointError(

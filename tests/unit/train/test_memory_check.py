@@ -84,4 +84,4 @@ def test_gradients_that_come_after_the_peak_are_named(caplog: pytest.LogCaptureF
         patch.setattr(memory_check, "_limit_of", lambda processes: (80 * GIB, "80 GiB free on cuda:0"))
         check_memory(config, resolve_shape(config.model), 1, Processes(0, 1, 0, 1, torch.device("cuda")))
     (line,) = caplog.messages
-    assert line.endswith(f", less {format_gib(511.6 * 2**20)} of gradients that come after the peak")
+    assert line.endswith(f", minus {format_gib(511.6 * 2**20)} of gradients that are allocated after the peak")

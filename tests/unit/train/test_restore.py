@@ -23,7 +23,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes
 from pretraining.errors import CheckpointError, ConfigError, PretrainError
 from pretraining.launch.cpu_threads import CpuThreads
-from pretraining.train.plan import keep_threads
+from pretraining.train.plan import restore_cpu_threads
 
 EACH = "checkpoint_interval=1"
 
@@ -119,7 +119,7 @@ def test_a_run_goes_on_with_its_number_of_threads_where_they_fit_and_says_where_
     caplog.set_level(logging.INFO, "pretraining")
     manifest = replace(manifest_of(1), world={"processes": 1, "sharding_strategy": "fsdp", **world})
     alone = Processes(0, 1, 0, 1, torch.device("cpu"))
-    keep_threads(CheckpointRef(Path("c"), manifest), TrainConfig(), alone, threads)
+    restore_cpu_threads(CheckpointRef(Path("c"), manifest), TrainConfig(), alone, threads)
     assert torch.get_num_threads() == kept and len(caplog.messages) == is_said
 
 
