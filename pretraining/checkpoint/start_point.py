@@ -119,7 +119,7 @@ def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str], before_st
     run = config.folder
     own = [each for each in committed_checkpoints(run)[::-1] if before_step is None or each.step < before_step]
     if not own:
-        start = _start_elsewhere(config, damaged)
+        start = _start_of_new_run(config, damaged)
     elif before_step is None:
         start = _own_start(config, own, damaged)
     else:
@@ -143,8 +143,8 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
     newest = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
     if request is None:
         return newest
-    named, before = _named_in(own, request), newest.config.checkpoint.resume_from_checkpoint
-    if before is not None and (before == request or (named is not None and _named_in(own, before) == named)):
+    named, before = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
+    if before is not None and (before == request or (named is not None and _find_named(own, before) == named)):
         return newest  # it was done before
     if named is not None:
         chosen = _newest_good([named.path], damaged, RESUME, named.path)
@@ -158,7 +158,7 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
     )
 
 
-def _named_in(own: list[Checkpoint], request: str) -> Checkpoint | None:
+def _find_named(own: list[Checkpoint], request: str) -> Checkpoint | None:
     """Return the checkpoint among a run's own, newest first, that was named by its name, its step or its path."""
     by_name = {each.path.name: each for each in own}
     by_step = {str(each.step): each for each in own}
@@ -166,7 +166,7 @@ def _named_in(own: list[Checkpoint], request: str) -> Checkpoint | None:
     return by_name.get(request) or by_step.get(request) or by_path.get(real_path(Path(request)))
 
 
-def _start_elsewhere(config: CheckpointConfig, damaged: Mapping[Path, str]) -> CheckpointRef | None:
+def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[Path, str]) -> CheckpointRef | None:
     """Find what a run without checkpoints begins from; None = initial weights."""
     load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
     if load_path is None:

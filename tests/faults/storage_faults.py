@@ -64,7 +64,7 @@ def kill_in_save(rank: int, place: str, number: int) -> None:
             more["lease"] = SimpleNamespace(check=_die)
         else:
             assert place == "retention"
-            saver.tidy_up = _die
+            saver.apply_retention = _die
 
     _before_save(number, prepare)
 

@@ -307,7 +307,7 @@ def test_a_failure_in_the_background_surfaces_at_a_later_step_and_removes_nothin
     with pytest.raises(CheckpointError) as failed, run.training():
         step_until(run, lambda: False)
     assert str(failed.value) == str(gate.failure)
-    assert run.names == ["1"] and run.saver._under_way is None
+    assert run.names == ["1"] and run.saver._running is None
 
 
 @pytest.mark.parametrize("failure", [None, CheckpointError("the disk is full")])
@@ -320,7 +320,7 @@ def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
         run.step()
         gate.open()
         raise ZeroDivisionError
-    assert run.names == ([] if failure else ["2"]) and run.saver._under_way is None
+    assert run.names == ([] if failure else ["2"]) and run.saver._running is None
     assert ("the disk is full" in caplog.text) == bool(failure)
 
 

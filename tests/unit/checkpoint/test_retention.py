@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import GUARDS_STATE, MANIFEST
-from pretraining.checkpoint.retention import best_of, superseded, tidy_up
+from pretraining.checkpoint.retention import apply_retention, best_of, superseded
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 
@@ -74,9 +74,9 @@ def test_updates_left_out_are_counted_by_the_manifest(tmp_path: Path) -> None:
     skipping = replace(manifest_of(2), state={GUARDS_STATE: {"skipped_in_a_row": 1}})
     newest = checkpoint_path(tmp_path, 2)
     save_checkpoint(newest, plan_save(tensors(2.0)), skipping)
-    tidy_up(tmp_path, newest, 1)
+    apply_retention(tmp_path, newest, 1)
     assert names_in(tmp_path) == ["step_1_ckp.preempt", "step_2_ckp"]
-    tidy_up(tmp_path, save(tmp_path, 3), 1)
+    apply_retention(tmp_path, save(tmp_path, 3), 1)
     assert names_in(tmp_path) == ["step_3_ckp"]
 
 
@@ -93,7 +93,7 @@ def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path, capl
         *((1, "interval", None), (2, "final", None), (3, "best", 2.0), (4, "preempt", 2.0)),
         *((5, "interval", 2.5), (6, "interval", 2.5), (7, "interval", 1.0)),
     ]:
-        tidy_up(tmp_path, save(tmp_path, step, kind, loss), 1)
+        apply_retention(tmp_path, save(tmp_path, step, kind, loss), 1)
         if step == 2:
             assert not link.exists() and names_in(tmp_path) == ["step_2_ckp"]
         if step == 4:
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_cannot_be_read_again_ends_no_run(tmp_path: Path, capl
     save(tmp_path, 3, "preempt")
     newest = save(tmp_path, 4)
     (newest / MANIFEST).unlink()
-    tidy_up(tmp_path, newest, 1)
+    apply_retention(tmp_path, newest, 1)
     assert names_in(tmp_path) == ["step_3_ckp.preempt", "step_4_ckp"]
     assert "step_4_ckp" in caplog.text
 
@@ -125,7 +125,7 @@ def test_newer_ones_that_a_start_passed_over_neither_count_nor_go(tmp_path: Path
     save(tmp_path, 3)
     save(tmp_path, 9, "interval", 0.5)
     (save(tmp_path, 2) / MANIFEST).write_text("{")
-    tidy_up(tmp_path, save(tmp_path, 4, "interval", 1.0), 1)
+    apply_retention(tmp_path, save(tmp_path, 4, "interval", 1.0), 1)
     assert names_in(tmp_path) == ["step_2_ckp", "step_4_ckp", "step_9_ckp"]
     assert (tmp_path / CHECKPOINTS / BEST).readlink() == Path("step_4_ckp")
 
@@ -137,7 +137,7 @@ def test_copies_and_what_users_put_there_neither_count_nor_go(tmp_path: Path) ->
     for name in theirs:
         shutil.copytree(first, checkpoints / name)
     for step in (2, 3, 4):
-        tidy_up(tmp_path, save(tmp_path, step, evaluation_loss=3.0), 2)
+        apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=3.0), 2)
     assert all((checkpoints / name / MANIFEST).is_file() for name in theirs)
     assert set(names_in(tmp_path)) - set(theirs) == {"step_1_ckp", "step_3_ckp", "step_4_ckp"}
     assert (checkpoints / BEST).readlink() == Path("step_1_ckp")
@@ -149,7 +149,7 @@ def test_a_file_of_a_user_in_the_place_of_the_link_stays(tmp_path: Path, loss: f
     theirs = [folder.with_name("best"), folder.with_name("best.tmp")]
     for path in theirs:
         path.write_text("my notes")
-    tidy_up(tmp_path, folder, None)
+    apply_retention(tmp_path, folder, None)
     assert [path.read_text() for path in theirs] == ["my notes"] * 2
 
 
@@ -167,6 +167,6 @@ def test_what_cannot_be_removed_or_linked_is_said_and_no_more(
     save(tmp_path, 1)
     newest = save(tmp_path, 2, "interval", 1.0)
     monkeypatch.setattr(Path, "rename", failing(13))
-    tidy_up(tmp_path, newest, 1)
+    apply_retention(tmp_path, newest, 1)
     assert names_in(tmp_path) == ["step_1_ckp", "step_2_ckp"]
     assert "best" in caplog.messages[0] and "step_1_ckp" in caplog.messages[1]

@@ -66,7 +66,7 @@ def test_files_are_written_once_all_is_copied_and_no_update_comes_before(
     monkeypatch.setattr(Staging, "wait", lambda staging: calls.append("copied"))
     monkeypatch.setattr(Staging, "hold_update", lambda staging: calls.append("update"))
     monkeypatch.setattr(saver_module, "save_checkpoint", lambda *args, **more: calls.append("written"))
-    monkeypatch.setattr(Saver, "tidy_up", lambda *args: None)
+    monkeypatch.setattr(Saver, "apply_retention", lambda *args: None)
     parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
     optimizer = torch.optim.SGD(parameters.values())
     saver = Saver(CheckpointConfig(ckpt_save_path=str(tmp_path), async_save=True), parameters, optimizer)

@@ -117,7 +117,7 @@ def test_a_process_that_dies_while_it_saves_a_step_again_leaves_one_that_is_good
             patch.setattr(Path, "rename", rename_or_die)
             save(run, 5)
         newest = committed_checkpoints(run)[-1]
-        assert read_manifest(newest.path).step == 5 and newest.is_as_saved
+        assert read_manifest(newest.path).step == 5 and newest.has_save_name
         save(run, 5)
         assert unfinished_saves(run) == [] and steps_in(run)[-1] == 5
 

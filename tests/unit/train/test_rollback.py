@@ -11,7 +11,7 @@ from unit.checkpoint.examples import save
 from unit.train.whole_runs import checkpoint, damage, equal, manifest_of, start, started_at
 
 from pretraining.checkpoint.manifest import MANIFEST
-from pretraining.checkpoint.retention import tidy_up
+from pretraining.checkpoint.retention import apply_retention
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.model.loss import HeadLoss
 from pretraining.train import rollback
@@ -23,7 +23,7 @@ from pretraining.train.rollback import _set_aside_from
 def test_no_start_finds_what_is_set_aside_and_best_leads_to_one_that_is_left(tmp_path: Path) -> None:
     checkpoints = tmp_path / CHECKPOINTS
     for step, loss in ((2, 3.0), (4, 2.5), (6, 2.0)):
-        tidy_up(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
+        apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
     shutil.copytree(checkpoints / "step_6_ckp", checkpoints / "mine")  # a start would go on from a user's copy, too
     (checkpoints / "step_6_ckp" / MANIFEST).write_text("{")  # nor does it matter whether one can be read
     assert _set_aside_from(tmp_path, 5, None) == [checkpoints / "mine", checkpoints / "step_6_ckp"]
