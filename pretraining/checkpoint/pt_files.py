@@ -207,4 +207,4 @@ def _passes(data: Mapping[str, Any], seq_length: int) -> int:
 def manifest_of_files(folder: Path) -> Manifest:
     """Return the manifest that the four files carry, without sizes and checksums; a CheckpointError without one."""
     path = folder / ITERATION_FILE
-    return Manifest.of_values({**load_file(path), "files": {}}, str(path))
+    return Manifest.from_values({**load_file(path), "files": {}}, str(path))

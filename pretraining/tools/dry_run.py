@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
-from pretraining.checkpoint.lease import look_at_lease
+from pretraining.checkpoint.lease import must_wait_for_lease
 from pretraining.checkpoint.run_settings import resolve_run
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.assignments import Assignment
@@ -87,7 +87,7 @@ def dry_run(
 def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> None:
     """Refuse a start whose folder does not let it."""
     run, step = config.checkpoint.folder, start.step if start is not None else 0
-    look_at_lease(run)
+    must_wait_for_lease(run)
     previous = read_status(run / STATUS_FILE) or RunStatus()
     is_rewind = start is not None and start.is_rewind
     count_start(previous, step, config.run.max_starts_without_progress, is_rewind=is_rewind)

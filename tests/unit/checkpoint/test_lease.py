@@ -166,15 +166,15 @@ def test_a_lease_from_elsewhere_that_is_renewed_refuses_the_start(tmp_path: Path
 
 def test_of_two_starts_that_find_it_free_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, FREE["gone"][0]())
-    look, winner = lease_module.look_at_lease, Lease(tmp_path)
+    look, winner = lease_module.must_wait_for_lease, Lease(tmp_path)
 
     def another_is_faster(run: Path) -> bool:
         has_to_wait = look(run)
-        monkeypatch.setattr(lease_module, "look_at_lease", look)
+        monkeypatch.setattr(lease_module, "must_wait_for_lease", look)
         winner.acquire()
         return has_to_wait
 
-    monkeypatch.setattr(lease_module, "look_at_lease", another_is_faster)
+    monkeypatch.setattr(lease_module, "must_wait_for_lease", another_is_faster)
     with pytest.raises(CheckpointError):
         Lease(tmp_path).acquire()
     winner.check()
