@@ -197,7 +197,6 @@ def _holder_of(path: Path) -> Holder | None:
 def _last_change(path: Path) -> tuple[int, int] | None:
     """Return a value that each renewal changes; None without a lease."""
     with suppress(FileNotFoundError), path.open("rb") as file:  # opening makes a network file system ask its server
-    with suppress(FileNotFoundError), path.open("rb") as file:  # opened: a network file system asks its server then
         status = os.fstat(file.fileno())
         return status.st_mtime_ns, status.st_ino
     return None

@@ -203,7 +203,7 @@ class Mirror:
         self._not_copied: Path | None = None
         self._log_files_copied = -LOG_FILES_SECONDS
         self.protected: tuple[Path, ...] = ()
-        on_rank_zero(lambda: self._store.persist(lambda: self._take_over(step), self._closing, TRIES_OF_START))
+        on_rank_zero(lambda: self._store.retry(lambda: self._take_over(step), self._closing, TRIES_OF_START))
 
     def start(self) -> None:
         """Copy the start point if the mirror lacks it; a collective call."""
@@ -298,7 +298,7 @@ class Mirror:
             action(checkpoint)
         except TakenOverError:
             return TAKEN_OVER
-        except Exception as error:  # of the checkpoint's files: `persist` repeats failed calls of the store
+        except Exception as error:  # of the checkpoint's files: `retry` repeats failed calls of the store
             if not self._closing.is_set():
                 reason = f"{type(error).__name__}: {error}"
                 log.warning("%s is not copied to %s: %s", checkpoint, self._store.address, reason)
@@ -313,26 +313,26 @@ class Mirror:
         """
         rank, world_size = place()
         folder, before = _folder_of(checkpoint), dict[str, FileEntry]()
-        content = self._store.persist(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._closing)
+        content = self._store.retry(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._closing)
         with suppress(CheckpointError, ValueError):
             before = dict(Manifest.parse(parse_json(content or b""), folder).files)
         for name, entry in read_document(checkpoint).files.items():
             number = re.match(r"shard-(\d+)-", name)
             if (int(number[1]) - 1 if number else 0) % world_size == rank and before.get(name) != entry:
-                self._store.persist(self._check_writer, self._closing)
+                self._store.retry(self._check_writer, self._closing)
                 if content is not None:
-                    self._store.persist(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._closing)
+                    self._store.retry(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._closing)
                 target = f"{folder}/{name}"
                 upload = partial(self._store.upload, checkpoint / name, target, entry, self._closing, self._full_speed)
-                self._store.persist(upload, self._closing)
+                self._store.retry(upload, self._closing)
 
     def _commit(self, checkpoint: Path) -> None:
         """Upload the manifest, remove superseded copies, and copy the log files; in a background thread of rank 0."""
         if place()[0] != 0:
             return
         content, folder = (checkpoint / MANIFEST).read_bytes(), _folder_of(checkpoint)
-        self._store.persist(self._check_writer, self._closing)
-        self._store.persist(lambda: self._store.write(f"{folder}/{MANIFEST}", content), self._closing)
+        self._store.retry(self._check_writer, self._closing)
+        self._store.retry(lambda: self._store.write(f"{folder}/{MANIFEST}", content), self._closing)
         self._held[folder] = read_document(checkpoint)
         with suppress(StoreError):  # the next commit tries again
             self._remove_superseded(folder)

@@ -68,7 +68,7 @@ def superseded(
 def best_of(saved: Sequence[Checkpoint]) -> Checkpoint | None:
     """Return the checkpoint with the lowest evaluation loss on the current evaluation sets.
 
-    Of equal losses the first counts: it was saved when the loss was found.
+    If losses are equal, the first checkpoint wins: it was saved when the loss was found.
     """
     evaluated = [each for each in saved if each.evaluation_loss is not None]
     newest = max(evaluated, key=lambda each: each.step, default=None)

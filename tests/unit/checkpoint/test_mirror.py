@@ -211,7 +211,7 @@ def test_a_copy_is_never_half_replaced(copied: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_upload_rests_until_the_run_is_over(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "RESTS", 1e6)
+    monkeypatch.setattr(object_store, "REST_RATIO", 1e6)
     path = copied / "run" / "checkpoints" / "step_6_ckp"
     shutil.rmtree(copied / "store" / "checkpoints" / path.name)
     mirror = mirror_of(copied, spare_cores=True)
