@@ -178,7 +178,7 @@ def _assemble(
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
     checkpoints = _build_checkpoints(plan, context, states, observer, lease)
-    evaluator.early_stopping.end_if_due(state)
+    evaluator.early_stopping.stop_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # a run without a folder cannot profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
     return Run(

@@ -17,7 +17,7 @@ def ends_after(stopping: EarlyStopping, losses: list[float]) -> int | None:
     """How many evaluations end the run; None where these do not."""
     run = state()
     for number, loss in enumerate(losses, start=1):
-        stopping.note(loss, run)
+        stopping.count_evaluation(loss, run)
         if run.early_end:
             assert run.finished and run.stopping
             return number

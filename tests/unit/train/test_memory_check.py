@@ -38,7 +38,7 @@ def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> N
         (24, "model_variant=llama3_8b batch_size=1 seq_length=1024 vocab_size=32000", "--model_variant=llama3.2_1b"),
         (15.5, "model_variant=125m batch_size=64 seq_length=1024", "--batch_size=8 (about 8.6 GiB)"),
         (5, "model_variant=125m batch_size=64 seq_length=1024", "--batch_size=2 (about "),
-        (0.1, "model_variant=tiny batch_size=1 seq_length=64", "Nothing smaller"),
+        (0.1, "model_variant=tiny batch_size=1 seq_length=64", "No smaller"),
     ],
 )
 def test_what_cannot_fit_is_refused_with_what_would(gib: float, flags: str, would_fit: str) -> None:
