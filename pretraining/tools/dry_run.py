@@ -16,7 +16,6 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 
 from pretraining.checkpoint.lease import must_wait_for_lease
@@ -62,9 +61,8 @@ def dry_run(
         PretrainError: what `train` would refuse before it makes a tensor.
     """
     requests = stop_requests or StopRequests()
-    raise_if_signalled = replace(requests, deadline=None).raise_if_pending
     with (
-        join_job(resolved.config, layout, raise_if_signalled, is_embedded=False) as processes,
+        join_job(resolved.config, layout, requests, is_embedded=False) as processes,
         _temporary_folder(processes) as folder,
     ):
         config, start = resolve_run(resolved.config)
@@ -80,7 +78,7 @@ def dry_run(
         plan = plan_run(config, processes, check_and_build_mesh(config, processes), data, start)
         on_rank_zero(lambda: check_trackers(config))
         log_plan(plan)
-        on_every_rank(raise_if_signalled)
+        on_every_rank(requests.raise_if_signalled)
         on_every_rank(lambda: _print(_describe_next_step(plan)) if processes.is_main else None)
 
 

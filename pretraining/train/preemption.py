@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pretraining.errors import Interrupted, Preempted
 from pretraining.launch.signals import ReceivedSignals
@@ -45,6 +45,10 @@ class StopRequests:
         if self.signals.first is not None:
             return int(self.signals.first)
         return TIME_LIMIT if self.deadline is not None and self.clock() >= self.deadline else 0
+
+    def raise_if_signalled(self) -> None:
+        """Raise `Preempted` if a signal came; call it while a start without time left must still be counted."""
+        replace(self, deadline=None).raise_if_pending()
 
     def raise_if_pending(self) -> None:
         """Raise `Preempted` if a request is pending before the first step."""

@@ -9,9 +9,9 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -125,19 +125,17 @@ def train(
             print_evaluation(evaluated)
         return None
     requests = StopRequests() if stop_requests is None else stop_requests
-    # The deadline is checked later: a start without enough time must be counted first.
-    raise_if_signalled = replace(requests, deadline=None).raise_if_pending
     # The status is written last: by then the error has its final text.
     with (
         nullcontext() if config.checkpoint.ckpt_save_path is not None else _preemption_exits_as_terminated(),
         RunStatusWriter(config.run.max_starts_without_progress, layout.rank == 0) as status,
-        join_job(config, layout, raise_if_signalled, is_embedded) as processes,
+        join_job(config, layout, requests, is_embedded) as processes,
     ):
         _fetch_start(config.checkpoint, processes)
         config, _ = resolve_run(config)
         sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
         mesh = check_and_build_mesh(config, processes)
-        on_every_rank(raise_if_signalled)
+        on_every_rank(requests.raise_if_signalled)
         config = on_rank_zero(lambda: with_run_path(config))
         path = config.checkpoint.ckpt_save_path
         with (
@@ -175,8 +173,7 @@ def evaluate(
         config: settings with `eval_only`.
     """
     requests = StopRequests() if stop_requests is None else stop_requests
-    raise_if_signalled = replace(requests, deadline=None).raise_if_pending
-    with join_job(config, layout, raise_if_signalled, is_embedded) as processes:
+    with join_job(config, layout, requests, is_embedded) as processes:
         return evaluate_only(config, processes, requests, hook)
 
 
@@ -201,7 +198,7 @@ def _preemption_exits_as_terminated() -> Iterator[None]:
 
 @contextmanager
 def join_job(
-    config: TrainConfig, layout: ProcessLayout, raise_if_signalled: Callable[[], None], is_embedded: bool
+    config: TrainConfig, layout: ProcessLayout, requests: StopRequests, is_embedded: bool
 ) -> Iterator[Processes]:
     """Join the processes of a job for a `with` block, with a watchdog; a collective call."""
     for line in remarks(config):
@@ -211,7 +208,7 @@ def join_job(
         join_processes(
             layout,
             timeout=collective_timeout(config.guard),
-            deadline=Deadline(timedelta(seconds=waiting), raise_if_signalled),
+            deadline=Deadline(timedelta(seconds=waiting), requests.raise_if_signalled),
             parallel=config.parallel,
         ) as processes,
         nullcontext() if is_embedded and layout.world_size == 1 else Watchdog(config.guard, processes),

@@ -16,7 +16,7 @@ from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_check
 from pretraining.model.loss import HeadLoss
 from pretraining.train import rollback
 from pretraining.train.loop import Run, train_loop
-from pretraining.train.rollback import _set_aside_from
+from pretraining.train.rollback import _set_aside_newer
 
 
 @pytest.mark.usefixtures("single_process")
@@ -26,11 +26,11 @@ def test_no_start_finds_what_is_set_aside_and_best_leads_to_one_that_is_left(tmp
         apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
     shutil.copytree(checkpoints / "step_6_ckp", checkpoints / "mine")  # a start would go on from a user's copy, too
     (checkpoints / "step_6_ckp" / MANIFEST).write_text("{")  # nor does it matter whether one can be read
-    assert _set_aside_from(tmp_path, 5, None) == [checkpoints / "mine", checkpoints / "step_6_ckp"]
+    assert _set_aside_newer(tmp_path, 5, None) == [checkpoints / "mine", checkpoints / "step_6_ckp"]
     assert [each.path.name for each in committed_checkpoints(tmp_path)] == ["step_2_ckp", "step_4_ckp"]
     assert {path.name for path in checkpoints.glob("set_aside_*/*")} == {"mine", "step_6_ckp"}
     assert (checkpoints / BEST).readlink() == Path("step_4_ckp")
-    _set_aside_from(tmp_path, 1, None)
+    _set_aside_newer(tmp_path, 1, None)
     assert not (checkpoints / BEST).is_symlink() and committed_checkpoints(tmp_path) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pretraining.errors import CheckpointError, ConfigError, LostPeerError, Preempted
 from pretraining.progress import Progress, TrainState
-from pretraining.train.preemption import TIME_LIMIT, ending
+from pretraining.train.preemption import TIME_LIMIT, preemption_error
 from pretraining.train.run_status import STATUS_FILE, RunStatusWriter, read_status
 
 
@@ -22,7 +22,7 @@ def everywhere(error: ConfigError) -> ConfigError:
 
 def told_to_end(stop: int) -> Preempted:
     """The end of a start on a request."""
-    return ending(stop, "at some step: and what comes next.")
+    return preemption_error(stop, "at some step: and what comes next.")
 
 
 def start(
