@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a run.
+    """Decisions about a run before it is built: start point, data, batch, schedule, length.
 
     Attributes:
         start: start point; None = initial weights.
@@ -97,7 +97,7 @@ def plan_run(
     """Plan a run from its start point; a collective call.
 
     Args:
-        config: fully resolved.
+        config: fully resolved settings.
         skipped_samples: (first, end) of samples to skip besides `--skip_samples`.
         stop_step: last step of this invocation; None = as the settings say.
 

@@ -47,7 +47,7 @@ class StopRequests:
         return TIME_LIMIT if self.deadline is not None and self.clock() >= self.deadline else 0
 
     def raise_if_signalled(self) -> None:
-        """Raise `Preempted` if a signal came; call it while a start without time left must still be counted."""
+        """Raise `Preempted` if a signal came; the deadline is checked only after the start is counted."""
         replace(self, deadline=None).raise_if_pending()
 
     def raise_if_pending(self) -> None:

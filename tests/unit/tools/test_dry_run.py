@@ -211,5 +211,5 @@ def test_a_lease_of_a_process_that_is_gone_refuses_nothing_and_one_from_elsewher
         assert len(caplog.messages) == lines and (tmp_path / LEASE).read_text() == content
     assert "a start waits up to 60 s" in caplog.messages[0]
     (tmp_path / LEASE).write_text(json.dumps(with_checksum(vars(here))))
-    with pytest.raises(CheckpointError, match="another run is writing"):
+    with pytest.raises(CheckpointError, match="another run writes"):
         must_wait_for_lease(tmp_path)
