@@ -70,7 +70,7 @@ def train_with_rollbacks(
         except DamagedError as error:
             assert start is not None
             damaged[start.path] = str(error)
-            run = None
+            run = None  # continue outside the handler: the error keeps memory of the failed run alive
         if run is None:
             _free_memory(plan.processes.device)
             if config.checkpoint.ckpt_mirror_path is not None and fetched is None:  # once: a bad disk damages it again

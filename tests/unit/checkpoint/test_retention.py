@@ -35,7 +35,7 @@ records = st.lists(
 
 
 @given(records, st.none() | st.integers(1, 5))
-def test_what_must_stay_stays_and_what_is_passing_goes(records: list[Checkpoint], keep_last: int | None) -> None:
+def test_retention_removes_exactly_the_superseded_checkpoints(records: list[Checkpoint], keep_last: int | None) -> None:
     newest, best = records[-1], best_of(records)
     gone = superseded(records, newest, best, keep_last)
     kept = [record for record in records if record not in gone]
@@ -69,7 +69,7 @@ def test_the_way_back_of_a_run_that_diverges_stays_until_an_update_is_made_again
     assert superseded([sound, skipping[-1], record(4)], record(4), None, 1) == [sound, skipping[-1]]
 
 
-def test_updates_left_out_are_counted_by_the_manifest(tmp_path: Path) -> None:
+def test_the_manifest_counts_skipped_updates(tmp_path: Path) -> None:
     save(tmp_path, 1, "preempt")
     skipping = replace(manifest_of(2), state={GUARDS_STATE: {"skipped_in_a_row": 1}})
     newest = checkpoint_path(tmp_path, 2)
@@ -112,7 +112,9 @@ def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path, capl
     } and caplog.messages == []
 
 
-def test_a_checkpoint_that_cannot_be_read_again_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_cannot_be_read_again_does_not_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(tmp_path, 3, "preempt")
     newest = save(tmp_path, 4)
     (newest / MANIFEST).unlink()
@@ -121,7 +123,7 @@ def test_a_checkpoint_that_cannot_be_read_again_ends_no_run(tmp_path: Path, capl
     assert "step_4_ckp" in caplog.text
 
 
-def test_newer_ones_that_a_start_passed_over_neither_count_nor_go(tmp_path: Path) -> None:
+def test_newer_damaged_checkpoints_neither_count_nor_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 3)
     save(tmp_path, 9, "interval", 0.5)
     (save(tmp_path, 2) / MANIFEST).write_text("{")
@@ -130,7 +132,7 @@ def test_newer_ones_that_a_start_passed_over_neither_count_nor_go(tmp_path: Path
     assert (tmp_path / CHECKPOINTS / BEST).readlink() == Path("step_4_ckp")
 
 
-def test_copies_and_what_users_put_there_neither_count_nor_go(tmp_path: Path) -> None:
+def test_copies_and_files_of_users_neither_count_nor_are_removed(tmp_path: Path) -> None:
     checkpoints = tmp_path / CHECKPOINTS
     first = save(tmp_path, 1, evaluation_loss=1.0)
     theirs = ["mine", "step_7_ckp", "the_best", "notes.tmp", "step_1_ckp.backup.tmp", "step_2_ckp.tmp.old"]
@@ -160,7 +162,7 @@ def failing(number: int) -> Callable[..., None]:
     return fail
 
 
-def test_what_cannot_be_removed_or_linked_is_said_and_no_more(
+def test_a_failed_removal_or_link_is_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / CHECKPOINTS / BEST).mkdir(parents=True)

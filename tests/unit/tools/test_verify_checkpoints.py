@@ -273,7 +273,9 @@ def test_a_run_is_checked_wholly(tmp_path: Path, capsys: pytest.CaptureFixture[s
     flip_byte(checkpoints / "step_2_ckp" / FIRST)
     (checkpoints / "step_3_ckp" / MANIFEST).unlink()
     said = lines(tmp_path, damaged=2)
-    assert "no faults" in said[0] and FIRST in said[1] and "step_3_ckp: damaged: its manifest.json is missing" in said[2]
+    assert (
+        "no faults" in said[0] and FIRST in said[1] and "step_3_ckp: damaged: its manifest.json is missing" in said[2]
+    )
     assert len(lines(checkpoints / "step_1_ckp", damaged=0)) == len(lines(checkpoints / "step_3_ckp", damaged=1)) == 1
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         verify(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")))

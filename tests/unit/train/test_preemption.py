@@ -26,7 +26,7 @@ def test_a_signal_is_a_request_and_so_is_a_deadline_that_has_come() -> None:
     [(signal.SIGUSR1, 75, True), (signal.SIGTERM, 75, False), (signal.SIGINT, 130, False), (None, 75, True)],
     ids=["USR1", "TERM", "INT", "deadline"],
 )
-def test_a_request_before_training_ends_it_with_its_own_exit_code_and_says_whether_its_time_is_over(
+def test_a_request_before_training_has_its_own_exit_code_and_tells_whether_time_is_over(
     number: signal.Signals | None, code: int, is_out_of_time: bool
 ) -> None:
     requests = StopRequests(ReceivedSignals(), deadline=None if number else 0.0)
@@ -79,7 +79,7 @@ def test_the_deadline_is_the_time_limit_or_ahead_of_the_end_of_a_slurm_job(
     assert make_stop_requests(ReceivedSignals(), limit, environ).deadline == deadline
 
 
-def test_a_process_that_no_launcher_restarts_counts_from_now() -> None:
+def test_without_a_launchers_start_time_the_time_limit_counts_from_now() -> None:
     requests = make_stop_requests(ReceivedSignals(), Duration(3600, "seconds"), {})
     assert requests.deadline is not None and requests.pending() == 0
     assert requests.deadline - requests.clock() == pytest.approx(3600, abs=60)

@@ -15,20 +15,20 @@ from pretraining.train.run_status import STATUS_FILE, RunStatusWriter, read_stat
 
 
 def everywhere(error: ConfigError) -> ConfigError:
-    """An error as `join_processes` leaves it where all ranks have found it."""
+    """Return an error as `join_processes` marks it when all ranks raise it."""
     error.is_everywhere = True
     return error
 
 
 def told_to_end(stop: int) -> Preempted:
-    """The end of a start on a request."""
+    """Return the error of a requested stop."""
     return preemption_error(stop, "at some step: and what comes next.")
 
 
 def start(
     run: Path, restored_step: int, reached: int | None, error: BaseException | None = None, limit: int = 2
 ) -> None:
-    """A start that trains up to a step (None: not at all) and ends with an error or well."""
+    """Run a start that trains up to a step (None: not at all) and ends with an error, if any."""
     expected = nullcontext() if error is None else pytest.raises(type(error))
     with expected, RunStatusWriter(limit, is_writer=True) as status:
         status.begin(run, restored_step)
@@ -78,9 +78,9 @@ def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
     assert {path.name for path in tmp_path.iterdir()} == {STATUS_FILE, "logs"}
 
 
-def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_crash_loop_is_refused_with_a_remedy(tmp_path: Path) -> None:
     start(tmp_path, 0, 4, ValueError("the loss is no number"))
-    start(tmp_path, 3, 4, ValueError("the loss is no number"))  # a checkpoint has come meanwhile
+    start(tmp_path, 3, 4, ValueError("the loss is no number"))  # there is a new checkpoint
     start(tmp_path, 3, 4, ValueError("the loss is no number"))
     before = status_of(tmp_path)
     with pytest.raises(CheckpointError, match="ValueError: the loss is no number") as refused:
@@ -93,7 +93,7 @@ def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert (status_of(tmp_path)["starts"], status_of(tmp_path)["starts_without_progress"]) == (5, 3)
 
 
-def test_a_run_that_goes_back_to_a_step_counts_anew_once(tmp_path: Path) -> None:
+def test_a_rewind_resets_the_count_once(tmp_path: Path) -> None:
     start(tmp_path, 200, 204, ValueError("nan"))
     for crashes in (1, 2):
         with pytest.raises(ValueError), RunStatusWriter(2, is_writer=True) as status:
@@ -106,18 +106,18 @@ def test_a_run_that_goes_back_to_a_step_counts_anew_once(tmp_path: Path) -> None
 
 def test_a_run_whose_time_is_too_short_for_a_start_is_not_started_for_ever(tmp_path: Path) -> None:
     start(tmp_path, 3, None, told_to_end(TIME_LIMIT))
-    start(tmp_path, 3, None, told_to_end(signal.SIGTERM))  # somebody wanted the machine: that is no reason to give up
+    start(tmp_path, 3, None, told_to_end(signal.SIGTERM))  # a preemption for another job does not count
     start(tmp_path, 3, None, told_to_end(TIME_LIMIT))
     with pytest.raises(CheckpointError) as refused:
         start(tmp_path, 3, None)
     assert "time_limit" in refused.value.settings
     start(tmp_path, 3, 6, told_to_end(TIME_LIMIT), limit=0)
     assert status_of(tmp_path)["starts_without_progress"] == 2
-    start(tmp_path, 6, None, told_to_end(TIME_LIMIT))  # from the checkpoint that the last one has saved
+    start(tmp_path, 6, None, told_to_end(TIME_LIMIT))  # from the checkpoint of the previous start
     assert status_of(tmp_path)["starts_without_progress"] == 1
 
 
-def test_a_start_whose_checkpoint_is_damaged_counts_once_and_from_the_one_that_it_goes_on_from(tmp_path: Path) -> None:
+def test_a_start_with_a_damaged_checkpoint_counts_once_from_the_checkpoint_that_it_uses(tmp_path: Path) -> None:
     start(tmp_path, 4, 6, ValueError("the loss is no number"))
     with pytest.raises(ValueError), RunStatusWriter(2, is_writer=True) as status:
         status.begin(tmp_path, 6)
@@ -173,7 +173,7 @@ def test_a_start_that_was_taken_over_leaves_the_word_to_the_later_one(tmp_path: 
     assert (status_of(tmp_path)["status"], status_of(tmp_path)["starts"]) == ("running", 2)
 
 
-def test_any_flipped_bit_of_the_status_is_said_and_refuses_no_start(
+def test_a_flipped_bit_of_the_status_is_logged_and_refuses_no_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     RunStatusWriter(5, is_writer=True).begin(tmp_path, 5)
