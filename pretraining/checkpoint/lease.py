@@ -57,12 +57,12 @@ class Holder:
         """Return this process, with a new token."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         pid = os.getpid()
-        return Holder(socket.gethostname(), _machine(), pid, _process_start(pid), now, secrets.token_hex(8))
+        return Holder(socket.gethostname(), _machine_id(), pid, _process_start(pid), now, secrets.token_hex(8))
 
     @property
     def is_alive(self) -> bool | None:
         """Whether the process is alive; None if it runs on another machine."""
-        return _process_start(self.pid) == self.process_start if self.machine == _machine() else None
+        return _process_start(self.pid) == self.process_start if self.machine == _machine_id() else None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.started}"
@@ -93,7 +93,7 @@ class Lease:
         """Raise a CheckpointError if this process has lost the lease."""
         if not self._is_own():
             raise CheckpointError(
-                f"no longer belongs to this run: {LEASE} is missing, or of {_format_holder(_holder_of(self._path))}. "
+                f"no longer belongs to this run: {LEASE} is missing, or of {_format_holder(_read_holder(self._path))}. "
                 "Nothing was changed; stop this run",
                 path=self._run,
             )
@@ -113,7 +113,7 @@ class Lease:
             is_filled = self._path.stat().st_size > 0  # an empty lease is being written by another start
         except FileNotFoundError:
             return False
-        return is_filled and _holder_of(self._path) in (self._own, None)
+        return is_filled and _read_holder(self._path) in (self._own, None)
 
     def _create(self) -> bool:
         with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:  # only one process creates it
@@ -123,15 +123,15 @@ class Lease:
 
     def _remove_free(self) -> None:
         """Wait until the lease is free, and remove it; raise a CheckpointError if its holder is alive."""
-        holder, before = _holder_of(self._path), _last_change(self._path)
+        holder, before = _read_holder(self._path), _last_change(self._path)
         for _ in range(STALE_SECONDS if must_wait_for_lease(self._run) else 0):
             sleep(1.0)
             now = _last_change(self._path)
             if now is None:
                 return
             if now != before:
-                raise _held_by(self._run, holder)
-        if _holder_of(self._path) == holder:  # otherwise another start has taken it
+                raise _held_error(self._run, holder)
+        if _read_holder(self._path) == holder:  # otherwise another start has taken it
             self._path.unlink(missing_ok=True)
 
     def _renew(self) -> None:
@@ -164,17 +164,17 @@ def must_wait_for_lease(run: Path) -> bool:
     """
     if not exists(run / LEASE):
         return False
-    holder = _holder_of(run / LEASE)
+    holder = _read_holder(run / LEASE)
     is_alive = None if holder is None else holder.is_alive
     if is_alive:
-        raise _held_by(run, holder)
+        raise _held_error(run, holder)
     if is_alive is None:
         holder_text = _format_holder(holder)
         log.warning("%s belongs to %s: a start waits up to %d s for a heartbeat", run, holder_text, STALE_SECONDS)
     return is_alive is None
 
 
-def _held_by(run: Path, holder: Holder | None) -> CheckpointError:
+def _held_error(run: Path, holder: Holder | None) -> CheckpointError:
     return CheckpointError(
         f"another run writes into it: {_format_holder(holder)}. Stop that run, or give another --ckpt_save_path. (If "
         f"that run is certainly gone, remove {run / LEASE}.)",
@@ -186,7 +186,7 @@ def _format_holder(holder: Holder | None) -> str:
     return str(holder or f"an unknown process ({LEASE} is damaged)")
 
 
-def _holder_of(path: Path) -> Holder | None:
+def _read_holder(path: Path) -> Holder | None:
     """Return the holder of a lease; None if the lease is missing or damaged."""
     try:
         return Holder(**checked_values(read_json(path)))
@@ -202,7 +202,7 @@ def _last_change(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """Return an id of this boot and process id namespace; without /proc, a random one that equals no other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

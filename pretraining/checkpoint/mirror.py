@@ -124,29 +124,30 @@ def newest_good_step(run: Path, damaged: Mapping[Path, str] = MappingProxyType({
 
 def _match_run_id(store: Store, run: Path) -> None:
     """Give the run its mirror's id, or both a new id; raise a CheckpointError if the mirror belongs to another run."""
-    own, there = _id_in(run), _read_owner(store).get("run")
-    local = committed_checkpoints(run)
-    if there is None:
-        there = own or secrets.token_hex(8)
-        store.write(MIRROR_FILE, _document(run=there, writer=""))
-    # A lost id, or copies made by hand, leave no id: a checkpoint that both hold identifies the run as well.
-    elif own != there and local and (own is not None or not any(_is_in(store, each.path) for each in local)):
+    own, mirrored = _read_run_id(run), _read_owner(store).get("run")
+    local = [each.path for each in committed_checkpoints(run)]
+    # A run without an id (lost, or copied by hand) is identified by a checkpoint that the mirror holds, too.
+    is_same = own == mirrored or not local or (own is None and any(_is_in_store(store, path) for path in local))
+    if mirrored is None:
+        mirrored = own or secrets.token_hex(8)
+        store.write(MIRROR_FILE, _to_json(run=mirrored, writer=""))
+    elif not is_same:
         raise CheckpointError(
             f"belongs to another run than {run}: give another --ckpt_mirror_path, or the --ckpt_save_path of the "
             "mirror's run",
             path=store.address,
         )
-    if own != there:
+    if own != mirrored:
         run.mkdir(parents=True, exist_ok=True)
-        write_atomic(run / MIRROR_FILE, _document(run=there))
+        write_atomic(run / MIRROR_FILE, _to_json(run=mirrored))
 
 
-def _is_in(store: Store, path: Path) -> bool:
+def _is_in_store(store: Store, path: Path) -> bool:
     manifest = path / MANIFEST
     return is_file(manifest) and store.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST}") == manifest.read_bytes()
 
 
-def _id_in(run: Path) -> str | None:
+def _read_run_id(run: Path) -> str | None:
     try:
         return str(checked_values(parse_json((run / MIRROR_FILE).read_bytes()))["run"])
     except (OSError, ValueError, KeyError):
@@ -164,7 +165,7 @@ def _read_owner(store: Store) -> dict[str, Any]:
         ) from None
 
 
-def _document(**values: str) -> bytes:
+def _to_json(**values: str) -> bytes:
     return json.dumps(with_checksum(values)).encode()
 
 
@@ -213,7 +214,7 @@ class Mirror:
 
     def lacks(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint has no complete copy; on rank 0."""
-        return self._held.get(_folder_of(checkpoint)) != read_document(checkpoint)
+        return self._held.get(_store_folder(checkpoint)) != read_document(checkpoint)
 
     def copy(self, checkpoint: Path) -> None:
         """Copy a committed checkpoint after the running copy; only the newest of several waiting ones is copied."""
@@ -228,7 +229,7 @@ class Mirror:
             TakenOverError: another process writes into the mirror; on every rank alike.
         """
         if self._work is not None and (least := self._sync.offer(self._status())) is not None:
-            self._advance(int(least[0]))
+            self._continue_copy(int(least[0]))
 
     def finish(self, seconds: float) -> str | None:
         """Wait until all is copied; return the problem if that takes longer than `seconds`, on every rank alike.
@@ -247,7 +248,7 @@ class Mirror:
             status = min(status for status, _ in found)
             if status == RUNNING:
                 return next((problem for _, problem in found if problem), "the store is slow")
-            self._advance(status)
+            self._continue_copy(status)
         return None if self._not_copied is None else f"copying {self._not_copied.name} failed; the log says why"
 
     def close(self, *, wait: bool) -> None:
@@ -271,7 +272,7 @@ class Mirror:
         self._is_uploaded = False
         self._work = _in_background(partial(self._run_part, self._upload, self.protected[0]))
 
-    def _advance(self, status: int) -> None:
+    def _continue_copy(self, status: int) -> None:
         if status == TAKEN_OVER:
             raise TakenOverError(
                 f"{self._store.address} belongs to another start of this run now: stop this one. Its own checkpoints "
@@ -312,7 +313,7 @@ class Mirror:
         uploaded again. If a file differs, the manifest in the store is removed first.
         """
         rank, world_size = place()
-        folder, before = _folder_of(checkpoint), dict[str, FileEntry]()
+        folder, before = _store_folder(checkpoint), dict[str, FileEntry]()
         content = self._store.retry(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._closing)
         with suppress(CheckpointError, ValueError):
             before = dict(Manifest.parse(parse_json(content or b""), folder).files)
@@ -330,7 +331,7 @@ class Mirror:
         """Upload the manifest, remove superseded copies, and copy the log files; in a background thread of rank 0."""
         if place()[0] != 0:
             return
-        content, folder = (checkpoint / MANIFEST).read_bytes(), _folder_of(checkpoint)
+        content, folder = (checkpoint / MANIFEST).read_bytes(), _store_folder(checkpoint)
         self._store.retry(self._check_writer, self._closing)
         self._store.retry(lambda: self._store.write(f"{folder}/{MANIFEST}", content), self._closing)
         self._held[folder] = read_document(checkpoint)
@@ -341,7 +342,7 @@ class Mirror:
     def _take_over(self, step: int) -> None:
         """Become the mirror's writer, and set aside checkpoints that the run has rolled back."""
         run_id = _read_owner(self._store).get("run", "")
-        self._store.write(MIRROR_FILE, _document(run=run_id, writer=self._token))
+        self._store.write(MIRROR_FILE, _to_json(run=run_id, writer=self._token))
         for folder, manifest in checkpoints_in(self._store).items():
             if manifest.step <= step:
                 self._held[folder] = manifest
@@ -373,7 +374,7 @@ class Mirror:
                     self._store.write(name, (self._run / name).read_bytes())
 
 
-def _folder_of(checkpoint: Path) -> str:
+def _store_folder(checkpoint: Path) -> str:
     """Return the path of a checkpoint in the store."""
     return f"{CHECKPOINTS}/{checkpoint.name}"
 

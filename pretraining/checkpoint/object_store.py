@@ -263,7 +263,7 @@ def fetch_newest(store: Store, found: Mapping[str, Manifest], target: Path) -> P
         CheckpointError: a checkpoint cannot be fetched or written.
     """
     for folder, manifest in reversed(list(found.items())):
-        path = target / _name_of(store, folder)
+        path = target / _checkpoint_name(store, folder)
         log.info("fetching %s/%s to %s", store.address, folder, path)
         try:
             fault = _fetch(store, folder, manifest, path)
@@ -301,7 +301,7 @@ def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | N
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _name_of(store: Store, folder: str) -> str:
+def _checkpoint_name(store: Store, folder: str) -> str:
     return Path(folder or store.address).name
 
 
@@ -323,7 +323,7 @@ def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
         if not found or (with_files and fetch_newest(store, found, run / CHECKPOINTS) is None):
             raise CheckpointError("holds no complete and good checkpoint", path=store.address)
         for folder, manifest in ({} if with_files else found).items():
-            path = run / CHECKPOINTS / _name_of(store, folder)
+            path = run / CHECKPOINTS / _checkpoint_name(store, folder)
             path.mkdir(parents=True)
             for file, entry in manifest.files.items():
                 with (path / Path(file).name).open("wb") as empty:

@@ -83,7 +83,7 @@ class FullSave:
             value = value.full_tensor() if is_sharded(value) else value
             try:
                 if dist.get_rank() == 0:
-                    gathered[name] = _on_host(value)
+                    gathered[name] = _copy_to_host(value)
             except RuntimeError as error:  # out of memory
                 failure = error
         if failure is not None:
@@ -91,7 +91,7 @@ class FullSave:
         return write_full(folder, gathered, self.manifest) if gathered else {}
 
 
-def _on_host(value: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(value: torch.Tensor) -> torch.Tensor:
     value = value.cpu().contiguous()
     # torch.save writes the whole storage of a tensor that is a view.
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
@@ -184,7 +184,7 @@ def _iteration_state(manifest: Manifest, config: TrainConfig) -> dict[str, Any]:
     phases = manifest.data.get("phases", [{"first_sample": 0}])
     content = manifest.document()
     return {
-        "epoch": _passes(manifest.data, config.data.seq_length),
+        "epoch": _whole_passes(manifest.data, config.data.seq_length),
         "segment": len(phases) - 1,
         "segment_start": phases[-1]["first_sample"],
         "segment_end": manifest.data.get("next_sample", 0),
@@ -193,7 +193,7 @@ def _iteration_state(manifest: Manifest, config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _passes(data: Mapping[str, Any], seq_length: int) -> int:
+def _whole_passes(data: Mapping[str, Any], seq_length: int) -> int:
     """Return whole passes over the dataset with the fewest passes, of the current mixture; 0 without datasets."""
     weights = data["phases"][-1]["weights"] if data else {}
     tokens = {name: data["datasets"][name].get("tokens", 0) for name, weight in weights.items() if weight > 0}

@@ -169,7 +169,7 @@ def _load_local(stored: StoredTensors, files: Files, tensors: Mapping[str, torch
     def read_from(name: str) -> None:
         path, entry, header = stored.folder / name, files[name], stored.headers[name]
         in_order = sorted(reads[name], key=lambda read: read.stored.begin)
-        is_compared = entry is not None and _is_whole(in_order, header, entry)
+        is_compared = entry is not None and _covers_file(in_order, header, entry)
         crc32 = _read_file(path, in_order, header.crc32 if is_compared else None)
         if entry is not None and crc32 is not None:
             faults[name] = _checksum_fault(path, crc32_text(crc32), entry)
@@ -180,7 +180,7 @@ def _load_local(stored: StoredTensors, files: Files, tensors: Mapping[str, torch
     return faults
 
 
-def _is_whole(reads: Iterable[ReadItem], header: Header, entry: FileEntry) -> bool:
+def _covers_file(reads: Iterable[ReadItem], header: Header, entry: FileEntry) -> bool:
     """Return whether the header and the reads, in order, cover the whole file."""
     if header.crc32 is None:
         return False

@@ -41,12 +41,12 @@ def apply_retention(run: Path, newest: Path, keep_last: int | None, protected: C
         own = checkpoint_at(newest)
         if own.kind is None:  # a network file system may hide it for a moment
             raise CheckpointError("cannot be read again", path=newest)
-        saved = [each for each in _saved(run) if each.step <= own.step]
+        saved = [each for each in _saved_checkpoints(run) if each.step <= own.step]
     except (OSError, PretrainError) as error:
         log.warning("nothing older than %s is removed: %s", newest, error)
         return
     best = best_of(saved)
-    _point_to_best(run, best)
+    _link_best(run, best)
     for each in superseded(saved, own, best, keep_last):
         if each.path not in protected:
             remove_checkpoint(each.path)
@@ -76,7 +76,7 @@ def best_of(saved: Sequence[Checkpoint]) -> Checkpoint | None:
     return min(evaluated, key=lambda each: (each.evaluation_loss, each.step), default=None)
 
 
-def _saved(run: Path) -> list[Checkpoint]:
+def _saved_checkpoints(run: Path) -> list[Checkpoint]:
     """Return the readable checkpoints that saves of this run have committed."""
     return [each for each in committed_checkpoints(run) if each.has_save_name and each.kind is not None]
 
@@ -96,10 +96,10 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> None:
         flush_folder(run / CHECKPOINTS)
     except OSError as error:
         raise CheckpointError(f"cannot be moved to {folder}: {error.strerror}", path=error.filename) from None
-    _point_to_best(run, best_of(_saved(run)))
+    _link_best(run, best_of(_saved_checkpoints(run)))
 
 
-def _point_to_best(run: Path, best: Checkpoint | None) -> None:
+def _link_best(run: Path, best: Checkpoint | None) -> None:
     """Point the relative link `best` of a run to the best checkpoint, or remove the link if there is none.
 
     Warn on failure, or if a user's file has the name.

@@ -339,7 +339,7 @@ def write_tensors(
     """
     size = checksum = 0
     with path.open("wb", buffering=0) as file:
-        for content in _contents(_header(kinds, metadata or {"format": "pt"}), kinds, values):
+        for content in _file_content(_header(kinds, metadata or {"format": "pt"}), kinds, values):
             checksum = zlib.crc32(content, checksum)
             _write_all(file.fileno(), content)
             size += len(content)
@@ -347,7 +347,7 @@ def write_tensors(
     return FileEntry(size, crc32_text(checksum))
 
 
-def _contents(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+def _file_content(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of a file in order; small tensors are joined, since threads wait for each other at each write."""
     small = [memoryview(header)]
     for (dtype, shape), value in zip(kinds.values(), values, strict=True):

@@ -48,7 +48,7 @@ from pretraining.progress import Interval
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
 from pretraining.train.messages import log_plan
-from pretraining.train.open_data import batches_of, byte_lengths
+from pretraining.train.open_data import byte_lengths, read_batches
 from pretraining.train.plan import Plan
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import RunStatusWriter
@@ -85,7 +85,7 @@ def build_run(
         PretrainError: any mistake of the user, the same on all ranks.
         Preempted: a stop was requested before the first step.
     """
-    model, optimizer = _restore(plan)
+    model, optimizer = _load_model_and_optimizer(plan)
     log_plan(plan)
     _add_events(plan, status.events)
     if plan.start is None:  # last, because it is slow: mistakes in the data settings have shown by now
@@ -100,7 +100,7 @@ def build_run(
     return run
 
 
-def _restore(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """Build model and optimizer, and load the start point into them; a collective call.
 
     Raises:
@@ -184,7 +184,7 @@ def _assemble(
     return Run(
         state=state,
         context=context,
-        batches=batches_of(plan.loader, processes.rank),
+        batches=read_batches(plan.loader, processes.rank),
         observer=observer,
         evaluator=evaluator,
         checkpoints=checkpoints,
@@ -251,6 +251,7 @@ def _build_evaluator(
 ) -> Evaluator:
     evaluation = plan.config.evaluation
     selects_best = evaluation.best_by is not None or bool(evaluation.eval_datasets)
+    deciding_sets = _deciding_sets(plan) if selects_best else ()
     table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.sources else None
     return Evaluator(
         model=context.model.module,
@@ -261,7 +262,7 @@ def _build_evaluator(
         observer=observer,
         should_stop=should_stop,
         best_by=evaluation.best_by,
-        early_stopping=EarlyStopping(evaluation.early_stopping_evaluations, _decided_by(plan) if selects_best else ()),
+        early_stopping=EarlyStopping(evaluation.early_stopping_evaluations, deciding_sets),
         byte_lengths_V=table_V,
         metrics=context.metrics,
         scores=context.scores,
@@ -292,11 +293,11 @@ def _build_checkpoints(
         mirror_wait_seconds=MIRROR_WAIT_SHARE * (config.guard.hang_timeout.amount or MIRROR_WAIT_SECONDS),
     )
     if plan.restored is not None:
-        checkpoints.restore(plan.restored, _decided_by(plan) if plan.sources else None)
+        checkpoints.restore(plan.restored, _deciding_sets(plan) if plan.sources else None)
     return checkpoints
 
 
-def _decided_by(plan: Plan) -> tuple[str, ...]:
+def _deciding_sets(plan: Plan) -> tuple[str, ...]:
     """Return the names of the evaluation sets whose loss decides which checkpoint is best."""
     best_by = plan.config.evaluation.best_by
     return tuple(sorted(each for source in plan.sources for each in source.sets if best_by in (None, each)))

@@ -28,7 +28,7 @@ from pretraining.model.hf import MODEL_FILES
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.text import format_table
 from pretraining.train.build import build_model
-from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
+from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
 from pretraining.train.plan import build_run_mesh, check_kernels
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
 
@@ -62,7 +62,7 @@ def evaluate_only(
         ConfigError, DataError: a set cannot be opened, or the model was trained on documents that are now held out.
         Preempted: a stop was requested.
     """
-    source = on_rank_zero(lambda: _source(config.checkpoint))
+    source = on_rank_zero(lambda: _evaluated_path(config.checkpoint))
     newest = on_rank_zero(lambda: find_newest(source))
     config, manifest = adopt_settings(config, newest), newest.manifest
     shape, device = resolve_shape(config.model), processes.device
@@ -71,7 +71,7 @@ def evaluate_only(
     check_kernels(config, shape, device)
     data = open_data(config, processes)
     batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
-    sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
+    sources = open_evaluation_sources(config, data, batch, processes, shape.vocab_size)
     model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)
@@ -96,12 +96,12 @@ def evaluate_only(
 
 def print_evaluation(evaluated: CheckpointEvaluation) -> None:
     """Print a table, and then the JSON object on one line."""
-    for line in table(evaluated.evaluation):
+    for line in format_evaluation(evaluated.evaluation):
         print_text(line)
     print(json.dumps(evaluated.as_json()), flush=True)
 
 
-def _source(config: CheckpointConfig) -> Path:
+def _evaluated_path(config: CheckpointConfig) -> Path:
     if config.ckpt_load_path is not None:
         return from_hub(config.ckpt_load_path, MODEL_FILES, CheckpointError)
     return Path(newest_run_path(str(config.folder)))
@@ -116,7 +116,7 @@ def _check_held_out(config: TrainConfig, trained: float | None) -> None:
         )
 
 
-def table(found: Evaluation) -> list[str]:
+def format_evaluation(found: Evaluation) -> list[str]:
     """Return one line per set, and a line of the means over the tokens of all sets."""
     names = list(found.numbers())
     rows = [("set", "tokens", *(name.replace("_", " ") for name in names))]

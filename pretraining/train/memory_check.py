@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 ADVISED_SHARE = 0.9
 """Share of the memory that the advised settings may fill."""
 TOLERANCE = 0.15
-"""Share by which the estimate may be too high: a run is refused beyond it (measured: docs/performance.md)."""
+"""Possible error of the estimate: a run is refused if even this share less does not fit (docs/performance.md)."""
 PACKAGE = Path(__file__).parent.parent
 _OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
@@ -55,7 +55,7 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
         CheckpointError: rank 0 cannot gather full checkpoints in the host's memory.
     """
     needed = _estimate(config, shape, shard_size, processes.device)
-    parts, (limit_bytes, limit) = _format_parts(needed), _limit_of(processes)
+    parts, (limit_bytes, limit) = _format_parts(needed), _available_memory(processes)
     if processes.is_main:
         log.info("memory      about %s of %s: %s", format_gib(needed.total), limit, parts)
     if config.run.ignore_memory:
@@ -95,7 +95,7 @@ def explain_out_of_memory(config: TrainConfig, shard_size: int, processes: Proce
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        explained = OutOfMemoryError(_explain(error, config, shard_size, processes))
+        explained = OutOfMemoryError(_out_of_memory_text(error, config, shard_size, processes))
         explained.rank = processes.rank
         raise explained from error
     finally:
@@ -110,7 +110,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def _explain(error: Exception, config: TrainConfig, shard_size: int, processes: Processes) -> str:
+def _out_of_memory_text(error: Exception, config: TrainConfig, shard_size: int, processes: Processes) -> str:
     shape, device = resolve_shape(config.model), processes.device
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
     place = f", at {Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}" if frames else ""
@@ -118,9 +118,10 @@ def _explain(error: Exception, config: TrainConfig, shard_size: int, processes: 
     reserved = ""
     if device.type == "cuda":
         reserved = f", {format_gib(torch.cuda.memory_reserved(device))} held by PyTorch's allocator"
+    _, available = _available_memory(processes)
     lines = [
         f"out of memory in step {processes.activity.step + 1}{place}: {cause}",
-        f"Measured on this rank: {format_gib(peak_bytes(device))} at the peak{reserved}, {_limit_of(processes)[1]}",
+        f"Measured on this rank: {format_gib(peak_bytes(device))} at the peak{reserved}, {available}",
         f"Estimated: {_format_parts(_estimate(config, shape, shard_size, device))}",
         "Settings that take less, by the estimate:",
         *(f"  {line}" for line in _advice(config, shape, shard_size, device)),
@@ -154,7 +155,7 @@ def _advice(
     )
 
 
-def _limit_of(processes: Processes) -> tuple[int, str]:
+def _available_memory(processes: Processes) -> tuple[int, str]:
     """Return the bytes that one process may use, and a text that says so."""
     if processes.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(processes.device)

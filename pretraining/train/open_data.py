@@ -58,19 +58,21 @@ def open_data(config: TrainConfig, processes: Processes, index_folder: str | Non
     folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing))
     needs_training = bool(listing) and not (config.evaluation.eval_only and data.held_out_fraction == 0)
     return OpenedData(
-        training=_open(listing, data, processes, index_folder) if needs_training else None,
-        folders=tuple((folder, _open((folder.files,), folder.config, processes, index_folder)) for folder in folders),
+        training=_open_datasets(listing, data, processes, index_folder) if needs_training else None,
+        folders=tuple(
+            (folder, _open_datasets((folder.files,), folder.config, processes, index_folder)) for folder in folders
+        ),
     )
 
 
-def _open(
+def _open_datasets(
     listing: tuple[DatasetFiles, ...], config: DataConfig, processes: Processes, index_folder: str | None
 ) -> OpenedDatasets:
     if index_folder is not None:
         indexed_by_rank = gather_from_every_rank(lambda: [is_indexed(files, config) for files in listing])
         elsewhere = replace(config, index_path=index_folder)
         configs = [config if all(indexed) else elsewhere for indexed in zip(*indexed_by_rank, strict=True)]
-        parts = [_open((files,), each, processes, None) for files, each in zip(listing, configs, strict=True)]
+        parts = [_open_datasets((files,), each, processes, None) for files, each in zip(listing, configs, strict=True)]
         return OpenedDatasets(tuple(dataset for part in parts for dataset in part.datasets))
     on_rank_zero(lambda: build_indices(listing, config))
     # Nodes may not share the cache folder of the indices. If they do, this call finds the indices of rank 0.
@@ -79,7 +81,7 @@ def _open(
     return on_every_rank(lambda: open_datasets(listing, config))
 
 
-def evaluation_sources(
+def open_evaluation_sources(
     config: TrainConfig, data: OpenedData, batch: BatchSizes, processes: Processes, vocab_size: int
 ) -> list[EvaluationSource]:
     """Open the evaluation sets: the held-out documents of all datasets, and each folder of `--eval_datasets`.
@@ -145,13 +147,13 @@ def _batch_opener(loader: Loader, processes: Processes) -> Callable[[], Abstract
     @contextmanager
     def open_batches() -> Iterator[Iterable[StepBatch]]:
         loader.rewind()
-        with closing(batches_of(loader, processes.rank)) as batches:
+        with closing(read_batches(loader, processes.rank)) as batches:
             yield processes.activity.watch(batches)
 
     return open_batches
 
 
-def batches_of(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
+def read_batches(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
     """Yield the loader's batches until closed; a read error names this rank, since the other ranks do not see it.
 
     An error in a reading thread is raised here, too, at the step whose batch it was reading.

@@ -41,7 +41,7 @@ from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TokenSchedule, TrainState
 from pretraining.train.memory_check import check_memory
-from pretraining.train.open_data import OpenedData, evaluation_sources
+from pretraining.train.open_data import OpenedData, open_evaluation_sources
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def plan_run(
     )
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
-    sources = evaluation_sources(config, opened, batch, processes, shape.vocab_size)
+    sources = open_evaluation_sources(config, opened, batch, processes, shape.vocab_size)
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )

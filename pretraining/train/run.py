@@ -61,7 +61,7 @@ from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 TERMINATED = 143
 """Exit code that shells report for a process that SIGTERM ended."""
 
@@ -189,10 +189,9 @@ def _preemption_exits_as_terminated() -> Iterator[None]:
     """Exit with the code of SIGTERM when a run that saves nothing is preempted, so that nobody restarts it."""
     try:
         yield
-    except Interrupted:
-        raise
     except Preempted as error:
-        error.exit_code = TERMINATED
+        if not isinstance(error, Interrupted):
+            error.exit_code = TERMINATED
         raise
 
 
@@ -244,7 +243,7 @@ def _check_same_settings(config: TrainConfig) -> None:
             values = (f"{text or 'empty'} on ranks {list_ranks(on)}" for text, on in ranks.items())
             different.append(f"{name} is {' and '.join(values)}")
     raise ConfigError(
-        f"the processes of this job have different settings: {list_some(different, _MOST_NAMED, '; ')}.\n"
+        f"the processes of this job have different settings: {list_some(different, _MAX_NAMED, '; ')}.\n"
         "Give all nodes the same recipe and flags; the recipe on a node's own disk may be outdated"
     )
 
@@ -262,7 +261,7 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSa
         saved = "saved; the same command resumes from there" if is_saved else "nothing was saved"
         text = f"at step {state.step} of {state.total_steps} ({stop_reason(state.stop)}): {saved}."
         preempted = preemption_error(state.stop, text)
-        preempted.result = _result(config, run, "preempted")
+        preempted.result = _make_result(config, run, "preempted")
         raise preempted
     sample = None
     if sampler is not None:
@@ -272,10 +271,10 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSa
         if run.observer.newest:
             run.observer.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
         log.info("  generated text:\n%s", sample.indented())
-    return _result(config, run, "finished")
+    return _make_result(config, run, "finished")
 
 
-def _result(config: TrainConfig, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
+def _make_result(config: TrainConfig, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
     state, checkpoints, run_path = run.state, run.checkpoints, config.checkpoint.ckpt_save_path
     return TrainResult(
         status=status,

@@ -88,7 +88,7 @@ def test_an_optimizer_over_the_models_parameters_loads_its_file(tmp_path: Path) 
 
 def test_epochs_are_the_passes_over_the_dataset_with_the_fewest() -> None:
     data = {**manifest_of(SHAPES["plain"]).data, "counts": {"a": 7, "b": 40}}
-    assert (pt_files._passes(data, 64), pt_files._passes({}, 64)) == (2, 0)
+    assert (pt_files._whole_passes(data, 64), pt_files._whole_passes({}, 64)) == (2, 0)
 
 
 @settings(max_examples=20)

@@ -81,7 +81,7 @@ def test_gradients_that_come_after_the_peak_are_named(caplog: pytest.LogCaptureF
     caplog.set_level(logging.INFO, logger="pretraining")
     config = load_train_config(["use_dummy_dataset=true", "model_variant=125m", "mixed_precision=false"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_check, "_limit_of", lambda processes: (80 * GIB, "80 GiB free on cuda:0"))
+        patch.setattr(memory_check, "_available_memory", lambda processes: (80 * GIB, "80 GiB free on cuda:0"))
         check_memory(config, resolve_shape(config.model), 1, Processes(0, 1, 0, 1, torch.device("cuda")))
     (line,) = caplog.messages
     assert line.endswith(f", minus {format_gib(511.6 * 2**20)} of gradients that are allocated after the peak")
