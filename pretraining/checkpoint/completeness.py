@@ -36,7 +36,6 @@ def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slic
     """Return what is wrong with the tensors of a checkpoint's files, one line per fault.
 
     Args:
-        manifest: manifest, with the model and the optimizer.
         share: share of the tensors to check.
 
     Raises:
@@ -77,8 +76,7 @@ def check_finite(checkpoint: Path, name: str, tensor: torch.Tensor) -> torch.Ten
     """Return a weight of a checkpoint; raise a CheckpointError unless all its values are finite."""
     if not is_finite(tensor):
         raise CheckpointError(
-            f"of a run that has diverged: {name} has values that are not finite. Name an earlier checkpoint; "
-            "`pretrain list` shows them",
+            f"{name} has values that are not finite: the run has diverged. Name an earlier one (`pretrain list`)",
             path=checkpoint,
         )
     return tensor

@@ -63,7 +63,6 @@ class StoredTensors:
     """Tensors in the files of a folder, with the place of each chunk.
 
     Attributes:
-        headers: headers by file name.
         chunks: chunks by tensor; `completeness.tensor_faults` checks that none is missing.
     """
 
@@ -180,8 +179,7 @@ def load_file(path: Path) -> dict[str, Any]:
         raise
     except Exception:  # torch.load raises many types, with long texts about unsafe loading
         raise DamagedError(
-            "damaged, or holds more than tensors and plain values; nothing in it was executed. Use another "
-            "checkpoint, or save it again with torch.save, tensors and plain values only",
+            "damaged, or holds more than tensors and plain values (nothing in it was executed): use another checkpoint",
             path=path,
         ) from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):

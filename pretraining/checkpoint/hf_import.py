@@ -54,8 +54,7 @@ def weight_files(path: Path) -> list[str]:
             raise CheckpointError("has no weight_map from tensors to files", path=path / INDEX_FILE)
     else:
         raise CheckpointError(
-            f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}. Other weight files (.bin, .pt, .pth) are refused: a pickle "
-            "may run any program. Download the model's safetensors files",
+            f"has no {WEIGHTS_FILE} or {INDEX_FILE}. Pickled weights (.bin, .pt, .pth) may run any program: refused",
             path=path,
         )
     for name in names:

@@ -41,7 +41,7 @@ class Holder:
 
     Attributes:
         machine: boot and process id namespace.
-        process_start: start time, which tells a later process with the same id apart.
+        process_start: start time; a later process with the same id has another.
         started: time when the lease was taken, for people.
     """
 
@@ -93,8 +93,7 @@ class Lease:
         """Raise a CheckpointError if this process has lost the lease."""
         if not self._is_own():
             raise CheckpointError(
-                f"no longer belongs to this run: {LEASE} is missing, or of {_format_holder(_read_holder(self._path))}. "
-                "Nothing was changed; stop this run",
+                f"its {LEASE} is missing, or of {_format_holder(_read_holder(self._path))}: stop this run",
                 path=self._run,
             )
 

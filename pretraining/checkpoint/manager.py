@@ -46,18 +46,16 @@ class CheckpointManager:
     """Manager that saves when a save is due; a context around the loop. Saving is a collective call.
 
     Args:
-        saver: saver of the run's tensors; None = nothing is saved, only evaluation losses are tracked.
+        saver: None = nothing is saved, only evaluation losses are tracked.
         manifest: fields that all checkpoints of the run share.
         loader: data loader, whose state is the position in the data.
         states: other stateful components, by their name in the checkpoint.
-        observer: source of the newest loss; measures the time that training waits, and records each checkpoint.
+        observer: gives the newest loss; measures the time that training waits, and records each checkpoint.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
-        mirror: copies checkpoints to an object store; None = no copies.
         mirror_wait_seconds: how long the end of the run waits for the last copy.
 
     Attributes:
         newest: newest committed checkpoint, or the one that the run was restored from.
-        evaluation_loss, best_evaluation_loss: loss of the newest evaluation, and the lowest; None without one.
     """
 
     def __init__(
@@ -194,7 +192,7 @@ class CheckpointManager:
         return "preempt" if self._preempt_interval.is_due(state) else None
 
     def _record_evaluation(self, loss: float) -> bool:
-        """Track the loss of an evaluation; return whether it is the run's best."""
+        """Track an evaluation loss; return whether it is the run's best."""
         if not math.isfinite(loss):
             return False
         self.evaluation_loss = loss

@@ -79,7 +79,6 @@ class Manifest:
         kind: reason of the save: "interval"; "final": the run is done; "preempt": in case the run is stopped,
             superseded by the next one; "best": lowest evaluation loss so far, superseded by the next best.
         loss, evaluation_loss: newest value, if any and finite.
-        best_evaluation_loss: lowest of the run so far, if any.
         data: position in the data, the loader's state; empty if the checkpoint holds only weights.
         state: states of other components, by name.
         world: number of processes, strategy and threads per process of the writer; any other layout can read it.
@@ -143,8 +142,7 @@ class Manifest:
         version = values.get("format_version") if isinstance(values, dict) else None
         if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"format version {shown(version)}, and this version of pretraining reads {FORMAT_VERSION}. Use the "
-                "version that wrote it",
+                f"has format version {shown(version)}, not {FORMAT_VERSION}: read it with the version that wrote it",
                 path=path,
             )
         try:
@@ -267,7 +265,7 @@ def tensor_state(
     """Return the tensors of a checkpoint, without a copy: loading into them restores the run.
 
     Args:
-        optimizer: optimizer of the same parameters, with its state materialised; None = parameters only.
+        optimizer: its state must be materialised; None = parameters only.
     """
     import torch  # here, since callers with parameters have imported it
 
@@ -304,7 +302,5 @@ def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"holds another model ({'; '.join(differences)}). Give the flags of that model, or another "
-            "--ckpt_save_path or --ckpt_load_path.",
-            path=path,
+            f"holds another model ({'; '.join(differences)}): give its flags, or another checkpoint", path=path
         )

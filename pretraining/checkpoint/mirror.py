@@ -133,9 +133,7 @@ def _match_run_id(store: Store, run: Path) -> None:
         store.write(MIRROR_FILE, _to_json(run=mirrored, writer=""))
     elif not is_same:
         raise CheckpointError(
-            f"belongs to another run than {run}: give another --ckpt_mirror_path, or the --ckpt_save_path of the "
-            "mirror's run",
-            path=store.address,
+            f"is the mirror of another run than {run}: give another --ckpt_mirror_path", path=store.address
         )
     if own != mirrored:
         run.mkdir(parents=True, exist_ok=True)
@@ -179,7 +177,6 @@ class Mirror:
     """Background copies of a run's checkpoints; the constructor, `copy`, `poll` and `finish` are collective calls.
 
     Args:
-        config: settings, with the run's folder and its mirror.
         step: step of the start point; later checkpoints in the mirror were rolled back, and are set aside.
         newest: the run's own start point; `start` copies it if the mirror lacks it.
         spare_cores: whether uploads pause most of the time until `finish`, since training needs every core.
@@ -274,10 +271,7 @@ class Mirror:
 
     def _continue_copy(self, status: int) -> None:
         if status == TAKEN_OVER:
-            raise TakenOverError(
-                f"{self._store.address} belongs to another start of this run now: stop this one. Its own checkpoints "
-                f"are in {self._run / CHECKPOINTS}"
-            )
+            raise TakenOverError(f"{self._store.address} belongs to another start of this run now: stop this one")
         if status == RUNNING:
             return
         checkpoint, *waiting = self.protected
@@ -294,7 +288,6 @@ class Mirror:
             self._start_upload()
 
     def _run_part(self, action: Callable[[Path], None], checkpoint: Path) -> int:
-        """Run one part of a copy, and return its status."""
         try:
             action(checkpoint)
         except TakenOverError:
@@ -309,8 +302,8 @@ class Mirror:
     def _upload(self, checkpoint: Path) -> None:
         """Upload this process's files, in a background thread.
 
-        The files are divided by shard number. A step that is saved again usually has the same files, which are not
-        uploaded again. If a file differs, the manifest in the store is removed first.
+        A step that is saved again usually has the same files, which are not uploaded again. If a file differs, the
+        manifest in the store is removed first.
         """
         rank, world_size = place()
         folder, before = _store_folder(checkpoint), dict[str, FileEntry]()
@@ -375,7 +368,6 @@ class Mirror:
 
 
 def _store_folder(checkpoint: Path) -> str:
-    """Return the path of a checkpoint in the store."""
     return f"{CHECKPOINTS}/{checkpoint.name}"
 
 

@@ -56,7 +56,7 @@ class Store:
     """Folder in an object store; object names are relative to it.
 
     Attributes:
-        address: address without its query (after the question mark).
+        address: without its query (after the question mark).
         problem: last error of the store; empty if there was none.
 
     Raises:
@@ -254,10 +254,7 @@ def checkpoints_in(store: Store, *, needed: bool = False) -> dict[str, Manifest]
 
 
 def fetch_newest(store: Store, found: Mapping[str, Manifest], target: Path) -> Path | None:
-    """Fetch the newest good checkpoint into a folder of checkpoints; return None if all are damaged.
-
-    Args:
-        found: result of `checkpoints_in`.
+    """Fetch the newest good checkpoint of `checkpoints_in` into a folder; return None if all are damaged.
 
     Raises:
         CheckpointError: a checkpoint cannot be fetched or written.

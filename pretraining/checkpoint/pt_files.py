@@ -98,12 +98,7 @@ def _copy_to_host(value: torch.Tensor) -> torch.Tensor:
 
 
 def write_full(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, FileEntry]:
-    """Write the four files from one process; return their sizes and checksums by name.
-
-    Args:
-        tensors: all tensors of the checkpoint, on the CPU.
-        manifest: manifest of the checkpoint; its `files` are ignored.
-    """
+    """Write the four files from one process, from tensors on the CPU; return their sizes and checksums by name."""
     shape, config = shape_of(manifest), settings_in(manifest.config, "config of the checkpoint")
     parameters = parameter_shapes(shape)
     weights = {name: tensors[name] for name in parameters}

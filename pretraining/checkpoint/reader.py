@@ -85,7 +85,7 @@ def load_tensors(
     Args:
         files: all files; those with size and checksum are checked, even if none of their tensors is needed.
         tensors: the same names on every rank.
-        manifest: manifest whose whole model the files must hold; None = only `tensors` must be there.
+        manifest: the files must hold its whole model; None = only `tensors` must be there.
 
     Raises:
         DamagedError: names every damaged file, or what the files lack; the tensors' values are undefined.
@@ -205,11 +205,7 @@ class ReadItem:
 
 
 def _plan_reads(stored: StoredTensors, name: str, tensor: torch.Tensor, converts: bool) -> list[ReadItem]:
-    """Return the reads for this process's part of a tensor.
-
-    Raises:
-        CheckpointError: the chunks differ from the tensor in type, shape or number of elements.
-    """
+    """Return the reads for this process's part of a tensor; raise a CheckpointError if the chunks do not fit it."""
     chunks, shape = stored.chunks.get(name, []), stored.shape(name)
     dtypes = {each.dtype for each in chunks}
     if converts and tensor.is_floating_point() and all(dtype.is_floating_point for dtype in dtypes):

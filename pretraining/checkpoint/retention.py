@@ -35,7 +35,6 @@ def apply_retention(run: Path, newest: Path, keep_last: int | None, protected: C
     Args:
         newest: checkpoint that was just committed, or the start point.
         keep_last: interval checkpoints to keep; None = all.
-        protected: checkpoints not to remove now.
     """
     try:
         own = checkpoint_at(newest)
@@ -100,10 +99,7 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> None:
 
 
 def _link_best(run: Path, best: Checkpoint | None) -> None:
-    """Point the relative link `best` of a run to the best checkpoint, or remove the link if there is none.
-
-    Warn on failure, or if a user's file has the name.
-    """
+    """Point the relative link `best` to the best checkpoint, or remove it if there is none; warn on failure."""
     link = run / CHECKPOINTS / BEST
     try:
         if exists(link) and not link.is_symlink():

@@ -42,7 +42,7 @@ class Checkpoint:
     Attributes:
         step: from the manifest or, if that is unreadable, from the name; -1 if neither has it.
         has_save_name: whether the name is that of its save; otherwise a user has copied or renamed the checkpoint.
-        kind: kind in the manifest; None if that is unreadable.
+        kind: None if the manifest is unreadable.
         decided_by: evaluation sets of the loss; losses of different sets are not compared.
         skipped_in_a_row: skipped updates just before the checkpoint.
     """

@@ -84,7 +84,6 @@ def folders_of(pattern: str) -> list[Path]:
 
 
 def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) -> bool:
-    """Return whether a folder's run has the same settings, except the ignored ones."""
     try:
         saved = values_of(load_config(folder / CONFIG_FILE))
     except ConfigError:

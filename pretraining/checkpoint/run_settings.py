@@ -23,7 +23,7 @@ VOCABULARY_MULTIPLE = 128
 def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef | None]:
     """Return complete settings, and the start point of a run with them; writes nothing.
 
-    A collective call, unless torch is not imported. A {timestamp} without a folder stays in the path.
+    A collective call if torch is imported. A {timestamp} without a folder stays in the path.
 
     Raises:
         CheckpointError: as in `find_start`, or the start point has a model with other dimensions.
@@ -48,8 +48,7 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
 
     Without a variant, the model has the dimensions of the start point; given dimensions stay, and the start refuses
     differences. The vocabulary size is that of the start point, or that of the tokenizer, rounded up. The separator is
-    that of the resumed run or, in a new run, that of the prepared data. A collective call, unless torch is not
-    imported.
+    that of the resumed run or, in a new run, that of the prepared data. A collective call if torch is imported.
 
     Raises:
         ConfigError: the settings do not fit the model, or datasets name different separators.

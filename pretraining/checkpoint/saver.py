@@ -43,11 +43,10 @@ class Saver:
     """Saver of a run's tensors; all calls are collective, also the constructor, except `wait_on_this_rank`.
 
     Args:
-        config: settings, with the run's folder.
-        parameters: parameters by name, as sharded.
+        parameters: by name, as sharded.
         lease: checked before each commit; None = no other process writes into the run's folder.
         timeout: limit for a rank that waits for the other ranks in a background save.
-        mirror: copies checkpoints; retention keeps a checkpoint until it is copied.
+        mirror: retention keeps a checkpoint until the mirror has copied it.
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class Saver:
         on_rank_zero(lambda: apply_retention(self._config.folder, newest, self._config.keep_last, protected), group)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to save, without a copy; the same tensors at each save."""
         if not any(self._optimizer.state.values()):
             materialise_state(self._optimizer)  # there was no update yet
         return tensor_state(self._parameters, self._optimizer)
@@ -218,7 +216,6 @@ class Staging:
 
 
 def _allocate(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
-    """Return host memory for each tensor, cut from slabs."""
     free: list[torch.Tensor] = []  # the free part of each slab
     memory = []
     left = sum(_aligned(tensor.nbytes) for tensor in tensors)

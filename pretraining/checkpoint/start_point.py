@@ -55,7 +55,7 @@ class CheckpointRef:
     """Checkpoint that a run can start from.
 
     Attributes:
-        manifest: manifest; made from the model config if the checkpoint is a Hugging Face folder.
+        manifest: made from the model config if the checkpoint is a Hugging Face folder.
         is_own: whether this run saved the checkpoint, and not another run.
         weights_only: whether the run takes only the weights, and starts at step 0.
         damaged: newer damaged checkpoints, one line each with the fault.
@@ -99,7 +99,7 @@ class CheckpointRef:
 def find_start(
     config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({}), before_step: int | None = None
 ) -> CheckpointRef | None:
-    """Find the checkpoint to start from; None for a new run. A collective call, unless torch is not imported.
+    """Find the checkpoint to start from; None for a new run. A collective call if torch is imported.
 
     All its files exist with the right sizes; their content is not read yet.
 
@@ -126,13 +126,11 @@ def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str], before_st
         start = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
     if config.init_from == "resume" and start is None:
         raise CheckpointError(
-            f"--init_from=resume needs a checkpoint, and {run} holds none. Give --init_from=auto to start a new run, "
-            "or --ckpt_load_path to start from another run's checkpoint"
+            f"--init_from=resume needs a checkpoint, and {run} holds none: give --init_from=auto, or --ckpt_load_path"
         )
     if config.init_from == "scratch" and start is not None and start.config.checkpoint.init_from != "scratch":
         raise CheckpointError(
-            f"--init_from=scratch needs a new run, and {run} holds a run at step {start.step}. Give another "
-            "--ckpt_save_path, or --init_from=auto to resume it"
+            f"--init_from=scratch: {run} holds a run at step {start.step}. Give another --ckpt_save_path, or resume it"
         )
     return start
 
@@ -206,8 +204,7 @@ def find_newest(
     paths = checkpoints_at(source)
     if not paths:
         raise CheckpointError(
-            f"{flag}={source} holds no complete checkpoint: it is neither a checkpoint (a folder with {MANIFEST}) nor "
-            f"a run with checkpoints in {CHECKPOINTS}/."
+            f"{flag}={source} holds no complete checkpoint: no {MANIFEST}, and none in a folder {CHECKPOINTS}/"
         )
     return _newest_good(paths, damaged, flag, source)
 
@@ -262,11 +259,7 @@ def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def load_newest(source: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointRef:
-    """Load tensors in place from the newest good checkpoint at a path; a collective call, raises as `find_newest`.
-
-    Returns:
-        The checkpoint.
-    """
+    """Load tensors in place from the newest good checkpoint at a path, and return the checkpoint; a collective call."""
     damaged: dict[Path, str] = {}
     while True:
         found = on_rank_zero(lambda: find_newest(source, damaged))

@@ -91,9 +91,9 @@ def save_checkpoint(
 
     Args:
         folder: folder to commit to; its parent holds the run's checkpoints.
-        manifest: manifest of the checkpoint, without its `files`.
+        manifest: without its `files`.
         group: process group of all ranks.
-        lease: lease on the run's folder; a lost lease prevents the commit.
+        lease: a lost lease prevents the commit.
 
     Raises:
         CheckpointError: a file cannot be written; older checkpoints are untouched.
@@ -169,8 +169,7 @@ def _explain_write_errors(path: Path, total_bytes: int) -> Iterator[None]:
             free = next(shutil.disk_usage(each).free for each in path.parents if exists(each))
             reason += f"; the checkpoint takes {total_bytes:,} bytes, and {free:,} are free there"
         raise CheckpointError(
-            f"cannot be written: {reason}. Free disk space, give write permission, or give another --ckpt_save_path. "
-            "Older checkpoints are untouched",
+            f"cannot be written: {reason}. Free space or change --ckpt_save_path; older checkpoints are untouched",
             path=path,
         ) from None
 
@@ -295,8 +294,7 @@ def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
     """Return the file number, from 1, of each tensor; each process has its own files.
 
-    Tensors of a block are adjacent, in the order of blocks. A process's files hold from `SMALL_FILE_BYTES` to
-    `FILE_BYTES`.
+    Tensors of a block are adjacent, in the order of blocks. `SMALL_FILE_BYTES` and `FILE_BYTES` limit a file's size.
     """
     block = re.compile(r"\blayers\.(\d+)\.")
 

@@ -38,8 +38,7 @@ class Sample:
     """Text that a model generated.
 
     Attributes:
-        prompt: text that the model continued.
-        text: generated text; empty on ranks other than 0.
+        text: generated text, without the prompt; empty on ranks other than 0.
     """
 
     prompt: str
@@ -101,8 +100,7 @@ def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
     """Return the tokenizer and the prompt's tokens for generated text; None if the settings ask for no text.
 
     Raises:
-        DataError: the tokenizer cannot be read.
-        ConfigError: the tokenizer has more tokens than the model.
+        DataError, ConfigError: the tokenizer cannot be read, or has more tokens than the model.
     """
     if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
         return None
@@ -151,7 +149,6 @@ def draw_tokens(
     Args:
         next_logits: returns the logits [V] after its tokens.
         prompt: token ids, at least one.
-        count: tokens to draw.
         temperature: 0 takes the likeliest token each time.
         top_k: number of likeliest tokens to draw from.
     """

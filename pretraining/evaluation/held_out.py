@@ -56,7 +56,6 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-        scores: scores, which turn sums into values.
         sums: sums per set in the order of `scores.columns`; under None, those over all sets.
         custom: user-defined metrics per set, by name; under None, those over all sets.
     """
@@ -75,11 +74,7 @@ class Evaluation:
         return int(self.sums[name][self.scores.columns.index("tokens")])
 
     def numbers(self, name: str | None = None) -> dict[str, float]:
-        """Return the known scores of a set, and its user-defined metrics as `custom/<name>`.
-
-        Args:
-            name: set; None = the mean over the tokens of all sets.
-        """
+        """Return the known scores of a set, or their mean over the tokens of all sets; metrics as `custom/<name>`."""
         custom = {f"{CUSTOM}{metric}": ratio.value for metric, ratio in self.custom[name].items()}
         return self.scores.values(self.sums[name]) | custom
 
@@ -124,11 +119,9 @@ def evaluate(
     """Evaluate on all sources, in every process; return None if a stop is requested meanwhile.
 
     Args:
-        model: model that returns the `HeadLoss` of a micro-batch's `ModelInputs`.
+        model: returns the `HeadLoss` of a micro-batch's `ModelInputs`.
         should_stop: called between batches by all ranks, with the same result on all.
-        scores: scores to compute.
         byte_lengths_V: text bytes of each token; None = no bits per byte.
-        metrics: user-defined metrics.
     """
     columns = len(scores.columns)
     # Sums of this rank in float64: scores by source and set, and user-defined metrics by set.
@@ -171,11 +164,10 @@ class Evaluator:
     """Evaluator on an interval and at the end of the run.
 
     Attributes:
-        model, sources, device, should_stop, scores, byte_lengths_V, metrics: as in `evaluate`; no sources = no
-            evaluations.
+        model, sources, device, should_stop, scores, byte_lengths_V, metrics: as in `evaluate`; without sources, there
+            is no evaluation.
         interval: evaluation interval; the run's last step is always evaluated.
         best_by: set whose loss decides which checkpoint is best; None = the mean.
-        early_stopping: stops the run if this loss no longer falls.
         sampler: generates text after each evaluation except the run's last; None = no text.
         pending: whether an evaluation of the current weights is due and not done.
     """

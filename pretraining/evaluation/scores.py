@@ -130,7 +130,6 @@ class Scores:
 
         Args:
             tokens_BS2: loss and hit of each token (`HeadLoss`).
-            micro_batch: micro-batch, with the dataset of each row.
             datasets: number of datasets.
             byte_lengths_V: text bytes of each token; None = unknown.
         """

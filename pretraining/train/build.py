@@ -76,8 +76,7 @@ def build_run(
     Args:
         stop_requests: signals and deadline of this rank.
         status: writer of the run's status and events.
-        lease: lease of the run's folder, checked before each commit; None = the run saves nothing.
-        hook: user-defined metrics; None = none.
+        lease: checked before each commit; None = the run saves nothing.
         sampler: text generator; None = no generated text.
 
     Raises:
@@ -101,12 +100,7 @@ def build_run(
 
 
 def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """Build model and optimizer, and load the start point into them; a collective call.
-
-    Raises:
-        DamagedError: the start point is damaged.
-        CheckpointError: the start point does not fit.
-    """
+    """Build model and optimizer, and load the start point into them; a collective call."""
     model = build_model(plan.shape, plan.config, plan.mesh, plan.processes.device, initialize=False)
     optimizer = build_optimizer(model.parameters, plan.config.optimizer)
     if plan.start is not None:
@@ -136,7 +130,7 @@ def build_model(
 ) -> ParallelModel:
     """Build the model and shard it over the mesh; without `initialize`, its values are undefined.
 
-    Parameters keep their names of checkpoints, without the prefixes of compilation and activation checkpointing.
+    Parameter names are those of checkpoints, without the prefixes of compilation and activation checkpointing.
     """
     with torch.device("meta") if config.parallel.low_cpu_fsdp else device:
         model = Llama(shape, config.loss)

@@ -54,12 +54,9 @@ def evaluate_only(
 ) -> CheckpointEvaluation:
     """Evaluate `ckpt_load_path`, else `ckpt_save_path`, on every set; a collective call with one result for all ranks.
 
-    Args:
-        hook: user-defined metrics; None = none.
-
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or holds another model.
-        ConfigError, DataError: a set cannot be opened, or the model was trained on documents that are now held out.
+        ConfigError, DataError: a set cannot be opened, or the model was trained on held-out documents.
         Preempted: a stop was requested.
     """
     source = on_rank_zero(lambda: _evaluated_path(config.checkpoint))
@@ -111,8 +108,7 @@ def _check_held_out(config: TrainConfig, trained: float | None) -> None:
     now = config.data.held_out_fraction
     if trained is not None and now > trained:
         raise ConfigError(
-            f"--held_out_fraction={now}: the run held out {trained} of the documents and trained on the rest, so a "
-            f"larger fraction contains training documents. Give --held_out_fraction={trained}"
+            f"--held_out_fraction={now} includes training documents of the run: give --held_out_fraction={trained}"
         )
 
 

@@ -147,10 +147,7 @@ def describe_end(config: TrainConfig, run: Run) -> str:
 
 
 def changed_settings(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """Return one line per setting that differs from the checkpoint's.
-
-    Settings that declare `silent_change` are left out. `resolve_run` has already refused forbidden changes.
-    """
+    """Return one line per changed setting, except those that declare `silent_change`."""
     settings = settings_of(TrainConfig)
     was, is_now = (values_of(replace(each, optimizer=each.optimizer.resolved())) for each in (before, now))
     return [

@@ -47,7 +47,7 @@ def open_data(config: TrainConfig, processes: Processes, index_folder: str | Non
     """Open a job's datasets and evaluation folders in every process.
 
     Args:
-        index_folder: folder for missing indices; None = where the settings say.
+        index_folder: folder for new indices; None = where the settings say.
     """
     data = config.data
     listing: tuple[DatasetFiles, ...] = ()
@@ -123,17 +123,15 @@ def _check_best_by(config: TrainConfig, counts: dict[str, int]) -> None:
     best_by = config.evaluation.best_by
     if best_by is not None and not counts.get(best_by):
         raise ConfigError(
-            f"--best_by={best_by} gets no sequence of the {config.evaluation.eval_batches} global batches of an "
-            f"evaluation (--eval_batches). The evaluation sets are {', '.join(counts)}"
+            f"--best_by={best_by} gets no sequence of --eval_batches={config.evaluation.eval_batches} batches; the "
+            f"evaluation sets are {', '.join(counts)}"
         )
 
 
 def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> torch.Tensor | None:
     """Return the text bytes of each token, [V] on the device; None if no tokenizer tells them."""
     path = config.data.tokenizer_path
-    if path is None:
-        return None
-    lengths = on_rank_zero(lambda: load_fitting_tokenizer(path, vocab_size).byte_lengths())
+    lengths = None if path is None else on_rank_zero(lambda: load_fitting_tokenizer(path, vocab_size).byte_lengths())
     if lengths is None:
         return None
     table_V = torch.zeros(vocab_size, dtype=torch.int64)

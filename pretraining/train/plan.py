@@ -51,8 +51,8 @@ class Plan:
     """Decisions about a run before it is built: start point, data, batch, schedule, length.
 
     Attributes:
-        start: start point; None = initial weights.
-        loads_optimizer: whether to load the optimizer state from the start point, too.
+        start: None = initial weights.
+        loads_optimizer: whether to load the optimizer state of the start point, too.
         unfinished: leftovers of interrupted saves in the run's folder.
         data: training datasets; None for dummy data.
         token_schedule: tokens per step, including the steps before the start point.
@@ -146,13 +146,10 @@ def plan_run(
 
 
 def _loads_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
-    """Return whether the run loads the optimizer state of its start point.
+    """Return whether the run loads the optimizer state of its start point; refuse that of another optimizer.
 
     After the first save under `load_optimizer=false`, the flag no longer applies: a restarted job repeats its command
     line and continues with its new optimizer.
-
-    Raises:
-        ConfigError: the checkpoint holds the state of another optimizer.
     """
     if start.weights_only:
         return False
@@ -177,7 +174,7 @@ def restore_cpu_threads(
 ) -> None:
     """Set the number of CPU threads to that of the checkpoint, if the layout is the same and the threads fit.
 
-    The number of threads decides the last bits of sums. A log line reports a change.
+    The number of threads decides the last bits of sums, so a log line reports it.
 
     Args:
         threads: threads chosen for this process; None = keep the current number.
@@ -216,7 +213,7 @@ def check_and_build_mesh(config: TrainConfig, processes: Processes) -> DeviceMes
     """Check that the model can train with these settings, and build its mesh; a collective call.
 
     Raises:
-        ConfigError: float8 or compilation is not supported here, the optimizer or a score cannot be built, or the model
+        ConfigError: the device does not support the kernels, the optimizer or a score cannot be built, or the model
             does not fit in memory.
     """
     shape = resolve_shape(config.model)

@@ -84,7 +84,7 @@ def make_stop_requests(
 
     Args:
         time_limit: from the start of the job to the end of training, 0 = none; None = SLURM's end time.
-        environ: with SLURM's times, and `STARTED_AT` of a job whose launcher restarts processes.
+        environ: SLURM's times, and `STARTED_AT` of a job whose launcher restarts processes.
     """
     if time_limit is None:
         return StopRequests(signals, _slurm_deadline(environ))

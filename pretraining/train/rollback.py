@@ -46,8 +46,7 @@ def train_with_rollbacks(
     """Train to the end, with at most `max_rollbacks` rollbacks without progress in between; a collective call.
 
     Args:
-        make_plan: `plan_run` of this job.
-        build: `build_run` of this job.
+        make_plan, build: `plan_run` and `build_run` of this job.
         status: counts the start again if its checkpoint is damaged, and records events.
         start: result of `find_and_count_start`.
 
@@ -127,7 +126,6 @@ def find_and_count_start(
 
 
 def _free_memory(device: torch.device) -> None:
-    """Free the memory of a run that was deleted, for the next run."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -152,12 +150,9 @@ def _with_hint(divergence: DivergenceError, rollbacks: int) -> DivergenceError:
 
 
 def _set_aside_newer(run: Path, step: int, saved: Path | None) -> list[Path]:
-    """Set aside the checkpoints that a rollback to a step drops, and return their paths.
+    """Set aside the checkpoints that a rollback to a step drops, except the one it saved; return their paths.
 
     They hold weights after the divergence, or a data position before the skipped samples.
-
-    Args:
-        saved: checkpoint that the rollback saved.
     """
     dropped = [each.path for each in committed_checkpoints(run) if each.step >= step and each.path != saved]
     set_aside(run, dropped)

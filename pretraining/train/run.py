@@ -110,9 +110,9 @@ def train(
 
     Args:
         config: the same in every process.
-        stop_requests: signals and deadline of this process; None = none.
+        stop_requests: None = no signals and no deadline.
         threads: CPU threads chosen for this process; None = keep the current number.
-        hook: user-defined metrics; None = none.
+        hook: user-defined metrics.
         is_embedded: whether the process belongs to a script; then a single process that hangs is not killed.
 
     Raises:
@@ -167,11 +167,7 @@ def evaluate(
     hook: MetricsHook | None = None,
     is_embedded: bool = False,
 ) -> CheckpointEvaluation:
-    """Evaluate a checkpoint in every process of a job, and write nothing; arguments and errors as in `train`.
-
-    Args:
-        config: settings with `eval_only`.
-    """
+    """Evaluate a checkpoint in every process of a job, and write nothing; arguments and errors as in `train`."""
     requests = StopRequests() if stop_requests is None else stop_requests
     with join_job(config, layout, requests, is_embedded) as processes:
         return evaluate_only(config, processes, requests, hook)
@@ -220,11 +216,7 @@ def join_job(
 
 
 def _check_same_settings(config: TrainConfig) -> None:
-    """Compare the settings of all ranks: ranks that differ would hang later; a collective call.
-
-    Raises:
-        ConfigError: ranks differ in a setting that is not `per_node`.
-    """
+    """Refuse settings that differ between ranks, unless they are `per_node`: ranks would hang; a collective call."""
     settings = settings_of(TrainConfig)
     texts = {
         name: format_value(value) if value is None or not settings[name].per_node else "given"
@@ -249,11 +241,7 @@ def _check_same_settings(config: TrainConfig) -> None:
 
 
 def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSampler | None) -> TrainResult:
-    """Log how a run ended, and return its result; a collective call.
-
-    Raises:
-        Preempted: the run was asked to stop early.
-    """
+    """Log how a run ended, and return its result, or raise `Preempted`; a collective call."""
     if config.data.use_dummy_dataset and run.observer.step_seconds:
         log.info(describe_speed(run.observer, processes))
     if run.state.preempted and not (run.state.finished and not run.evaluator.pending):

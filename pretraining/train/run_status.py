@@ -34,7 +34,6 @@ class RunStatus:
     Attributes:
         status: running, finished, preempted or failed.
         reason: why the run ended, or how far it got if it finished.
-        starts: starts of the run so far.
         starts_without_progress: starts in a row, this one included, that crashed before a new checkpoint or ran out of
             time before their first step.
         started_at_step: step of the start point.
@@ -58,7 +57,7 @@ class RunStatusWriter:
         is_writer: whether this process writes; the other processes do nothing.
 
     Attributes:
-        events: event log of the run, opened in its folder; its start and its end are events.
+        events: event log of the run, including its starts and ends.
     """
 
     def __init__(self, max_starts_without_progress: int, is_writer: bool) -> None:
@@ -138,7 +137,6 @@ class RunStatusWriter:
         return not (error is None or is_mistake or isinstance(error, KeyboardInterrupt))
 
     def _outcome(self, error: BaseException | None) -> tuple[str, str]:
-        """Return the status of a run that ends, and the reason."""
         if error is None:
             assert self._state is not None, "a run without an error has reached the training loop"
             early = f": stopped early, {self._state.early_end}" if self._state.early_end else ""

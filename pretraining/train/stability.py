@@ -39,7 +39,7 @@ class Guards:
     """Checks after every step that stop a run that goes wrong.
 
     Args:
-        loader: loader of the training data, which knows the samples of each step.
+        loader: knows the samples of each step.
         activity: progress marker for the watchdog.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
         events: event log for skipped updates.

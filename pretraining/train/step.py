@@ -40,10 +40,9 @@ class StepContext:
         model: parallel model; its module returns the `HeadLoss` of a micro-batch's `ModelInputs`.
         grad_clip_thresh: largest gradient norm; 0 = no clipping.
         shard_group: ranks that hold the shards of one gradient.
-        spikes: spike detector; None = only non-finite updates are skipped.
-        scaler: loss scaler of float16; None = no scaling.
+        spikes: None = only non-finite updates are skipped.
+        scaler: for float16; None = no scaling.
         metrics: user-defined metrics.
-        scores: per-token scores, such as accuracy.
         activity: progress marker for the watchdog, updated at each micro-batch.
     """
 

@@ -110,7 +110,7 @@ def test_row_49_a_preempted_run_waits_for_its_copy_only_as_long_as_launchers_do(
     tmp_path: Path, store: ObjectStore
 ) -> None:
     store.fault(b"safetensors", "away", times=10**6)
-    ended = run_job([flags_for(store, tmp_path)], fault=("preempt_with_patience", 3, 2.0), check=False)
+    ended = run_job([flags_for(store, tmp_path)], fault=("preempt_with_wait", 3, 2.0), check=False)
     assert [each.status for each in ended] == [75, 75]
     assert "pretrain push" in ended[0].output
     assert any(name.endswith(".preempt") for name in checkpoints_of(tmp_path / "run"))

@@ -222,7 +222,7 @@ def test_where_memory_runs_out_every_tensor_is_gathered_all_the_same(
         gathered.append(value)
         return False
 
-    monkeypatch.setattr(pt_files, "_on_host", no_memory)
+    monkeypatch.setattr(pt_files, "_copy_to_host", no_memory)
     monkeypatch.setattr(pt_files, "is_sharded", is_sharded)
     tensors = tensors_of(SHAPES["plain"])
     with pytest.raises(RuntimeError):
