@@ -91,13 +91,13 @@ class CheckpointManager:
         Raises:
             CheckpointError: the state of a component cannot be loaded.
         """
-        before = restored.manifest
-        if decided_by is None or before.decided_by == decided_by:
-            self.evaluation_loss, self.best_evaluation_loss = before.evaluation_loss, before.best_evaluation_loss
-        elif before.best_evaluation_loss is not None:
+        saved = restored.manifest
+        if decided_by is None or saved.decided_by == decided_by:
+            self.evaluation_loss, self.best_evaluation_loss = saved.evaluation_loss, saved.best_evaluation_loss
+        elif saved.best_evaluation_loss is not None:
             log.info("the best checkpoint is now chosen by the loss of %s", " and ".join(decided_by))
         self.newest = restored.path
-        for name, state in before.state.items():
+        for name, state in saved.state.items():
             if name not in self._states:
                 log.info("the checkpoint holds a state of %s, which this run does not use: ignored", name)
                 continue
@@ -109,9 +109,9 @@ class CheckpointManager:
                     "earlier checkpoint: --ckpt_load_path, with another --ckpt_save_path",
                     path=restored.path,
                 ) from error
-        if restored.is_own and before.kind == "interval":  # a pending evaluation of it runs before the first step
-            self._unevaluated_step = before.step
-        if restored.is_own and before.files and self._saver is not None:
+        if restored.is_own and saved.kind == "interval":  # a pending evaluation of it runs before the first step
+            self._unevaluated_step = saved.step
+        if restored.is_own and saved.files and self._saver is not None:
             self._saver.apply_retention(restored.path)  # a kill may have come between its commit and its retention
 
     def __enter__(self) -> CheckpointManager:

@@ -306,13 +306,13 @@ class Mirror:
         manifest in the store is removed first.
         """
         rank, world_size = place()
-        folder, before = _store_folder(checkpoint), dict[str, FileEntry]()
+        folder, uploaded = _store_folder(checkpoint), dict[str, FileEntry]()
         content = self._store.retry(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._closing)
         with suppress(CheckpointError, ValueError):
-            before = dict(Manifest.parse(parse_json(content or b""), folder).files)
+            uploaded = dict(Manifest.parse(parse_json(content or b""), folder).files)
         for name, entry in read_document(checkpoint).files.items():
             number = re.match(r"shard-(\d+)-", name)
-            if (int(number[1]) - 1 if number else 0) % world_size == rank and before.get(name) != entry:
+            if (int(number[1]) - 1 if number else 0) % world_size == rank and uploaded.get(name) != entry:
                 self._store.retry(self._check_writer, self._closing)
                 if content is not None:
                     self._store.retry(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._closing)

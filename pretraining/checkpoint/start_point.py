@@ -141,8 +141,8 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
     newest = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
     if request is None:
         return newest
-    named, before = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
-    if before is not None and (before == request or (named is not None and _find_named(own, before) == named)):
+    named, earlier = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
+    if earlier is not None and (earlier == request or (named is not None and _find_named(own, earlier) == named)):
         return newest  # an earlier start has gone back already
     if named is not None:
         chosen = _newest_good([named.path], damaged, RESUME, named.path)

@@ -4,8 +4,8 @@
 
 Rank 0 writes the file when a start begins and ends. A killed run or machine leaves "running" behind, so each start
 counts as a crash until it ends in another way. A start that runs out of time before its first step counts, too: the
-next start would do the same. Too many such starts in a row without a new checkpoint, and the next start is refused. No
-decision uses the time in the file, since clocks differ.
+next start would do the same. After too many such starts in a row, without a new checkpoint, the next start is refused.
+No decision uses the time in the file, since clocks differ.
 """
 
 from __future__ import annotations
