@@ -251,11 +251,9 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSa
         preempted = preemption_error(state.stop, text)
         preempted.result = _make_result(config, run, "preempted")
         raise preempted
-    sample = None
+    log.info(describe_end(config, run))
     if sampler is not None:
         sample = sampler.sample(run.context.model.module, processes.device)
-    log.info(describe_end(config, run))
-    if sample is not None:
         if run.observer.newest:
             run.observer.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
         log.info("  generated text:\n%s", sample.indented())
