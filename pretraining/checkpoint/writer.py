@@ -105,7 +105,7 @@ def save_checkpoint(
         on_rank_zero(lambda: _commit(temporary, folder, plan, replace(manifest, files=files), lease), group)
     except CheckpointError:  # every rank has it
         if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
         raise
 
 

@@ -114,11 +114,11 @@ def describe_speed(observer: Observer, processes: Processes) -> str:
     measured, newest, gpus = list(observer.step_seconds), observer.newest, processes.world_size
     measured = measured[1:] or measured
     step = median(measured)
-    faster = newest["step_seconds"] / step  # the newest rates are of slower or faster steps than the median
-    rate, kind = newest["tokens_per_second_per_gpu"] * faster, "GPU" if processes.device.type == "cuda" else "process"
+    speedup = newest["step_seconds"] / step  # scales the rates of the newest report to the median step
+    rate, kind = newest["tokens_per_second_per_gpu"] * speedup, "GPU" if processes.device.type == "cuda" else "process"
     mfu = "no MFU: the peak is unknown"
     if observer.peak_tflops is not None:
-        mfu = f"MFU {newest['mfu'] * faster:.1%} of {observer.peak_tflops:g} TFLOP/s"
+        mfu = f"MFU {newest['mfu'] * speedup:.1%} of {observer.peak_tflops:g} TFLOP/s"
     return (
         f"speed       {step:#.3g} s/step, the median of {count_of(len(measured), 'report')}; {rate:,.0f} tokens/s per "
         f"{kind}, {rate * gpus:,.0f} in all; {mfu}; peak {newest['memory_gib']:.1f} GiB"
