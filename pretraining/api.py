@@ -134,7 +134,7 @@ class Trainer:
 
             is_interrupted = False
             try:
-                result = train(self.config, layout, requests, threads, hook=self._hook(), is_guest=True)
+                result = train(self.config, layout, requests, threads, hook=self._hook(), is_embedded=True)
                 assert result is not None  # there is one unless it only evaluates
             except Preempted as ending:
                 if ending.result is None:
@@ -169,10 +169,10 @@ class Trainer:
         with _embedded(config) as (layout, requests, _):
             from pretraining.train.run import evaluate
 
-            found = evaluate(config, layout, requests, hook=self._hook(), is_guest=True)
+            found = evaluate(config, layout, requests, hook=self._hook(), is_embedded=True)
             for line in found.evaluation.lines():
                 log.info("%s", line)
-        return found.document()
+        return found.as_json()
 
     def save(
         self, path: str | Path, format: Literal["hf", "full"] = "hf", dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -332,10 +332,10 @@ def _embedded(config: TrainConfig) -> Iterator[tuple[ProcessLayout, StopRequests
             ReceivedSignals().listening() as signals,
             _same_torch(config.run.cpu_threads, layout.world_size == 1),
         ):
-            from pretraining.train.preemption import stop_requests
+            from pretraining.train.preemption import make_stop_requests
 
             threads = replace(threads, is_chosen=threads.is_chosen and config.run.cpu_threads is None)
-            yield layout, stop_requests(signals, config.run.time_limit), threads
+            yield layout, make_stop_requests(signals, config.run.time_limit), threads
     except OSError as error:
         if error.filename is None:  # of no path that a user could mend
             raise

@@ -71,13 +71,13 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     if config.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that nothing of PyTorch takes memory on a GPU
     with leave_at_interrupt(WHEN_INTERRUPTED):  # torch is imported only when there is something to train
-        from pretraining.train.preemption import stop_requests
+        from pretraining.train.preemption import make_stop_requests
         from pretraining.train.run import train
 
         if config.run.dry_run:
             from pretraining.tools.dry_run import dry_run
 
-    requests = stop_requests(signals, config.run.time_limit)
+    requests = make_stop_requests(signals, config.run.time_limit)
     if config.run.dry_run:
         dry_run(resolved, layout, requests, threads)
     else:

@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved (`state`), how (`store`), and when (`manager`)."""
+"""Checkpoints: where a run starts from (`start_point`), when it saves (`manager`), and how (`saver`, `writer`)."""

@@ -1,10 +1,10 @@
-"""Whether the files of a checkpoint hold, together, each element of its model exactly once.
+"""Check that the files of a checkpoint hold each element of its model exactly once.
 
-    manifest      -> which tensors have to be there, of which shapes and types
-    StoredTensors -> the chunks of each tensor         -> what is missing, there twice, or of another kind
+    manifest      -> tensors that must be there, with shapes and types
+    StoredTensors -> chunks of each tensor                              -> missing, duplicated or wrong tensors
 
-Every load and `pretrain verify` ask `tensor_faults`, so neither takes what the other refuses. Checksums that fit do not
-help here: they are of whatever the program that wrote the files has written.
+Every load and `pretrain verify` call `tensor_faults`, so both accept the same checkpoints. Checksums do not help here:
+they match whatever the writing program has written.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from pretraining.text import list_some
 FAULTS_SHOWN = 3
 _MOMENTS = frozenset(name for entry in OPTIMIZERS.values() for name in entry.moments)
 _NUMBERS = ("step", "mu_product")
-"""What optimizers that ship keep for a parameter: tensors of its shape, and numbers; others may keep other shapes."""
+"""Scalar optimizer state; moments have the shape of their parameter. A user-defined optimizer may use any shape."""
 
 
 def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slice(None)) -> list[str]:
-    """Return what is wrong with the tensors that the files of a checkpoint hold together, a line per fault.
+    """Return what is wrong with the tensors of a checkpoint's files, one line per fault.
 
     Args:
-        manifest: whose model it should be, and whether it has an optimizer's state.
-        share: of the tensors, which to look at.
+        share: share of the tensors to check.
 
     Raises:
         CheckpointError: the manifest describes no model.
@@ -51,52 +50,51 @@ def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slic
         if name not in stored.chunks:
             faults.append(f"{stored.folder} lacks {name}")
         if any(f"{OPTIMIZER_PREFIX}{moment}.{name}" not in stored.chunks for moment in moments):
-            faults.append(f"{stored.folder} lacks the optimizer's state of {name}")
+            faults.append(f"{stored.folder} lacks the optimizer state of {name}")
     for name in sorted(stored.chunks)[share]:
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and shape.tie_word_embeddings):
-            continue  # computed from the shape, or the embedding's second name: nothing reads it
+            continue  # computed from the shape, or the embedding's second name: not read
         files = sorted({chunk.file for chunk in stored.chunks[name]})
         is_exact = bool(manifest.files) and not any(file in FULL_FILES for file in files)
-        fault = _fault_of(name, stored, parameters, is_exact)
+        fault = _tensor_fault(name, stored, parameters, is_exact)
         if fault is not None:
             faults.append(f"{stored.folder}: {fault} (in {', '.join(files)})")
     return faults
 
 
 def first_faults(faults: Sequence[str]) -> str:
-    """Return the first faults as one text, and how many more there are."""
+    """Return the first faults as one text, and the number of others."""
     return list_some(faults, FAULTS_SHOWN, "; ")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite, without a copy as `torch.isfinite` makes."""
+    """Return whether all values of a tensor are finite, without the copy that `torch.isfinite` makes."""
     return tensor.numel() == 0 or bool(torch.linalg.vector_norm(tensor, math.inf).isfinite())
 
 
 def check_finite(checkpoint: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a weight of a checkpoint; a CheckpointError unless all of its numbers are finite."""
+    """Return a weight of a checkpoint; raise a CheckpointError unless all its values are finite."""
     if not is_finite(tensor):
         raise CheckpointError(
-            f"of a run that has diverged: {name} holds numbers that are not finite. Name an earlier checkpoint, which "
-            "`pretrain list` shows",
+            f"{name} has values that are not finite: the run has diverged. Name an earlier one (`pretrain list`)",
             path=checkpoint,
         )
     return tensor
 
 
 def _optimizer_of(manifest: Manifest) -> OptimizerConfig | None:
-    """Return the optimizer whose state a checkpoint holds; None if it is a user's own, or not known."""
+    """Return the optimizer whose state a checkpoint holds; None if it is user-defined or unknown."""
     try:
         optimizer = settings_in(manifest.config, "config").optimizer if manifest.data else None
     except ConfigError:
-        return None  # of a version with other settings
+        return None  # written by a version with other settings
     return optimizer if optimizer is not None and optimizer.optimizer in OPTIMIZERS else None
 
 
-def _fault_of(
+def _tensor_fault(
     name: str, stored: StoredTensors, parameters: Mapping[str, tuple[int, ...]], is_exact: bool
 ) -> str | None:
-    """Return what is wrong with a tensor, if anything; `is_exact` weights are float32, others any floats."""
+    """Return what is wrong with a tensor, or None; weights must be float32 if `is_exact`, else any float type."""
     chunks = stored.chunks[name]
     is_weight, owner = not name.startswith(OPTIMIZER_PREFIX), name
     if not is_weight:  # optimizer.exp_avg.<parameter>
@@ -105,35 +103,34 @@ def _fault_of(
         return f"{name} is no tensor of the model"
     dtypes, dims = {chunk.dtype for chunk in chunks}, {len(chunk.chunk.sizes) for chunk in chunks}
     if len(dtypes) > 1:
-        return f"the pieces of {name} are of different types"
+        return f"the chunks of {name} are of different types"
     (dtype,) = dtypes
     is_known = is_weight or key in _MOMENTS or key in _NUMBERS
     if (is_known and not dtype.is_floating_point) or (is_weight and is_exact and dtype != torch.float32):
         return f"{name} is of type {dtype}, not torch.float32"
     shape: tuple[int, ...] = parameters[owner]
     if not is_weight and key not in _MOMENTS:
-        shape = () if key in _NUMBERS else stored.shape(name)  # of a user's own optimizer
+        shape = () if key in _NUMBERS else stored.shape(name)  # the latter: of a user-defined optimizer
     if dims != {len(shape)}:
-        return f"{name} has not the {len(shape)} dims of its shape {list(shape)}"
+        return f"{name} does not have the {len(shape)} dims of its shape {list(shape)}"
     fault = coverage_fault([chunk.chunk for chunk in chunks], shape)
     return None if fault is None else f"of {name}, of shape {list(shape)}, {fault}"
 
 
 def coverage_fault(chunks: Sequence[Chunk], shape: Sequence[int], dim: int = 0) -> str | None:
-    """Return where chunks do not hold each element of a tensor exactly once, from a dim on, or None.
+    """Return where chunks do not hold each element of a tensor exactly once, from a dim on; None if they do.
 
-    They are cut as meshes cut: along one dim after the other, so that in each dim two chunks begin and end together, or
-    do not overlap.
+    Meshes cut one dim after the other, so in each dim two chunks have the same range or do not overlap.
     """
     if dim == len(shape):
-        return None if len(chunks) == 1 else f"{len(chunks)} pieces hold the same elements"
+        return None if len(chunks) == 1 else f"{len(chunks)} chunks hold the same elements"
     slabs: dict[tuple[int, int], list[Chunk]] = {}
     for chunk in chunks:
         slabs.setdefault((chunk.offsets[dim], chunk.ends[dim]), []).append(chunk)
     at = 0
     for (begin, end), inside in sorted(slabs.items()):
         if begin != at:
-            return f"{min(begin, at)} to {max(begin, at) - 1} of dim {dim} are missing or there twice"
+            return f"{min(begin, at)} to {max(begin, at) - 1} of dim {dim} are missing or duplicated"
         fault = coverage_fault(inside, shape, dim + 1)
         if fault is not None:
             return fault

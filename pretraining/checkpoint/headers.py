@@ -1,8 +1,8 @@
-"""What lies where in a file of tensors: safetensors, or one that torch.save wrote, as its name says.
+"""Headers of tensor files: the place of each tensor in a safetensors or torch.save file.
 
-    files of a folder -> `read_header` of each -> `StoredTensors`: which chunk of which tensor begins at which byte
+    files of a folder -> `read_header` of each -> `StoredTensors`: the byte at which each chunk of each tensor begins
 
-The values are read from there by `reader`, whatever the form. Reading never executes anything.
+`reader` reads the values. Reading a file never executes anything in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LARGEST_HEADER_BYTES = 10**8
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk of a tensor in a file, and the byte at which it begins."""
+    """Chunk of a tensor in a file, and the byte at which it begins."""
 
     name: str
     dtype: torch.dtype
@@ -46,12 +46,12 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds.
+    """Content of a file.
 
     Attributes:
-        chunks: of safetensors, in the order in which they lie there.
-        bytes: length of what stands before the first of them.
-        crc32: of these bytes, where the chunks are all the rest; None otherwise.
+        chunks: chunks in the file; in safetensors, in file order.
+        bytes: bytes before the first chunk.
+        crc32: checksum of these bytes if only chunks follow; else None.
     """
 
     chunks: list[StoredChunk]
@@ -60,11 +60,10 @@ class Header:
 
 
 class StoredTensors:
-    """Tensors in the files of a folder: which chunk of which one begins at which byte of which file.
+    """Tensors in the files of a folder, with the place of each chunk.
 
     Attributes:
-        headers: of the files, by name.
-        chunks: of each tensor; `completeness.tensor_faults` tells whether they are all of it.
+        chunks: chunks by tensor; `completeness.tensor_faults` checks that none is missing.
     """
 
     def __init__(self, folder: Path, headers: Mapping[str, Header]) -> None:
@@ -75,27 +74,27 @@ class StoredTensors:
                 self.chunks.setdefault(stored.name, []).append(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the smallest shape that all chunks of a tensor are inside of; () without a chunk."""
+        """Return the smallest shape that contains all chunks of a tensor; () without chunks."""
         ends = (stored.chunk.ends for stored in self.chunks.get(name, ()))
         return tuple(map(max, zip(*ends, strict=False)))
 
 
 def read_headers(folder: Path, files: Iterable[str]) -> StoredTensors:
-    """Read what the files of a folder hold, in one process; raises as `read_header`."""
+    """Read the headers of a folder's files, in one process; raises as `read_header`."""
     return StoredTensors(folder, {name: read_header(folder / name) for name in files})
 
 
 def read_header(path: Path) -> Header:
-    """Read what a file holds.
+    """Read the header of a file.
 
     Raises:
-        DamagedError: it cannot be read, is damaged or of another form, or its tensors do not fill it exactly.
+        DamagedError: the file cannot be read, is damaged or of another form, or its tensors do not fill it exactly.
     """
-    return reading(path, _pt_header if path.suffix == ".pt" else _safetensors_header)
+    return read_with_retries(path, _pt_header if path.suffix == ".pt" else _safetensors_header)
 
 
-def reading(path: Path, action: Callable[[Path], T]) -> T:
-    """Read from a file, with retries; a DamagedError if it cannot be read."""
+def read_with_retries(path: Path, action: Callable[[Path], T]) -> T:
+    """Call an action that reads a file, with retries; raise a DamagedError if the file cannot be read."""
 
     def read() -> T:
         check_regular(path)
@@ -121,12 +120,12 @@ def _safetensors_header(path: Path) -> Header:
     try:
         chunks = _stored_chunks(path.name, parse_json(content), 8 + length, end)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedError(f"its header makes no sense ({error})", path=path) from None
+        raise DamagedError(f"its header is invalid ({error})", path=path) from None
     return Header(chunks, 8 + length, zlib.crc32(content, zlib.crc32(prefix)))
 
 
 def _stored_chunks(file: str, header: dict[str, Any], data_begin: int, file_end: int) -> list[StoredChunk]:
-    """Return the chunks of a header, in the order in which they lie in the file; any error where it makes no sense."""
+    """Return the chunks of a header in file order; raise any error if the header is invalid."""
     sharding = parse_json(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
     chunks = []
     for name, entry in header.items():
@@ -153,7 +152,7 @@ def _stored_chunks(file: str, header: dict[str, Any], data_begin: int, file_end:
 
 
 def _pt_header(path: Path) -> Header:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # here, since it takes its time
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here, since its import is slow
 
     with FakeTensorMode():
         content = load_file(path)
@@ -161,7 +160,7 @@ def _pt_header(path: Path) -> Header:
         return Header([])
     tensors = content if path.name == MODEL_FILE else _flat_optimizer_state(content, path)
     chunks = {name: _stored_chunk(path, name, value) for name, value in tensors.items()}
-    # A tied head is the embedding under a second name.
+    # A tied head is the embedding, saved under a second name.
     head, embedding = chunks.get("lm_head.weight"), chunks.get("model.embed_tokens.weight")
     if head is not None and embedding is not None and head.begin == embedding.begin:
         del chunks["lm_head.weight"]
@@ -169,19 +168,18 @@ def _pt_header(path: Path) -> Header:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Return the content of a file of torch.save without executing anything.
+    """Return the content of a torch.save file without executing anything.
 
     Raises:
-        DamagedError: it cannot be read, is damaged, or holds anything but tensors and plain values.
+        DamagedError: the file cannot be read, is damaged, or holds more than tensors and plain values.
     """
     try:
-        content = reading(path, _load_stored)
+        content = read_with_retries(path, _load_stored)
     except CheckpointError:
         raise
-    except Exception:  # torch.load raises many kinds, with long texts about how to load it unsafely
+    except Exception:  # torch.load raises many types, with long texts about unsafe loading
         raise DamagedError(
-            "damaged, or holds more than tensors and plain values; nothing in it was executed. Take another "
-            "checkpoint, or save it again with torch.save, tensors and plain values only",
+            "damaged, or holds more than tensors and plain values (nothing in it was executed): use another checkpoint",
             path=path,
         ) from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
@@ -190,7 +188,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def _load_stored(path: Path) -> Any:
-    """Load an archive whose entries are stored, as torch.save writes them: a compressed one could fill the memory."""
+    """Load an uncompressed archive, as torch.save writes it; a compressed one could fill the memory."""
     with ZipFile(path) as archive:
         if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
             raise DamagedError("has compressed entries, which torch.save never writes: save it again", path=path)
@@ -202,7 +200,7 @@ def _flat_optimizer_state(content: Mapping[str, Any], path: Path) -> dict[str, A
         state = content["state"].items()
         return {f"{OPTIMIZER_PREFIX}{key}.{name}": value for name, kept in state for key, value in kept.items()}
     except (KeyError, AttributeError):
-        raise DamagedError("has no state of an optimizer by parameter names", path=path) from None
+        raise DamagedError("has no optimizer state by parameter names", path=path) from None
 
 
 def _stored_chunk(path: Path, name: str, value: Any) -> StoredChunk:
@@ -210,6 +208,6 @@ def _stored_chunk(path: Path, name: str, value: Any) -> StoredChunk:
         raise DamagedError(f"{name} is no tensor", path=path)
     begin = value.untyped_storage()._checkpoint_offset if value.layout == torch.strided else None
     if begin is None or not value.is_contiguous():
-        raise DamagedError(f"{name} is no tensor whose elements lie in a row, as torch.save keeps them", path=path)
+        raise DamagedError(f"{name} is no tensor with contiguous elements, as torch.save writes them", path=path)
     begin += int(value.storage_offset()) * value.itemsize
     return StoredChunk(name, value.dtype, Chunk.whole(value.shape), path.name, begin)

@@ -1,10 +1,10 @@
-"""A folder with a Llama as Hugging Face keeps it, read with suspicion: it may come from anywhere.
+"""Hugging Face folder of a Llama, read without trust: it may come from anywhere.
 
-    config.json                                                 -> LlamaShape, or what stands against it
+    config.json                                                  -> LlamaShape, or an error
     model.safetensors | model.safetensors.index.json + its files -> exactly the tensors of that shape
 
-Only files of the folder are opened, and only JSON and safetensors: an index that points elsewhere and weights that
-would have to be unpickled are refused.
+Only JSON and safetensors files of the folder are opened. An index that points elsewhere, and pickled weights, are
+refused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, shape_of
 
 
 def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
-    """Find a folder's weights, which have the names and shapes of the parameters; of files only the headers are read.
+    """Find a folder's weights, and check names and shapes of its tensors; only headers of files are read.
 
     Raises:
-        CheckpointError: this is no Llama that can be trained here; a file leaves the folder, is missing or damaged; a
-            tensor is missing, surplus or of another shape.
+        CheckpointError: the model is no Llama that can be trained here; a file is outside the folder, missing or
+            damaged; a tensor is missing, surplus or of another shape.
     """
     shape = shape_of_document(read_json_of(path, CONFIG_FILE), str(path / CONFIG_FILE))
     weights = read_headers(path, weight_files(path))
@@ -37,12 +37,12 @@ def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
 
 
 def manifest_of_folder(path: Path) -> Manifest:
-    """Describe a folder as a checkpoint of step 0 with weights alone; raises as `open_folder`."""
+    """Return the manifest of a checkpoint of step 0 with this folder's weights alone; raises as `open_folder`."""
     return Manifest(model=asdict(open_folder(path)[0]))
 
 
 def weight_files(path: Path) -> list[str]:
-    """Return the names of the files that hold a folder's weights; a CheckpointError unless all are files in it."""
+    """Return the names of the files with a folder's weights; raise a CheckpointError if one is not in the folder."""
     if exists(path / WEIGHTS_FILE):
         names = [WEIGHTS_FILE]
     elif exists(path / INDEX_FILE):
@@ -54,8 +54,7 @@ def weight_files(path: Path) -> list[str]:
             raise CheckpointError("has no weight_map from tensors to files", path=path / INDEX_FILE)
     else:
         raise CheckpointError(
-            f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}, and weights in other files (.bin, .pt, .pth) are refused: "
-            "reading a pickle may run any program. Fetch the model's safetensors files",
+            f"has no {WEIGHTS_FILE} or {INDEX_FILE}. Pickled weights (.bin, .pt, .pth) may run any program: refused",
             path=path,
         )
     for name in names:
@@ -67,14 +66,14 @@ def _check_inside(path: Path, name: str) -> None:
     if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
         raise CheckpointError(f"names {name!r}: only safetensors files of this folder are read", path=path / INDEX_FILE)
     folder, real = real_path(path), real_path(path / name)
-    # Hugging Face's own cache keeps files of all revisions in one place, and links to them.
+    # The cache of Hugging Face keeps the files of all revisions in one folder, with links to them.
     homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(real.is_relative_to(home) for home in homes):
         raise CheckpointError(f"leads out of its folder, to {real}. Put the file itself there", path=path / name)
 
 
 def read_json_of(path: Path, name: str) -> Any:
-    """Read a JSON file of a folder; a CheckpointError if that cannot be."""
+    """Read a JSON file of a folder; raise a CheckpointError if it cannot be read."""
     try:
         return read_json(path / name)
     except (OSError, ValueError) as error:

@@ -1,12 +1,12 @@
-"""One run writes into a folder at a time: a file says which process, and a heartbeat that it is still there.
+"""Lease of a run's folder: only one run writes into it at a time.
 
-    <run>/lease.json     host, process, when it began; the file's time is renewed every ten seconds
+    <run>/lease.json     host, process, start time; a heartbeat renews the file's time every ten seconds
 
-A second start on the same folder is refused while the first one lives. The lease of a process of this machine (the same
-boot, the same namespace of process ids) is free when no process has its id and start time. Any other lease is free once
-it stayed unchanged for a minute of this process's own clock: no two machines' clocks are compared. Before each commit
-the writer checks that the lease is still its own: a process that was stopped for long and wakes up commits nothing. A
-damaged lease counts as unchanged.
+A second start on the same folder is refused while the first one lives. A lease of this machine (same boot, same process
+id namespace) is free when no process has its id and start time. Any other lease is free once the file stayed unchanged
+for a minute of this process's clock; clocks of two machines are never compared. Before each commit the writer checks
+that it still has the lease, so a process that wakes up after a long stop commits nothing. A damaged lease counts as
+unchanged.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ STALE_SECONDS = 60
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that writes into a run's folder.
+    """Process that writes into a run's folder.
 
     Attributes:
-        machine: the boot and the namespace of process ids.
-        process_start: tells the process from a later one with the same id.
-        started: when it took the lease, for people.
+        machine: boot and process id namespace.
+        process_start: start time; a later process with the same id has another.
+        started: time when the lease was taken, for people.
     """
 
     host: str
@@ -56,28 +56,29 @@ class Holder:
     def this_process() -> Holder:
         """Return this process, with a new token."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Holder(socket.gethostname(), _machine(), os.getpid(), _start_of(os.getpid()), now, secrets.token_hex(8))
+        pid = os.getpid()
+        return Holder(socket.gethostname(), _machine_id(), pid, _process_start(pid), now, secrets.token_hex(8))
 
     @property
-    def lives(self) -> bool | None:
-        """Whether the process lives; None if it is not of this machine, which cannot tell."""
-        return _start_of(self.pid) == self.process_start if self.machine == _machine() else None
+    def is_alive(self) -> bool | None:
+        """Whether the process is alive; None if it runs on another machine."""
+        return _process_start(self.pid) == self.process_start if self.machine == _machine_id() else None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.started}"
 
 
 class Lease:
-    """The right to write into a run's folder."""
+    """Right to write into a run's folder."""
 
     def __init__(self, run: Path) -> None:
         self._run, self._path = run, run / LEASE
         self._own = Holder.this_process()
-        self._ending = threading.Event()
+        self._stopping = threading.Event()
         self._heartbeat = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def acquire(self) -> None:
-        """Take the lease, and keep it alive until `release`.
+        """Take the lease, and renew it until `release`.
 
         Raises:
             CheckpointError: another process holds it, or the folder cannot be written.
@@ -89,63 +90,62 @@ class Lease:
         self._heartbeat.start()
 
     def check(self) -> None:
-        """Raise a CheckpointError if the lease is no longer this process's."""
+        """Raise a CheckpointError if this process has lost the lease."""
         if not self._is_own():
             raise CheckpointError(
-                f"belongs to this run no more: {LEASE} is gone, or of {_name(_holder_of(self._path))}. Nothing was "
-                "changed; end this run",
+                f"its {LEASE} is missing, or of {_format_holder(_read_holder(self._path))}: stop this run",
                 path=self._run,
             )
 
     def release(self) -> None:
-        """Let others write, and leave no empty folder behind."""
-        self._ending.set()
+        """Free the folder for other runs, and remove it if it is empty."""
+        self._stopping.set()
         if self._heartbeat.is_alive():
             self._heartbeat.join()
-        with suppress(OSError):  # this process ends, so what is left of the lease is free
+        with suppress(OSError):  # a leftover lease is free once this process has exited
             if self._is_own():
                 self._path.unlink()
-                self._run.rmdir()  # succeeds only after a start that was refused before it wrote anything
+                self._run.rmdir()  # succeeds only after a refused start that wrote nothing
 
     def _is_own(self) -> bool:
         try:
-            is_filled = self._path.stat().st_size > 0  # otherwise another start is about to fill it
+            is_filled = self._path.stat().st_size > 0  # an empty lease is being written by another start
         except FileNotFoundError:
             return False
-        return is_filled and _holder_of(self._path) in (self._own, None)
+        return is_filled and _read_holder(self._path) in (self._own, None)
 
     def _create(self) -> bool:
-        with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:  # of two at once, one makes it
+        with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:  # only one process creates it
             file.write(json.dumps(with_checksum(asdict(self._own))))
             return True
         return False
 
     def _remove_free(self) -> None:
-        """Wait until the lease is free, and remove it; a CheckpointError if its holder lives."""
-        holder, before = _holder_of(self._path), _last_change(self._path)
-        for _ in range(STALE_SECONDS if look_at_lease(self._run) else 0):
+        """Wait until the lease is free, and remove it; raise a CheckpointError if its holder is alive."""
+        holder, before = _read_holder(self._path), _last_change(self._path)
+        for _ in range(STALE_SECONDS if must_wait_for_lease(self._run) else 0):
             sleep(1.0)
             now = _last_change(self._path)
             if now is None:
                 return
             if now != before:
-                raise _held_by(self._run, holder)
-        if _holder_of(self._path) == holder:  # otherwise another start was faster
+                raise _held_error(self._run, holder)
+        if _read_holder(self._path) == holder:  # otherwise another start has taken it
             self._path.unlink(missing_ok=True)
 
     def _renew(self) -> None:
-        while not self._ending.wait(HEARTBEAT_SECONDS):
+        while not self._stopping.wait(HEARTBEAT_SECONDS):
             try:
                 if not self._is_own():
-                    return  # the next commit says so
-                os.utime(self._path)  # takes no space, so a full disk does not end it
+                    return  # the next commit raises the error
+                os.utime(self._path)  # needs no space, so a full disk does not stop the heartbeat
             except OSError as error:
                 log.warning("%s cannot be renewed: %s", self._path, error)
 
 
 @contextmanager
 def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
-    """Hold a run's lease, on rank 0 for all; a collective call. Raises as `acquire`."""
+    """Hold a run's lease on rank 0 for all ranks; a collective call that raises as `Lease.acquire`."""
     lease = Lease(run)
     on_rank_zero(lease.acquire)
     try:
@@ -155,37 +155,38 @@ def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
             lease.release()
 
 
-def look_at_lease(run: Path) -> bool:
-    """Return whether a start has to wait for the end of a run's lease, and log so.
+def must_wait_for_lease(run: Path) -> bool:
+    """Return whether a start must wait until a run's lease is stale; log a line if so.
 
     Raises:
-        CheckpointError: a process of this machine holds the lease, so `hold_lease` refuses at once.
+        CheckpointError: a live process of this machine holds the lease.
     """
     if not exists(run / LEASE):
         return False
-    holder = _holder_of(run / LEASE)
-    lives = None if holder is None else holder.lives
-    if lives:
-        raise _held_by(run, holder)
-    if lives is None:
-        log.warning("%s belongs to %s: a start waits up to %d s for a sign of life", run, _name(holder), STALE_SECONDS)
-    return lives is None
+    holder = _read_holder(run / LEASE)
+    is_alive = None if holder is None else holder.is_alive
+    if is_alive:
+        raise _held_error(run, holder)
+    if is_alive is None:
+        holder_text = _format_holder(holder)
+        log.warning("%s belongs to %s: a start waits up to %d s for a heartbeat", run, holder_text, STALE_SECONDS)
+    return is_alive is None
 
 
-def _held_by(run: Path, holder: Holder | None) -> CheckpointError:
+def _held_error(run: Path, holder: Holder | None) -> CheckpointError:
     return CheckpointError(
-        f"another run is writing into it: {_name(holder)}. Stop it, or give another --ckpt_save_path. (If you are sure "
-        f"that it is gone, remove {run / LEASE}.)",
+        f"another run writes into it: {_format_holder(holder)}. Stop that run, or give another --ckpt_save_path. (If "
+        f"that run is certainly gone, remove {run / LEASE}.)",
         path=run,
     )
 
 
-def _name(holder: Holder | None) -> str:
+def _format_holder(holder: Holder | None) -> str:
     return str(holder or f"an unknown process ({LEASE} is damaged)")
 
 
-def _holder_of(path: Path) -> Holder | None:
-    """Return who holds a lease; None if there is none, or it is damaged."""
+def _read_holder(path: Path) -> Holder | None:
+    """Return the holder of a lease; None if the lease is missing or damaged."""
     try:
         return Holder(**checked_values(read_json(path)))
     except (FileNotFoundError, ValueError, TypeError):
@@ -193,15 +194,15 @@ def _holder_of(path: Path) -> Holder | None:
 
 
 def _last_change(path: Path) -> tuple[int, int] | None:
-    """Return what changes with each renewal; None if there is no lease."""
-    with suppress(FileNotFoundError), path.open("rb") as file:  # opened: a network file system asks its server then
+    """Return a value that each renewal changes; None without a lease."""
+    with suppress(FileNotFoundError), path.open("rb") as file:  # opening makes a network file system ask its server
         status = os.fstat(file.fileno())
         return status.st_mtime_ns, status.st_ino
     return None
 
 
-def _machine() -> str:
-    """Return this boot of this machine with its namespace of process ids; without a /proc what equals no other."""
+def _machine_id() -> str:
+    """Return an id of this boot and process id namespace; without /proc, a random one that equals no other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -209,10 +210,10 @@ def _machine() -> str:
         return secrets.token_hex(8)
 
 
-def _start_of(pid: int) -> str:
-    """Return when a process of this machine began, in the kernel's ticks; empty if there is none (any more)."""
+def _process_start(pid: int) -> str:
+    """Return the start time of a process of this machine, in kernel ticks; empty if the process does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else fields[19]  # ended, but not yet collected by its parent
+    return "" if fields[0] in "ZX" else fields[19]  # Z, X: exited, but not yet collected by its parent

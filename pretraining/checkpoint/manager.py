@@ -1,7 +1,7 @@
-"""When a run saves, and what it keeps beside its tensors.
+"""Manager of a run's checkpoints: decides after each step whether to save, and writes the state beside the tensors.
 
-maybe_save, after each step:  is a save due? -> the manifest of this moment -> `Saver`: here and now, or by a thread
-finish, after the last step:  saves where the invocation ends, and waits until everything is committed
+maybe_save, after each step:  is a save due? -> manifest of this step -> `Saver`: now, or in the background
+finish, after the last step:  save the last step, and wait until everything is committed
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def manifest_of_run(config: TrainConfig) -> Manifest:
-    """Return what the manifests of all checkpoints of a run say alike: its model, its layout and its settings."""
+    """Return the manifest fields that all checkpoints of a run share: model, layout and settings."""
     world = {
         "processes": dist.get_world_size(),
         "sharding_strategy": config.parallel.sharding_strategy,
@@ -43,21 +43,19 @@ def manifest_of_run(config: TrainConfig) -> Manifest:
 
 
 class CheckpointManager:
-    """Saves when it is time; a context around the loop. Saving is a collective call.
+    """Manager that saves when a save is due; a context around the loop. Saving is a collective call.
 
     Args:
-        saver: of the run's tensors; None = nothing is saved, only the losses of evaluations are kept.
-        manifest: what all checkpoints of the run say alike.
-        loader: its state is the position in the data.
-        states: further parts with a memory, by the name under which it is kept.
-        observer: knows the newest loss, counts the time that training waits, and is told of each checkpoint.
+        saver: None = nothing is saved, only evaluation losses are tracked.
+        manifest: fields that all checkpoints of the run share.
+        loader: data loader, whose state is the position in the data.
+        states: other stateful components, by their name in the checkpoint.
+        observer: gives the newest loss; measures the time that training waits, and records each checkpoint.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
-        mirror: copies what is saved to an object store; None = there is none.
-        patience: how long to wait at the end for the last copy, in seconds.
+        mirror_wait_seconds: how long the end of the run waits for the last copy.
 
     Attributes:
-        newest: the checkpoint that was committed last, or that the run was restored from.
-        evaluation_loss, best_evaluation_loss: of the newest evaluation, and the lowest one; None without one.
+        newest: newest committed checkpoint, or the one that the run was restored from.
     """
 
     def __init__(
@@ -70,9 +68,9 @@ class CheckpointManager:
         observer: Observer,
         training_tokens: int | None = None,
         mirror: Mirror | None = None,
-        patience: float = 0.0,
+        mirror_wait_seconds: float = 0.0,
     ) -> None:
-        self._mirror, self._patience = mirror, patience
+        self._mirror, self._mirror_wait_seconds = mirror, mirror_wait_seconds
         self._config, self._saver, self._manifest = config, saver, manifest
         self._loader, self._states, self._observer = loader, states, observer
         self._interval = Interval(config.checkpoint_interval, training_tokens)
@@ -85,36 +83,36 @@ class CheckpointManager:
         self._unevaluated_step: int | None = None
 
     def restore(self, restored: CheckpointRef, decided_by: tuple[str, ...] | None = None) -> None:
-        """Give the parts with a memory what a checkpoint kept, and go on from its losses; a collective call.
+        """Restore the state of all components and the evaluation losses; a collective call.
 
         Args:
-            decided_by: the evaluation sets, sorted, whose loss `maybe_save` is told; None = those of before.
+            decided_by: sorted names of the evaluation sets whose loss `maybe_save` gets; None = unchanged.
 
         Raises:
-            CheckpointError: the state of a part has another form.
+            CheckpointError: the state of a component cannot be loaded.
         """
-        before = restored.manifest
-        if decided_by is None or before.decided_by == decided_by:
-            self.evaluation_loss, self.best_evaluation_loss = before.evaluation_loss, before.best_evaluation_loss
-        elif before.best_evaluation_loss is not None:
-            log.info("from here on the loss of %s decides which checkpoint is best", " and ".join(decided_by))
+        saved = restored.manifest
+        if decided_by is None or saved.decided_by == decided_by:
+            self.evaluation_loss, self.best_evaluation_loss = saved.evaluation_loss, saved.best_evaluation_loss
+        elif saved.best_evaluation_loss is not None:
+            log.info("the best checkpoint is now chosen by the loss of %s", " and ".join(decided_by))
         self.newest = restored.path
-        for name, state in before.state.items():
+        for name, state in saved.state.items():
             if name not in self._states:
-                log.info("the checkpoint holds a state of %s, which this run has not: ignored", name)
+                log.info("the checkpoint holds a state of %s, which this run does not use: ignored", name)
                 continue
             try:
                 self._states[name].load_state_dict(state)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise CheckpointError(
-                    f"damaged: its state of {name} has another form ({type(error).__name__}: {error}). Start from an "
-                    "earlier one: --ckpt_load_path, with another --ckpt_save_path",
+                    f"damaged: cannot load its state of {name} ({type(error).__name__}: {error}). Start from an "
+                    "earlier checkpoint: --ckpt_load_path, with another --ckpt_save_path",
                     path=restored.path,
                 ) from error
-        if restored.is_own and before.kind == "interval":  # its evaluation, if one is pending, comes before any step
-            self._unevaluated_step = before.step
-        if restored.is_own and before.files and self._saver is not None:
-            self._saver.tidy_up(restored.path)  # a kill may have come after its commit and before this
+        if restored.is_own and saved.kind == "interval":  # a pending evaluation of it runs before the first step
+            self._unevaluated_step = saved.step
+        if restored.is_own and saved.files and self._saver is not None:
+            self._saver.apply_retention(restored.path)  # a kill may have come between its commit and its retention
 
     def __enter__(self) -> CheckpointManager:
         if self._mirror is not None:
@@ -125,56 +123,56 @@ class CheckpointManager:
         if self._saver is None:
             return
         try:
-            self._log_saved(self._saver.settle())
+            self._log_saved(self._saver.wait_on_this_rank())
         except Exception as failure:
-            log.warning("the save that was under way has failed, too: %s", failure)
+            log.warning("the running save has failed, too: %s", failure)
         if self._mirror is not None:
-            self._mirror.close(wait=isinstance(error, DivergenceError))  # the run begins again in this process
-        # After other errors ranks may disagree on the step, and leaving the group needs all of them.
+            self._mirror.close(wait=isinstance(error, DivergenceError))  # a rollback trains on in this process
+        # After other errors, ranks may be at different steps, and destroying the group needs all of them.
         if error is None or isinstance(error, DivergenceError):
             self._saver.close()
 
     def maybe_save(self, state: TrainState, evaluation_loss: float | None) -> None:
-        """Save if it is time to, and log the end of an earlier save; call it after each step and its evaluation.
+        """Save if a save is due, and log a background save that has ended; call it after each step and its evaluation.
 
         Raises:
-            CheckpointError: this save, or an earlier one that ran beside the training, has failed; on every rank alike.
+            CheckpointError: this save, or an earlier one in the background, has failed; on every rank alike.
         """
         self._has_trained = True
         if self._saver is not None:
             self._log_saved(self._saver.poll())
         if self._mirror is not None:
             self._mirror.poll()
-        is_best = evaluation_loss is not None and self._keep_evaluation(evaluation_loss)
+        is_best = evaluation_loss is not None and self._record_evaluation(evaluation_loss)
         if evaluation_loss is not None and state.step == self._unevaluated_step:
-            kind: str | None = _kind_at_end(state)  # again, and of its kind, since it lacks what was found now
+            kind: str | None = _kind_at_end(state)  # save again: the first save of this step lacks this loss
         else:
             kind = self._kind_due(state, is_best)
         if kind is not None:
             self._save(state.progress, kind, wait=state.stopping)
 
     def save_now(self, state: TrainState, kind: str) -> None:
-        """Save this step, unless it is saved already, and return once it is committed; raises as `maybe_save`."""
+        """Save this step, unless it is saved already, and wait for the commit; raises as `maybe_save`."""
         if self._saved_step != state.progress.steps:
             self._save(state.progress, kind, wait=True)
         if self._saver is not None:
             self._log_saved(self._saver.wait())
 
     def finish(self, state: TrainState) -> None:
-        """Save where the invocation ends, if it has trained, and return once that is committed; as `maybe_save`."""
-        began, patience = monotonic(), self._patience
+        """Save the last step, if there was one, and wait for the commit and the copy; raises as `maybe_save`."""
+        began, wait_seconds = monotonic(), self._mirror_wait_seconds
         if self._has_trained:
             self.save_now(state, _kind_at_end(state))
-        if state.preempted:  # the launcher's grace counts the save, too
-            patience = min(PREEMPTED_SECONDS, patience) - (monotonic() - began)
+        if state.preempted:  # the launcher's grace period includes the save
+            wait_seconds = min(PREEMPTED_SECONDS, wait_seconds) - (monotonic() - began)
         if self._mirror is not None and self._saver is not None and self.newest is not None:
             with self._observer.stopwatch.measure("checkpoint"):
-                self._finish_copies(self._mirror, self._saver, self.newest, patience, state.preempted)
+                self._finish_copies(self._mirror, self._saver, self.newest, wait_seconds, state.preempted)
 
-    def _finish_copies(self, mirror: Mirror, saver: Saver, newest: Path, patience: float, preempted: bool) -> None:
-        """Wait for the last copy to the mirror; without it, a run that is not preempted fails."""
-        problem = mirror.finish(patience)
-        saver.tidy_up(newest)  # what was kept for its copy
+    def _finish_copies(self, mirror: Mirror, saver: Saver, newest: Path, seconds: float, preempted: bool) -> None:
+        """Wait for the last copy to the mirror; without the copy, a run that is not preempted fails."""
+        problem = mirror.finish(seconds)
+        saver.apply_retention(newest)  # remove checkpoints that were kept for their copy
         if problem is None:
             return
         command = shlex.join(("pretrain", "push", str(self._config.folder), str(self._config.ckpt_mirror_path)))
@@ -193,8 +191,8 @@ class CheckpointManager:
             return "best"
         return "preempt" if self._preempt_interval.is_due(state) else None
 
-    def _keep_evaluation(self, loss: float) -> bool:
-        """Keep the loss of an evaluation; return whether it is the best of the run."""
+    def _record_evaluation(self, loss: float) -> bool:
+        """Track an evaluation loss; return whether it is the run's best."""
         if not math.isfinite(loss):
             return False
         self.evaluation_loss = loss
@@ -209,10 +207,10 @@ class CheckpointManager:
         with self._observer.stopwatch.measure("checkpoint"):
             self._log_saved(self._saver.wait())
             self._saved_step = progress.steps
-            self._log_saved(self._saver.save(self._describe(progress, kind), wait))
+            self._log_saved(self._saver.save(self._manifest_now(progress, kind), wait))
 
-    def _describe(self, progress: Progress, kind: str) -> Manifest:
-        """Return the manifest of a checkpoint of this moment, without its files."""
+    def _manifest_now(self, progress: Progress, kind: str) -> Manifest:
+        """Return the manifest of this step, without its files."""
         data = self._loader.state_dict()
         return replace(
             self._manifest,
@@ -229,7 +227,7 @@ class CheckpointManager:
         )
 
     def _log_saved(self, saved: Checkpoint | None) -> None:
-        """Log what was saved, if anything was."""
+        """Log a checkpoint that was committed, if any, and start its copy to the mirror."""
         if saved is not None:
             self.newest = saved.path
             log.info("step %d  checkpoint %s", saved.step, saved.path)

@@ -1,12 +1,12 @@
-"""What a checkpoint is: tensors under stable names, and all else as one JSON document, the manifest.
+"""Content of a checkpoint: tensors under stable names, and a JSON manifest with everything else.
 
-    tensors     model.layers.0.mlp.up_proj.weight                     a parameter, under its Hugging Face name
-                optimizer.exp_avg.model.layers.0.mlp.up_proj.weight   what the optimizer keeps for it
-    manifest    step, tokens, losses, position in the data, states of parts of the run, model, world, config; size and
+    tensors     model.layers.0.mlp.up_proj.weight                     parameter, under its Hugging Face name
+                optimizer.exp_avg.model.layers.0.mlp.up_proj.weight   optimizer state of the parameter
+    manifest    step, tokens, losses, position in the data, states of components, model, world, config; size and
                 checksum of every file
 
-Neither depends on the number of processes: tensors are global, and the job has one position in the data. `run_folder`
-says what lies where.
+Neither depends on the number of processes: tensors are global, and all processes share one position in the data.
+`run_folder` describes the files and folders.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, is_file, read_json, with_checksum
 from pretraining.model.hf import CONFIG_FILE
 
-if TYPE_CHECKING:  # to read manifests needs no torch, which takes a second to import
+if TYPE_CHECKING:  # reading manifests needs no torch, whose import takes a second
     import torch
     from torch import nn
 
 FORMAT_VERSION = 2
 
-# Names on disk and in tensors: a change of any of them is a new format.
+# Names on disk and of tensors: changing one makes a new format.
 OPTIMIZER_PREFIX = "optimizer."
 MANIFEST = "manifest.json"
 SHARD_SUFFIX = ".safetensors"
@@ -40,29 +40,29 @@ ITERATION_FILE = "iter_state_dict.pt"
 FULL_FILES = (MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE, ITERATION_FILE)
 
 EVALUATION_STATE = "evaluation"
-"""Of the evaluator, among a manifest's states."""
+"""Key of the evaluator in a manifest's states."""
 _PENDING_KEY = "owed"
-"""In the evaluator's state: whether an evaluation of these weights is due and not done."""
+"""Key in the evaluator's state: whether an evaluation of these weights is due and not done."""
 GUARDS_STATE = "guards"
-"""Of what ends a run that goes wrong, among a manifest's states."""
+"""Key of the guards in a manifest's states."""
 
-_NOT_COMPUTED_WITH = ("max_position_embeddings",)
-"""Dimensions in which two models with the same weights may differ."""
+_DIMENSIONS_WITHOUT_WEIGHTS = ("max_position_embeddings",)
+"""Dimensions that no weight depends on: models with the same weights may differ in them."""
 
 
 class Stateful(Protocol):
-    """A part of the run whose memory influences the next step, and so goes into checkpoints."""
+    """Component whose state influences later steps, and so belongs in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to keep, values that JSON has; empty where there is nothing."""
+        """Return the state, JSON-able; empty if there is none."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what was kept."""
+        """Restore the state."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file of a checkpoint has to be: its size, and the CRC-32 of its content as `crc32_text` writes it."""
+    """Size of a checkpoint's file, and CRC-32 of its content in the form of `crc32_text`."""
 
     bytes: int
     crc32: str
@@ -70,19 +70,18 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The JSON document of a checkpoint; written last, it says that the checkpoint is complete.
+    """JSON document of a checkpoint; it is written last, so it marks a complete checkpoint.
 
-    The defaults are those of weights that no training step has touched.
+    The defaults describe weights before the first training step.
 
     Attributes:
-        seconds: time trained, over all invocations.
-        kind: why it was saved: "interval"; "final", the run is done; "preempt", in case the run is stopped, superseded
-            by the next one; "best", its evaluation loss was the lowest, superseded by the next best.
-        loss, evaluation_loss: the newest, if any and finite.
-        best_evaluation_loss: the lowest of the run so far, if any.
-        data: position in the data, as the loader gives it; empty where a checkpoint holds weights alone.
-        state: what parts of the run remember, by name.
-        world: number of processes, strategy, and threads of a process that wrote it; others can read it.
+        seconds: training time over all invocations.
+        kind: reason of the save: "interval"; "final": the run is done; "preempt": in case the run is stopped,
+            superseded by the next one; "best": lowest evaluation loss so far, superseded by the next best.
+        loss, evaluation_loss: newest value, if any and finite.
+        data: position in the data, the loader's state; empty if the checkpoint holds only weights.
+        state: states of other components, by name.
+        world: number of processes, strategy and threads per process of the writer; any other layout can read it.
         config: the run's settings, as YAML.
     """
 
@@ -105,46 +104,45 @@ class Manifest:
 
     @property
     def decided_by(self) -> tuple[str, ...]:
-        """The evaluation sets whose loss is `evaluation_loss`, sorted.
+        """Sorted names of the evaluation sets of `evaluation_loss`.
 
-        They are kept where they are not the held-out documents of all datasets.
+        The evaluator's state names them unless they are the held-out documents of all datasets.
         """
-        kept = self._kept(EVALUATION_STATE).get("decided_by")
+        kept = self._state_of(EVALUATION_STATE).get("decided_by")
         if isinstance(kept, list):
             return tuple(map(str, kept))
         return tuple(sorted(self.data["phases"][-1]["weights"])) if self.data else ()
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Updates just before it that were left out: a run that diverges goes back to before the first of them."""
-        count = self._kept(GUARDS_STATE).get("skipped_in_a_row")
+        """Skipped updates just before the checkpoint; a divergence goes back to before the first of them."""
+        count = self._state_of(GUARDS_STATE).get("skipped_in_a_row")
         return count if type(count) is int else 0
 
     @property
     def is_of_finished_run(self) -> bool:
-        """Whether nothing is left to do: the last step is done, and so is its evaluation."""
-        return self.kind == "final" and not self._kept(EVALUATION_STATE).get(_PENDING_KEY)
+        """Whether the run is done: its last step, and the evaluation of that step."""
+        return self.kind == "final" and not self._state_of(EVALUATION_STATE).get(_PENDING_KEY)
 
-    def _kept(self, name: str) -> dict[str, Any]:
+    def _state_of(self, name: str) -> dict[str, Any]:
         kept = self.state.get(name)
         return kept if isinstance(kept, dict) else {}
 
     @staticmethod
     def parse(document: Any, path: str) -> Manifest:
-        """Return the manifest in a JSON document; a CheckpointError if it is none, of another version or damaged."""
-        manifest = Manifest.of_values(document, path)
+        """Return the manifest of a JSON document; raise a CheckpointError if it is damaged or of another version."""
+        manifest = Manifest.from_values(document, path)
         if document != manifest.document():
-            raise CheckpointError("damaged: its content does not have the checksum that stands in it", path=path)
+            raise CheckpointError("damaged: its content does not match the checksum in it", path=path)
         return manifest
 
     @staticmethod
-    def of_values(values: Any, path: str) -> Manifest:
-        """Return a manifest of the value of every field; a CheckpointError if a value is missing or of another type."""
+    def from_values(values: Any, path: str) -> Manifest:
+        """Return a manifest of field values; raise a CheckpointError if one is missing or of another type."""
         version = values.get("format_version") if isinstance(values, dict) else None
         if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"format version {shown(version)}; this version of pretraining reads {FORMAT_VERSION}. Use the version "
-                "that wrote it",
+                f"has format version {shown(version)}, not {FORMAT_VERSION}: read it with the version that wrote it",
                 path=path,
             )
         try:
@@ -160,7 +158,7 @@ class Manifest:
         return manifest
 
     def document(self) -> dict[str, Any]:
-        """Return what goes into the file: JSON's own types, and last a checksum of all the rest."""
+        """Return the manifest as JSON types, with a checksum of all fields as the last one."""
         return with_checksum(json.loads(json.dumps(asdict(self), allow_nan=False)))
 
 
@@ -168,19 +166,19 @@ FIELDS = tuple(each.name for each in fields(Manifest))
 
 
 def _torch_version() -> str:
-    import torch  # here: whoever makes a manifest has tensors
+    import torch  # here, since only processes with tensors make manifests
 
     return str(torch.__version__)
 
 
 LARGEST_COUNT = 2**62
-"""Of steps, tokens and bytes: more than any run has."""
+"""Largest number of steps, tokens or bytes; no run has more."""
 _TYPES: dict[str, Any] = {"int": int, "float": int | float, "float | None": int | float | None, "str": str}
-"""What a field may be, by its annotation; all others are dictionaries."""
+"""Types that a field may have, by its annotation; all other fields are dictionaries."""
 
 
 def _check_types(read: Manifest | FileEntry) -> None:
-    """Raise a TypeError if a field has another type than it declares, or a count is none of a run."""
+    """Raise a TypeError if a field does not have its declared type, or a count is out of range."""
     for each in fields(read):
         value = getattr(read, each.name)
         is_fitting = isinstance(value, _TYPES.get(str(each.type), dict))
@@ -189,10 +187,7 @@ def _check_types(read: Manifest | FileEntry) -> None:
 
 
 def _check_data_state(data: dict[str, Any]) -> None:
-    """Raise an error unless the parts of the data's state that are read here are there; `data.resume` checks the rest.
-
-    It is empty in a checkpoint of weights alone.
-    """
+    """Raise an error if a field that is read here is missing; `data.resume` checks the others. May be empty."""
     if data:
         weights = data["phases"][-1]["weights"]
         if not data["datasets"].keys() >= weights.keys() <= data["counts"].keys():
@@ -200,17 +195,17 @@ def _check_data_state(data: dict[str, Any]) -> None:
 
 
 def crc32_text(value: int) -> str:
-    """Return a CRC-32 as manifests write it: eight hexadecimal digits."""
+    """Return a CRC-32 as eight hexadecimal digits."""
     return f"{value:08x}"
 
 
 def read_document(folder: Path) -> Manifest:
-    """Read what a checkpoint is, without a look at the files that it names.
+    """Read the manifest of a checkpoint, without looking at its other files.
 
-    Its manifest says so; without one its four .pt files or, where the folder is Hugging Face's, the model in it.
+    Without a manifest, make one from the four .pt files, or from the model config of a Hugging Face folder.
 
     Raises:
-        CheckpointError: it is damaged, or of no form that is read here.
+        CheckpointError: the checkpoint is damaged, or of an unknown form.
     """
     path = folder / MANIFEST
     if not is_file(path):
@@ -222,7 +217,7 @@ def read_document(folder: Path) -> Manifest:
             from pretraining.checkpoint.hf_import import manifest_of_folder
 
             return manifest_of_folder(folder)
-        raise CheckpointError(f"damaged: it has lost its {MANIFEST}", path=folder)
+        raise CheckpointError(f"damaged: its {MANIFEST} is missing", path=folder)
     try:
         return Manifest.parse(read_json(path), str(path))
     except (OSError, ValueError) as error:
@@ -230,10 +225,10 @@ def read_document(folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read what a checkpoint is, and compare names and sizes of its files; their content is not read.
+    """Read the manifest of a checkpoint, and check names and sizes of its files; their content is not read.
 
     Raises:
-        CheckpointError: as `read_document`; or a file is missing, surplus or has another size.
+        CheckpointError: as in `read_document`; or a file is missing, surplus or of another size.
     """
     manifest = read_document(folder)
     sizes = (size_fault(folder / name, entry) for name, entry in manifest.files.items())
@@ -244,7 +239,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def size_fault(path: Path, written: FileEntry) -> str | None:
-    """Return what is wrong with the presence or the size of a file, if anything."""
+    """Return a message if a file is missing or has another size, else None."""
     if not is_file(path):
         return f"{path} is no file" if exists(path) else f"{path} is missing"
     size = path.stat().st_size
@@ -252,10 +247,10 @@ def size_fault(path: Path, written: FileEntry) -> str | None:
 
 
 def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield the files that the manifest does not name, and those it names that may lie anywhere."""
+    """Yield a message for each file that the manifest does not name, and for each name outside the folder."""
     here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")} if manifest.files else set()
     for name in sorted(here - manifest.files.keys()):
-        yield f"{folder / name} is no part of the checkpoint: its manifest does not name it"
+        yield f"{folder / name} does not belong to the checkpoint: its manifest does not name it"
     for name in manifest.files:
         if Path(name).name != name or not (name.endswith(SHARD_SUFFIX) or name in FULL_FILES):
             yield f"{folder / MANIFEST} names {name!r}, which is no tensor file of this folder"
@@ -267,12 +262,12 @@ def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
 def tensor_state(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint, not copied: loading into them restores the run.
+    """Return the tensors of a checkpoint, without a copy: loading into them restores the run.
 
     Args:
-        optimizer: over the same parameters, its state already made; None for the parameters alone.
+        optimizer: its state must be materialised; None = parameters only.
     """
-    import torch  # here: whoever has an optimizer has imported it
+    import torch  # here, since callers with parameters have imported it
 
     tensors: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
     if optimizer is not None:
@@ -284,22 +279,22 @@ def tensor_state(
 
 
 def shape_of(manifest: Manifest) -> LlamaShape:
-    """Return the dimensions of a checkpoint's model; a CheckpointError if this version knows others."""
+    """Return the dimensions of a checkpoint's model; raise a CheckpointError if this version cannot build them."""
     try:
         scaling = manifest.model["rope_scaling"]
         shape = LlamaShape(**{**manifest.model, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
         if problem := next(size_problems(shape), None):
             raise ValueError(problem)
         if resolve_shape(model_settings(shape)) != shape:
-            raise ValueError("its dimensions do not fit each other")
+            raise ValueError("its dimensions contradict each other")
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise CheckpointError(f"the manifest of step {manifest.step} does not describe a model: {error}") from None
     return shape
 
 
 def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
-    """Raise a CheckpointError that names each difference if a checkpoint is of a model with other dimensions."""
-    ours = {name: value for name, value in asdict(shape).items() if name not in _NOT_COMPUTED_WITH}
+    """Raise a CheckpointError that names each difference if a checkpoint's model has other dimensions."""
+    ours = {name: value for name, value in asdict(shape).items() if name not in _DIMENSIONS_WITHOUT_WEIGHTS}
     differences = [
         f"{name}: {manifest.model.get(name)} in the checkpoint, {value} in this run"
         for name, value in ours.items()
@@ -307,7 +302,5 @@ def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"a checkpoint of another model ({'; '.join(differences)}). Give the flags of that model, or another "
-            "--ckpt_save_path / --ckpt_load_path.",
-            path=path,
+            f"holds another model ({'; '.join(differences)}): give its flags, or another checkpoint", path=path
         )

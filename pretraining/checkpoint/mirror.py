@@ -1,12 +1,12 @@
-"""A copy of a run in an object store, so that the run outlives its machines: `--ckpt_mirror_path`.
+"""Mirror of a run: a copy of its checkpoints in an object store, which outlives the machines (`--ckpt_mirror_path`).
 
-    start      `fetch_start`: may this run write there? Fetch the newest copy if it is newer than the folder
-    commit     `Mirror.copy`: each process uploads its files beside the training, then rank 0 the manifest
+    start      `fetch_start`: check that this run may write there; fetch the newest copy if it is newer than the folder
+    commit     `Mirror.copy`: each process uploads its files in the background, then rank 0 uploads the manifest
     each step  `Mirror.poll`: is every process done? No rank waits for another
     end        `Mirror.finish`: wait for the newest copy
 
-`mirror.json` holds the id of the run, in its folder and in the store, and there the token of its writer as well: the
-mirror of another run is refused, and a process that finds another token writes no manifest any more.
+`mirror.json` holds the run's id, in the run's folder and in the store. The store's file also holds the token of its
+writer. The mirror of another run is refused, and a process that finds another token uploads no more manifests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_document, read_manifest
 from pretraining.checkpoint.object_store import TRIES_OF_START, Store, StoreError, checkpoints_in, fetch_newest
 from pretraining.checkpoint.retention import best_of, superseded
-from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, describe
+from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.checkpoint.start_point import fetched_path
 from pretraining.config.training import CheckpointConfig
@@ -45,34 +45,33 @@ log = logging.getLogger(__name__)
 MIRROR_FILE = "mirror.json"
 LOG_FILES = (CONFIG_FILE, f"{LOGS}/{METRICS_FILE}", f"{LOGS}/{EVENTS_FILE}")
 LOG_FILES_SECONDS = 60.0
-"""Between two copies of the log files."""
+"""Time between two copies of the log files."""
 PREEMPTED_SECONDS = 20.0
-"""How long a run that has to stop waits for its last copy: launchers kill 30 seconds after SIGTERM."""
+"""How long a preempted run waits for its last copy: launchers kill 30 seconds after SIGTERM."""
 CLOSING_SECONDS = 30.0
 
 
 class TakenOverError(CheckpointError):
-    """Another process writes into the mirror of this run."""
+    """Another process writes into this run's mirror."""
 
 
-# The start
+# Start of a run
 
 
 def fetch_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> Path | None:
-    """Check that a run may write to its mirror, and fetch what it starts from if that is in a store alone.
+    """Check that a run may write to its mirror, and fetch its start point if only an object store holds it.
 
-    A mirror that is newer than the folder wins, since a run may have gone on elsewhere.
-
-    In one process, which holds the lease of the run.
+    A mirror that is newer than the folder wins, since the run may have continued on another machine. Call it in one
+    process, which holds the lease of the run.
 
     Args:
-        damaged: checkpoints of the run that are known not to be good.
+        damaged: checkpoints of the run that are known to be damaged.
 
     Returns:
-        The checkpoint of the run that was fetched, if any.
+        The fetched checkpoint of the run, if any.
 
     Raises:
-        CheckpointError: a store cannot be used, the mirror is of another run, or what it holds is damaged.
+        CheckpointError: a store cannot be used, the mirror belongs to another run, or its checkpoints are damaged.
     """
     run, own_step = config.folder, newest_good_step(config.folder, damaged)
     if config.ckpt_mirror_path is not None:
@@ -80,20 +79,20 @@ def fetch_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingP
         copies = checkpoints_in(store, needed=own_step < 0)
         found = {folder: each for folder, each in copies.items() if folder and each.step > own_step}
         if found:
-            _fetch_log_files(store, run)  # first: once the checkpoint is there, they are not asked for again
+            _fetch_log_files(store, run)  # first: after the checkpoint is there, a start does not fetch them
             fetched = fetch_newest(store, found, run / CHECKPOINTS)
             if fetched is None and own_step < 0:
-                raise CheckpointError("holds checkpoints, and none is good", path=store.address)
+                raise CheckpointError("holds checkpoints, but no good one", path=store.address)
             return fetched
     if own_step < 0 and is_address(config.ckpt_load_path) and newest_good_step(fetched_path(config)) < 0:
         source = Store(config.ckpt_load_path or "")
         if fetch_newest(source, checkpoints_in(source), fetched_path(config) / CHECKPOINTS) is None:
-            raise CheckpointError("holds no complete checkpoint that is good", path=source.address)
+            raise CheckpointError("holds no complete and good checkpoint", path=source.address)
     return None
 
 
 def _fetch_log_files(store: Store, run: Path) -> None:
-    """Fetch the log files that the run's folder lacks, or of which it has less."""
+    """Fetch the log files that the run's folder lacks or has only in part."""
     for name in LOG_FILES:
         content = store.read(name) or b""
         if len(content) > ((run / name).stat().st_size if is_file(run / name) else 0):
@@ -102,19 +101,19 @@ def _fetch_log_files(store: Store, run: Path) -> None:
 
 
 def open_mirror(config: CheckpointConfig) -> Store:
-    """Return the mirror of a run that may write there; raises as `fetch_start`."""
+    """Return the store of a run's mirror after a test write; raises as `fetch_start`."""
     store = Store(config.ckpt_mirror_path or "")
     name, content = f"probe.{secrets.token_hex(4)}", b"may this run write here?"
     store.write(name, content)
     if store.read(name) != content:
-        raise StoreError("does not hold what was written", path=f"{store.address}/{name}")
+        raise StoreError("reads back other bytes than were written", path=f"{store.address}/{name}")
     store.remove(name)
-    _adopt_id(store, config.folder)
+    _match_run_id(store, config.folder)
     return store
 
 
 def newest_good_step(run: Path, damaged: Mapping[Path, str] = MappingProxyType({})) -> int:
-    """Return the step of the newest checkpoint of a run that is not damaged; -1 without one."""
+    """Return the step of a run's newest checkpoint that is not damaged; -1 without one."""
     for checkpoint in reversed(committed_checkpoints(run)):
         with suppress(CheckpointError):
             read_manifest(checkpoint.path)
@@ -123,39 +122,38 @@ def newest_good_step(run: Path, damaged: Mapping[Path, str] = MappingProxyType({
     return -1
 
 
-def _adopt_id(store: Store, run: Path) -> None:
-    """Give a run the id of its mirror, or both a new one; a CheckpointError if the mirror is of another run."""
-    own, there = _id_in(run), _owner(store).get("run")
-    local = committed_checkpoints(run)
-    if there is None:
-        there = own or secrets.token_hex(8)
-        store.write(MIRROR_FILE, _document(run=there, writer=""))
-    # Without an id, since it was lost or the copies were made by hand, a checkpoint that both hold says as much.
-    elif own != there and local and (own is not None or not any(_is_in(store, each.path) for each in local)):
+def _match_run_id(store: Store, run: Path) -> None:
+    """Give the run its mirror's id, or both a new id; raise a CheckpointError if the mirror belongs to another run."""
+    own, mirrored = _read_run_id(run), _read_owner(store).get("run")
+    local = [each.path for each in committed_checkpoints(run)]
+    # A run without an id (lost, or copied by hand) is identified by a checkpoint that the mirror holds, too.
+    is_same = own == mirrored or not local or (own is None and any(_is_in_store(store, path) for path in local))
+    if mirrored is None:
+        mirrored = own or secrets.token_hex(8)
+        store.write(MIRROR_FILE, _to_json(run=mirrored, writer=""))
+    elif not is_same:
         raise CheckpointError(
-            f"is the mirror of another run than the one in {run}: give another --ckpt_mirror_path, or the "
-            "--ckpt_save_path of its run",
-            path=store.address,
+            f"is the mirror of another run than {run}: give another --ckpt_mirror_path", path=store.address
         )
-    if own != there:
+    if own != mirrored:
         run.mkdir(parents=True, exist_ok=True)
-        write_atomic(run / MIRROR_FILE, _document(run=there))
+        write_atomic(run / MIRROR_FILE, _to_json(run=mirrored))
 
 
-def _is_in(store: Store, path: Path) -> bool:
+def _is_in_store(store: Store, path: Path) -> bool:
     manifest = path / MANIFEST
     return is_file(manifest) and store.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST}") == manifest.read_bytes()
 
 
-def _id_in(run: Path) -> str | None:
+def _read_run_id(run: Path) -> str | None:
     try:
         return str(checked_values(parse_json((run / MIRROR_FILE).read_bytes()))["run"])
     except (OSError, ValueError, KeyError):
         return None
 
 
-def _owner(store: Store) -> dict[str, Any]:
-    """Return what the store says of the run and its writer; nothing without an owner."""
+def _read_owner(store: Store) -> dict[str, Any]:
+    """Return the run and the writer that the store names; empty without mirror.json."""
     content = store.read(MIRROR_FILE)
     try:
         return {} if content is None else checked_values(parse_json(content))
@@ -165,27 +163,26 @@ def _owner(store: Store) -> dict[str, Any]:
         ) from None
 
 
-def _document(**values: str) -> bytes:
+def _to_json(**values: str) -> bytes:
     return json.dumps(with_checksum(values)).encode()
 
 
-# Copies beside the training
+# Copies in the background
 
-TAKEN_OVER, UNDER_WAY, GONE, DONE = -1, 0, 1, 2
-"""How a process is getting on with its part of a copy; the least of all processes counts."""
+TAKEN_OVER, RUNNING, FAILED, DONE = -1, 0, 1, 2
+"""Status of a process's part of a copy; the lowest status of all processes counts."""
 
 
 class Mirror:
-    """Copies what a run commits; making one is a collective call, as are `copy`, `poll` and `finish`.
+    """Background copies of a run's checkpoints; the constructor, `copy`, `poll` and `finish` are collective calls.
 
     Args:
-        config: names the run's folder and its mirror.
-        step: where the run begins, in whose mirror later checkpoints are those that it has gone back from: set aside.
-        newest: the run's own checkpoint that it begins from; `start` copies it if the mirror lacks it.
-        spare_cores: whether uploads rest most of the time until `finish`, since the run needs every core.
+        step: step of the start point; later checkpoints in the mirror were rolled back, and are set aside.
+        newest: the run's own start point; `start` copies it if the mirror lacks it.
+        spare_cores: whether uploads pause most of the time until `finish`, since training needs every core.
 
     Attributes:
-        protected: the checkpoint that is being copied, and the one that waits: retention leaves them alone.
+        protected: checkpoint that is being copied, and the next one; retention keeps both.
     """
 
     def __init__(
@@ -194,51 +191,51 @@ class Mirror:
         self._config, self._run, self._newest = config, config.folder, newest
         self._store = on_every_rank(lambda: Store(config.ckpt_mirror_path or ""))
         self._token = on_rank_zero(lambda: secrets.token_hex(8))
-        self._held: dict[str, Manifest] = {}  # on rank 0: what is complete in the mirror
-        self._ending, self._hurried = threading.Event(), threading.Event()
+        self._held: dict[str, Manifest] = {}  # on rank 0: complete checkpoints in the mirror
+        self._closing, self._full_speed = threading.Event(), threading.Event()
         if not spare_cores:
-            self._hurried.set()
-        self._agreement = DelayedMinimum()
+            self._full_speed.set()
+        self._sync = DelayedMinimum()
         self._work: Future[int] | None = None
         self._is_uploaded = False
-        self._lost: Path | None = None
+        self._not_copied: Path | None = None
         self._log_files_copied = -LOG_FILES_SECONDS
         self.protected: tuple[Path, ...] = ()
-        on_rank_zero(lambda: self._store.persist(lambda: self._take_over(step), self._ending, TRIES_OF_START))
+        on_rank_zero(lambda: self._store.retry(lambda: self._take_over(step), self._closing, TRIES_OF_START))
 
     def start(self) -> None:
-        """Copy what the run begins from, if the mirror lacks it; a collective call."""
+        """Copy the start point if the mirror lacks it; a collective call."""
         newest = self._newest
         if newest is not None and on_rank_zero(lambda: self.lacks(newest)):
             self.copy(newest)
 
     def lacks(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint has no complete copy; on rank 0."""
-        return self._held.get(_folder_of(checkpoint)) != read_document(checkpoint)
+        return self._held.get(_store_folder(checkpoint)) != read_document(checkpoint)
 
     def copy(self, checkpoint: Path) -> None:
-        """Copy a committed checkpoint, after the copy under way; of those that wait, the newest alone is copied."""
+        """Copy a committed checkpoint after the running copy; only the newest of several waiting ones is copied."""
         self.protected = (*self.protected[:1], checkpoint)
         if self._work is None:
-            self._begin()
+            self._start_upload()
 
     def poll(self) -> None:
-        """Take the next step of a copy once every rank is done with the last one; call it once a step.
+        """Continue a copy once every rank has done its part; call it once per step.
 
         Raises:
             TakenOverError: another process writes into the mirror; on every rank alike.
         """
-        if self._work is not None and (least := self._agreement.offer(self._status())) is not None:
-            self._advance(int(least[0]))
+        if self._work is not None and (least := self._sync.offer(self._status())) is not None:
+            self._continue_copy(int(least[0]))
 
     def finish(self, seconds: float) -> str | None:
-        """Wait until all is copied; return what prevented it if that takes longer, on every rank alike.
+        """Wait until all is copied; return the problem if that takes longer than `seconds`, on every rank alike.
 
         Raises:
-            TakenOverError: as `poll`.
+            TakenOverError: as in `poll`.
         """
-        self._hurried.set()
-        self._agreement.forget()
+        self._full_speed.set()
+        self._sync.forget()
         self._log_files_copied = -LOG_FILES_SECONDS
         deadline = monotonic() + seconds
         while self._work is not None:
@@ -246,121 +243,119 @@ class Mirror:
                 self._work.result(max(0.0, deadline - monotonic()))
             found = gather_from_every_rank(lambda: (self._status(), self._store.problem))
             status = min(status for status, _ in found)
-            if status == UNDER_WAY:
+            if status == RUNNING:
                 return next((problem for _, problem in found if problem), "the store is slow")
-            self._advance(status)
-        return None if self._lost is None else f"{self._lost.name} could not be read; the log says why"
+            self._continue_copy(status)
+        return None if self._not_copied is None else f"copying {self._not_copied.name} failed; the log says why"
 
     def close(self, *, wait: bool) -> None:
-        """End the copy under way; what it has uploaded is no checkpoint.
+        """Stop the running copy; its uploaded files are no checkpoint without a manifest.
 
         Args:
-            wait: until its thread has ended. Otherwise the process ends without it, also if the store hangs.
+            wait: whether to wait for its thread; otherwise the process exits without it, even if the store hangs.
         """
-        self._ending.set()
-        self._hurried.set()
+        self._closing.set()
+        self._full_speed.set()
         if self._work is not None:
             with suppress(TimeoutError):
                 self._work.result(CLOSING_SECONDS if wait else 0.0)
             if not self._work.done():
-                skip_exit_handlers()  # pyarrow's would wait for the store
+                skip_exit_handlers()  # pyarrow's exit handler would wait for the store
 
     def _status(self) -> int:
-        return self._work.result() if self._work is not None and self._work.done() else UNDER_WAY
+        return self._work.result() if self._work is not None and self._work.done() else RUNNING
 
-    def _begin(self) -> None:
+    def _start_upload(self) -> None:
         self._is_uploaded = False
-        self._work = _in_background(partial(self._do, self._upload, self.protected[0]))
+        self._work = _in_background(partial(self._run_part, self._upload, self.protected[0]))
 
-    def _advance(self, status: int) -> None:
+    def _continue_copy(self, status: int) -> None:
         if status == TAKEN_OVER:
-            raise TakenOverError(
-                f"{self._store.address} belongs to another start of this run now: end this one. Its own checkpoints "
-                f"are in {self._run / CHECKPOINTS}"
-            )
-        if status == UNDER_WAY:
+            raise TakenOverError(f"{self._store.address} belongs to another start of this run now: stop this one")
+        if status == RUNNING:
             return
         checkpoint, *waiting = self.protected
-        self._agreement.forget()
+        self._sync.forget()
         if status == DONE and not self._is_uploaded:
             self._is_uploaded = True
-            self._work = _in_background(partial(self._do, self._commit, checkpoint))
+            self._work = _in_background(partial(self._run_part, self._commit, checkpoint))
             return
-        self._lost = checkpoint if status == GONE else None
+        self._not_copied = checkpoint if status == FAILED else None
         if status == DONE:
             log.info("%s is copied to %s", checkpoint.name, self._store.address)
         self.protected, self._work = tuple(waiting), None
         if waiting:
-            self._begin()
+            self._start_upload()
 
-    def _do(self, action: Callable[[Path], None], checkpoint: Path) -> int:
-        """Do a part of a copy, and return how it ended."""
+    def _run_part(self, action: Callable[[Path], None], checkpoint: Path) -> int:
         try:
             action(checkpoint)
         except TakenOverError:
             return TAKEN_OVER
-        except Exception as error:  # of the checkpoint: what a store says is tried again
-            if not self._ending.is_set():
+        except Exception as error:  # of the checkpoint's files: `retry` repeats failed calls of the store
+            if not self._closing.is_set():
                 reason = f"{type(error).__name__}: {error}"
                 log.warning("%s is not copied to %s: %s", checkpoint, self._store.address, reason)
-            return GONE
+            return FAILED
         return DONE
 
     def _upload(self, checkpoint: Path) -> None:
-        """Upload the files that this process wrote, or would have written, in a thread.
+        """Upload this process's files, in a background thread.
 
-        A step that is saved again has the same tensors, which are there already. If they differ, the manifest goes
-        before the first of them does.
+        A step that is saved again usually has the same files, which are not uploaded again. If a file differs, the
+        manifest in the store is removed first.
         """
         rank, world_size = place()
-        folder, before = _folder_of(checkpoint), dict[str, FileEntry]()
-        content = self._store.persist(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._ending)
+        folder, uploaded = _store_folder(checkpoint), dict[str, FileEntry]()
+        content = self._store.retry(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._closing)
         with suppress(CheckpointError, ValueError):
-            before = dict(Manifest.parse(parse_json(content or b""), folder).files)
+            uploaded = dict(Manifest.parse(parse_json(content or b""), folder).files)
         for name, entry in read_document(checkpoint).files.items():
             number = re.match(r"shard-(\d+)-", name)
-            if (int(number[1]) - 1 if number else 0) % world_size == rank and before.get(name) != entry:
-                self._store.persist(self._check_writer, self._ending)
+            if (int(number[1]) - 1 if number else 0) % world_size == rank and uploaded.get(name) != entry:
+                self._store.retry(self._check_writer, self._closing)
                 if content is not None:
-                    self._store.persist(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._ending)
+                    self._store.retry(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._closing)
                 target = f"{folder}/{name}"
-                upload = partial(self._store.upload, checkpoint / name, target, entry, self._ending, self._hurried)
-                self._store.persist(upload, self._ending)
+                upload = partial(self._store.upload, checkpoint / name, target, entry, self._closing, self._full_speed)
+                self._store.retry(upload, self._closing)
 
     def _commit(self, checkpoint: Path) -> None:
-        """Upload the manifest, remove what is superseded and copy the log files, in a thread of rank 0."""
+        """Upload the manifest, remove superseded copies, and copy the log files; in a background thread of rank 0."""
         if place()[0] != 0:
             return
-        content, folder = (checkpoint / MANIFEST).read_bytes(), _folder_of(checkpoint)
-        self._store.persist(self._check_writer, self._ending)
-        self._store.persist(lambda: self._store.write(f"{folder}/{MANIFEST}", content), self._ending)
+        content, folder = (checkpoint / MANIFEST).read_bytes(), _store_folder(checkpoint)
+        self._store.retry(self._check_writer, self._closing)
+        self._store.retry(lambda: self._store.write(f"{folder}/{MANIFEST}", content), self._closing)
         self._held[folder] = read_document(checkpoint)
-        with suppress(StoreError):  # the next copy tries again
+        with suppress(StoreError):  # the next commit tries again
             self._remove_superseded(folder)
             self._copy_log_files()
 
     def _take_over(self, step: int) -> None:
-        """Become the writer, and set aside what the run has gone back from."""
-        run_id = _owner(self._store).get("run", "")
-        self._store.write(MIRROR_FILE, _document(run=run_id, writer=self._token))
+        """Become the mirror's writer, and set aside checkpoints that the run has rolled back."""
+        run_id = _read_owner(self._store).get("run", "")
+        self._store.write(MIRROR_FILE, _to_json(run=run_id, writer=self._token))
         for folder, manifest in checkpoints_in(self._store).items():
             if manifest.step <= step:
                 self._held[folder] = manifest
                 continue
             self._store.write(f"{folder}/set_aside.json", self._store.read(f"{folder}/{MANIFEST}") or b"")
             self._store.remove(f"{folder}/{MANIFEST}")
-            log.info("%s/%s is newer than step %d: set aside", self._store.address, folder, step)
+            log.info("%s/%s is newer than step %d and set aside", self._store.address, folder, step)
 
     def _check_writer(self) -> None:
-        if _owner(self._store).get("writer") != self._token:
+        if _read_owner(self._store).get("writer") != self._token:
             raise TakenOverError
 
     def _remove_superseded(self, newest: str) -> None:
-        copies = sorted((describe(Path(each), self._held[each]) for each in self._held), key=lambda each: each.step)
+        copies = sorted(
+            (checkpoint_from(Path(each), self._held[each]) for each in self._held), key=lambda each: each.step
+        )
         [own] = [each for each in copies if each.path == Path(newest)]
-        copies = [each for each in copies if each.step <= own.step and each.is_as_saved]
+        copies = [each for each in copies if each.step <= own.step and each.has_save_name]
         for each in superseded(copies, own, best_of(copies), self._config.keep_last):
-            self._store.remove(f"{each.path}/{MANIFEST}")  # first: half a checkpoint is none
+            self._store.remove(f"{each.path}/{MANIFEST}")  # first: without it, the rest is no checkpoint
             self._store.remove(str(each.path))
             del self._held[str(each.path)]
 
@@ -372,19 +367,18 @@ class Mirror:
                     self._store.write(name, (self._run / name).read_bytes())
 
 
-def _folder_of(checkpoint: Path) -> str:
-    """Return where a checkpoint is in the store."""
+def _store_folder(checkpoint: Path) -> str:
     return f"{CHECKPOINTS}/{checkpoint.name}"
 
 
 def _in_background(action: Callable[[], int]) -> Future[int]:
-    """Run something in a thread that no end of a process waits for."""
+    """Run an action in a daemon thread, so that a process can exit without it."""
     future: Future[int] = Future()
 
     def run() -> None:
         try:
             future.set_result(action())
-        except BaseException as error:  # a mistake in here: `result` raises it
+        except BaseException as error:  # a bug: `result` raises it
             future.set_exception(error)
 
     threading.Thread(target=run, name="mirror", daemon=True).start()

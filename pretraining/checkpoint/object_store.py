@@ -1,10 +1,10 @@
-"""A folder in an object store, and the checkpoints in it. pyarrow speaks to S3, Google Cloud Storage, Azure and disks.
+"""Folder in an object store, and its checkpoints. pyarrow connects to S3, Google Cloud Storage, Azure and disks.
 
-    <address>/checkpoints/step_1000_ckp/<files>, manifest.json    of a run: the manifest comes last
-    <address>/<files>, manifest.json                              of a checkpoint
+    <address>/checkpoints/step_1000_ckp/<files>, manifest.json    address of a run: the manifest is written last
+    <address>/<files>, manifest.json                              address of a checkpoint
 
-A checkpoint without a manifest, or whose files have other sizes, is none. What is fetched is compared with the
-checksums in the manifest, and appears complete or not at all. Credentials come from the environment.
+A folder without a manifest, or with files of other sizes, is no complete checkpoint. A fetch compares files with the
+checksums in the manifest, and the checkpoint appears complete or not at all. Credentials come from the environment.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2**22
 READING_THREADS = 8
-RESTS = 49
-"""Seconds that an upload rests per second of a core. Each step of a model on a CPU waits for the slowest core, so what
-one of them does besides is lost to all (docs/performance.md)."""
+REST_RATIO = 49
+"""Seconds that an upload pauses per second of CPU time. A model on a CPU waits for the slowest core in each step, so an
+upload on one core slows all cores (docs/performance.md)."""
 TRIES_OF_START = 5
 LOG_SECONDS = 60.0
-"""Between two lines about a store that does not answer."""
+"""Time between two log lines about a failing store."""
 LONGEST_PAUSE_SECONDS = 30.0
 
 
 class StoreError(CheckpointError):
-    """A store does not do what it is asked; the next try may succeed."""
+    """A call of a store has failed; the next try may succeed."""
 
 
 class Store:
-    """A folder in an object store; names are relative to it.
+    """Folder in an object store; object names are relative to it.
 
     Attributes:
-        address: without what follows a question mark.
-        problem: what the store said last; empty if it always did what it was asked.
+        address: without its query (after the question mark).
+        problem: last error of the store; empty if there was none.
 
     Raises:
-        CheckpointError: the address is of no known kind, or holds credentials.
+        CheckpointError: the address is of an unknown kind, or contains credentials.
     """
 
     def __init__(self, address: str) -> None:
@@ -68,12 +68,12 @@ class Store:
             raise CheckpointError(f"an address that {problem}")
         self.address = address.partition("?")[0].rstrip("/")
         self.problem = ""
-        with self._talking(""):
+        with self._as_store_error(""):
             self._system, self._root = _connect(address)
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small object; None if there is none."""
-        with self._talking(name):
+        """Return the content of a small object; None if the object does not exist."""
+        with self._as_store_error(name):
             try:
                 with self._system.open_input_stream(self._path(name)) as stream:
                     return bytes(stream.read())
@@ -85,17 +85,17 @@ class Store:
         self._write(name, [content], len(content))
 
     def upload(
-        self, file: Path, name: str, entry: FileEntry, ending: threading.Event, hurried: threading.Event
+        self, file: Path, name: str, entry: FileEntry, stop: threading.Event, full_speed: threading.Event
     ) -> None:
-        """Write a file of a checkpoint as an object.
+        """Write a checkpoint's file as an object.
 
         Args:
-            ending: gives up as soon as it is set.
-            hurried: until it is set, the thread rests most of the time.
+            stop: stops the upload when set.
+            full_speed: until it is set, the thread pauses most of the time.
 
         Raises:
             OSError: the file cannot be read.
-            CheckpointError: the file is not what was saved.
+            CheckpointError: the file does not have the checksum in its manifest.
         """
         checksum = 0
 
@@ -103,21 +103,21 @@ class Store:
             nonlocal checksum
             with file.open("rb", buffering=0) as source:
                 began = thread_time()
-                while (piece := source.read(PIECE_BYTES)) and not ending.is_set():
+                while (piece := source.read(PIECE_BYTES)) and not stop.is_set():
                     checksum = zlib.crc32(piece, checksum)
                     yield piece
-                    hurried.wait(RESTS * (thread_time() - began))
+                    full_speed.wait(REST_RATIO * (thread_time() - began))
                     began = thread_time()
 
         self._write(name, pieces(), entry.bytes)
         if crc32_text(checksum) != entry.crc32:
-            raise CheckpointError("damaged: it has another checksum than its manifest says", path=file)
+            raise CheckpointError("damaged: its checksum differs from its manifest", path=file)
 
     def download(self, name: str, file: Path) -> FileEntry:
-        """Write an object to a file, flushed; return its size and checksum."""
+        """Write an object to a file and flush it to disk; return its size and checksum."""
         checksum = 0
         with file.open("wb", buffering=0) as target:
-            with self._talking(name):
+            with self._as_store_error(name):
                 stream = self._system.open_input_stream(self._path(name))
             with stream:
                 while piece := self._next_piece(stream, name):
@@ -127,73 +127,74 @@ class Store:
             return FileEntry(target.tell(), crc32_text(checksum))
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every object by its name."""
+        """Return the size of every object by its name."""
         selector = pyarrow.fs.FileSelector(self._root, recursive=True, allow_not_found=True)
-        with self._talking(""):
+        with self._as_store_error(""):
             found = self._system.get_file_info(selector)
         files = [info for info in found if info.type == pyarrow.fs.FileType.File]
         return {info.path.removeprefix(self._root).lstrip("/"): info.size for info in files}
 
     def remove(self, name: str) -> None:
-        """Remove an object, or a folder with all that is in it."""
-        with self._talking(name), suppress(FileNotFoundError):
+        """Remove an object, or a folder with everything in it."""
+        with self._as_store_error(name), suppress(FileNotFoundError):
             if self._system.get_file_info(self._path(name)).type == pyarrow.fs.FileType.File:
                 self._system.delete_file(self._path(name))
             else:
                 self._system.delete_dir(self._path(name))
 
-    def persist(self, action: Callable[[], T], ending: threading.Event, tries: int = 0) -> T:
-        """Do something with the store until it succeeds, and log what prevents it each minute.
+    def retry(self, action: Callable[[], T], stop: threading.Event, tries: int = 0) -> T:
+        """Repeat an action until the store does it, and log the error once per minute.
 
         Args:
-            tries: the most; 0 = any number.
+            stop: ends the retries when set.
+            tries: maximum; 0 = any number.
 
         Raises:
-            StoreError: the last try failed, or one did once `ending` was set.
+            StoreError: the last try has failed, or a try after `stop` was set.
         """
         pause, logged = 1.0, -LOG_SECONDS
         for number in count(1):
             try:
                 return action()
             except StoreError as error:
-                if number == tries or ending.is_set():
+                if number == tries or stop.is_set():
                     raise
                 if monotonic() - logged >= LOG_SECONDS:
                     logged = monotonic()
-                    log.warning("%s; it is tried again", error)
-                ending.wait(pause)
+                    log.warning("%s; trying again", error)
+                stop.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         raise AssertionError("the loop has no end")
 
     def _write(self, name: str, pieces: Iterable[bytes], size: int) -> None:
         path = self._path(name)
-        with self._talking(name):
+        with self._as_store_error(name):
             if isinstance(self._system, pyarrow.fs.LocalFileSystem):
                 self._system.create_dir(path.rpartition("/")[0])
             stream = self._system.open_output_stream(path)
         try:
             for piece in pieces:
-                with self._talking(name):
+                with self._as_store_error(name):
                     stream.write(piece)
-                    stream.flush()  # some systems upload in the background, from memory without a bound
+                    stream.flush()  # otherwise some file systems buffer without a limit, and upload in the background
         finally:
-            with self._talking(name):
+            with self._as_store_error(name):
                 stream.close()
-        with self._talking(name):
+        with self._as_store_error(name):
             written = self._system.get_file_info(path).size
             if written != size:
-                raise OSError(f"it holds {written or 0:,} bytes in place of {size:,}")
+                raise OSError(f"the object has {written or 0:,} bytes instead of {size:,}")
 
     def _next_piece(self, stream: Any, name: str) -> bytes:
-        with self._talking(name):
+        with self._as_store_error(name):
             return bytes(stream.read(PIECE_BYTES))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
     @contextmanager
-    def _talking(self, name: str) -> Iterator[None]:
-        """Turn what pyarrow says about a store into a `StoreError`."""
+    def _as_store_error(self, name: str) -> Iterator[None]:
+        """Turn pyarrow's errors about a store into a `StoreError`."""
         try:
             yield
         except (OSError, ArrowException) as error:
@@ -210,7 +211,7 @@ def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
     query = dict(parse_qsl(parts.query))
     if not query.keys() & {"region", "endpoint_override"}:
         query["region"] = pyarrow.fs.resolve_s3_region(parts.netloc)
-    # By default a stream buffers whole files if the store is slow, and a request has three seconds.
+    # By default, a stream of a slow store buffers whole files, and a request times out after three seconds.
     system = pyarrow.fs.S3FileSystem(background_writes=False, connect_timeout=10, request_timeout=60, **query)
     return system, f"{parts.netloc}{parts.path}".rstrip("/")
 
@@ -219,16 +220,16 @@ def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
 
 
 def checkpoints_in(store: Store, *, needed: bool = False) -> dict[str, Manifest]:
-    """Return the manifests of the complete checkpoints in a store by their folders, in the order of steps.
+    """Return the manifests of a store's complete checkpoints by folder, ordered by step.
 
     The folder is "" if the address is that of a checkpoint.
 
     Args:
-        needed: whether to refuse a store that holds checkpoints of which none is complete.
+        needed: whether to refuse a store in which no checkpoint is complete; an empty store is fine.
 
     Raises:
         StoreError: the store cannot be read.
-        CheckpointError: none is complete.
+        CheckpointError: no checkpoint is complete.
     """
     sizes = store.sizes()
     form = re.compile(rf"((?:{CHECKPOINTS}/[^/]+/)?){re.escape(MANIFEST)}")
@@ -239,7 +240,7 @@ def checkpoints_in(store: Store, *, needed: bool = False) -> dict[str, Manifest]
         try:
             manifest = Manifest.parse(parse_json(content or b""), f"{store.address}/{prefix}{MANIFEST}")
         except (CheckpointError, ValueError) as error:
-            log.warning("%s/%s is passed over: %s", store.address, prefix, error)
+            log.warning("%s/%s is skipped: %s", store.address, prefix, error)
             return None
         is_complete = all(sizes.get(prefix + name) == entry.bytes for name, entry in manifest.files.items())
         return manifest if is_complete else None
@@ -248,22 +249,19 @@ def checkpoints_in(store: Store, *, needed: bool = False) -> dict[str, Manifest]
         found = list(zip(prefixes, pool.map(read, prefixes), strict=True))
     complete = [(prefix.rstrip("/"), manifest) for prefix, manifest in found if manifest is not None]
     if needed and found and not complete:
-        raise CheckpointError(f"holds {len(found)} checkpoints, and none is complete", path=store.address)
+        raise CheckpointError(f"holds {len(found)} checkpoints, but no complete one", path=store.address)
     return dict(sorted(complete, key=lambda each: (each[1].step, each[1].kind != "preempt")))
 
 
 def fetch_newest(store: Store, found: Mapping[str, Manifest], target: Path) -> Path | None:
-    """Fetch the newest checkpoint that is not damaged into a folder of checkpoints; None if all are damaged.
-
-    Args:
-        found: as `checkpoints_in` returns them.
+    """Fetch the newest good checkpoint of `checkpoints_in` into a folder; return None if all are damaged.
 
     Raises:
-        CheckpointError: one cannot be read or written.
+        CheckpointError: a checkpoint cannot be fetched or written.
     """
     for folder, manifest in reversed(list(found.items())):
-        path = target / _name_of(store, folder)
-        log.info("%s/%s is fetched to %s", store.address, folder, path)
+        path = target / _checkpoint_name(store, folder)
+        log.info("fetching %s/%s to %s", store.address, folder, path)
         try:
             fault = _fetch(store, folder, manifest, path)
         except OSError as error:
@@ -275,14 +273,14 @@ def fetch_newest(store: Store, found: Mapping[str, Manifest], target: Path) -> P
 
 
 def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | None:
-    """Fetch a checkpoint in place of one that is damaged, if any; return what is wrong with it, if anything."""
-    temporary, prefix, ending = temporary_name(path), f"{folder}/".lstrip("/"), threading.Event()
+    """Fetch a checkpoint, in place of a damaged one if any; return what is wrong with it, or None."""
+    temporary, prefix, stop = temporary_name(path), f"{folder}/".lstrip("/"), threading.Event()
     if fault := next(misnamed_files(temporary, manifest), None):
         return fault
 
     def fetch(name: str) -> str | None:
-        entry = store.persist(lambda: store.download(prefix + name, temporary / name), ending, TRIES_OF_START)
-        return None if entry == manifest.files[name] else f"{name} is not what was written"
+        entry = store.retry(lambda: store.download(prefix + name, temporary / name), stop, TRIES_OF_START)
+        return None if entry == manifest.files[name] else f"size or checksum of {name} differs from the manifest"
 
     temporary.mkdir(parents=True)
     try:
@@ -300,17 +298,17 @@ def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | N
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _name_of(store: Store, folder: str) -> str:
+def _checkpoint_name(store: Store, folder: str) -> str:
     return Path(folder or store.address).name
 
 
 @contextmanager
 def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
-    """Give a temporary folder like that of the run at an address.
+    """Provide a temporary folder like that of the run at an address.
 
     Args:
-        with_files: whether to fetch its newest checkpoint. Otherwise it holds the manifests of all, and files of the
-            right sizes without content.
+        with_files: whether to fetch the newest checkpoint. Otherwise the folder holds the manifests of all checkpoints,
+            and sparse files of the right sizes.
 
     Raises:
         CheckpointError: there is no checkpoint, or the store cannot be used.
@@ -320,9 +318,9 @@ def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
         run = Path(name) / "run"
         found = checkpoints_in(store)
         if not found or (with_files and fetch_newest(store, found, run / CHECKPOINTS) is None):
-            raise CheckpointError("holds no complete checkpoint that is good", path=store.address)
+            raise CheckpointError("holds no complete and good checkpoint", path=store.address)
         for folder, manifest in ({} if with_files else found).items():
-            path = run / CHECKPOINTS / _name_of(store, folder)
+            path = run / CHECKPOINTS / _checkpoint_name(store, folder)
             path.mkdir(parents=True)
             for file, entry in manifest.files.items():
                 with (path / Path(file).name).open("wb") as empty:

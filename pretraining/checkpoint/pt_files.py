@@ -1,14 +1,14 @@
-"""The unsharded form of a checkpoint: four files of torch.save, tensors and plain values only.
+"""Unsharded ("full") form of a checkpoint: four torch.save files with tensors and plain values only.
 
-    model_state_dict.pt    name -> weight, names as in Hugging Face; `load_state_dict` of a Llama takes it
-    optim_state_dict.pt    "state": name -> {step, exp_avg, exp_avg_sq}, or what another optimizer keeps;
-                           "param_groups": settings and names, in the order of the model's parameters, so that
-                           `load_state_dict` of an optimizer over these takes it
-    lr_state_dict.pt       what torch's LRScheduler keeps: last_epoch, base_lrs, _last_lr; settings of the schedule
-    iter_state_dict.pt     epoch, segment, its first sample and the next one, best loss; all that the manifest has
+    model_state_dict.pt    name -> weight under Hugging Face names; for `load_state_dict` of a Llama
+    optim_state_dict.pt    "state": name -> {step, exp_avg, exp_avg_sq}, or the state of another optimizer;
+                           "param_groups": settings and names, in the order of the model's parameters; for
+                           `load_state_dict` of an optimizer over these parameters
+    lr_state_dict.pt       state of torch's LRScheduler: last_epoch, base_lrs, _last_lr; settings of the schedule
+    iter_state_dict.pt     epoch, segment, its first and its next sample, best loss; all fields of the manifest
 
-They stand in a checkpoint's folder in place of the shards, with the same manifest.json, which a restore believes.
-All tensors are gathered in the host memory of rank 0, one after the other. `headers` finds them in the files again.
+These files replace the shards in a checkpoint's folder. manifest.json is the same, and a restore uses it.
+Rank 0 gathers all tensors in host memory, one after the other. `headers` reads the files.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from pretraining.text import format_bytes
 
 
 def check_host_memory(tensor_bytes: int, remedy: str) -> None:
-    """Raise a CheckpointError if the tensors of a full checkpoint do not fit into the memory of this machine."""
+    """Raise a CheckpointError if the tensors of a full checkpoint do not fit in this machine's memory."""
     memory = machine_memory()
     if tensor_bytes > memory.available:
         raise CheckpointError(
-            f"a full checkpoint gathers {format_bytes(tensor_bytes)} of tensors in the memory of one process, and "
+            f"a full checkpoint gathers {format_bytes(tensor_bytes)} of tensors in one process's memory, and "
             f"{format_bytes(memory.available)} are available in {memory.limited_by}. {remedy}"
         )
 
 
 @dataclass(frozen=True)
 class FullSave:
-    """A save in this form: rank 0 writes, all others take part in gathering."""
+    """Save of a full checkpoint: rank 0 writes, and all ranks gather."""
 
     tensors: Mapping[str, torch.Tensor]
     manifest: Manifest
@@ -75,39 +75,34 @@ class FullSave:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Write the four files; a collective call. Returns what they have to be, on rank 0."""
+        """Write the four files; a collective call. Return their sizes and checksums on rank 0."""
         gathered: dict[str, torch.Tensor] = {}
         failure: RuntimeError | None = None
-        for name, tensor in self.tensors.items():  # to the end: other ranks are in these collectives
+        for name, tensor in self.tensors.items():  # never stops early: the other ranks are in these collectives
             value = tensor.detach()
             value = value.full_tensor() if is_sharded(value) else value
             try:
                 if dist.get_rank() == 0:
-                    gathered[name] = _on_host(value)
-            except RuntimeError as error:  # no memory
+                    gathered[name] = _copy_to_host(value)
+            except RuntimeError as error:  # out of memory
                 failure = error
         if failure is not None:
             raise failure
         return write_full(folder, gathered, self.manifest) if gathered else {}
 
 
-def _on_host(value: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(value: torch.Tensor) -> torch.Tensor:
     value = value.cpu().contiguous()
-    # Of a part of larger memory, torch.save would write all of it.
+    # torch.save writes the whole storage of a tensor that is a view.
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 def write_full(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> dict[str, FileEntry]:
-    """Write the four files from one process; return what they have to be, by name.
-
-    Args:
-        tensors: all of them, on the CPU.
-        manifest: of the checkpoint; its files do not matter.
-    """
+    """Write the four files from one process, from tensors on the CPU; return their sizes and checksums by name."""
     shape, config = shape_of(manifest), settings_in(manifest.config, "config of the checkpoint")
     parameters = parameter_shapes(shape)
     weights = {name: tensors[name] for name in parameters}
-    if shape.tie_word_embeddings:  # under both its names, as `state_dict()` of a model gives it; it is stored once
+    if shape.tie_word_embeddings:  # under both names, as in a model's `state_dict()`; torch.save stores it once
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     groups = settings_of_groups(parameters, config.optimizer)
     contents: dict[str, dict[str, Any]] = {
@@ -120,24 +115,24 @@ def write_full(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Mani
 
 
 def write_file(path: Path, content: dict[str, Any]) -> FileEntry:
-    """Write a file by torch.save, flushed to disk; an OSError if it cannot be written."""
+    """Write a torch.save file, flushed to disk; raise an OSError if it cannot be written."""
     with _ChecksummedFile(path, "wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # torch's writer only says at which byte it stopped
+        except RuntimeError as error:  # torch's writer only reports the byte at which it stopped
             raise file.failure or error from None
         os.fsync(file.fileno())
         return FileEntry(file.tell(), crc32_text(file.crc32))
 
 
 class _ChecksummedFile(io.FileIO):
-    """A file that torch.save writes to in order; keeps its checksum and the disk's error."""
+    """File that torch.save writes in order; keeps its checksum and the error of the disk."""
 
     crc32 = 0
     failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Write all of it."""
+        """Write all bytes of the content."""
         left = memoryview(content)
         self.crc32 = zlib.crc32(left, self.crc32)
         try:
@@ -169,7 +164,7 @@ def _schedule_state(manifest: Manifest, config: TrainConfig, peaks: list[float])
         "last_epoch": manifest.step,
         "base_lrs": peaks,
     }
-    # Left out with lengths in epochs, which a manifest cannot count, and where a user's own schedule is not at hand.
+    # Left out for lengths in epochs, since a manifest cannot count them, and for a user-defined schedule.
     with suppress(ConfigError):
         phases = manifest.data.get("phases", [{"first_step": 0, "global_batch_size": 1}])
         schedule = TokenSchedule.of_phases(
@@ -184,7 +179,7 @@ def _iteration_state(manifest: Manifest, config: TrainConfig) -> dict[str, Any]:
     phases = manifest.data.get("phases", [{"first_sample": 0}])
     content = manifest.document()
     return {
-        "epoch": _passes(manifest.data, config.data.seq_length),
+        "epoch": _whole_passes(manifest.data, config.data.seq_length),
         "segment": len(phases) - 1,
         "segment_start": phases[-1]["first_sample"],
         "segment_end": manifest.data.get("next_sample", 0),
@@ -193,8 +188,8 @@ def _iteration_state(manifest: Manifest, config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _passes(data: Mapping[str, Any], seq_length: int) -> int:
-    """Return whole passes over the dataset that was passed over least, of those that are mixed in now; 0 without."""
+def _whole_passes(data: Mapping[str, Any], seq_length: int) -> int:
+    """Return whole passes over the dataset with the fewest passes, of the current mixture; 0 without datasets."""
     weights = data["phases"][-1]["weights"] if data else {}
     tokens = {name: data["datasets"][name].get("tokens", 0) for name, weight in weights.items() if weight > 0}
     passes = [data["counts"][name] * seq_length // tokens[name] for name in tokens if tokens[name] > 0]
@@ -205,6 +200,6 @@ def _passes(data: Mapping[str, Any], seq_length: int) -> int:
 
 
 def manifest_of_files(folder: Path) -> Manifest:
-    """Return the manifest that the four files carry, without sizes and checksums; a CheckpointError without one."""
+    """Return the manifest in the four files, without sizes and checksums; raise a CheckpointError without one."""
     path = folder / ITERATION_FILE
-    return Manifest.of_values({**load_file(path), "files": {}}, str(path))
+    return Manifest.from_values({**load_file(path), "files": {}}, str(path))

@@ -1,11 +1,11 @@
-"""Which checkpoints stay, and which one is the best.
+"""Retention: which checkpoints are kept, and which one is best.
 
-    kept always    the newest, the best, and every final one; the newest without an update left out just before it
-    kept           the newest `keep_last` of those saved on an interval, all of them by default
-    superseded     a preemption checkpoint by any newer one, a checkpoint that was the best by the next best
+    always kept    the newest, the best, and every final one; the newest one without skipped updates just before it
+    kept           the newest `keep_last` interval checkpoints; all of them by default
+    superseded     a preemption checkpoint by any newer checkpoint, a former best one by the next best
 
-Only what is committed counts, up to the step that was saved last: the start passed over newer ones as damaged. A copy,
-or one under another name than its save gave it, is the user's: it neither counts nor goes.
+Only committed checkpoints up to the last saved step count; newer ones were skipped as damaged at the start. A copy or a
+renamed checkpoint belongs to the user: it neither counts nor is removed.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ from pretraining.files import exists, flush_folder, link_atomic
 log = logging.getLogger(__name__)
 
 SET_ASIDE = "set_aside_"
-"""How folders begin that hold checkpoints which a run has gone back from."""
+"""Prefix of folders with checkpoints that a run has rolled back."""
 
 
-def tidy_up(run: Path, newest: Path, keep_last: int | None, protected: Collection[Path] = ()) -> None:
-    """Point `best` to the best checkpoint and remove what is superseded; where that fails, warn.
+def apply_retention(run: Path, newest: Path, keep_last: int | None, protected: Collection[Path] = ()) -> None:
+    """Point the link `best` to the best checkpoint, and remove superseded ones; warn on failure.
 
-    Call it after a commit, and at a start: a kill may have come in between.
+    Call it after a commit, and at a start, since a kill may have come between the two.
 
     Args:
-        newest: the checkpoint that was just committed, or that the run goes on from.
-        keep_last: how many to keep; None = all.
-        protected: not to be removed now.
+        newest: checkpoint that was just committed, or the start point.
+        keep_last: interval checkpoints to keep; None = all.
     """
     try:
         own = checkpoint_at(newest)
-        if own.kind is None:  # a network file system may lose sight of it for a moment
+        if own.kind is None:  # a network file system may hide it for a moment
             raise CheckpointError("cannot be read again", path=newest)
-        saved = [each for each in _saved(run) if each.step <= own.step]
+        saved = [each for each in _saved_checkpoints(run) if each.step <= own.step]
     except (OSError, PretrainError) as error:
         log.warning("nothing older than %s is removed: %s", newest, error)
         return
     best = best_of(saved)
-    _point_to_best(run, best)
+    _link_best(run, best)
     for each in superseded(saved, own, best, keep_last):
         if each.path not in protected:
             remove_checkpoint(each.path)
@@ -55,8 +54,8 @@ def tidy_up(run: Path, newest: Path, keep_last: int | None, protected: Collectio
 def superseded(
     saved: Sequence[Checkpoint], newest: Checkpoint, best: Checkpoint | None, keep_last: int | None
 ) -> list[Checkpoint]:
-    """Return what has to go of all checkpoints up to the newest, in the order of their steps."""
-    # A run that diverges gives up those that were saved while updates were left out, and goes back to this one.
+    """Return the checkpoints to remove, of all up to the newest, ordered by step."""
+    # A divergence drops checkpoints saved while updates were skipped, and goes back to the newest sound one.
     sound = [each for each in (*saved, newest) if not each.skipped_in_a_row]
     removable = [each for each in saved if each not in (newest, best, *sound[-1:])]
     passing = [each for each in removable if each.kind in ("preempt", "best")]
@@ -66,9 +65,9 @@ def superseded(
 
 
 def best_of(saved: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the one with the lowest evaluation loss, by the sets that decide now.
+    """Return the checkpoint with the lowest evaluation loss on the current evaluation sets.
 
-    Of equals the first, which was saved when that loss was found.
+    If losses are equal, the first checkpoint wins: it was saved when the loss was found.
     """
     evaluated = [each for each in saved if each.evaluation_loss is not None]
     newest = max(evaluated, key=lambda each: each.step, default=None)
@@ -76,13 +75,13 @@ def best_of(saved: Sequence[Checkpoint]) -> Checkpoint | None:
     return min(evaluated, key=lambda each: (each.evaluation_loss, each.step), default=None)
 
 
-def _saved(run: Path) -> list[Checkpoint]:
-    """Return what saves have left in a run; a start names what is damaged, which is nobody's to remove."""
-    return [each for each in committed_checkpoints(run) if each.is_as_saved and each.kind is not None]
+def _saved_checkpoints(run: Path) -> list[Checkpoint]:
+    """Return the readable checkpoints that saves of this run have committed."""
+    return [each for each in committed_checkpoints(run) if each.has_save_name and each.kind is not None]
 
 
 def set_aside(run: Path, checkpoints: Sequence[Path]) -> None:
-    """Move checkpoints of a run, in order, to where no start looks and nothing is removed: set_aside_<time>, in UTC.
+    """Move checkpoints, in order, to the folder set_aside_<UTC time>, which starts and retention ignore.
 
     Raises:
         CheckpointError: one cannot be moved.
@@ -96,18 +95,15 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> None:
         flush_folder(run / CHECKPOINTS)
     except OSError as error:
         raise CheckpointError(f"cannot be moved to {folder}: {error.strerror}", path=error.filename) from None
-    _point_to_best(run, best_of(_saved(run)))
+    _link_best(run, best_of(_saved_checkpoints(run)))
 
 
-def _point_to_best(run: Path, best: Checkpoint | None) -> None:
-    """Make the relative link `best` of a run lead to the best checkpoint, or remove it where there is none.
-
-    Where that fails, or something else has the name, which is then the user's, it warns.
-    """
+def _link_best(run: Path, best: Checkpoint | None) -> None:
+    """Point the relative link `best` to the best checkpoint, or remove it if there is none; warn on failure."""
     link = run / CHECKPOINTS / BEST
     try:
         if exists(link) and not link.is_symlink():
-            raise FileExistsError(errno.EEXIST, "it is no link that a save has made")
+            raise FileExistsError(errno.EEXIST, "it is no link")
         if best is None:
             link.unlink(missing_ok=True)
         elif not (link.is_symlink() and link.readlink() == Path(best.path.name)):

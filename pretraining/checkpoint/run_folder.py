@@ -1,13 +1,12 @@
-"""What lies in the folder of a run's checkpoints.
+"""Folder of a run's checkpoints, and their names.
 
-    <run>/checkpoints/step_1000_ckp/             committed: it has a manifest, or is damaged
-    <run>/checkpoints/step_1040_ckp.preempt/     the same; goes once a newer one is committed
-    <run>/checkpoints/best -> step_900_ckp       the lowest evaluation loss
+    <run>/checkpoints/step_1000_ckp/             committed: has a manifest, or is damaged
+    <run>/checkpoints/step_1040_ckp.preempt/     committed; removed after a newer commit
+    <run>/checkpoints/best -> step_900_ckp       lowest evaluation loss
     <run>/checkpoints/step_1100_ckp.1f9c.tmp/    being written, or left by an interrupted save
-    <run>/checkpoints/<any other name>/          the user's own: a checkpoint if it has a manifest; never removed
+    <run>/checkpoints/<any other name>/          the user's; a checkpoint if it has a manifest; never removed
 
-Names of folders are for people: what a checkpoint is stands in its manifest. Only what has the name that a save gave it
-is ever removed.
+Names are for people: the manifest says what a checkpoint is. Only folders with a name that saves give are ever removed.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ _SAVE_NAME = (
     r"(step_(?P<step>\d+)_ckp|tokens\(\d\.\d\de\d+\)(_tloss\(-?\d+\.\d{3}\))?(_vloss\(-?\d+\.\d{3}\))?_ckpt)"
     r"(\.preempt)?(\.step_(?P<also>\d+))*"
 )
-"""What `checkpoint_name` and `distinct_name` give."""
+"""Names of `checkpoint_name` and `distinct_name`."""
 _COMMITTED = re.compile(_SAVE_NAME)
 _UNFINISHED = re.compile(rf"{_SAVE_NAME}(\.[0-9a-f]{{4}})?\.tmp")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint, be it damaged: what listings, retention and a start need to know of it.
+    """Committed checkpoint, possibly damaged, with the facts for listings, retention and starts.
 
     Attributes:
-        step: of its manifest or, if that cannot be read, of its name; -1 if neither says.
-        is_as_saved: whether it has the name that its save gave it; otherwise a user has copied or renamed it.
-        kind: as in its manifest; None if that cannot be read.
-        decided_by: the evaluation sets whose loss it is; losses of other sets do not compare.
-        skipped_in_a_row: updates just before it that were left out.
+        step: from the manifest or, if that is unreadable, from the name; -1 if neither has it.
+        has_save_name: whether the name is that of its save; otherwise a user has copied or renamed the checkpoint.
+        kind: None if the manifest is unreadable.
+        decided_by: evaluation sets of the loss; losses of different sets are not compared.
+        skipped_in_a_row: skipped updates just before the checkpoint.
     """
 
     path: Path
     step: int
-    is_as_saved: bool = True
+    has_save_name: bool = True
     kind: str | None = None
     evaluation_loss: float | None = None
     decided_by: tuple[str, ...] = ()
@@ -58,15 +57,15 @@ class Checkpoint:
 
 
 def committed_checkpoints(run: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a run, the highest step last; what a save has not committed does not count.
+    """Return the committed checkpoints of a run, the highest step last.
 
-    One that lost its manifest is among them: its name says that it was committed.
+    A checkpoint without a manifest is included if its name says that it was committed.
     """
     found = [checkpoint_at(path) for path in _folders(run) if is_committed(path)]
 
     def place(each: Checkpoint) -> tuple[int, bool, bool, bool, str]:
-        # Of one step's two, a preemption checkpoint was saved first, and what a save replaces has the second name; a
-        # user's copy comes before what it is of.
+        # Order within a step: a preemption checkpoint was saved first, a replaced one has the second name, and a
+        # user's copy comes before its original.
         name = _COMMITTED.fullmatch(each.path.name)
         is_second = name is not None and name["also"] is not None
         return each.step, each.path.suffix != PREEMPT_SUFFIX, name is not None, not is_second, each.path.name
@@ -75,7 +74,7 @@ def committed_checkpoints(run: Path) -> list[Checkpoint]:
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
-    """Return a committed checkpoint; its manifest is read again only if it has changed."""
+    """Return the committed checkpoint at a path; the manifest is read again only if it has changed."""
     try:
         status = (path / MANIFEST).stat()
         return _read(path, status.st_mtime_ns, status.st_size, status.st_ino)
@@ -86,31 +85,31 @@ def checkpoint_at(path: Path) -> Checkpoint:
 
 @lru_cache(maxsize=4096)
 def _read(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
-    # Cached: a run that keeps everything would otherwise read a thousand manifests at each save.
-    return describe(path, read_document(path))
+    # Cached, since a run that keeps everything would read a thousand manifests at each save.
+    return checkpoint_from(path, read_document(path))
 
 
-def describe(path: Path, manifest: Manifest) -> Checkpoint:
-    """Return what a manifest says of the checkpoint at a path, which need not be of this machine."""
+def checkpoint_from(path: Path, manifest: Manifest) -> Checkpoint:
+    """Return the checkpoint of a manifest; the path may be that of a copy in a store."""
     names = [checkpoint_name(style, manifest) for style in ("step", "tokens")]
-    is_as_saved = path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
+    has_save_name = path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
     losses = manifest.evaluation_loss, manifest.decided_by
-    return Checkpoint(path, manifest.step, is_as_saved, manifest.kind, *losses, manifest.skipped_in_a_row)
+    return Checkpoint(path, manifest.step, has_save_name, manifest.kind, *losses, manifest.skipped_in_a_row)
 
 
 def is_committed(path: Path) -> bool:
-    """Return whether a folder is a committed checkpoint, be it damaged: it has a manifest, or the name of one."""
+    """Return whether a folder is a committed checkpoint, possibly damaged: it has a manifest or a save's name."""
     is_named = _COMMITTED.fullmatch(path.name) is not None
     return is_named or (path.suffix != UNFINISHED_SUFFIX and is_file(path / MANIFEST))
 
 
 def unfinished_saves(run: Path) -> list[Path]:
-    """Return the folders of saves that are under way, or never ended, in order; the next save removes them."""
+    """Return the folders of running or interrupted saves, in order; the next save removes them."""
     return sorted(path for path in _folders(run) if _UNFINISHED.fullmatch(path.name) and not path.is_symlink())
 
 
 def run_of(path: Path) -> Path:
-    """Return a run's folder, where it or its checkpoints/ was named."""
+    """Return the run's folder of a path that is the folder or its checkpoints/."""
     return path.parent if path.name == CHECKPOINTS else path
 
 
@@ -123,26 +122,26 @@ def _folders(run: Path) -> list[Path]:
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is committed, as long as checkpoints are named by their steps."""
+    """Return the folder of a step's checkpoint under `ckpt_name=step`."""
     return run / CHECKPOINTS / f"step_{step}_ckp"
 
 
 def checkpoint_name(style: str, manifest: Manifest) -> str:
-    """Return the name of a checkpoint's folder: style "step", or "tokens" for a name that tells the story."""
+    """Return the name of a checkpoint's folder in style "step" or "tokens"; the latter has tokens and losses."""
     suffix = PREEMPT_SUFFIX if manifest.kind == "preempt" else ""
     if style == "step":
         return f"step_{manifest.step}_ckp{suffix}"
     mantissa, _, exponent = f"{manifest.tokens_seen:.2e}".partition("e")
     losses = {"tloss": manifest.loss, "vloss": manifest.evaluation_loss}
-    told = "".join(f"_{name}({loss:.3f})" for name, loss in losses.items() if loss is not None)
-    return f"tokens({mantissa}e{int(exponent)}){told}_ckpt{suffix}"
+    losses_text = "".join(f"_{name}({loss:.3f})" for name, loss in losses.items() if loss is not None)
+    return f"tokens({mantissa}e{int(exponent)}){losses_text}_ckpt{suffix}"
 
 
 def temporary_name(folder: Path) -> Path:
-    """Return another name each time: a process that wakes up in the middle of an old save must not write into a new."""
+    """Return a new name each time, so that a process that resumes an old save does not write into a new one."""
     return folder.with_name(f"{folder.name}.{secrets.token_hex(2)}{UNFINISHED_SUFFIX}")
 
 
 def distinct_name(name: str, step: int) -> str:
-    """Return the name for a step whose usual name another step's checkpoint has, as rounding may make them the same."""
+    """Return the name for a step whose usual name another step has, which rounding of tokens may cause."""
     return f"{name}.step_{step}"

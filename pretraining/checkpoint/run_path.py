@@ -1,4 +1,4 @@
-"""The folder of a run: which one a {timestamp} stands for, how it is made, and the settings that are kept in it."""
+"""Path of a run's folder: {timestamp} in the path, the folder itself, and the settings kept in it."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ CONFIG_FILE = "config.yaml"
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
-_WHERE_AND_HOW_LONG = frozenset(
+_NOT_COMPARED = frozenset(
     {
         *("ckpt_save_path", "init_from", "resume_from_checkpoint", "run_steps", "dry_run"),
-        *("time_limit", "max_starts_without_progress"),  # the errors of a crash loop ask for these by the same command
+        *("time_limit", "max_starts_without_progress"),  # the error of a crash loop asks to change these
     }
 )
 
 
 def existing_run_path(pattern: str, config: TrainConfig, ignored: frozenset[str] = frozenset()) -> str | None:
-    """Return the newest folder that a {timestamp} made whose run has these settings and is not finished; None without.
+    """Return the newest {timestamp} folder of an unfinished run with these settings, or None.
 
-    A requeued job resumes there. To resume with changed settings, name the folder itself.
+    A requeued job resumes there. To resume with other settings, name the folder itself.
 
     Args:
-        ignored: settings that need not be the same.
+        ignored: settings that may differ.
     """
     for folder in folders_of(pattern):
-        if _has_settings(folder, config, ignored | _WHERE_AND_HOW_LONG) and not _is_finished(folder):
+        if _has_settings(folder, config, ignored | _NOT_COMPARED) and not _is_finished(folder):
             return str(folder)
     return None
 
 
 def with_run_path(config: AnyTrainConfig, now: datetime | None = None) -> AnyTrainConfig:
-    """Return settings whose {timestamp} is filled in, and make that folder: runs/try.20261121-143005, in UTC.
+    """Fill in the {timestamp} of the run's folder, and make the folder: runs/try.20261121-143005, in UTC.
 
-    Call it on one rank, which tells the others.
+    Call it on one rank, which sends the result to the others.
 
     Raises:
         CheckpointError: the folder cannot be made.
@@ -67,13 +67,13 @@ def with_run_path(config: AnyTrainConfig, now: datetime | None = None) -> AnyTra
 
 
 def newest_run_path(pattern: str) -> str:
-    """Return the newest folder that a pattern made, whatever its settings; else the pattern itself."""
+    """Return the newest folder of a {timestamp} pattern, whatever its settings; else the path itself."""
     folders = folders_of(pattern) if TIMESTAMP in pattern else []
     return str(folders[0]) if folders else pattern
 
 
 def folders_of(pattern: str) -> list[Path]:
-    """Return the folders that a pattern has made, the newest first."""
+    """Return the folders of a {timestamp} pattern, the newest first."""
     root = Path(Path(pattern).anchor)
     written = str(Path(pattern).relative_to(root))
     form = re.compile(re.escape(written).replace(re.escape(TIMESTAMP), _WRITTEN_TIME))
@@ -84,12 +84,11 @@ def folders_of(pattern: str) -> list[Path]:
 
 
 def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) -> bool:
-    """Return whether a folder's run has these settings, but for where it is and how long it goes."""
     try:
-        there = values_of(load_config(folder / CONFIG_FILE))
+        saved = values_of(load_config(folder / CONFIG_FILE))
     except ConfigError:
-        return False  # none were written, or by a version with other settings
-    return all(value == there[name] for name, value in values_of(config).items() if name not in ignored)
+        return False  # there is no file, or a version with other settings wrote it
+    return all(value == saved[name] for name, value in values_of(config).items() if name not in ignored)
 
 
 def _is_finished(folder: Path) -> bool:
@@ -97,18 +96,18 @@ def _is_finished(folder: Path) -> bool:
         try:
             return read_document(each.path).is_of_finished_run
         except CheckpointError:
-            continue  # damaged: the start passes it over and says so
+            continue  # damaged: the start skips and names it
     return False
 
 
 def make_run_folder(run: Path) -> None:
-    """Make the run's folder, unless it is there; a CheckpointError if it cannot be written."""
+    """Make the run's folder if it does not exist; raise a CheckpointError if it cannot be written."""
     with writing_into(run):
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
 
 
 def write_config(config: TrainConfig) -> None:
-    """Write the settings of a start that was not refused into its folder, if any: the file can start the run again."""
+    """Write the settings of an accepted start into the run's folder, if any; the file can start the run again."""
     if config.checkpoint.ckpt_save_path is None:
         return
     run = config.checkpoint.folder

@@ -1,4 +1,4 @@
-"""With which settings a run starts: what was given, and what is adopted from its start point or its data."""
+"""Settings of a run: those that the user gave, completed from the start point or the data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ VOCABULARY_MULTIPLE = 128
 
 
 def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef | None]:
-    """Return settings that leave nothing open, and what a run with them starts from; writes nothing.
+    """Return complete settings, and the start point of a run with them; writes nothing.
 
-    A collective call, or one of a process alone. A {timestamp} that has made no folder yet stays.
+    A collective call if torch is imported. A {timestamp} without a folder stays in the path.
 
     Raises:
-        CheckpointError: as `find_start`, or it is of a model with other dimensions.
-        ConfigError, DataError: as `adopt_settings`.
+        CheckpointError: as in `find_start`, or the start point has a model with other dimensions.
+        ConfigError, DataError: as in `adopt_settings`.
     """
     pattern = config.checkpoint.ckpt_save_path
     if pattern is not None and TIMESTAMP in pattern:
-        # A folder's settings leave nothing open: compare them with what a new run would adopt.
+        # Settings in a folder are complete, so compare them with the completed settings of a new run.
         new = adopt_settings(config, find_start(replace(config.checkpoint, init_from="auto")))
         ignored = frozenset({"sep_token"} if config.data.sep_token is None else ())
         path = on_rank_zero(lambda: existing_run_path(pattern, new, ignored))
@@ -44,12 +44,11 @@ def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef |
 
 
 def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:
-    """Fill in what settings leave open: the model, its vocabulary, and the separator of documents.
+    """Complete the settings: the model, its vocabulary size, and the separator of documents.
 
-    A model without a variant has the dimensions of what the run starts from; dimensions that were given stay, and the
-    start refuses them if they differ. A vocabulary is that of the start, or big enough for the tokenizer. A separator
-    is that of the run that is resumed or, in a new run, of the prepared data. A collective call, or one of a process
-    alone.
+    Without a variant, the model has the dimensions of the start point; given dimensions stay, and the start refuses
+    differences. The vocabulary size is that of the start point, or that of the tokenizer, rounded up. The separator is
+    that of the resumed run or, in a new run, that of the prepared data. A collective call if torch is imported.
 
     Raises:
         ConfigError: the settings do not fit the model, or datasets name different separators.
@@ -87,7 +86,7 @@ def _adopt_separator(config: TrainConfig, start: CheckpointRef | None) -> DataCo
 
 
 def _vocabulary_for(tokenizer_path: str) -> int:
-    """Return the size of an embedding for a tokenizer: of a multiple of 128 rows, matrix products are faster."""
+    """Return an embedding size for a tokenizer: a multiple of 128, which makes matrix products faster."""
     from pretraining.data.tokenizer import load_tokenizer
 
     entries = on_rank_zero(lambda: load_tokenizer(tokenizer_path).vocab_size)

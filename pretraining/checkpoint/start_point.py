@@ -1,12 +1,12 @@
-"""From which checkpoint a run starts, of its own or of elsewhere.
+"""Start point of a run: the checkpoint that it resumes or starts from.
 
     ckpt_save_path, ckpt_load_path   -> `find_start`: the newest good checkpoint, or None
-    a checkpoint                     -> `load`: its tensors, into place; if they are damaged, the next is found
+    checkpoint                       -> `load`: its tensors, in place; if they are damaged, find the next checkpoint
 
-A run goes on from the newest good checkpoint of its folder, so that a job which is submitted again resumes itself. An
-empty folder begins from `ckpt_load_path`: a checkpoint, sharded or full (`pt_files`), its four .pt files without a
-manifest, or the folder of a Hugging Face Llama (`hf_import`). Of the last, and with weights_only, a run takes the
-weights alone and begins at step 0.
+A run resumes from the newest good checkpoint of its folder, so a job that is submitted again continues. In an empty
+folder, a run starts from `ckpt_load_path`: a sharded or full checkpoint, four .pt files without a manifest
+(`pt_files`), or a Hugging Face folder (`hf_import`). From the last, or with weights_only, it loads only weights and
+starts at step 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pretraining.files import exists, from_hub, is_address, is_file, is_folder, 
 from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
 from pretraining.model.hf import MODEL_FILES
 
-if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a second to import; what loads it does
+if TYPE_CHECKING:  # finding a checkpoint needs no torch, whose import takes a second; loading one does
     import torch
 
     from pretraining.checkpoint.reader import Files
@@ -46,21 +46,21 @@ if TYPE_CHECKING:  # what finds a checkpoint needs no torch, which takes a secon
 T = TypeVar("T")
 
 FETCHED = "fetched"
-"""In a run's folder: what it has fetched from an object store to start from."""
+"""Subfolder of a run for a start point that was fetched from an object store."""
 SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume_from_checkpoint"
 
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """A checkpoint that a run can start from.
+    """Checkpoint that a run can start from.
 
     Attributes:
-        manifest: of a Hugging Face folder, what that of a checkpoint of it would be.
-        is_own: whether it is of this run, and not of another one that this one starts from.
-        weights_only: whether a run takes nothing but the weights from it, and begins at step 0.
-        damaged: newer ones that are damaged, and how, a line each.
-        goes_back: whether the run goes back to it by request.
-        newer: the run's own after it, which are set aside then.
+        manifest: made from the model config if the checkpoint is a Hugging Face folder.
+        is_own: whether this run saved the checkpoint, and not another run.
+        weights_only: whether the run takes only the weights, and starts at step 0.
+        damaged: newer damaged checkpoints, one line each with the fault.
+        is_rewind: whether the user asked to go back to this older checkpoint.
+        newer: the run's newer checkpoints, which a rewind sets aside.
     """
 
     path: Path
@@ -68,17 +68,17 @@ class CheckpointRef:
     is_own: bool = True
     weights_only: bool = False
     damaged: tuple[str, ...] = ()
-    goes_back: bool = False
+    is_rewind: bool = False
     newer: tuple[Path, ...] = ()
 
     @property
     def step(self) -> int:
-        """Updates done where a run begins that starts from here."""
+        """Step at which a run from this start point begins."""
         return 0 if self.weights_only else self.manifest.step
 
     @property
     def config(self) -> TrainConfig:
-        """The settings that it was made with; the defaults where it holds none that this version reads."""
+        """Settings of the run that saved the checkpoint; the defaults if this version cannot read them."""
         try:
             return settings_in(self.manifest.config, "config of the checkpoint")
         except ConfigError:
@@ -86,7 +86,7 @@ class CheckpointRef:
 
     @property
     def files(self) -> Files:
-        """The files that hold its tensors, with sizes and checksums where it has a manifest."""
+        """Files that hold the tensors, with sizes and checksums if there is a manifest."""
         if self.manifest.files or is_file(self.path / MANIFEST):
             return self.manifest.files
         if is_file(self.path / ITERATION_FILE):
@@ -99,16 +99,16 @@ class CheckpointRef:
 def find_start(
     config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({}), before_step: int | None = None
 ) -> CheckpointRef | None:
-    """Find the checkpoint to start from; None for a new run. A collective call, or one of a process alone.
+    """Find the checkpoint to start from; None for a new run. A collective call if torch is imported.
 
-    Its files are there and have their sizes; what is in them is not read.
+    All its files exist with the right sizes; their content is not read yet.
 
     Args:
-        damaged: checkpoints that are known not to be good, and what is wrong with them.
-        before_step: of a run that goes back by itself, to a checkpoint of an earlier step; None = it does not.
+        damaged: checkpoints that are known to be damaged, with their faults.
+        before_step: for a rollback: only checkpoints before this step count; None = no rollback.
 
     Raises:
-        CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` asks for another start.
+        CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` refuses the start.
     """
     return on_rank_zero(lambda: _find_start(config, damaged, before_step))
 
@@ -119,62 +119,60 @@ def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str], before_st
     run = config.folder
     own = [each for each in committed_checkpoints(run)[::-1] if before_step is None or each.step < before_step]
     if not own:
-        start = _start_elsewhere(config, damaged)
+        start = _start_of_new_run(config, damaged)
     elif before_step is None:
         start = _own_start(config, own, damaged)
     else:
         start = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
     if config.init_from == "resume" and start is None:
         raise CheckpointError(
-            f"--init_from=resume goes on with a run, and {run} holds no checkpoint: --init_from=auto begins one, "
-            "--ckpt_load_path names one of elsewhere"
+            f"--init_from=resume needs a checkpoint, and {run} holds none: give --init_from=auto, or --ckpt_load_path"
         )
     if config.init_from == "scratch" and start is not None and start.config.checkpoint.init_from != "scratch":
         raise CheckpointError(
-            f"--init_from=scratch begins from initial weights, and {run} holds a run at step {start.step}: give "
-            "another --ckpt_save_path, or --init_from=auto to go on with it"
+            f"--init_from=scratch: {run} holds a run at step {start.step}. Give another --ckpt_save_path, or resume it"
         )
     return start
 
 
 def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping[Path, str]) -> CheckpointRef:
-    """Find the newest good checkpoint of a run, or the older one that the run goes back to."""
+    """Find the newest good checkpoint of a run, or the older one that the user asks to go back to."""
     run, request = config.folder, config.resume_from_checkpoint
     newest = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
     if request is None:
         return newest
-    named, before = _named_in(own, request), newest.config.checkpoint.resume_from_checkpoint
-    if before is not None and (before == request or (named is not None and _named_in(own, before) == named)):
-        return newest  # it was done before
+    named, earlier = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
+    if earlier is not None and (earlier == request or (named is not None and _find_named(own, earlier) == named)):
+        return newest  # an earlier start has gone back already
     if named is not None:
         chosen = _newest_good([named.path], damaged, RESUME, named.path)
         newer = tuple(each.path for each in reversed(own) if each.step > named.step)
-        return replace(chosen, damaged=newest.damaged, goes_back=True, newer=newer)
+        return replace(chosen, damaged=newest.damaged, is_rewind=True, newer=newer)
     if exists(Path(request)) and not is_within(Path(request), run):
-        return newest  # it began the run
+        return newest  # the run started from this path
     raise CheckpointError(
         f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
         f"{', '.join(each.path.name for each in own[::-1])}"
     )
 
 
-def _named_in(own: list[Checkpoint], request: str) -> Checkpoint | None:
-    """Return the checkpoint among a run's own, newest first, that was named by its name, its step or its path."""
+def _find_named(own: list[Checkpoint], request: str) -> Checkpoint | None:
+    """Return the checkpoint with this name, step or path, of a run's own checkpoints, newest first."""
     by_name = {each.path.name: each for each in own}
     by_step = {str(each.step): each for each in own}
     by_path = {real_path(each.path): each for each in own}
     return by_name.get(request) or by_step.get(request) or by_path.get(real_path(Path(request)))
 
 
-def _start_elsewhere(config: CheckpointConfig, damaged: Mapping[Path, str]) -> CheckpointRef | None:
-    """Find what a run without checkpoints begins from; None = initial weights."""
+def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[Path, str]) -> CheckpointRef | None:
+    """Find the start point of a run without checkpoints; None = initial weights."""
     load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
     if load_path is None:
         source, flag = request, RESUME
     elif is_address(load_path):
         source, flag = str(fetched_path(config)), LOAD_PATH
     elif is_within(Path(load_path), config.folder) and _are_own(checkpoints_at(Path(load_path)), config.folder):
-        return None  # a script may name one folder as both paths, for its first start and for all later ones
+        return None  # a script may give one folder as both paths, for its first start and all later ones
     else:
         source, flag = str(from_hub(load_path, MODEL_FILES, CheckpointError)), LOAD_PATH
     if source is None:
@@ -184,13 +182,13 @@ def _start_elsewhere(config: CheckpointConfig, damaged: Mapping[Path, str]) -> C
 
 
 def _are_own(paths: list[Path], run: Path) -> bool:
-    """Return whether all of these are checkpoints that the run has saved; then it did not begin from them."""
+    """Return whether the run has saved all these checkpoints; then it did not start from them."""
     own = {real_path(each.path) for each in committed_checkpoints(run)}
     return all(real_path(path) in own for path in paths)
 
 
 def fetched_path(config: CheckpointConfig) -> Path:
-    """Return where a start puts what it fetches from the address in `ckpt_load_path`: a folder like a run's."""
+    """Return the folder for checkpoints fetched from the address `ckpt_load_path`; its layout is that of a run."""
     name = re.sub(r"[^\w.-]+", "_", (config.ckpt_load_path or "").partition("?")[0])
     return config.folder / FETCHED / name
 
@@ -206,14 +204,13 @@ def find_newest(
     paths = checkpoints_at(source)
     if not paths:
         raise CheckpointError(
-            f"{flag}={source} holds no complete checkpoint: it is neither one (a folder with {MANIFEST}) nor a "
-            f"run with some in {CHECKPOINTS}/."
+            f"{flag}={source} holds no complete checkpoint: no {MANIFEST}, and none in a folder {CHECKPOINTS}/"
         )
     return _newest_good(paths, damaged, flag, source)
 
 
 def checkpoints_at(source: Path) -> list[Path]:
-    """Return the checkpoint at a path, be it damaged, or those of the run there, newest first."""
+    """Return the checkpoint at a path, possibly damaged, or the checkpoints of the run there, newest first."""
     forms = (MANIFEST, ITERATION_FILE, HUGGING_FACE_FILE)
     if is_folder(source) and (is_committed(source) or any(is_file(source / name) for name in forms)):
         return [source]
@@ -236,13 +233,13 @@ def _newest_good(paths: list[Path], damaged: Mapping[Path, str], flag: str, sour
 
 
 def is_within(path: Path, folder: Path) -> bool:
-    """Whether a path is a folder or below it, links followed."""
+    """Return whether a path is a folder or below it, with links resolved."""
     real = real_path(path)
     return real_path(folder) in (real, *real.parents)
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
-    """As `on_rank_zero`; a process without torch has joined no others, and need not import it to learn that."""
+    """Call `processes.on_rank_zero`; without torch imported there is one process, which just calls the function."""
     if "torch" not in sys.modules:
         return function()
     from pretraining.distributed.processes import on_rank_zero
@@ -250,11 +247,11 @@ def on_rank_zero(function: Callable[[], T]) -> T:
     return on_rank_zero(function)
 
 
-# Its tensors
+# Tensors of a checkpoint
 
 
 def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read tensors of a checkpoint of any form into place; a collective call that raises as `load_tensors`."""
+    """Load tensors in place from a checkpoint of any form; a collective call that raises as `load_tensors`."""
     from pretraining.checkpoint.reader import load_tensors
 
     files: Files = checkpoint.manifest.files or on_rank_zero(lambda: checkpoint.files)
@@ -262,11 +259,7 @@ def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def load_newest(source: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointRef:
-    """Read tensors of the newest sound checkpoint at a path into place; a collective call that raises as `find_newest`.
-
-    Returns:
-        Where they come from.
-    """
+    """Load tensors in place from the newest good checkpoint at a path, and return the checkpoint; a collective call."""
     damaged: dict[Path, str] = {}
     while True:
         found = on_rank_zero(lambda: find_newest(source, damaged))
@@ -279,13 +272,13 @@ def load_newest(source: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint
 
 
 def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[CheckpointRef, Llama]:
-    """Load a model into one process: of a checkpoint, of a run's newest sound one, or of a Hugging Face folder.
+    """Load a model into one process, from a checkpoint, a run's newest good one, or a Hugging Face folder.
 
     Returns:
-        Where it comes from, and the model in evaluation mode.
+        The checkpoint, and the model in evaluation mode.
 
     Raises:
-        CheckpointError: there is no checkpoint, all are damaged, or it is of no Llama.
+        CheckpointError: there is no checkpoint, all are damaged, or the model is no Llama.
     """
     import torch
 

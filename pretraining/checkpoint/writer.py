@@ -1,15 +1,14 @@
-"""How a checkpoint is written: who writes which chunk of each tensor, into which file, and how all appears at once.
+"""Writer of checkpoints: which process writes which chunks into which file, and how a checkpoint is committed.
 
-    tensors, global and sharded -> `plan_save`: the chunks that this process writes, by file; no talk between processes
-    plan                        -> `write_chunks`: safetensors files, checksums computed beside the write
-    all files of all ranks      -> `save_checkpoint`: manifest.json last, then one rename
+    sharded tensors         -> `plan_save`: chunks per file of this process, without communication
+    plan                    -> `write_chunks`: safetensors files, with checksums computed while writing
+    files of all processes  -> `save_checkpoint`: manifest.json last, then one rename
 
     <run>/checkpoints/step_1000_ckp.1f9c.tmp/     being written: never read, removed by the next save
-    <run>/checkpoints/step_1000_ckp/              committed: appears when every file is there and flushed
+    <run>/checkpoints/step_1000_ckp/              committed: all files are there and flushed
 
-So a process that dies at any moment leaves the older checkpoints as they were. Files carry the offsets of sharded
-tensors as torch's own HuggingFaceStorageWriter notes them, so torch's reader reads these files, too. Tensors go from
-their memory to the file without being put together in between.
+A process that dies at any moment leaves older checkpoints unchanged. Files hold the offsets of sharded tensors in the
+form of torch's HuggingFaceStorageWriter, so torch's reader reads these files, too. Shards are written without a gather.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from pretraining.files import exists, flush_folder, reason_of, with_retries, wri
 
 log = logging.getLogger(__name__)
 
-# A process writes as many files as its threads have work for: checksums of one are computed while another is copied or
-# flushed. But none is so small that making it takes longer than filling it, and none enormous.
+# A process writes a file per thread: one file's checksum is computed while another is copied or flushed. Files have a
+# minimum size, below which creating them takes longer than filling them, and a maximum size.
 FILES_OF_PROCESS = 4
 SMALL_FILE_BYTES = 2**25
 FILE_BYTES = 2**30
 WRITING_THREADS = 4
-CHUNK_BYTES = 2**20  # fits a core's cache: what was just read or checked is copied from there, not from memory
+CHUNK_BYTES = 2**20  # fits a core's cache, so that a chunk is checked and copied with one read from memory
 
 DTYPES = {
     "F64": torch.float64,
@@ -75,49 +74,49 @@ Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class Save(Protocol):
-    """What a process writes of a checkpoint: `SavePlan`, or `pt_files.FullSave`."""
+    """Part of a checkpoint that one process writes: `SavePlan`, or `pt_files.FullSave`."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors of the checkpoint, over all processes."""
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Write this process's files; return what they have to be, by name."""
+        """Write this process's files; return their sizes and checksums by name."""
 
 
 def save_checkpoint(
     folder: Path, plan: Save, manifest: Manifest, *, group: dist.ProcessGroup | None = None, lease: Lease | None = None
 ) -> None:
-    """Write a checkpoint so that it is either complete or not there; a collective call, also in a thread.
+    """Write a checkpoint that appears complete or not at all; a collective call, also in a background thread.
 
     Args:
-        folder: the committed name; its parent holds the run's checkpoints.
-        manifest: of the checkpoint; its `files` are filled in.
-        group: of all ranks, to talk over.
-        lease: on the run's folder; once it is lost, nothing is committed.
+        folder: folder to commit to; its parent holds the run's checkpoints.
+        manifest: without its `files`.
+        group: process group of all ranks.
+        lease: a lost lease prevents the commit.
 
     Raises:
         CheckpointError: a file cannot be written; older checkpoints are untouched.
     """
-    temporary = on_rank_zero(lambda: _start_fresh(folder, plan), group)
+    temporary = on_rank_zero(lambda: _make_temporary_folder(folder, plan), group)
     try:
         written = gather_from_every_rank(lambda: _write(temporary, plan), group)
         files = {name: entry for entries in written for name, entry in sorted(entries.items())}
         on_rank_zero(lambda: _commit(temporary, folder, plan, replace(manifest, files=files), lease), group)
     except CheckpointError:  # every rank has it
         if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
         raise
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint so that one half removed never looks like one, or warn.
+    """Remove a checkpoint, renamed first so that a partly removed one is never read; warn if it fails.
 
-    A network file system may refuse that while a file is open somewhere: no run ends, and the next save tries again.
+    A network file system may refuse while a file is open somewhere. The run continues, and the next save tries again.
     """
     try:
         hidden = folder if folder.suffix == UNFINISHED_SUFFIX else folder.rename(temporary_name(folder))
-        if hidden.is_symlink():  # and not what it leads to
+        if hidden.is_symlink():  # remove the link, not its target
             hidden.unlink()
         else:
             shutil.rmtree(hidden)
@@ -125,10 +124,10 @@ def remove_checkpoint(folder: Path) -> None:
         log.warning("%s cannot be removed (%s): the next save tries again", folder, reason_of(error))
 
 
-def _start_fresh(folder: Path, plan: Save) -> Path:
-    """Make an empty folder for a save, and remove what interrupted saves have left."""
+def _make_temporary_folder(folder: Path, plan: Save) -> Path:
+    """Make an empty folder for a save, and remove the leftovers of interrupted saves."""
     temporary = temporary_name(folder)
-    with _writing(folder, plan.total_bytes):
+    with _explain_write_errors(folder, plan.total_bytes):
         for abandoned in unfinished_saves(folder.parent.parent):
             remove_checkpoint(abandoned)
         temporary.mkdir(parents=True)
@@ -136,33 +135,32 @@ def _start_fresh(folder: Path, plan: Save) -> Path:
 
 
 def _write(temporary: Path, plan: Save) -> dict[str, FileEntry]:
-    with _writing(temporary, plan.total_bytes):
+    with _explain_write_errors(temporary, plan.total_bytes):
         return plan.write(temporary)
 
 
 def _commit(temporary: Path, folder: Path, plan: Save, manifest: Manifest, lease: Lease | None) -> None:
     content = json.dumps(manifest.document(), indent=1, allow_nan=False).encode()
-    with _writing(temporary / MANIFEST, plan.total_bytes):
+    with _explain_write_errors(temporary / MANIFEST, plan.total_bytes):
         with_retries(lambda: write_flushed(temporary / MANIFEST, content), f"writing {temporary / MANIFEST}")
         flush_folder(temporary)
     if lease is not None:
         lease.check()
-    # One that a restore passed over, or that is saved again, makes room under a second name: whenever the process dies,
-    # one of the two is there.
-    second = folder.with_name(distinct_name(folder.name, manifest.step))
-    with _writing(folder, plan.total_bytes):
+    # A damaged or older checkpoint under this name is renamed first, so that one of the two exists at any moment.
+    replaced = folder.with_name(distinct_name(folder.name, manifest.step))
+    with _explain_write_errors(folder, plan.total_bytes):
         if exists(folder):
-            if exists(second):
-                remove_checkpoint(second)
-            folder.rename(second)
+            if exists(replaced):
+                remove_checkpoint(replaced)
+            folder.rename(replaced)
         with_retries(lambda: temporary.rename(folder), f"renaming {temporary}")
         flush_folder(folder.parent)
-        if exists(second):
-            remove_checkpoint(second)
+        if exists(replaced):
+            remove_checkpoint(replaced)
 
 
 @contextmanager
-def _writing(path: Path, total_bytes: int) -> Iterator[None]:
+def _explain_write_errors(path: Path, total_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -171,39 +169,38 @@ def _writing(path: Path, total_bytes: int) -> Iterator[None]:
             free = next(shutil.disk_usage(each).free for each in path.parents if exists(each))
             reason += f"; the checkpoint takes {total_bytes:,} bytes, and {free:,} are free there"
         raise CheckpointError(
-            f"cannot be written: {reason}. Make room, give write permission or give another --ckpt_save_path. Older "
-            "checkpoints are untouched",
+            f"cannot be written: {reason}. Free space or change --ckpt_save_path; older checkpoints are untouched",
             path=path,
         ) from None
 
 
-# Who writes what: worked out from shapes and the mesh, the same on every process
+# Which process writes which chunks: computed from shapes and the mesh, the same on every process
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: where it begins and how long it is, in each dim."""
+    """Rectangular part of a tensor: its offset and its size in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """Elements inside."""
+        """Number of elements."""
         return prod(self.sizes)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Where it ends, in each dim."""
+        """Offset after the last element, in each dim."""
         return tuple(map(add, self.offsets, self.sizes))
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Chunk:
-        """Return all of a tensor."""
+        """Return the chunk that is the whole tensor."""
         return Chunk((0,) * len(shape), tuple(shape))
 
     def overlap(self, other: Chunk) -> Chunk | None:
-        """Return the part that this chunk and another of the same tensor both have, or None."""
+        """Return the intersection with another chunk of the same tensor, or None."""
         begins = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(map(sub, map(min, self.ends, other.ends), begins))
         return Chunk(begins, sizes) if all(size > 0 for size in sizes) else None
@@ -211,7 +208,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WriteItem:
-    """A chunk of a tensor, and the values to be written for it."""
+    """Chunk of a tensor, with its values."""
 
     name: str
     chunk: Chunk
@@ -220,18 +217,18 @@ class WriteItem:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one process writes of a sharded checkpoint.
+    """Files that one process writes of a sharded checkpoint.
 
     Attributes:
-        files: items by the name of the file that they go into.
-        total_bytes: of all processes.
+        files: items by file name.
+        total_bytes: bytes of all processes.
     """
 
     files: dict[str, list[WriteItem]]
     total_bytes: int
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Write this process's files, several at a time; return what they have to be, by name."""
+        """Write this process's files in parallel; return their sizes and checksums by name."""
 
         def write(name: str) -> FileEntry:
             return with_retries(lambda: write_chunks(folder / name, self.files[name]), f"writing {folder / name}")
@@ -241,11 +238,11 @@ class SavePlan:
 
 
 def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
-    """Return what this process writes of a checkpoint of `tensors`; nothing is copied."""
+    """Return the files that this process writes for a checkpoint of `tensors`; nothing is copied."""
     numbers, shard = file_of_tensor(tensors, dist.get_world_size()), dist.get_rank() + 1
     count = max(numbers.values(), default=0)
     files: dict[str, list[WriteItem]] = {}
-    for name in _written_here(tensors):
+    for name in _tensors_to_write(tensors):
         file = f"shard-{shard:05d}-model-{numbers[name]:05d}-of-{count:05d}{SHARD_SUFFIX}"
         item = WriteItem(name, local_chunk(tensors[name]), local_tensor(tensors[name]))
         files.setdefault(file, []).append(item)
@@ -253,21 +250,21 @@ def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this process holds; the same memory."""
+    """Return the local shard of a tensor, without a copy."""
     return local_part(tensor).detach()
 
 
 def local_chunk(tensor: torch.Tensor) -> Chunk:
-    """Return where in the whole tensor the part lies that this process holds."""
+    """Return the place of the local shard in the whole tensor."""
     if not is_sharded(tensor):
         return Chunk.whole(tensor.shape)
-    (held,) = tensor.__create_chunk_list__()  # DTensor's own protocol for checkpoints
+    (held,) = tensor.__create_chunk_list__()  # DTensor's protocol for checkpoints
     return Chunk(tuple(held.offsets), tuple(held.sizes))
 
 
-def _written_here(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the tensors whose local part this process writes; processes with the same parts share the work."""
-    written: dict[int, list[int]] = {}  # by number of replicas: bytes that each of them writes
+def _tensors_to_write(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the tensors whose local shard this process writes; processes with the same shard share the work."""
+    written: dict[int, list[int]] = {}  # number of replicas -> bytes that each replica writes
     mine = []
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         tensor = tensors[name]
@@ -281,7 +278,7 @@ def _written_here(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return which of how many holders of the same part this process is."""
+    """Return this process's index among the holders of the same shard, and their number."""
     if not is_sharded(tensor):
         return dist.get_rank(), dist.get_world_size()
     coordinates = tensor.device_mesh.get_coordinate()
@@ -295,9 +292,9 @@ def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
-    """Return the number of the file, from 1, that each tensor goes into; each process has its own files.
+    """Return the file number, from 1, of each tensor; each process has its own files.
 
-    Tensors of a block stand together, blocks in order. Files hold from `SMALL_FILE_BYTES` to `FILE_BYTES` of a process.
+    Tensors of a block are adjacent, in the order of blocks. `SMALL_FILE_BYTES` and `FILE_BYTES` limit a file's size.
     """
     block = re.compile(r"\blayers\.(\d+)\.")
 
@@ -314,12 +311,12 @@ def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict
     return files
 
 
-# Safetensors: 8 bytes with the length of the header | header, JSON | the tensors' bytes, one after the other
+# Safetensors: 8 bytes with the length of the header | header, JSON | the tensors' bytes in order
 
 
 def write_chunks(path: Path, items: Sequence[WriteItem]) -> FileEntry:
-    """Write chunks of tensors into a safetensors file, as `write_tensors`."""
-    # Wide elements first, so that each tensor begins at a multiple of its element's size.
+    """Write chunks of tensors into a safetensors file; returns as `write_tensors`."""
+    # Wide elements come first, so that each tensor begins at a multiple of its element size.
     ordered = sorted(items, key=lambda item: (-item.values.element_size(), item.name))
     offsets = {item.name: {"saved_offsets": item.chunk.offsets} for item in ordered}
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
@@ -330,17 +327,17 @@ def write_chunks(path: Path, items: Sequence[WriteItem]) -> FileEntry:
 def write_tensors(
     path: Path, kinds: Kinds, values: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write tensors into a safetensors file, flushed to disk; what was there before is replaced.
+    """Write tensors into a safetensors file and flush it to disk; an existing file is replaced.
 
     Args:
-        values: the tensors in the order of `kinds`; one is held at a time.
+        values: tensors in the order of `kinds`; only one is held at a time.
 
     Returns:
-        Size and checksum of what was written, computed from memory, not read back.
+        Size and checksum of the file, computed from memory without reading back.
     """
     size = checksum = 0
     with path.open("wb", buffering=0) as file:
-        for content in _contents(_header(kinds, metadata or {"format": "pt"}), kinds, values):
+        for content in _file_content(_header(kinds, metadata or {"format": "pt"}), kinds, values):
             checksum = zlib.crc32(content, checksum)
             _write_all(file.fileno(), content)
             size += len(content)
@@ -348,8 +345,8 @@ def write_tensors(
     return FileEntry(size, crc32_text(checksum))
 
 
-def _contents(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Return the bytes of a file, in order; small ones are joined, since threads wait for each other at each write."""
+def _file_content(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of a file in order; small tensors are joined, since threads wait for each other at each write."""
     small = [memoryview(header)]
     for (dtype, shape), value in zip(kinds.values(), values, strict=True):
         assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
@@ -373,12 +370,12 @@ def _header(kinds: Kinds, metadata: Mapping[str, str]) -> bytes:
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
         begin = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     return len(text).to_bytes(8, "little") + text
 
 
 def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor."""
+    """Return the size of a tensor in bytes."""
     return prod(shape) * dtype.itemsize
 
 

@@ -1,1 +1,1 @@
-"""How good the model is: scores on held-out documents, and a sample of its text."""
+"""Evaluation of the model: scores on evaluation sets (`held_out`), and generated text (`generation`)."""

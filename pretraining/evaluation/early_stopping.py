@@ -1,4 +1,4 @@
-"""Ends a run whose evaluations find nothing better any more."""
+"""Early stopping of a run whose evaluation loss no longer falls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pretraining.progress import TrainState
 
 @dataclass
 class EarlyStopping:
-    """Counts evaluations without a new lowest loss; part of the evaluator's state in checkpoints.
+    """Counter of evaluations without a new lowest loss; part of the evaluator's state in checkpoints.
 
     Attributes:
-        limit: this many in a row end the run; 0 = never.
-        decided_by: the sets whose loss it is, sorted; empty = the held-out documents of all datasets, as in earlier
-            versions. Counting begins again where others decide at a resume.
-        best_loss: the lowest so far.
-        in_a_row: evaluations since then.
+        limit: evaluations in a row that stop the run; 0 = never.
+        decided_by: sorted names of the evaluation sets of the loss; empty = the held-out documents of all datasets, as
+            in earlier versions. A resume with other sets resets the counter.
+        best_loss: lowest loss so far.
+        in_a_row: evaluations since the lowest loss.
     """
 
     limit: int = 0
@@ -27,27 +27,27 @@ class EarlyStopping:
     best_loss: float | None = None
     in_a_row: int = 0
 
-    def note(self, loss: float, state: TrainState) -> None:
-        """Count an evaluation, and end the run if it was one too many; the same on every rank."""
+    def count_evaluation(self, loss: float, state: TrainState) -> None:
+        """Count an evaluation, and stop the run at the limit; the same on every rank."""
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             self.best_loss, self.in_a_row = loss, 0
         else:
             self.in_a_row += 1
-        self.end_if_due(state)
+        self.stop_if_due(state)
 
-    def end_if_due(self, state: TrainState) -> None:
-        """End the run if there were as many in a row as end it, be it in an earlier invocation."""
+    def stop_if_due(self, state: TrainState) -> None:
+        """Stop the run if the limit is reached, possibly in an earlier invocation."""
         if 0 < self.limit <= self.in_a_row:
             wanted = "finite loss" if self.best_loss is None else f"loss below {self.best_loss:.4f}"
             where = "the last evaluation" if self.in_a_row == 1 else f"{self.in_a_row} evaluations in a row"
             state.end_early(f"no {wanted} in {where}, --early_stopping_evaluations={self.limit}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, JSON-able: nothing that is as it was in earlier versions."""
+        """Return the state, JSON-able; fields at their default are left out, as in earlier versions."""
         kept: dict[str, Any] = {"decided_by": list(self.decided_by)} if self.decided_by else {}
         return kept | ({"best_loss": self.best_loss, "in_a_row": self.in_a_row} if self.limit else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint kept, if it counted."""
+        """Restore the counter, if the checkpoint has one for the same sets."""
         if "in_a_row" in state and tuple(state.get("decided_by", ())) == self.decided_by:
             self.best_loss, self.in_a_row = state["best_loss"], int(state["in_a_row"])

@@ -1,10 +1,10 @@
-"""Text that a model goes on with, token by token.
+"""Text generation, token by token.
 
-    a prompt -> logits of the next token -> one is drawn -> the prompt and this token -> …
+    prompt -> logits of the next token -> draw a token -> prompt and this token -> …
 
-`TextSampler` samples from a model that trains. Every rank runs every forward, because sharded parameters are gathered
-by all ranks together; all draw the same tokens from the same seed. There the model looks at all tokens each time: it is
-a glance at the model, not a service. `CachedModel` looks at each once, in one process, for `pretrain sample`.
+`TextSampler` samples from a model in training. Every rank runs every forward, because sharded parameters are gathered
+by all ranks together, and all ranks draw the same tokens from the same seed. Each forward runs over all tokens, which
+is slow but simple. `CachedModel` runs each token once, in one process, for `pretrain sample`.
 """
 
 from __future__ import annotations
@@ -26,40 +26,38 @@ from pretraining.model.cache import KeyValueCache
 from pretraining.model.llama import Llama, next_token_logits
 
 TEMPERATURE, TOP_K = 0.8, 50
-"""Of samples of a model that trains."""
+"""Sampling settings for a model in training."""
 LARGEST_LOGIT = 1e30
-"""Divided by a temperature, it is still finite in float32."""
-COLDEST = 1e-6
-"""Below this temperature no token but the likeliest is ever drawn, and quotients by it leave the range of float32."""
+"""Bound of logits; divided by a temperature, they stay finite in float32."""
+MIN_TEMPERATURE = 1e-6
+"""Below this temperature only the likeliest token is ever drawn, and logits divided by it overflow float32."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that a model has written.
+    """Text that a model generated.
 
     Attributes:
-        prompt: what it was to continue.
-        text: what it wrote; empty on other ranks than 0.
+        text: generated text, without the prompt; empty on ranks other than 0.
     """
 
     prompt: str
     text: str
 
     def indented(self) -> str:
-        """Prompt and text for people, four spaces before each line."""
+        """Return prompt and text, each line indented by four spaces."""
         return "\n".join(f"    {line}" for line in (self.prompt + self.text).splitlines())
 
 
 @dataclass(frozen=True)
 class TextSampler:
-    """Has a model continue a prompt, with the same draws each time, so that samples compare along a run.
+    """Sampler that continues one prompt with the same seed each time, so that samples are comparable along a run.
 
     Attributes:
-        prompt: its text.
-        prompt_tokens: its token ids, at least one.
-        count: how many tokens to draw.
-        context: tokens that the model looks back at, at most.
-        tokenizer: makes text of tokens; None on other ranks than 0.
+        prompt_tokens: token ids of the prompt, at least one.
+        count: tokens to draw.
+        context: largest number of tokens in a forward.
+        tokenizer: decodes tokens; None on ranks other than 0.
     """
 
     prompt: str
@@ -71,23 +69,23 @@ class TextSampler:
 
     @torch.no_grad()
     def sample(self, model: nn.Module, device: torch.device) -> Sample:
-        """Sample from a model that may be sharded and compiled, and gives logits [1, S, V]; a collective call."""
+        """Sample from a model, possibly sharded and compiled, with logits [1, S, V]; a collective call."""
 
         def next_logits(tokens: Sequence[int]) -> torch.Tensor:
             window = torch.tensor([tokens[-self.context :]], dtype=torch.int64, device=device)
             logits_V: torch.Tensor = model(window)[0, -1]
             return logits_V
 
-        with without_compiling():  # every token makes the sequence longer
+        with without_compiling():  # the length changes with every token
             drawn = list(draw_tokens(next_logits, self.prompt_tokens, self.count, self.seed, TEMPERATURE, TOP_K))
         reshard_model(model)
         return Sample(self.prompt, self.tokenizer.decode(drawn) if self.tokenizer is not None else "")
 
 
 def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
-    """Return what samples text from the model, or None where no text is asked for; errors are as in `read_prompt`.
+    """Return the sampler of the settings; None if they ask for no text. A collective call that raises as `read_prompt`.
 
-    Rank 0 keeps the tokenizer, since its files may move while a run goes on for months. A collective call.
+    Rank 0 keeps the tokenizer in memory, since its files may move during a long run.
     """
     read = on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
     tokens = on_rank_zero(lambda: read and read[1])
@@ -99,11 +97,10 @@ def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | Non
 
 
 def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
-    """Return the tokenizer of the samples of text and the tokens that they continue; None without samples.
+    """Return the tokenizer and the prompt's tokens for generated text; None if the settings ask for no text.
 
     Raises:
-        DataError: the tokenizer cannot be read.
-        ConfigError: it has more tokens than the model.
+        DataError, ConfigError: the tokenizer cannot be read, or has more tokens than the model.
     """
     if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
         return None
@@ -112,10 +109,10 @@ def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
 
 
 class CachedModel:
-    """The next token's logits from a whole model, which looks at each token once.
+    """Next-token logits of an unsharded model, which runs each token once.
 
     Args:
-        context: tokens that the model looks back at, at most; where they are used up, it goes on from the newest half.
+        context: largest number of tokens in the cache; a full cache is rebuilt from the newest half.
     """
 
     def __init__(self, model: Llama, context: int, device: torch.device) -> None:
@@ -127,7 +124,7 @@ class CachedModel:
 
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return logits [V] of the token after these, which begin with those of the call before."""
+        """Return the logits [V] after these tokens, which extend those of the call before."""
         new = tokens[self._seen :]
         is_full = bool(self._caches) and self._caches[0].length + len(new) > self._context
         if is_full or len(new) > self._context:
@@ -147,29 +144,28 @@ def draw_tokens(
     temperature: float,
     top_k: int,
 ) -> Iterator[int]:
-    """Yield tokens that continue a prompt, as they are drawn; a collective call for each.
+    """Yield drawn tokens that continue a prompt; each token is a collective call.
 
     Args:
-        next_logits: returns logits [V] of the token after these.
+        next_logits: returns the logits [V] after its tokens.
         prompt: token ids, at least one.
-        count: how many tokens to draw.
         temperature: 0 takes the likeliest token each time.
-        top_k: draws among this many of the likeliest tokens.
+        top_k: number of likeliest tokens to draw from.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(count):
         token = _draw(next_logits(tokens).float().cpu(), temperature, top_k, generator)
-        if dist.is_initialized():  # ranks of different hardware may differ in the last bit of a logit; not in the token
+        if dist.is_initialized():  # logits of different hardware may differ in the last bit; the token must not
             dist.broadcast(token, src=0)
         tokens.append(int(token))
         yield tokens[-1]
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    # A model that computes no finite logits writes nonsense; a look at it must not end its run.
+    # Logits that are not finite give nonsense text, but must not stop the run.
     logits_V = logits_V.nan_to_num(nan=0.0).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
-    if temperature < COLDEST:
+    if temperature < MIN_TEMPERATURE:
         return logits_V.argmax()
     best = logits_V.topk(min(top_k, logits_V.numel()))
     choice = torch.multinomial(torch.softmax(best.values / temperature, dim=-1), 1, generator=generator)

@@ -1,9 +1,9 @@
-"""How well tokens are predicted: a number per score, told apart by dataset, in training reports and in evaluations.
+"""Scores of predicted tokens, per dataset, for training reports and evaluations.
 
-    a micro-batch --sum of each score, on the device--> [datasets, columns] --all-reduce--> value of each score
+    micro-batch --sums on the device--> [datasets, columns] --all-reduce--> value of each score
 
-A score is a class: what each label adds, and what the sum comes to. Those of every run are the rows of `SCORES` in
-config/plugins.py; `--extra_scores` names a user's own (docs/extending.md).
+A score is a class with two methods: what each label adds to a sum, and the value of the sum. `SCORES` in
+config/plugins.py lists the scores of every run; `--extra_scores` adds user-defined ones (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pretraining.observability.display import CUSTOM, perplexity_of
 
 @dataclass(frozen=True)
 class PredictedTokens:
-    """The labels of a micro-batch and how well the model predicts them, on the device.
+    """Labels of a micro-batch with the model's predictions, on the device.
 
     Attributes:
-        losses_BS: cross-entropy of each label in nats; 0 where it is ignored.
-        hits_BS: 1 where no token was likelier than the label, else 0, and 0 where it is ignored.
+        losses_BS: cross-entropy of each label in nats; 0 for ignored labels.
+        hits_BS: 1 if no token was likelier than the label, else 0; 0 for ignored labels.
         labels_BS: token ids; -100 = ignored.
     """
 
@@ -39,20 +39,20 @@ class PredictedTokens:
 
 
 class Counts(NamedTuple):
-    """What a sum is over: labels that count, and bytes of the text that they stand for, 0 if that is not known."""
+    """Valid labels of a sum, and the bytes of their text; 0 bytes = unknown."""
 
     tokens: float
     bytes: float
 
 
 class Score(Protocol):
-    """A number about predicted tokens, made of a sum over them."""
+    """Score of predicted tokens, computed from a sum over them."""
 
     def sum(self, tokens: PredictedTokens) -> Tensor:
-        """Return what each label adds, [B, S], without waiting for the device; ignored labels are left out."""
+        """Return what each label adds, [B, S], without waiting for the device; ignored labels do not count."""
 
     def value(self, total: float, counts: Counts) -> float | None:
-        """Return what a sum comes to: NaN without a token, None if it is not known, and then not reported."""
+        """Return the value of a sum; NaN without tokens, None (not reported) if it is unknown."""
 
 
 class Loss:
@@ -63,20 +63,20 @@ class Loss:
         return tokens.losses_BS
 
     def value(self, total: float, counts: Counts) -> float | None:
-        """Return the mean."""
+        """Return the mean loss."""
         return total / counts.tokens if counts.tokens else math.nan
 
 
 class Perplexity(Loss):
-    """The exponential of the loss."""
+    """Exponential of the loss."""
 
     def value(self, total: float, counts: Counts) -> float | None:
-        """Return exp(mean)."""
+        """Return the exponential of the mean loss."""
         return perplexity_of(total / counts.tokens) if counts.tokens else math.nan
 
 
 class TokenAccuracy(Loss):
-    """Share of the tokens that are the likeliest one."""
+    """Share of tokens that the model predicts as the likeliest."""
 
     def sum(self, tokens: PredictedTokens) -> Tensor:
         """Return hits [B, S]."""
@@ -84,33 +84,33 @@ class TokenAccuracy(Loss):
 
 
 class BitsPerByte(Loss):
-    """Bits that the model needs for a byte of the text."""
+    """Bits per byte of the text."""
 
     def value(self, total: float, counts: Counts) -> float | None:
-        """Return the quotient; None without the bytes of tokens."""
+        """Return the bits per byte; None if the bytes are unknown."""
         return total / math.log(2) / counts.bytes if counts.bytes else None
 
 
 class Scores:
-    """The scores of a run.
+    """Scores of a run.
 
     Args:
-        own: of the user's, as package.module:Class.
+        extra: user-defined scores, as package.module:Class.
 
     Attributes:
         columns: names of the sums: losses, hits, tokens, bytes, then those of other scores.
 
     Raises:
-        ConfigError: a user's own cannot be found, or is no score.
+        ConfigError: a user-defined score cannot be imported, or is no score.
     """
 
-    def __init__(self, own: Sequence[str] = ()) -> None:
+    def __init__(self, extra: Sequence[str] = ()) -> None:
         self._by_name: dict[str, Score] = {name: load_plugin("table", path)() for name, path in SCORES.items()}
-        for path in own:
+        for path in extra:
             name = CUSTOM + path.rpartition(":")[2]
             if name in self._by_name:
-                raise ConfigError(f"--extra_scores={','.join(own)} names two of one name: rename one of the classes")
-            self._by_name[name] = _load_own_score(path)
+                raise ConfigError(f"--extra_scores={','.join(extra)} has two classes of one name: rename one of them")
+            self._by_name[name] = _load_user_score(path)
         # Scores that inherit `sum` share its column.
         self._sums: dict[Callable[..., Tensor], str] = {Loss.sum: "losses", TokenAccuracy.sum: "hits"}
         for name, score in self._by_name.items():
@@ -129,11 +129,9 @@ class Scores:
         """Return the sums over a micro-batch, [datasets, columns] float64, without waiting for the device.
 
         Args:
-            tokens_BS2: what the loss keeps of each token (`HeadLoss`).
-            labels_BS: its labels.
-            micro_batch: knows the dataset of each row.
-            datasets: how many there are.
-            byte_lengths_V: of the text of each token; None = not known.
+            tokens_BS2: loss and hit of each token (`HeadLoss`).
+            datasets: number of datasets.
+            byte_lengths_V: text bytes of each token; None = unknown.
         """
         losses_BS, hits_BS = tokens_BS2.unbind(2)
         tokens = PredictedTokens(losses_BS, hits_BS, labels_BS)
@@ -150,11 +148,11 @@ class Scores:
         if numbers_B is None:
             numbers_B = torch.zeros(len(sums_BF), dtype=torch.int64)
         is_of_BN = send(numbers_B[:, None] == torch.arange(datasets), labels_BS.device)
-        # Selected, not multiplied: a loss that is not finite stays with its dataset.
+        # `where`, not a product with the mask: a non-finite loss must stay in its dataset.
         return torch.where(is_of_BN[:, :, None], sums_BF[:, None], 0.0).sum(0)
 
     def values(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the value of each score that is known, by name, of sums in the order of `columns`."""
+        """Return the value of each known score by name, from sums in the order of `columns`."""
         by_column = dict(zip(self.columns, sums, strict=True))
         counts = Counts(by_column["tokens"], by_column["bytes"])
         found = {
@@ -163,8 +161,8 @@ class Scores:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def _load_own_score(path: str) -> Score:
-    """Make a user's own score, and try it on two tokens: a mistake should not cost a run."""
+def _load_user_score(path: str) -> Score:
+    """Build a user-defined score, and test it on two tokens, so that a mistake fails at the start."""
     score_class = load_plugin("extra_scores", path)
     zeros = torch.zeros(1, 2)
     with plugin_errors("extra_scores", path):
@@ -172,5 +170,5 @@ def _load_own_score(path: str) -> Score:
         shape = score.sum(PredictedTokens(zeros, zeros, zeros.long())).shape
         score.value(0.0, Counts(0.0, 0.0))
     if shape != zeros.shape:
-        raise ConfigError(f"--extra_scores={path}: `sum` returns the shape {tuple(shape)}; return one of labels_BS")
+        raise ConfigError(f"--extra_scores={path}: `sum` returns the shape {tuple(shape)}, not that of labels_BS")
     return score

@@ -16,10 +16,9 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 
-from pretraining.checkpoint.lease import look_at_lease
+from pretraining.checkpoint.lease import must_wait_for_lease
 from pretraining.checkpoint.run_settings import resolve_run
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.assignments import Assignment
@@ -35,11 +34,11 @@ from pretraining.launch.terminal import print_text
 from pretraining.observability.trackers import check_trackers
 from pretraining.text import format_table
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
-from pretraining.train.messages import announce
+from pretraining.train.messages import log_plan
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Plan, keep_threads, lay_out, plan_run
+from pretraining.train.plan import Plan, check_and_build_mesh, plan_run, restore_cpu_threads
 from pretraining.train.preemption import StopRequests
-from pretraining.train.run import working_together
+from pretraining.train.run import join_job
 from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
 
 log = logging.getLogger(__name__)
@@ -62,9 +61,8 @@ def dry_run(
         PretrainError: what `train` would refuse before it makes a tensor.
     """
     requests = stop_requests or StopRequests()
-    end_at_signal = replace(requests, deadline=None).end_before_training
     with (
-        working_together(resolved.config, layout, end_at_signal, is_guest=False) as processes,
+        join_job(resolved.config, layout, requests, is_embedded=False) as processes,
         _temporary_folder(processes) as folder,
     ):
         config, start = resolve_run(resolved.config)
@@ -76,21 +74,21 @@ def dry_run(
         if config.checkpoint.ckpt_save_path is not None:
             on_rank_zero(lambda: _check_folder(config, start))
         data = open_data(config, processes, folder)
-        keep_threads(start, config, processes, threads)
-        plan = plan_run(config, processes, lay_out(config, processes), data, start)
+        restore_cpu_threads(start, config, processes, threads)
+        plan = plan_run(config, processes, check_and_build_mesh(config, processes), data, start)
         on_rank_zero(lambda: check_trackers(config))
-        announce(plan)
-        on_every_rank(end_at_signal)
+        log_plan(plan)
+        on_every_rank(requests.raise_if_signalled)
         on_every_rank(lambda: _print(_describe_next_step(plan)) if processes.is_main else None)
 
 
 def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> None:
     """Refuse a start whose folder does not let it."""
     run, step = config.checkpoint.folder, start.step if start is not None else 0
-    look_at_lease(run)
+    must_wait_for_lease(run)
     previous = read_status(run / STATUS_FILE) or RunStatus()
-    goes_back = start is not None and start.goes_back
-    count_start(previous, step, config.run.max_starts_without_progress, goes_back=goes_back)
+    is_rewind = start is not None and start.is_rewind
+    count_start(previous, step, config.run.max_starts_without_progress, is_rewind=is_rewind)
 
 
 def describe_settings(

@@ -1,1 +1,1 @@
-"""The run: built from its parts (`build`), stepped (`step`), looped (`loop`)."""
+"""Training run: planned (`plan`), built (`build`), stepped (`step`), looped (`loop`)."""

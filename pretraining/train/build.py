@@ -1,9 +1,8 @@
-"""The composition root: the only place that sees every part of a run.
+"""Construction of a run: the only place that sees all of its components.
 
     Plan -> model, optimizer -> restored tensors -> Run
 
-What can fail here fails on all ranks alike (`on_rank_zero`, `on_every_rank`), so that a mistake is one message and no
-hang.
+Errors are raised on all ranks alike (`on_rank_zero`, `on_every_rank`), so a mistake gives one message and no hang.
 """
 
 from __future__ import annotations
@@ -48,77 +47,71 @@ from pretraining.optim.registry import build_optimizer
 from pretraining.progress import Interval
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
-from pretraining.train.messages import announce
-from pretraining.train.open_data import batches_of, byte_lengths
+from pretraining.train.messages import log_plan
+from pretraining.train.open_data import byte_lengths, read_batches
 from pretraining.train.plan import Plan
 from pretraining.train.preemption import StopRequests
-from pretraining.train.run_status import StatusKeeper
+from pretraining.train.run_status import RunStatusWriter
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
 from pretraining.train.step import StepContext
 
 TRACKERS_STATE, REPORT_STATE = "trackers", "report"  # in checkpoints
-COPYING_SHARE = 0.8
-"""Of --hang_timeout: how long the end of a run waits for the copy of its last checkpoint. The watchdog waits longer."""
-COPYING_SECONDS = 600.0
-"""The same where nothing counts as a hang."""
+MIRROR_WAIT_SHARE = 0.8
+"""Share of --hang_timeout that the end of a run waits for its last checkpoint's copy; less than the watchdog waits."""
+MIRROR_WAIT_SECONDS = 600.0
+"""Base of the same wait if --hang_timeout is off."""
 
 
 def build_run(
     plan: Plan,
     stop_requests: StopRequests,
-    status: StatusKeeper,
+    status: RunStatusWriter,
     lease: Lease | None = None,
     hook: MetricsHook | None = None,
     sampler: TextSampler | None = None,
 ) -> Run:
-    """Put a run together and restore what it starts from; a collective call.
+    """Build a run from its plan, and restore its start point; a collective call.
 
     Args:
-        stop_requests: what asks this rank to end early.
-        status: is told how far the run is, and what happens to it.
-        lease: on the run's folder, checked before each commit; None = the run keeps nothing.
-        hook: makes the user's own metrics; None = there are none.
-        sampler: has the model write text; None = it writes none.
+        stop_requests: signals and deadline of this rank.
+        status: writer of the run's status and events.
+        lease: checked before each commit; None = the run saves nothing.
+        sampler: text generator; None = no generated text.
 
     Raises:
-        DamagedError: what the run starts from is damaged.
+        DamagedError: the start point is damaged.
         PretrainError: any mistake of the user, the same on all ranks.
-        Preempted: a signal came before the first step.
+        Preempted: a stop was requested before the first step.
     """
-    model, optimizer = _restore(plan)
-    announce(plan)
+    model, optimizer = _load_model_and_optimizer(plan)
+    log_plan(plan)
     _add_events(plan, status.events)
-    if plan.start is None:  # late: mistakes in the settings of the data need not wait for it
+    if plan.start is None:  # last, because it is slow: mistakes in the data settings have shown by now
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
     context = _build_context(plan, model, optimizer, hook)
     run = _assemble(plan, context, stop_requests, status.events, lease, sampler)
     on_rank_zero(lambda: write_config(plan.config))
-    on_every_rank(stop_requests.end_before_training)
-    if plan.start is not None and plan.start.newer:  # nothing refuses the start any more
+    on_every_rank(stop_requests.raise_if_pending)
+    if plan.start is not None and plan.start.newer:  # last: nothing refuses the start any more
         on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, plan.start.newer))
-    status.training(plan.state)
+    status.mark_training(plan.state)
     return run
 
 
-def _restore(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """Make the model and the optimizer, and read what the run starts from into them; a collective call.
-
-    Raises:
-        DamagedError: what the run starts from is damaged.
-        CheckpointError: it does not fit.
-    """
+def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    """Build model and optimizer, and load the start point into them; a collective call."""
     model = build_model(plan.shape, plan.config, plan.mesh, plan.processes.device, initialize=False)
     optimizer = build_optimizer(model.parameters, plan.config.optimizer)
     if plan.start is not None:
         if plan.restored is not None:
             materialise_state(optimizer)
-        load(plan.start, tensor_state(model.parameters, optimizer if plan.takes_optimizer else None))
+        load(plan.start, tensor_state(model.parameters, optimizer if plan.loads_optimizer else None))
     return model, optimizer
 
 
 def _add_events(plan: Plan, events: Events) -> None:
-    """Tell what the run starts from, and the phase of its data that begins here, if one does."""
+    """Record the start point, and the data phase if a new one begins at this step."""
     step, phase = plan.state.step, plan.loader.reader.mixture.phases[-1]
     if plan.start is not None:
         events.add(
@@ -135,17 +128,17 @@ def _add_events(plan: Plan, events: Events) -> None:
 def build_model(
     shape: LlamaShape, config: TrainConfig, mesh: DeviceMesh, device: torch.device, *, initialize: bool
 ) -> ParallelModel:
-    """Make the model, laid out on its devices; without `initialize` its values are undefined.
+    """Build the model and shard it over the mesh; without `initialize`, its values are undefined.
 
-    Its parameters have the names of checkpoints, without what compilation and activation checkpointing add.
+    Parameter names are those of checkpoints, without the prefixes of compilation and activation checkpointing.
     """
     with torch.device("meta") if config.parallel.low_cpu_fsdp else device:
         model = Llama(shape, config.loss)
-    laid_out = parallelize(model, model.model.layers, config.parallel, mesh, device, model.tie_weights)
-    laid_out.parameters = {parameter_name(name): parameter for name, parameter in laid_out.parameters.items()}
+    parallel = parallelize(model, model.model.layers, config.parallel, mesh, device, model.tie_weights)
+    parallel.parameters = {parameter_name(name): parameter for name, parameter in parallel.parameters.items()}
     if initialize:
-        initialize_parameters(laid_out.parameters, shape, config.run.seed, device)
-    return laid_out
+        initialize_parameters(parallel.parameters, shape, config.run.seed, device)
+    return parallel
 
 
 def _assemble(
@@ -179,13 +172,13 @@ def _assemble(
     if context.scaler is not None:
         states["loss_scale"] = context.scaler
     checkpoints = _build_checkpoints(plan, context, states, observer, lease)
-    evaluator.early_stopping.end_if_due(state)
-    folder = Path(config.checkpoint.ckpt_save_path or "")  # without one, there is nothing to profile
+    evaluator.early_stopping.stop_if_due(state)
+    folder = Path(config.checkpoint.ckpt_save_path or "")  # a run without a folder cannot profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
     return Run(
         state=state,
         context=context,
-        batches=batches_of(plan.loader, processes.rank),
+        batches=read_batches(plan.loader, processes.rank),
         observer=observer,
         evaluator=evaluator,
         checkpoints=checkpoints,
@@ -204,7 +197,7 @@ def _build_context(
     config, device = plan.config, plan.processes.device
     spikes = None
     if config.guard.spike_threshold is not None:
-        # Another mixture, another batch or a document mask shifts the losses: what was usual before says nothing then.
+        # These conditions shift the usual loss, so the detector starts a new window when one of them changes.
         conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": config.data.document_mask}
         spikes = SpikeDetector(config.guard.spike_threshold, config.guard.spike_window, device, conditions)
     return StepContext(
@@ -223,7 +216,7 @@ def _build_context(
 
 
 def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, events: Events) -> Observer:
-    # Trackers go on under the ids that they had for this run; another one's shall not get its points.
+    # A resumed run keeps its tracker ids. A run that starts from another run's checkpoint gets new ones.
     is_same_run = plan.restored is not None and plan.restored.is_own
     run_ids = plan.restored.manifest.state.get(TRACKERS_STATE, {}) if plan.restored and is_same_run else {}
     is_main = plan.processes.is_main
@@ -251,7 +244,8 @@ def _build_evaluator(
     plan: Plan, context: StepContext, observer: Observer, should_stop: Callable[[], bool], sampler: TextSampler | None
 ) -> Evaluator:
     evaluation = plan.config.evaluation
-    is_chosen = evaluation.best_by is not None or bool(evaluation.eval_datasets)
+    selects_best = evaluation.best_by is not None or bool(evaluation.eval_datasets)
+    deciding_sets = _deciding_sets(plan) if selects_best else ()
     table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.sources else None
     return Evaluator(
         model=context.model.module,
@@ -262,7 +256,7 @@ def _build_evaluator(
         observer=observer,
         should_stop=should_stop,
         best_by=evaluation.best_by,
-        early_stopping=EarlyStopping(evaluation.early_stopping_evaluations, _decided_by(plan) if is_chosen else ()),
+        early_stopping=EarlyStopping(evaluation.early_stopping_evaluations, deciding_sets),
         byte_lengths_V=table_V,
         metrics=context.metrics,
         scores=context.scores,
@@ -290,14 +284,14 @@ def _build_checkpoints(
         observer,
         plan.training_tokens,
         mirror,
-        patience=COPYING_SHARE * (config.guard.hang_timeout.amount or COPYING_SECONDS),
+        mirror_wait_seconds=MIRROR_WAIT_SHARE * (config.guard.hang_timeout.amount or MIRROR_WAIT_SECONDS),
     )
     if plan.restored is not None:
-        checkpoints.restore(plan.restored, _decided_by(plan) if plan.sources else None)
+        checkpoints.restore(plan.restored, _deciding_sets(plan) if plan.sources else None)
     return checkpoints
 
 
-def _decided_by(plan: Plan) -> tuple[str, ...]:
-    """Return the names of the evaluation sets that decide which checkpoint is the best."""
+def _deciding_sets(plan: Plan) -> tuple[str, ...]:
+    """Return the names of the evaluation sets whose loss decides which checkpoint is best."""
     best_by = plan.config.evaluation.best_by
     return tuple(sorted(each for source in plan.sources for each in source.sets if best_by in (None, each)))

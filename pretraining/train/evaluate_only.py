@@ -1,6 +1,6 @@
-"""`--eval_only`: how well a checkpoint or a Hugging Face folder predicts the evaluation sets. Nothing is written.
+"""Evaluation of a checkpoint or a Hugging Face folder on the evaluation sets (`--eval_only`). Nothing is written.
 
-weights, laid out as for training --the batches of the run's own evaluations--> Evaluated -> a table, a JSON object
+sharded model, the same batches as evaluations in training -> CheckpointEvaluation -> a table, a JSON object
 """
 
 from __future__ import annotations
@@ -28,50 +28,47 @@ from pretraining.model.hf import MODEL_FILES
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.text import format_table
 from pretraining.train.build import build_model
-from pretraining.train.open_data import byte_lengths, evaluation_sources, open_data
+from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
 from pretraining.train.plan import build_run_mesh, check_kernels
-from pretraining.train.preemption import StopRequests, ending, reason_of
+from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """What an evaluation of a checkpoint has found."""
+class CheckpointEvaluation:
+    """Scores of a checkpoint on the evaluation sets."""
 
     checkpoint: Path
     step: int
     evaluation: Evaluation
 
-    def document(self) -> dict[str, object]:
-        """All of it as a JSON object: the mean, and under `sets` each set."""
+    def as_json(self) -> dict[str, object]:
+        """Return the mean scores, and under `sets` the scores per set, as a JSON object."""
         found = self.evaluation
-        sets = {name: {"tokens": found.tokens(name), **_finite(found.numbers(name))} for name in found.sets}
-        mean = _finite({f"evaluation_{name}": value for name, value in found.numbers().items()})
+        sets = {name: {"tokens": found.tokens(name), **_null_if_not_finite(found.numbers(name))} for name in found.sets}
+        mean = _null_if_not_finite({f"evaluation_{name}": value for name, value in found.numbers().items()})
         return {"checkpoint": str(self.checkpoint), "step": self.step, **mean, "sets": sets}
 
 
 def evaluate_only(
     config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None = None
-) -> Evaluated:
-    """Evaluate `ckpt_load_path`, else `ckpt_save_path`, on every set, in every process, with the same result.
-
-    Args:
-        hook: makes the user's own metrics; None = there are none.
+) -> CheckpointEvaluation:
+    """Evaluate `ckpt_load_path`, else `ckpt_save_path`, on every set; a collective call with one result for all ranks.
 
     Raises:
-        CheckpointError: there is nothing to evaluate, it is damaged, or of another model.
-        ConfigError, DataError: the sets cannot be opened, or the model was trained on documents held out now.
-        Preempted: a signal came.
+        CheckpointError: there is no checkpoint, or it is damaged, or holds another model.
+        ConfigError, DataError: a set cannot be opened, or the model was trained on held-out documents.
+        Preempted: a stop was requested.
     """
-    source = on_rank_zero(lambda: _source(config.checkpoint))
+    source = on_rank_zero(lambda: _evaluated_path(config.checkpoint))
     newest = on_rank_zero(lambda: find_newest(source))
     config, manifest = adopt_settings(config, newest), newest.manifest
     shape, device = resolve_shape(config.model), processes.device
     check_same_model(manifest, shape, source)
-    on_every_rank(lambda: _check_never_trained_on(config, manifest.data.get("held_out_fraction")))
+    on_every_rank(lambda: _check_held_out(config, manifest.data.get("held_out_fraction")))
     check_kernels(config, shape, device)
     data = open_data(config, processes)
     batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
-    sources = evaluation_sources(config, data, batch, processes, shape.vocab_size)
+    sources = open_evaluation_sources(config, data, batch, processes, shape.vocab_size)
     model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)
@@ -84,40 +81,39 @@ def evaluate_only(
             stop = host_sync.exchange(0.0, requests.pending()).stop
             return stop != 0
 
-        processes.activity.end_step(start.step)  # all is open and restored: from here on `hang_timeout` counts
+        processes.activity.end_step(start.step)  # setup is done: `hang_timeout` applies from here on
         processes.activity.turn_to("evaluation")
         metrics = CustomMetrics(hook, model.module, device)
         scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
         found = evaluate(model.module, sources, device, should_stop, scores, table_V, metrics)
     if found is None:
-        raise ending(stop, f"in an evaluation ({reason_of(stop)}): nothing was written.")
-    return Evaluated(start.path, start.manifest.step, found)
+        raise preemption_error(stop, f"in an evaluation ({stop_reason(stop)}): nothing was written.")
+    return CheckpointEvaluation(start.path, start.manifest.step, found)
 
 
-def print_evaluation(evaluated: Evaluated) -> None:
-    """Print a table, and as the last line the JSON object."""
-    for line in table(evaluated.evaluation):
+def print_evaluation(evaluated: CheckpointEvaluation) -> None:
+    """Print a table, and then the JSON object on one line."""
+    for line in format_evaluation(evaluated.evaluation):
         print_text(line)
-    print(json.dumps(evaluated.document()), flush=True)
+    print(json.dumps(evaluated.as_json()), flush=True)
 
 
-def _source(config: CheckpointConfig) -> Path:
+def _evaluated_path(config: CheckpointConfig) -> Path:
     if config.ckpt_load_path is not None:
         return from_hub(config.ckpt_load_path, MODEL_FILES, CheckpointError)
     return Path(newest_run_path(str(config.folder)))
 
 
-def _check_never_trained_on(config: TrainConfig, before: float | None) -> None:
+def _check_held_out(config: TrainConfig, trained: float | None) -> None:
     now = config.data.held_out_fraction
-    if before is not None and now > before:
+    if trained is not None and now > trained:
         raise ConfigError(
-            f"--held_out_fraction={now}: the run has held out {before} of the documents and trained on the rest, so "
-            f"that a larger share is none that it has never seen. Give --held_out_fraction={before}"
+            f"--held_out_fraction={now} includes training documents of the run: give --held_out_fraction={trained}"
         )
 
 
-def table(found: Evaluation) -> list[str]:
-    """Return a line a set, and the mean over the tokens of all."""
+def format_evaluation(found: Evaluation) -> list[str]:
+    """Return one line per set, and a line of the means over the tokens of all sets."""
     names = list(found.numbers())
     rows = [("set", "tokens", *(name.replace("_", " ") for name in names))]
     for name, label in [(name, name) for name in found.sets] + [(None, MEAN)]:
@@ -126,6 +122,5 @@ def table(found: Evaluation) -> list[str]:
     return format_table(rows, right=range(1, len(rows[0])))
 
 
-def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    """Replace what is not finite by None, which JSON has."""
+def _null_if_not_finite(values: dict[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

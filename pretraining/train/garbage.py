@@ -1,8 +1,8 @@
-"""Keeps Python's garbage collector out of the steps.
+"""Garbage collection at fixed steps, the same on all ranks.
 
-By default the collector runs when enough new objects exist: at a different step on each rank, while the others wait.
-So it is off here, what is alive before the first step is excluded for good, and it runs after the same steps on all
-ranks. It must run at times: cycles may hold tensors, and so memory of the device.
+By default Python collects when enough new objects exist: at a different step on each rank, while the others wait. So
+this module turns the collector off, excludes all objects from before the first step, and collects after the same steps
+on all ranks. Collecting is necessary, since reference cycles may hold tensors and so device memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pretraining.progress import TrainState
 
 
 class GarbageCollection:
-    """Decides when Python collects garbage, as a context around the loop.
+    """Schedule of garbage collections, as a context around the loop.
 
     Args:
         interval_steps: steps between two collections; 0 = Python's own default.
@@ -37,6 +37,6 @@ class GarbageCollection:
                 gc.enable()
 
     def after_step(self, state: TrainState) -> None:
-        """Collect if it is time."""
+        """Collect if a collection is due."""
         if self._interval_steps and state.progress.steps % self._interval_steps == 0:
             gc.collect()

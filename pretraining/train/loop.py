@@ -1,4 +1,4 @@
-"""The training loop. Every collaborator decides for itself when to act."""
+"""Training loop. Each component decides in its own call whether to act after a step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pretraining.train.step import StepContext, train_step
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that the loop needs; `build.build_run` puts it together.
+    """Components of a run; `build.build_run` creates them.
 
     Attributes:
-        batches: of this rank, one step at a time, endless until closed.
-        host_sync: a clock and a request to end that all ranks read alike.
-        stop_requests: what asks this rank to end early.
-        guards: end a run that goes wrong (stability.py).
+        batches: batches of this rank, one per step; endless until closed.
+        host_sync: shared clock and stop request of all ranks.
+        stop_requests: signals and deadline of this rank.
+        guards: checks that stop a diverging or corrupted run (stability.py).
     """
 
     state: TrainState
@@ -46,7 +46,7 @@ class Run:
 
 
 def train_loop(run: Run) -> None:
-    """Train until the run or this invocation's part of it is done, or it is asked to stop; a collective call."""
+    """Train until the run or this invocation is done, or a stop is requested; a collective call."""
     state = run.state
     batches = run.stopwatch.watch(run.batches, "data")
     earlier_seconds = state.progress.seconds
@@ -67,6 +67,6 @@ def train_loop(run: Run) -> None:
 
 
 def _finish_pending_evaluation(run: Run) -> None:
-    """Evaluate first if the last run stopped before its evaluation."""
+    """Run the evaluation that the previous start stopped before."""
     if run.evaluator.pending and (evaluation_loss := run.evaluator.maybe_run(run.state)) is not None:
         run.checkpoints.maybe_save(run.state, evaluation_loss)

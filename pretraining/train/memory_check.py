@@ -1,6 +1,6 @@
-"""Memory of a run: what cannot fit is refused before it starts, and an error says where memory went if it runs out.
+"""Memory of a run: refuses a model that cannot fit, and explains an out-of-memory error.
 
-Both know what would take less, by the same estimate.
+Both name settings that take less memory, from the same estimate.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pretraining.text import format_gib
 
 log = logging.getLogger(__name__)
 
-ROOM = 0.9
-"""Share of the memory that a suggestion may take."""
+ADVISED_SHARE = 0.9
+"""Share of the memory that the advised settings may fill."""
 TOLERANCE = 0.15
-"""A run is refused where even so much less than the estimate would not fit (measured: docs/performance.md)."""
+"""Possible error of the estimate: a run is refused if even this share less does not fit (docs/performance.md)."""
 PACKAGE = Path(__file__).parent.parent
 _OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
@@ -44,18 +44,18 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, processes: Processes) -> None:
-    """Log what one process will take, by its parts; call it on every rank, before the model is built.
+    """Log the memory that one process needs, and refuse a model that cannot fit; call it before building the model.
 
     Args:
-        shape: of the model; `config` may name dimensions that a checkpoint overrides.
+        shape: shape of the model; a checkpoint may override the dimensions in `config`.
         shard_size: ranks that share one copy of the model.
 
     Raises:
-        ConfigError: it is more than there is, and `ignore_memory` is off; says what would fit.
-        CheckpointError: so is what full checkpoints gather.
+        ConfigError: the model needs more memory than there is, and `ignore_memory` is off.
+        CheckpointError: rank 0 cannot gather full checkpoints in the host's memory.
     """
     needed = _estimate(config, shape, shard_size, processes.device)
-    parts, (limit_bytes, limit) = _format_parts(needed), _limit_of(processes)
+    parts, (limit_bytes, limit) = _format_parts(needed), _available_memory(processes)
     if processes.is_main:
         log.info("memory      about %s of %s: %s", format_gib(needed.total), limit, parts)
     if config.run.ignore_memory:
@@ -63,54 +63,54 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
     on_cpu = processes.device.type == "cpu"
     if processes.is_main and config.checkpoint.ckpt_format == "full" and (not on_cpu or shard_size > 1):
         gathered = STATE_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
-        if on_cpu:  # which holds what trains, too
+        if on_cpu:  # the host's memory holds the training state, too
             gathered += needed.total * processes.local_world_size
-        check_host_memory(gathered, "Give --ckpt_format=sharded, or --ignore_memory=true to start all the same")
+        check_host_memory(gathered, "Give --ckpt_format=sharded, or start anyway with --ignore_memory=true")
     if needed.total * (1 - TOLERANCE) <= limit_bytes:
         return
-    fitting = _advice(config, shape, shard_size, processes.device, ROOM * limit_bytes)
-    would_fit = f"What would fit: {'; '.join(fitting)}" if fitting else "Nothing smaller would fit, either"
+    fitting = _advice(config, shape, shard_size, processes.device, ADVISED_SHARE * limit_bytes)
+    would_fit = f"These would fit: {'; '.join(fitting)}" if fitting else "No smaller setting would fit"
     raise ConfigError(
         f"the model cannot fit: {parameter_count(shape):,} parameters with --batch_size={config.batch.batch_size} and "
-        f"--seq_length={config.data.seq_length} take about {format_gib(needed.total)} a process ({parts}), "
-        f"and there are {limit}. {would_fit}. --ignore_memory=true starts all the same"
+        f"--seq_length={config.data.seq_length} need about {format_gib(needed.total)} per process ({parts}), "
+        f"and there are {limit}. {would_fit}. Start anyway with --ignore_memory=true"
     )
 
 
 @contextmanager
 def explain_out_of_memory(config: TrainConfig, shard_size: int, processes: Processes) -> Iterator[None]:
-    """Raise `OutOfMemoryError` in place of the many errors that PyTorch, CUDA and Python have for it.
+    """Raise `OutOfMemoryError` in place of the out-of-memory errors of PyTorch, CUDA and Python.
 
     Raises:
-        OutOfMemoryError: with where the memory went, and what would help; of this rank alone.
-        ConfigError: memory snapshots were asked for, and this device makes none.
+        OutOfMemoryError: memory ran out on this rank; says where memory went, and what takes less.
+        ConfigError: `--memory_snapshot` is on and the device is no GPU.
     """
-    remembers = config.profiler.memory_snapshot
-    if remembers and processes.device.type != "cuda":
-        raise ConfigError(f"--memory_snapshot=true is for GPUs, and this run is on {processes.device.type}")
-    if remembers:
+    records = config.profiler.memory_snapshot
+    if records and processes.device.type != "cuda":
+        raise ConfigError(f"--memory_snapshot=true needs GPUs, and this run is on {processes.device.type}")
+    if records:
         remember_allocations()
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        explained = OutOfMemoryError(_explain(error, config, shard_size, processes))
+        explained = OutOfMemoryError(_out_of_memory_text(error, config, shard_size, processes))
         explained.rank = processes.rank
         raise explained from error
     finally:
-        if remembers:
+        if records:
             forget_allocations()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device or the machine has no memory left."""
+    """Return whether an error means that a device or the host is out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def _explain(error: Exception, config: TrainConfig, shard_size: int, processes: Processes) -> str:
+def _out_of_memory_text(error: Exception, config: TrainConfig, shard_size: int, processes: Processes) -> str:
     shape, device = resolve_shape(config.model), processes.device
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
     place = f", at {Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}" if frames else ""
@@ -118,11 +118,12 @@ def _explain(error: Exception, config: TrainConfig, shard_size: int, processes: 
     reserved = ""
     if device.type == "cuda":
         reserved = f", {format_gib(torch.cuda.memory_reserved(device))} held by PyTorch's allocator"
+    _, available = _available_memory(processes)
     lines = [
         f"out of memory in step {processes.activity.step + 1}{place}: {cause}",
-        f"Measured on this rank: {format_gib(peak_bytes(device))} at the peak{reserved}, {_limit_of(processes)[1]}",
+        f"Measured on this rank: {format_gib(peak_bytes(device))} at the peak{reserved}, {available}",
         f"Estimated: {_format_parts(_estimate(config, shape, shard_size, device))}",
-        "What takes less, by the estimate:",
+        "Settings that take less, by the estimate:",
         *(f"  {line}" for line in _advice(config, shape, shard_size, device)),
     ]
     if device.type == "cuda" and config.checkpoint.ckpt_save_path is not None:
@@ -130,9 +131,9 @@ def _explain(error: Exception, config: TrainConfig, shard_size: int, processes: 
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_snapshot(path)
-            lines.append(f"A snapshot for https://pytorch.org/memory_viz is in {path}")
+            lines.append(f"A snapshot for https://pytorch.org/memory_viz: {path}")
         except OSError as problem:
-            lines.append(f"A snapshot of the memory could not be written to {path}: {problem}")
+            lines.append(f"The memory snapshot could not be written to {path}: {problem}")
     return "\n".join(lines)
 
 
@@ -154,8 +155,8 @@ def _advice(
     )
 
 
-def _limit_of(processes: Processes) -> tuple[int, str]:
-    """Return the bytes that one process may use, and the words for them."""
+def _available_memory(processes: Processes) -> tuple[int, str]:
+    """Return the bytes that one process may use, and a text that says so."""
     if processes.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(processes.device)
         return free, f"{format_gib(free)} free on {processes.device}"
@@ -170,4 +171,4 @@ def _format_parts(needed: MemoryEstimate) -> str:
     sizes = {name: getattr(needed, name) for name in names}
     text = ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in sizes.items() if size)
     later = needed.later_gradients
-    return f"{text}, less {format_gib(later)} of gradients that come after the peak" if later else text
+    return f"{text}, minus {format_gib(later)} of gradients that are allocated after the peak" if later else text

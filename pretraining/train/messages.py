@@ -1,4 +1,4 @@
-"""What a run logs at its start and its end: what happens, and what to do next."""
+"""Messages that a run logs at its start and its end."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from pretraining.train.plan import Plan
 log = logging.getLogger(__name__)
 
 
-def announce(plan: Plan) -> None:
-    """Log what a run is about to do: the lines of each name."""
+def log_plan(plan: Plan) -> None:
+    """Log the plan of a run, as lines under headings such as "model" and "data"."""
     config, processes, total_steps = plan.config, plan.processes, plan.state.total_steps
     precision = str(compute_dtype(config.parallel, processes.device)).removeprefix("torch.")
     number = torch.get_num_threads()
@@ -52,10 +52,10 @@ def announce(plan: Plan) -> None:
         "FLOPs": [_describe_flops(plan)],
         "start": list(_describe_start(plan)),
         "damaged": [
-            *(f"{line}: passed over" for line in (plan.start.damaged if plan.start is not None else ())),
+            *(f"{line}: skipped" for line in (plan.start.damaged if plan.start is not None else ())),
             *(f"{path} is incomplete: ignored" for path in plan.unfinished),
         ],
-        "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is kept"],
+        "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is saved"],
     }
     for name, lines in lines_of.items():
         for index, line in enumerate(lines):
@@ -65,7 +65,7 @@ def announce(plan: Plan) -> None:
 def _describe_data(plan: Plan) -> str:
     data, packing = plan.data, plan.config.data.packing
     if data is None:
-        return "made up"
+        return "dummy data"
     padded = "" if packing == "stream" else f" (packing {packing}, with padding)"
     return (
         f"{count_of(len(data.datasets), 'dataset')}, {data.training_tokens:,} tokens to train on, "
@@ -92,46 +92,46 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         yield f"at step 0 with the weights of {start.path}"
     else:
         yield f"from {start.path}, step {start.manifest.step}"
-        if not plan.takes_optimizer:
-            yield "the optimizer begins anew (--load_optimizer=false)"
+        if not plan.loads_optimizer:
+            yield "with a new optimizer state (--load_optimizer=false)"
         yield from plan.loader.changes_at_resume
         yield from changed_settings(start.config, plan.config)
         if state.stop_step < state.total_steps:
-            yield f"this invocation ends at step {state.stop_step}"
+            yield f"this invocation stops at step {state.stop_step}"
 
 
 def _describe_flops(plan: Plan) -> str:
     flops, name = flops_per_token(plan.shape, plan.config.data.seq_length), device_name(plan.processes.device)
     peak = peak_tflops(name)
-    mfu = f"no MFU: the peak of a {name} is not known"
+    mfu = f"no MFU: the peak of a {name} is unknown"
     if peak is not None:
-        mfu = f"MFU is the share of {peak:g} TFLOP/s, the dense bfloat16 peak of {name}"
-    return f"{flops:.3e} a token{', less in shorter documents' if plan.config.data.document_mask else ''}; {mfu}"
+        mfu = f"MFU is relative to {peak:g} TFLOP/s, the dense bfloat16 peak of {name}"
+    return f"{flops:.3e} per token{', less in shorter documents' if plan.config.data.document_mask else ''}; {mfu}"
 
 
 def describe_speed(observer: Observer, processes: Processes) -> str:
-    """Say what a run on made-up data has measured: the median over the reports after the first, which warms up."""
+    """Return the measured speed of a run on dummy data: the median of all reports but the first, which warms up."""
     measured, newest, gpus = list(observer.step_seconds), observer.newest, processes.world_size
     measured = measured[1:] or measured
     step = median(measured)
-    faster = newest["step_seconds"] / step  # than in the steps of the last report, whose rates these are
-    rate, kind = newest["tokens_per_second_per_gpu"] * faster, "GPU" if processes.device.type == "cuda" else "process"
-    mfu = "no MFU, since the peak is not known"
+    speedup = newest["step_seconds"] / step  # scales the rates of the newest report to the median step
+    rate, kind = newest["tokens_per_second_per_gpu"] * speedup, "GPU" if processes.device.type == "cuda" else "process"
+    mfu = "no MFU: the peak is unknown"
     if observer.peak_tflops is not None:
-        mfu = f"MFU {newest['mfu'] * faster:.1%} of {observer.peak_tflops:g} TFLOP/s"
+        mfu = f"MFU {newest['mfu'] * speedup:.1%} of {observer.peak_tflops:g} TFLOP/s"
     return (
         f"speed       {step:#.3g} s/step, the median of {count_of(len(measured), 'report')}; {rate:,.0f} tokens/s per "
         f"{kind}, {rate * gpus:,.0f} in all; {mfu}; peak {newest['memory_gib']:.1f} GiB"
     )
 
 
-def conclude(config: TrainConfig, run: Run) -> str:
-    """Say what a run has come to, and where everything is."""
+def describe_end(config: TrainConfig, run: Run) -> str:
+    """Return how a run ended, and where its files are."""
     state = run.state
     head = f"Stopped at step {state.step} of {state.total_steps}."
     if not run.observer.newest:  # nothing was trained or evaluated
-        head = f"This run is finished already, at step {state.step} of {state.total_steps}."
-        head += "" if state.early_end else " Give a larger --num_steps to continue it."
+        head = f"This run is already finished, at step {state.step} of {state.total_steps}."
+        head += "" if state.early_end else " Raise --num_steps to continue it."
     elif state.finished and not state.early_end:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."
@@ -147,14 +147,11 @@ def conclude(config: TrainConfig, run: Run) -> str:
 
 
 def changed_settings(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """Return how the settings differ from those that a checkpoint was made with, a line each.
-
-    What must not change was refused before. Settings that declare `silent_change` are left out.
-    """
+    """Return one line per changed setting, except those that declare `silent_change`."""
     settings = settings_of(TrainConfig)
     was, is_now = (values_of(replace(each, optimizer=each.optimizer.resolved())) for each in (before, now))
     return [
-        f"{name} was {format_value(was[name])} and is {format_value(value)} from here on"
+        f"{name} changed from {format_value(was[name])} to {format_value(value)}"
         for name, value in is_now.items()
         if was[name] != value and not settings[name].silent_change
     ]

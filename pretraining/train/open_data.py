@@ -1,8 +1,8 @@
-"""Opens what a job reads: the datasets to train on, and the sets to evaluate on.
+"""Opening of a job's data: the training datasets and the evaluation sets.
 
-    listing (rank 0) -> indices (rank 0, then a process of each node) -> datasets (all) -> loaders
+    listing (rank 0) -> indices (rank 0, then one process per node) -> datasets (all) -> loaders
 
-All of these are collective calls, and fail on all ranks alike.
+All functions are collective calls, and raise errors on all ranks alike.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedData:
-    """The data of a job.
+    """Data of a job.
 
     Attributes:
-        training: the datasets; None for made-up data, or where nothing is trained and nothing held out of them.
-        folders: those of `--eval_datasets`, open.
+        training: training datasets; None for dummy data, or if `eval_only` needs no held-out documents.
+        folders: opened folders of `--eval_datasets`.
     """
 
     training: OpenedDatasets | None
@@ -44,51 +44,53 @@ class OpenedData:
 
 
 def open_data(config: TrainConfig, processes: Processes, index_folder: str | None = None) -> OpenedData:
-    """Open a job's datasets and evaluation folders, in every process.
+    """Open a job's datasets and evaluation folders in every process.
 
     Args:
-        index_folder: where indices go that are not there yet; None = where the settings say.
+        index_folder: folder for new indices; None = where the settings say.
     """
     data = config.data
     listing: tuple[DatasetFiles, ...] = ()
     if data.data_path is not None and not data.use_dummy_dataset:
-        # Listing 100,000 files costs a shared file system dearly: one process does it for all.
+        # Listing 100,000 files is slow on a shared file system: rank 0 lists them for all.
         listing = on_rank_zero(lambda: list_datasets(data))
     paths = config.evaluation.eval_datasets
     folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing))
-    is_read = bool(listing) and not (config.evaluation.eval_only and data.held_out_fraction == 0)
+    needs_training = bool(listing) and not (config.evaluation.eval_only and data.held_out_fraction == 0)
     return OpenedData(
-        training=_open(listing, data, processes, index_folder) if is_read else None,
-        folders=tuple((folder, _open((folder.files,), folder.config, processes, index_folder)) for folder in folders),
+        training=_open_datasets(listing, data, processes, index_folder) if needs_training else None,
+        folders=tuple(
+            (folder, _open_datasets((folder.files,), folder.config, processes, index_folder)) for folder in folders
+        ),
     )
 
 
-def _open(
+def _open_datasets(
     listing: tuple[DatasetFiles, ...], config: DataConfig, processes: Processes, index_folder: str | None
 ) -> OpenedDatasets:
     if index_folder is not None:
-        everywhere = gather_from_every_rank(lambda: [is_indexed(files, config) for files in listing])
+        indexed_by_rank = gather_from_every_rank(lambda: [is_indexed(files, config) for files in listing])
         elsewhere = replace(config, index_path=index_folder)
-        places = [config if all(there) else elsewhere for there in zip(*everywhere, strict=True)]
-        parts = [_open((files,), place, processes, None) for files, place in zip(listing, places, strict=True)]
+        configs = [config if all(indexed) else elsewhere for indexed in zip(*indexed_by_rank, strict=True)]
+        parts = [_open_datasets((files,), each, processes, None) for files, each in zip(listing, configs, strict=True)]
         return OpenedDatasets(tuple(dataset for part in parts for dataset in part.datasets))
     on_rank_zero(lambda: build_indices(listing, config))
-    # Where indices lie in a cache folder, nodes may not see each other's; where they do, this finds rank 0's.
+    # Nodes may not share the cache folder of the indices. If they do, this call finds the indices of rank 0.
     is_first_of_node = processes.local_rank == 0
     on_every_rank(lambda: build_indices(listing, config) if is_first_of_node else None)
     return on_every_rank(lambda: open_datasets(listing, config))
 
 
-def evaluation_sources(
+def open_evaluation_sources(
     config: TrainConfig, data: OpenedData, batch: BatchSizes, processes: Processes, vocab_size: int
 ) -> list[EvaluationSource]:
-    """Open what is evaluated on: the held-out documents of all datasets, and each folder of `--eval_datasets`.
+    """Open the evaluation sets: the held-out documents of all datasets, and each folder of `--eval_datasets`.
 
-    At once: too few documents should not show after a thousand steps.
+    Called at the start, so that a set with too few documents fails early.
 
     Raises:
         DataError: a set has too few tokens for one sample.
-        ConfigError: `--best_by` names no set, or one that `eval_batches` give nothing to.
+        ConfigError: `--best_by` names no set, or a set that gets no sequence of `eval_batches`.
     """
     steps = config.evaluation.eval_batches
     sources: list[EvaluationSource] = []
@@ -104,16 +106,16 @@ def evaluation_sources(
         loader = open_loader(data.training, config.data, "held_out", steps)
         names = tuple(source.name for source in loader.reader.sources)
         counts |= loader.reader.mixture.counts_before_step(steps)
-        sources.append(EvaluationSource(names, _opener(loader, processes)))
+        sources.append(EvaluationSource(names, _batch_opener(loader, processes)))
     for folder, opened in data.folders:
-        # Not more than it fills, so that no document counts twice; one where it fills none.
+        # At most the full batches of the folder, so that no document counts twice; at least one batch.
         full = opened.training_tokens // (config.data.seq_length * batch.global_batch_size)
         loader = open_loader(opened, folder.config, "train", max(1, min(steps, full)))
-        sources.append(EvaluationSource((folder.name,), _opener(loader, processes)))
+        sources.append(EvaluationSource((folder.name,), _batch_opener(loader, processes)))
         counts[folder.name] = 1
     on_every_rank(lambda: _check_best_by(config, counts))
     for name in (name for name, count in counts.items() if count == 0):
-        log.info("evaluation set %s gets no sequence of --eval_batches=%d: it has no numbers", name, steps)
+        log.info("evaluation set %s gets no sequence of --eval_batches=%d, so it has no scores", name, steps)
     return sources
 
 
@@ -121,17 +123,15 @@ def _check_best_by(config: TrainConfig, counts: dict[str, int]) -> None:
     best_by = config.evaluation.best_by
     if best_by is not None and not counts.get(best_by):
         raise ConfigError(
-            f"--best_by={best_by} gets no sequence of --eval_batches={config.evaluation.eval_batches} global batches, "
-            f"mixed as the training data is. The evaluation sets are {', '.join(counts)}"
+            f"--best_by={best_by} gets no sequence of --eval_batches={config.evaluation.eval_batches} batches; the "
+            f"evaluation sets are {', '.join(counts)}"
         )
 
 
 def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> torch.Tensor | None:
-    """Return the bytes of the text of each token, [V] on the device; None if no tokenizer says them."""
+    """Return the text bytes of each token, [V] on the device; None if no tokenizer tells them."""
     path = config.data.tokenizer_path
-    if path is None:
-        return None
-    lengths = on_rank_zero(lambda: load_fitting_tokenizer(path, vocab_size).byte_lengths())
+    lengths = None if path is None else on_rank_zero(lambda: load_fitting_tokenizer(path, vocab_size).byte_lengths())
     if lengths is None:
         return None
     table_V = torch.zeros(vocab_size, dtype=torch.int64)
@@ -139,22 +139,22 @@ def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> 
     return table_V.to(processes.device)
 
 
-def _opener(loader: Loader, processes: Processes) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]]:
-    """Return what opens a loader's batches, from the first."""
+def _batch_opener(loader: Loader, processes: Processes) -> Callable[[], AbstractContextManager[Iterable[StepBatch]]]:
+    """Return a context manager that yields the loader's batches from the first one."""
 
     @contextmanager
     def open_batches() -> Iterator[Iterable[StepBatch]]:
         loader.rewind()
-        with closing(batches_of(loader, processes.rank)) as batches:
+        with closing(read_batches(loader, processes.rank)) as batches:
             yield processes.activity.watch(batches)
 
     return open_batches
 
 
-def batches_of(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
-    """Yield the loader's batches until closed; an error in reading them, which no other rank knows of, names the rank.
+def read_batches(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
+    """Yield the loader's batches until closed; a read error names this rank, since the other ranks do not see it.
 
-    An error that ends a reading thread arrives here, too, when its step comes.
+    An error in a reading thread is raised here, too, at the step whose batch it was reading.
     """
     try:
         with loader:
@@ -165,7 +165,7 @@ def batches_of(loader: Loader, rank: int) -> Generator[StepBatch, None, None]:
     except Exception as error:  # a bug: it keeps its traceback
         error.add_note(f"on rank {rank}, reading the batch of step {loader.next_step + 1}")
         raise
-    except SystemExit as ending:
-        died = DataError(f"a thread that reads data has ended itself ({ending!r}), for step {loader.next_step + 1}")
-        died.rank = rank
-        raise died from ending
+    except SystemExit as error:
+        exited = DataError(f"a data-reading thread has exited ({error!r}) at step {loader.next_step + 1}")
+        exited.rank = rank
+        raise exited from error

@@ -1,10 +1,10 @@
-"""What a run is about to do, found out before anything of it is done.
+"""Plan of a run: everything that is decided before a tensor is made or a file is written.
 
-    settings, start point, open data -> `plan_run` -> Plan -> `build.build_run` makes a Run of it
+    settings, start point, open data -> `plan_run` -> Plan -> `build.build_run` builds the Run
                                                            -> `--dry_run` prints it
 
-Nothing is written here and no tensor is made. What can fail fails on all ranks alike, so that a mistake is one message
-and no hang. After damage or a rollback a run is planned again, with what is now excluded.
+Errors are raised on all ranks alike, so a mistake gives one message and no hang. After damage or a rollback, `plan_run`
+plans the run again without the damaged checkpoint or the skipped samples.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TokenSchedule, TrainState
 from pretraining.train.memory_check import check_memory
-from pretraining.train.open_data import OpenedData, evaluation_sources
+from pretraining.train.open_data import OpenedData, open_evaluation_sources
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is about to do.
+    """Decisions about a run before it is built: start point, data, batch, schedule, length.
 
     Attributes:
-        start: what the run starts from; None = initial weights.
-        takes_optimizer: whether the optimizer's state is taken from there, too.
-        unfinished: what interrupted saves have left in the run's folder.
-        data: the datasets; None for made-up data.
-        token_schedule: tokens of each step, also of those before the start point.
-        sources: what is evaluated on.
+        start: None = initial weights.
+        loads_optimizer: whether to load the optimizer state of the start point, too.
+        unfinished: leftovers of interrupted saves in the run's folder.
+        data: training datasets; None for dummy data.
+        token_schedule: tokens per step, including the steps before the start point.
+        sources: evaluation sets.
     """
 
     config: TrainConfig
@@ -64,7 +64,7 @@ class Plan:
     mesh: DeviceMesh
     shape: LlamaShape
     start: CheckpointRef | None
-    takes_optimizer: bool
+    loads_optimizer: bool
     unfinished: list[Path]
     data: OpenedDatasets | None
     batch: BatchSizes
@@ -76,12 +76,12 @@ class Plan:
 
     @property
     def restored(self) -> CheckpointRef | None:
-        """What the run starts from, if it continues that; None if it begins at step 0."""
+        """Checkpoint that the run continues; None if the run begins at step 0."""
         return None if self.start is None or self.start.weights_only else self.start
 
     @property
     def training_tokens(self) -> int | None:
-        """Tokens of one pass over the datasets; None for made-up data, which has no end."""
+        """Tokens of one pass over the datasets; None for dummy data, which has no end."""
         return self.data.training_tokens if self.data is not None else None
 
 
@@ -94,23 +94,22 @@ def plan_run(
     skipped_samples: Sequence[tuple[int, int]] = (),
     stop_step: int | None = None,
 ) -> Plan:
-    """Find out what a run will do that begins from a start point; a collective call.
+    """Plan a run from its start point; a collective call.
 
     Args:
-        config: with nothing left open.
-        mesh: that the model is laid out on.
-        skipped_samples: (first, end) of what is left out besides what the settings say.
-        stop_step: where this invocation ends; None = as the settings say.
+        config: fully resolved settings.
+        skipped_samples: (first, end) of samples to skip besides `--skip_samples`.
+        stop_step: last step of this invocation; None = as the settings say.
 
     Raises:
-        PretrainError: the start point does not fit the settings, or the data do not.
+        PretrainError: the start point or the data do not fit the settings.
     """
     processes.activity.restart(step=start.step if start is not None else 0)
     data, shape = opened.training, resolve_shape(config.model)
-    takes_optimizer = start is not None and _takes_optimizer(start, config)
+    loads_optimizer = start is not None and _loads_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
-    is_kept = config.checkpoint.ckpt_save_path is not None
-    unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if is_kept else [])
+    saves = config.checkpoint.ckpt_save_path is not None
+    unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if saves else [])
 
     batch = resolve_batch_sizes(
         config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None
@@ -122,7 +121,7 @@ def plan_run(
     )
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
-    sources = evaluation_sources(config, opened, batch, processes, shape.vocab_size)
+    sources = open_evaluation_sources(config, opened, batch, processes, shape.vocab_size)
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
@@ -134,7 +133,7 @@ def plan_run(
         mesh=mesh,
         shape=shape,
         start=start,
-        takes_optimizer=takes_optimizer,
+        loads_optimizer=loads_optimizer,
         unfinished=unfinished,
         data=data,
         batch=batch,
@@ -146,14 +145,11 @@ def plan_run(
     )
 
 
-def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
-    """Return whether a run goes on with the state of the optimizer that a checkpoint holds.
+def _loads_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
+    """Return whether the run loads the optimizer state of its start point; refuse that of another optimizer.
 
-    `load_optimizer=false` holds until a save was made with it: a restarted job repeats its command line, and goes on
-    with what it has made of the new optimizer.
-
-    Raises:
-        ConfigError: it is that of another optimizer.
+    After the first save under `load_optimizer=false`, the flag no longer applies: a restarted job repeats its command
+    line and continues with its new optimizer.
     """
     if start.weights_only:
         return False
@@ -163,26 +159,25 @@ def _takes_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
         now.optimizer in OPTIMIZERS and before.moments(in_matrix=True) != now.moments(in_matrix=True)
     )
     if not config.checkpoint.load_optimizer:
-        return start.is_own and not saved.checkpoint.load_optimizer and not start.goes_back and not changes
+        return start.is_own and not saved.checkpoint.load_optimizer and not start.is_rewind and not changes
     if changes:
         was, is_now = (f"{each.optimizer} (--momentum={each.momentum})" for each in (before.resolved(), now.resolved()))
         raise ConfigError(
-            f"{start.path} has the state of --optimizer={was}, which {is_now} cannot resume. Give the optimizer of "
-            "before, or --load_optimizer=false: parameters and position in the data stay, the optimizer begins anew"
+            f"{start.path} holds the state of --optimizer={was}, which {is_now} cannot resume. Give the same "
+            "optimizer, or --load_optimizer=false: parameters and data position stay, the optimizer state is new"
         )
     return True
 
 
-def keep_threads(
+def restore_cpu_threads(
     start: CheckpointRef | None, config: TrainConfig, processes: Processes, threads: CpuThreads | None
 ) -> None:
-    """Compute with as many threads as a checkpoint was made with, if its run goes on in the same layout and they fit.
+    """Set the number of CPU threads to that of the checkpoint, if the layout is the same and the threads fit.
 
-    Their number decides on the last bits of sums. A line says if it is not what it would be without the checkpoint, or
-    not that of before.
+    The number of threads decides the last bits of sums, so a log line reports it.
 
     Args:
-        threads: that were chosen for this process; None = it keeps those that it has.
+        threads: threads chosen for this process; None = keep the current number.
     """
     if start is None or start.weights_only or threads is None or processes.device.type != "cpu":
         return
@@ -192,9 +187,9 @@ def keep_threads(
         return
     if threads.is_chosen and 1 <= saved <= threads.fitting:
         torch.set_num_threads(saved)
-        log.info("cpu_threads is %d as before: sums stay the same to the last bit", saved)
+        log.info("cpu_threads is %d as before: sums stay bit-equal", saved)
     else:
-        log.info("cpu_threads was %d and is %d from here on: sums differ in their last bits", saved, now)
+        log.info("cpu_threads was %d and is now %d: sums differ in their last bits", saved, now)
 
 
 def _initial_state(
@@ -214,12 +209,12 @@ def _initial_state(
     return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)
 
 
-def lay_out(config: TrainConfig, processes: Processes) -> DeviceMesh:
-    """Make the mesh that a run is laid out on, and refuse what cannot train on it; a collective call.
+def check_and_build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
+    """Check that the model can train with these settings, and build its mesh; a collective call.
 
     Raises:
-        ConfigError: float8 or compiled blocks are asked for where they do not work, the optimizer or a score cannot be
-            made, or the model does not fit.
+        ConfigError: the device does not support the kernels, the optimizer or a score cannot be built, or the model
+            does not fit in memory.
     """
     shape = resolve_shape(config.model)
     check_kernels(config, shape, processes.device)
@@ -231,7 +226,7 @@ def lay_out(config: TrainConfig, processes: Processes) -> DeviceMesh:
 
 
 def build_run_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
-    """Make the mesh of a run, and switch to deterministic kernels if they are asked for; a collective call."""
+    """Build the mesh of a run, and enable deterministic kernels under `--deterministic`; a collective call."""
     if config.run.deterministic:
         use_deterministic_kernels()
     return build_mesh(
@@ -244,28 +239,25 @@ def build_run_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
 
 
 def check_kernels(config: TrainConfig, shape: LlamaShape, device: torch.device) -> None:
-    """Refuse float8 where it does not work, and compiled blocks where their shapes change with the documents.
-
-    A collective call.
-    """
+    """Refuse float8 on devices without it, and compilation if attention has variable shapes; a collective call."""
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, device))
     dtype = compute_dtype(config.parallel, device)
     is_fixed = not config.data.document_mask or has_kernel_for_documents(device, dtype, shape.head_dim)
     if config.parallel.use_torch_compile and not is_fixed:
         raise ConfigError(
-            "--use_torch_compile=true compiles for fixed shapes, and --document_mask=true has others in each step: "
-            f"{device.type}, {str(dtype).removeprefix('torch.')}, head size {shape.head_dim}. Leave one of them out"
+            "--use_torch_compile=true needs fixed shapes, and --document_mask=true changes them in each step on "
+            f"{device.type} in {str(dtype).removeprefix('torch.')} with head size {shape.head_dim}. Drop one of them"
         )
 
 
 def use_deterministic_kernels() -> None:
-    """Make PyTorch choose kernels that give the same bits each time."""
-    # Libraries read these when they are first used, which is later. NCCL would choose algorithms by what it measures.
+    """Make PyTorch use kernels that give the same bits each time."""
+    # Libraries read these variables at their first use, which is later. NCCL picks algorithms by measuring otherwise.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # It would fill every buffer that is made, to find reads of memory that nobody wrote: a search, not a promise.
+    # Filling every new buffer finds reads of uninitialised memory, but costs time and makes nothing deterministic.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

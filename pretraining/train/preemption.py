@@ -1,9 +1,9 @@
-"""Why and when a run ends before it is done: a signal to any of its processes, Ctrl-C, or a time limit that comes near.
+"""Requests to stop a run early: a signal to any process, Ctrl-C, or a time limit that is near.
 
     signal handler, clock -> `StopRequests.pending` of this rank -> HostSync -> all ranks stop after the same step
 
-A rank tells its request beside its clock, once a step. A step later all ranks know of it, stop training, save, and end
-with the exit code of `Preempted`.
+`HostSync` sends a rank's request with the rank's clock, once per step. One step later all ranks know the request, stop
+training, save, and exit with the code of `Preempted`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pretraining.errors import Interrupted, Preempted
 from pretraining.launch.signals import ReceivedSignals
 from pretraining.progress import Duration
 
-TIME_LIMIT = 1  # no signal that is listened to has this number
+TIME_LIMIT = 1  # no handled signal has this number
 STARTED_AT = "PRETRAINING_STARTED_AT"
 
-# SLURM's end time is the moment at which processes are killed: time to finish a step or two and to save, as in the
-# signal that scripts/train.slurm asks for. Of a job that has little time, a tenth.
+# SLURM kills the processes at its end time. The margin leaves time for a step or two and a save, like the signal of
+# scripts/train.slurm. In a short job, the margin is a tenth of its time.
 MARGIN_SECONDS = 300.0
 MARGIN_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class StopRequests:
-    """Whether this process has been asked to end the run early.
+    """Requests to this process to stop the run early.
 
     Attributes:
-        deadline: when training is to stop, in seconds since 1970; None = never.
+        deadline: when training must stop, in seconds since 1970; None = never.
         clock: seconds since 1970.
     """
 
@@ -41,31 +41,35 @@ class StopRequests:
     clock: Callable[[], float] = time.time
 
     def pending(self) -> int:
-        """Return the request of this rank, for `HostSync.exchange`: 0 = none, else what `reason_of` explains."""
+        """Return the request of this rank for `HostSync.exchange`; 0 = none, `stop_reason` explains the others."""
         if self.signals.first is not None:
             return int(self.signals.first)
         return TIME_LIMIT if self.deadline is not None and self.clock() >= self.deadline else 0
 
-    def end_before_training(self) -> None:
+    def raise_if_signalled(self) -> None:
+        """Raise `Preempted` if a signal came; the deadline is checked only after the start is counted."""
+        replace(self, deadline=None).raise_if_pending()
+
+    def raise_if_pending(self) -> None:
         """Raise `Preempted` if a request is pending before the first step."""
         pending = self.pending()
         if pending:
-            raise ending(
-                pending, f"before the next step ({reason_of(pending)}): nothing is saved; the same command goes on."
+            raise preemption_error(
+                pending, f"before the next step ({stop_reason(pending)}): nothing to save; the same command resumes."
             )
 
 
-def ending(stop: int, text: str) -> Preempted:
-    """Make what a run ends with on request, which decides about the first word of its text and the exit code."""
-    ended = Interrupted(f"Interrupted {text}") if stop == signal.SIGINT else Preempted(f"Preempted {text}")
-    ended.reason = reason_of(stop)
-    # The time limit, or the signal that SLURM sends ahead of its own.
-    ended.is_out_of_time = stop in (TIME_LIMIT, signal.SIGUSR1)
-    return ended
+def preemption_error(stop: int, text: str) -> Preempted:
+    """Return the error that ends a run on request; the request decides its first word and its exit code."""
+    error = Interrupted(f"Interrupted {text}") if stop == signal.SIGINT else Preempted(f"Preempted {text}")
+    error.reason = stop_reason(stop)
+    # The time limit, or the signal that SLURM sends before its time limit.
+    error.is_out_of_time = stop in (TIME_LIMIT, signal.SIGUSR1)
+    return error
 
 
-def reason_of(stop: int) -> str:
-    """Put a request of any rank into words."""
+def stop_reason(stop: int) -> str:
+    """Return a stop request in words."""
     if stop == TIME_LIMIT:
         return "the time limit is near"
     if stop == signal.SIGINT:
@@ -73,14 +77,14 @@ def reason_of(stop: int) -> str:
     return signal.Signals(stop).name
 
 
-def stop_requests(
+def make_stop_requests(
     signals: ReceivedSignals, time_limit: Duration | None, environ: Mapping[str, str] = os.environ
 ) -> StopRequests:
-    """Return the requests of a process whose signals are listened to.
+    """Return the stop requests of this process, with the deadline of its job.
 
     Args:
-        time_limit: from the start of the job to the end of training, 0 = none; None = what SLURM says.
-        environ: with SLURM's end time, and `STARTED_AT` of a job whose launcher restarts processes.
+        time_limit: from the start of the job to the end of training, 0 = none; None = SLURM's end time.
+        environ: SLURM's times, and `STARTED_AT` of a job whose launcher restarts processes.
     """
     if time_limit is None:
         return StopRequests(signals, _slurm_deadline(environ))
@@ -100,7 +104,7 @@ def _slurm_deadline(environ: Mapping[str, str]) -> float | None:
 
 
 def _unix_time(environ: Mapping[str, str], name: str) -> float | None:
-    """Return a moment; None where the variable is missing or no number (SLURM may write "Unknown")."""
+    """Return a time in seconds since 1970; None if the variable is missing or no number (SLURM may write "Unknown")."""
     try:
         return float(environ.get(name, ""))
     except ValueError:

@@ -1,13 +1,13 @@
-"""Trains a run to its end: plans it, builds it, and does so again if its checkpoint is damaged or if it diverges.
+"""Training with rollbacks: plan, build and train a run again after a damaged checkpoint or a divergence.
 
-A run that diverges goes back to the newest checkpoint before, without the samples since. This is how PaLM got past its
-loss spikes (Chowdhery et al., 2022, section 5.1): they came from certain batches meeting certain weights, and with
-other batches from there on they did not come back.
+A run that diverges goes back to the newest checkpoint before the divergence, and skips the samples since. PaLM got past
+its loss spikes this way (Chowdhery et al., 2022, section 5.1): a spike came from certain batches meeting certain
+weights, and did not come back with other batches.
 
-    diverged -> an older checkpoint is restored -> saved again, without the samples -> newer ones are set aside
+    divergence -> restore an older checkpoint -> save it again with the skipped samples -> set newer checkpoints aside
 
-A kill before the save leaves all as it was: the next start diverges again. After it, later starts and
-`pretrain inspect` know of the samples.
+A run that is killed before this save diverges again at its next start. After the save, later starts and
+`pretrain inspect` know the skipped samples.
 """
 
 from __future__ import annotations
@@ -32,30 +32,29 @@ from pretraining.errors import DamagedError, DivergenceError
 from pretraining.observability.events import Events
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.plan import Plan
-from pretraining.train.run_status import StatusKeeper
+from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
 
 
-def train_to_the_end(
+def train_with_rollbacks(
     make_plan: Callable[[CheckpointRef | None, Sequence[tuple[int, int]], int | None], Plan],
     build: Callable[[Plan], Run],
-    status: StatusKeeper,
+    status: RunStatusWriter,
     start: CheckpointRef | None,
 ) -> Run:
-    """Train, going back at most `max_rollbacks` times without progress in between; a collective call.
+    """Train to the end, with at most `max_rollbacks` rollbacks without progress in between; a collective call.
 
     Args:
-        make_plan: `plan_run` of this job.
-        build: `build_run` of this job.
-        status: counts the start again if its checkpoint is damaged, and keeps what happens.
-        start: as `begin_start` returns it.
+        make_plan, build: `plan_run` and `build_run` of this job.
+        status: counts the start again if its checkpoint is damaged, and records events.
+        start: result of `find_and_count_start`.
 
     Returns:
-        The run that came to its end.
+        The run that trained to the end.
 
     Raises:
-        DivergenceError: the run must not go back again.
+        DivergenceError: no rollback is left.
         CheckpointError: no checkpoint is good, or one cannot be written or moved.
     """
     skipped, damaged = list[tuple[int, int]](), dict[Path, str]()
@@ -70,71 +69,70 @@ def train_to_the_end(
         except DamagedError as error:
             assert start is not None
             damaged[start.path] = str(error)
-            run = None
+            run = None  # continue outside the handler: the error keeps memory of the failed run alive
         if run is None:
             _free_memory(plan.processes.device)
             if config.checkpoint.ckpt_mirror_path is not None and fetched is None:  # once: a bad disk damages it again
                 fetched = on_rank_zero(partial(fetch_start, config.checkpoint, damaged))
                 damaged = {path: fault for path, fault in damaged.items() if path != fetched}
-            start = begin_start(config.checkpoint, status, damaged, divergence)
+            start = find_and_count_start(config.checkpoint, status, damaged, divergence)
             continue
-        damaged = {}  # from here on its names may be those of new checkpoints
+        damaged = {}  # later checkpoints may have the same paths
         if divergence is not None:
             run.checkpoints.save_now(
                 run.state, start.manifest.kind if start is not None and start.is_own else "interval"
             )
             newer = on_rank_zero(
-                partial(_set_aside_from, config.checkpoint.folder, run.state.step, run.checkpoints.newest)
+                partial(_set_aside_newer, config.checkpoint.folder, run.state.step, run.checkpoints.newest)
             )
-            _report(divergence, rollbacks, newer, status.events)
-        divergence = _train(run)
+            _log_rollback(divergence, rollbacks, newer, status.events)
+        divergence = _train_until_divergence(run)
         if divergence is None:
             return run
         if divergence.first_step > furthest:
             rollbacks = 0
         if rollbacks == config.guard.max_rollbacks:
-            raise _without_hope(divergence, rollbacks)
+            raise _with_hint(divergence, rollbacks)
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
-        stop_step = run.state.stop_step  # going back does not move it
+        stop_step = run.state.stop_step  # a rollback keeps the last step of this invocation
         del run
         _free_memory(plan.processes.device)
         skipped.append(divergence.samples)
         start = find_start(config.checkpoint, before_step=divergence.first_step)
 
 
-def begin_start(
+def find_and_count_start(
     config: CheckpointConfig,
-    status: StatusKeeper,
+    status: RunStatusWriter,
     damaged: Mapping[Path, str] = MappingProxyType({}),
     divergence: DivergenceError | None = None,
 ) -> CheckpointRef | None:
-    """Find what a run starts from, make its folder and count the start; a collective call.
+    """Find a run's start point, make its folder and count the start; a collective call.
 
     Args:
-        damaged: as `find_start`.
-        divergence: what the run goes back for.
+        damaged: as in `find_start`.
+        divergence: divergence that the run goes back from.
 
     Raises:
-        CheckpointError: as `find_start`; or the run has crashed there too often.
+        CheckpointError: as in `find_start`; or the run has crashed too often from this start point.
     """
     start = find_start(config, damaged, None if divergence is None else divergence.first_step)
     if config.ckpt_save_path is not None:
         run, step = config.folder, start.step if start is not None else 0
         on_rank_zero(lambda: make_run_folder(run))
-        on_rank_zero(lambda: status.begin(run, step, goes_back=start is not None and start.goes_back))
+        on_rank_zero(lambda: status.begin(run, step, is_rewind=start is not None and start.is_rewind))
     return start
 
 
 def _free_memory(device: torch.device) -> None:
-    """Give back the memory of a run that is gone: the next one needs it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _train(run: Run) -> DivergenceError | None:
-    """Return how the run diverged, if it did; not raised, since an exception would keep the run's memory alive."""
+def _train_until_divergence(run: Run) -> DivergenceError | None:
+    """Train, and return the divergence, if any; a raised exception would keep the run's memory alive."""
     try:
         train_loop(run)
     except DivergenceError as divergence:
@@ -142,31 +140,28 @@ def _train(run: Run) -> DivergenceError | None:
     return None
 
 
-def _without_hope(divergence: DivergenceError, rollbacks: int) -> DivergenceError:
+def _with_hint(divergence: DivergenceError, rollbacks: int) -> DivergenceError:
     if rollbacks:
-        hint = f"Going back {rollbacks} times (--max_rollbacks) got the run no further."
+        hint = f"{rollbacks} rollbacks (--max_rollbacks) did not help."
     else:
-        hint = "With --max_rollbacks=1 a run leaves samples out by itself."
+        hint = "With --max_rollbacks=1 a run skips such samples by itself."
     text = f"{divergence} {hint}"
     return DivergenceError(text, divergence.first_step, divergence.last_step, divergence.samples)
 
 
-def _set_aside_from(run: Path, step: int, saved: Path | None) -> list[Path]:
-    """Move the checkpoints that a rollback to a step gives up; return where they were.
+def _set_aside_newer(run: Path, step: int, saved: Path | None) -> list[Path]:
+    """Set aside the checkpoints that a rollback to a step drops, except the one it saved; return their paths.
 
-    They hold weights that the run goes back from, or a place in the data before what was left out.
-
-    Args:
-        saved: what the rollback has saved.
+    They hold weights after the divergence, or a data position before the skipped samples.
     """
-    given_up = [each.path for each in committed_checkpoints(run) if each.step >= step and each.path != saved]
-    set_aside(run, given_up)
-    return given_up
+    dropped = [each.path for each in committed_checkpoints(run) if each.step >= step and each.path != saved]
+    set_aside(run, dropped)
+    return dropped
 
 
-def _report(divergence: DivergenceError, number: int, newer: Sequence[Path], events: Events) -> None:
+def _log_rollback(divergence: DivergenceError, number: int, newer: Sequence[Path], events: Events) -> None:
     first_step, last_step, (begin, end) = divergence.first_step, divergence.last_step, divergence.samples
-    back = f"rollback {number} to before step {first_step}, from here on without samples {begin}-{end - 1}"
+    back = f"rollback {number} to before step {first_step}, skipping samples {begin}-{end - 1}"
     log.info("step %d  %s", last_step, back)
     dropped = [str(path) for path in newer]
     samples = [begin, end - 1]

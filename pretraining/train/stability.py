@@ -1,10 +1,10 @@
-"""Watches over a run's updates: logs those that are skipped, and ends the run where too many are skipped in a row.
+"""Guards of a run: log skipped updates, and stop the run if too many are skipped in a row or if replicas differ.
 
-Whether an update is skipped is decided on the device, inside the step. The host learns of it here, one step later, so
-that it never waits for the step that is under way. All ranks learn the same at the same step, so they end together.
+The device decides inside the step whether to skip an update. The host reads the decision one step later, so that it
+never waits for the running step. All ranks read the same decisions at the same step, so they stop together.
 
-A run that diverges ends with `DivergenceError`, which `rollback.py` may answer with an earlier checkpoint; one whose
-replicas no longer hold the same weights ends with `HardwareError`.
+`DivergenceError` stops a run that diverges; `rollback.py` may go back to an earlier checkpoint. `HardwareError` stops a
+run whose replicas no longer hold the same weights.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ log = logging.getLogger(__name__)
 
 
 _Pending = tuple[int, torch.Tensor, torch.cuda.Event | None]
-"""What the device will say of a step: its number; on the host, whether it was skipped and, where spikes are looked for,
-is a spike, loss, mean, deviation; what marks when these are there, None = now."""
+"""Step; host tensor with skipped and, with a spike detector, is_spike, loss, mean, deviation; event that marks the end
+of the copy to the host (None = there already)."""
 
 
 class Guards:
-    """Learns how every step went, and ends a run that goes wrong.
+    """Checks after every step that stop a run that goes wrong.
 
     Args:
-        loader: knows which samples the steps are made of.
-        activity: told of every step.
-        training_tokens: tokens of one pass over the datasets, for an interval in epochs.
-        events: told of each update that was left out.
+        loader: knows the samples of each step.
+        activity: progress marker for the watchdog.
+        training_tokens: tokens of one pass over the datasets, for intervals in epochs.
+        events: event log for skipped updates.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Guards:
         events: Events,
     ) -> None:
         self._events = events
-        self._most_in_a_row = config.max_skipped_steps
-        self._asks = config.max_skipped_steps > 0 or config.spike_threshold is not None
+        self._max_in_a_row = config.max_skipped_steps
+        self._reads_outcomes = config.max_skipped_steps > 0 or config.spike_threshold is not None
         self._loader = loader
         self._replicas = replicas
         self._replica_check = Interval(config.replica_check_interval, training_tokens)
@@ -67,53 +67,53 @@ class Guards:
         self._last_step = 0
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
-        """Take note of a step, and judge the one before it.
+        """Read the outcome of the step before, and start to copy this one's.
 
         Raises:
-            DivergenceError: too many updates in a row were left out; the same on all ranks.
+            DivergenceError: too many updates in a row were skipped; the same on all ranks.
             HardwareError: replicas differ; the same on all ranks.
         """
         self._activity.end_step(state.step)
-        self._learn()
-        self._pending = _ask(state.step, outcome) if self._asks else None
+        self._read_pending()
+        self._pending = _copy_to_host(state.step, outcome) if self._reads_outcomes else None
         if state.stopping:
-            self._learn()
-        if self._most_in_a_row and self._in_a_row >= self._most_in_a_row:
-            self._give_up()
+            self._read_pending()
+        if self._max_in_a_row and self._in_a_row >= self._max_in_a_row:
+            self._raise_divergence()
         if self._replica_check.is_due(state):
             self._compare_replicas(state.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, JSON-able; waits for the device."""
-        self._learn()
+        """Return the count of skipped updates, JSON-able; the host waits for the device."""
+        self._read_pending()
         return {"skipped_in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the count that a checkpoint keeps."""
-        most = self._most_in_a_row - 1 if self._most_in_a_row else math.inf  # a smaller limit counts from the next step
+        """Restore the count of skipped updates in a row; a smaller limit applies from the next step on."""
+        most = self._max_in_a_row - 1 if self._max_in_a_row else math.inf
         self._in_a_row = int(min(state["skipped_in_a_row"], most))
 
-    def _learn(self) -> None:
+    def _read_pending(self) -> None:
         if self._pending is None:
             return
-        (self._last_step, found, event), self._pending = self._pending, None
+        (self._last_step, outcome, event), self._pending = self._pending, None
         if event is not None:
             wait_for_device(event)
-        skipped, *numbers = found.tolist()
+        skipped, *numbers = outcome.tolist()
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if skipped:
             self._events.add("skip", self._last_step, reason=_reason(numbers), in_a_row=self._in_a_row)
-        if self._in_a_row.bit_count() == 1:  # 1, 2, 4, 8 ...: a long row does not flood the log
-            log.info("step %d  update left out: %s, %d in a row", self._last_step, _reason(numbers), self._in_a_row)
+        if self._in_a_row.bit_count() == 1:  # log 1, 2, 4, 8, ... in a row, so that they do not flood the log
+            log.info("step %d  update skipped: %s, %d in a row", self._last_step, _reason(numbers), self._in_a_row)
 
-    def _give_up(self) -> None:
+    def _raise_divergence(self) -> None:
         first, last = self._last_step - self._in_a_row + 1, self._last_step
         mixture = self._loader.reader.mixture
         begin, end = mixture.first_sample(first - 1), mixture.first_sample(last)
         text = (
-            f"step {last}: the updates since step {first} were left out, {self._in_a_row} in a row "
-            "(--max_skipped_steps), because loss or gradient was not finite or the loss a spike. Start from an earlier "
-            "checkpoint (--ckpt_load_path, another --ckpt_save_path) with a smaller --learning_rate, or without their "
+            f"step {last}: the updates since step {first} were skipped, {self._in_a_row} in a row "
+            "(--max_skipped_steps): loss or gradient was not finite, or the loss was a spike.\nStart from an earlier "
+            "checkpoint (--ckpt_load_path, another --ckpt_save_path) with a smaller --learning_rate, or skip the "
             f"samples: --skip_samples={begin}-{end - 1}."
         )
         raise DivergenceError(text, first, last, (begin, end))
@@ -125,19 +125,19 @@ class Guards:
             return
         hosts = gather_from_every_rank(socket.gethostname)
         lines = (
-            f"  rank {rank} on {hosts[rank]} holds other weights than rank {', '.join(map(str, others))}\n"
+            f"  rank {rank} on {hosts[rank]} differs from rank {', '.join(map(str, others))}\n"
             for rank, others in odd.items()
         )
         raise HardwareError(
-            f"step {step}: replicas are no longer equal (at step {self._equal_at} they were), so a device computes or "
-            f"remembers wrongly:\n{''.join(lines)}Take the machine out, remove the checkpoints since then, start again"
+            f"step {step}: replicas differ (at step {self._equal_at} they were equal), so a device computes or stores "
+            f"wrong values:\n{''.join(lines)}Remove the machine and the checkpoints since then, and start again"
         )
 
 
-def _ask(step: int, outcome: StepOutcome) -> _Pending:
-    """Start to copy what the host asks of a step, without waiting."""
+def _copy_to_host(step: int, outcome: StepOutcome) -> _Pending:
+    """Start the copy of a step's outcome to the host, without waiting."""
     verdict = outcome.verdict
-    # A skipped update that lowers the loss scale is no failure: the next steps will show.
+    # An update that is skipped to lower the loss scale is no failure.
     skipped = outcome.skipped if outcome.rescaled is None else outcome.skipped & ~outcome.rescaled
     numbers = skipped.reshape(1)
     if verdict is not None:
@@ -147,9 +147,9 @@ def _ask(step: int, outcome: StepOutcome) -> _Pending:
     if numbers.device.type == "cpu":
         return step, numbers, None
     event = torch.cuda.Event(blocking=True)
-    brought = numbers.to("cpu", non_blocking=True)  # into pinned memory
+    copied = numbers.to("cpu", non_blocking=True)  # into pinned memory
     event.record()
-    return step, brought, event
+    return step, copied, event
 
 
 def _reason(numbers: list[float]) -> str:

@@ -1,13 +1,12 @@
 """One optimizer step.
 
-The loss of a token weighs the same wherever the token is: sums of losses are divided by the number of valid tokens of
-the *global* batch, and gradients are summed over micro-batches and ranks. So how a batch is cut into micro-batches and
-ranks changes floating-point order and nothing else.
+Every token has the same weight: the sum of losses is divided by the number of valid tokens of the *global* batch, and
+gradients are summed over micro-batches and ranks. So the cut of a batch into micro-batches and ranks changes only the
+floating-point order.
 
-The host never waits for the device here. What must not become an update is found on the device, the same on all ranks,
-and the fused optimizer then leaves everything as it was: a gradient that is not finite, and with it a loss that is not,
-and spikes of the loss where a detector is on. In float16 the loss is scaled; a scaled gradient that overflows is not
-finite either.
+The host never waits for the device here. The device itself decides whether to skip an update, with the same result on
+all ranks, and a skipped update leaves parameters and optimizer state unchanged. It skips non-finite gradients, which a
+non-finite loss or an overflow of the scaled float16 loss produces, and loss spikes if a `SpikeDetector` is given.
 """
 
 from __future__ import annotations
@@ -35,17 +34,16 @@ from pretraining.train.spikes import SpikeDetector
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a step works with.
+    """Objects that every step uses.
 
     Attributes:
-        model: its module returns the `HeadLoss` of a micro-batch's `ModelInputs`.
+        model: parallel model; its module returns the `HeadLoss` of a micro-batch's `ModelInputs`.
         grad_clip_thresh: largest gradient norm; 0 = no clipping.
-        shard_group: processes that hold the pieces of one copy of the gradient.
-        spikes: judges each loss by those before; None = losses need only be finite.
-        scaler: of the loss, in float16; None = it needs none.
-        metrics: of the user's own.
-        scores: what is measured of each token.
-        activity: is told of each micro-batch.
+        shard_group: ranks that hold the shards of one gradient.
+        spikes: None = only non-finite updates are skipped.
+        scaler: for float16; None = no scaling.
+        metrics: user-defined metrics.
+        activity: progress marker for the watchdog, updated at each micro-batch.
     """
 
     model: ParallelModel
@@ -71,8 +69,8 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     micro_batches = [micro_batch.to(context.device, non_blocking=True) for micro_batch in batch.micro_batches]
     inputs = [micro_batch.model_inputs() for micro_batch in micro_batches]
     valid_tokens = torch.stack([(each.labels_BS != IGNORED_LABEL).sum() for each in inputs]).sum()
-    # One process would only wake a thread of gloo's beside those that compute.
-    counting = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
+    # A single process skips the all-reduce, which would wake a gloo thread beside the computing ones.
+    token_count = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
     loss_sum, z_loss_sum, scores = (torch.zeros((), dtype=torch.float32, device=context.device) for _ in range(3))
     custom: Sums = {}
     scale = 1.0 if context.scaler is None else context.scaler.scale
@@ -80,10 +78,10 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         context.model.next_backward(is_last=index == len(micro_batches) - 1)
         outputs = context.model.module(*inputs[index])
         context.metrics.add(custom, outputs, inputs[index])
-        if counting is not None and index == 0:
-            wait_for(counting)  # it was under way during the first forward
-        # The gradient of the mean over the global batch is 1 / valid tokens. A loss that is not finite adds NaN to it,
-        # which the backward pass spreads: no rank makes an update of it, whatever way it came about.
+        if token_count is not None and index == 0:
+            wait_for(token_count)  # it overlaps the first forward
+        # The gradient of the mean over the global batch is 1 / valid tokens. A non-finite loss adds NaN to it, which
+        # the backward pass spreads to the gradients, so that every rank skips the update.
         outputs.objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * outputs.objective_sum.detach())
         loss_sum += outputs.objective_sum.detach() - outputs.z_loss_sum
         z_loss_sum += outputs.z_loss_sum

@@ -27,5 +27,5 @@ def fail_alone(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run.train_to_the_end = fail_alone  # type: ignore[assignment]
+    run.train_with_rollbacks = fail_alone  # type: ignore[assignment]
     run_as_program(lambda: cli.main(["train", *sys.argv[1:]]))

@@ -64,7 +64,7 @@ def kill_in_save(rank: int, place: str, number: int) -> None:
             more["lease"] = SimpleNamespace(check=_die)
         else:
             assert place == "retention"
-            saver.tidy_up = _die
+            saver.apply_retention = _die
 
     _before_save(number, prepare)
 
@@ -95,8 +95,8 @@ def kill_in_upload(ranks: list[int], checkpoint: str) -> None:
     object_store.Store.upload = half  # type: ignore[method-assign,assignment]
 
 
-def preempt_with_patience(step: int, seconds: float) -> None:
-    """SIGTERM at a step; the run waits so long for its last copy."""
+def preempt_with_wait(step: int, seconds: float) -> None:
+    """SIGTERM at a step; the run waits this long for its last copy."""
     manager.PREEMPTED_SECONDS = seconds  # type: ignore[attr-defined]
     _at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -106,7 +106,7 @@ def lose_mirror() -> None:
     commit = mirror.Mirror._commit
 
     def late(self: mirror.Mirror, checkpoint: Path) -> None:
-        self._store.write(mirror.MIRROR_FILE, mirror._document(run="same", writer="another"))
+        self._store.write(mirror.MIRROR_FILE, mirror._to_json(run="same", writer="another"))
         commit(self, checkpoint)
 
     mirror.Mirror._commit = late  # type: ignore[method-assign]

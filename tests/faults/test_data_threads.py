@@ -12,7 +12,7 @@ from helpers import PATIENCE_SECONDS
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("die_while_reading", ["DataError: a thread that reads data has ended itself", "step 3"]),
+        ("die_while_reading", ["DataError: a data-reading thread has exited", "step 3"]),
         ("fail_while_reading", ["ZeroDivisionError: division by zero", "on rank 1, reading the batch of step 3"]),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_signal_ends_the_job_saved_and_resumable(whom: str, number: signal.Sig
     assert launcher.returncode == 75
     said = [line for line in errors.splitlines() if "Preempted" in line or "rror" in line]
     assert said == [
-        f"Preempted at step {status['step']} of 1000000 ({number.name}): saved; the same command goes on from there."
+        f"Preempted at step {status['step']} of 1000000 ({number.name}): saved; the same command resumes from there."
     ]
     assert (status["status"], status["reason"]) == ("preempted", number.name)
     assert checkpoints_of(tmp_path) == {f"step_{status['step']}_ckp.preempt"}

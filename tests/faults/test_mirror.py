@@ -72,7 +72,7 @@ def test_row_49_a_store_that_fails_costs_a_warning_and_the_copy_is_made_later(
     before = store.met
     store.fault(b"safetensors", action, times)
     ended = run_job([flags_for(store, tmp_path)])
-    assert store.met == before + times and "it is tried again" in "".join(each.output for each in ended)
+    assert store.met == before + times and "trying again" in "".join(each.output for each in ended)
     assert losses_of(tmp_path / "run") == losses_of(expected)
     names = store.names(tmp_path.name)
     assert {name for name in names if "step_6_ckp" in name} == {
@@ -111,7 +111,7 @@ def test_row_49_a_preempted_run_waits_for_its_copy_only_as_long_as_launchers_do(
     tmp_path: Path, store: ObjectStore
 ) -> None:
     store.fault(b"safetensors", "away", times=10**6)
-    ended = run_job([flags_for(store, tmp_path)], fault=("preempt_with_patience", 3, 2.0), check=False)
+    ended = run_job([flags_for(store, tmp_path)], fault=("preempt_with_wait", 3, 2.0), check=False)
     assert [each.status for each in ended] == [75, 75]
     assert "pretrain push" in ended[0].output
     assert any(name.endswith(".preempt") for name in checkpoints_of(tmp_path / "run"))

@@ -35,6 +35,6 @@ def test_the_rank_whose_weights_differ_is_named_by_all(
     assert len(lines) == len(named)
     for line, (rank, others) in zip(lines, named.items(), strict=True):
         assert line.startswith(f"  rank {rank} on ")
-        assert line.endswith(f"other weights than rank {', '.join(map(str, others))}")
+        assert line.endswith(f"differs from rank {', '.join(map(str, others))}")
     # What was found wrong is not saved.
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2_ckp"]

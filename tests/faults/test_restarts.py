@@ -57,7 +57,7 @@ def test_a_crash_loop_stops_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert done.returncode == 1
     # The first start got to a checkpoint, the second one did not, the third one was refused.
     assert done.stderr.count("RuntimeError: division by cucumber") == 2
-    assert "went on from step 3 and ended before a new checkpoint" in done.stderr
+    assert "began at step 3 and ended before a new checkpoint" in done.stderr
     assert "--max_starts_without_progress=0" in done.stderr
     assert status_of(tmp_path)["starts"] == 2 and checkpoints_of(tmp_path) == {"step_3_ckp"}
 

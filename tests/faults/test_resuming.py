@@ -70,14 +70,14 @@ def test_row_29_what_cannot_go_on_is_refused_with_the_difference_and_what_can_is
     for text, change in zip(output[1:], refused, strict=False):
         assert "--- status 1" in text and text.count("error:") == 1
         assert change.partition("=")[0] in text[text.index("error:") :]
-    said = [line.strip() for line in output[-2].splitlines() if "from here on" in line]
+    said = [line.strip() for line in output[-2].splitlines() if "changed from" in line]
     assert said == [
-        "num_steps was 10 and is 20 from here on",
-        "learning_rate was 0.001 and is 0.002 from here on",
-        "weight_decay was 0.1 and is 0.0 from here on",
-        "warmup_steps was none and is 3 from here on",
+        "num_steps changed from 10 to 20",
+        "learning_rate changed from 0.001 to 0.002",
+        "weight_decay changed from 0.1 to 0.0",
+        "warmup_steps changed from none to 3",
     ]
-    assert "step 3/20" in output[-2] and "from here on" not in output[-1]
+    assert "step 3/20" in output[-2] and "changed from" not in output[-1]
 
 
 def test_row_30_a_second_run_on_the_folder_is_refused_while_the_first_lives(tmp_path: Path) -> None:

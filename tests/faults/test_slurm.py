@@ -44,7 +44,7 @@ def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_
         slurm.run(["scancel", job], check=False)
 
     text = output.read_text()
-    assert "(SIGUSR1): saved; the same command goes on from there" in text, text
+    assert "(SIGUSR1): saved; the same command resumes from there" in text, text
     assert "train.slurm: saved ahead of the end of the job; it is queued again" in text
     assert f"start       from {run}/checkpoints/step_{first['started_at_step']}_ckp.preempt" in text
     # The cancelled job has saved, too, but stays ended.

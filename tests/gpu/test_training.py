@@ -25,7 +25,7 @@ def test_a_gpu_trains_in_bfloat16_and_reports_its_memory(tmp_path: Path, capsys:
     main(["train", *settings(tmp_path, "learning_rate=1e-2", "num_steps=40")])
     out = capsys.readouterr().out
     assert "bfloat16, fsdp over 1 x cuda" in out and "FLOPs " in out
-    assert "MFU is the share of" in out or "no MFU: the peak of a NVIDIA" in out
+    assert "MFU is relative to" in out or "no MFU: the peak of a NVIDIA" in out
     losses = losses_of(tmp_path)
     assert losses[-1] < 0.9 * losses[0]
     last = json.loads((tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()[-1])

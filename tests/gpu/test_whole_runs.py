@@ -32,7 +32,7 @@ def test_text_is_trained_on_evaluated_and_continued(tmp_path: Path, capsys: pyte
     reports = [json.loads(line) for line in (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
     evaluations = [report["evaluation_loss"] for report in reports if "evaluation_loss" in report]
     assert len(evaluations) == 2 and evaluations[1] < evaluations[0]
-    assert "a sample of its text:" in capsys.readouterr().out
+    assert "generated text:" in capsys.readouterr().out
 
 
 def test_a_save_beside_the_training_is_resumed_bit_for_bit(tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
 ) -> None:
     def build(make_plan: object, build: partial[object], *arguments: object) -> None:
         signal.raise_signal(signal.SIGTERM)
-        build.keywords["stop_requests"].end_before_training()
+        build.keywords["stop_requests"].raise_if_pending()
 
-    monkeypatch.setattr(run_module, "train_to_the_end", build)
+    monkeypatch.setattr(run_module, "train_with_rollbacks", build)
     with pytest.raises(Preempted):
         trainer(Trainer, tmp_path).train()
 
@@ -162,11 +162,11 @@ def test_what_the_file_system_says_names_the_path(tmp_path: Path, monkeypatch: p
     def fail(filename: str | None) -> None:
         raise OSError(28, "No space left on device", filename)
 
-    monkeypatch.setattr(run_module, "train_to_the_end", lambda *_: fail("/full/disk"))
+    monkeypatch.setattr(run_module, "train_with_rollbacks", lambda *_: fail("/full/disk"))
     with pytest.raises(PathError) as refused:
         trainer(Trainer, tmp_path).train()
     assert refused.value.path == Path("/full/disk")
-    monkeypatch.setattr(run_module, "train_to_the_end", lambda *_: fail(None))
+    monkeypatch.setattr(run_module, "train_with_rollbacks", lambda *_: fail(None))
     with pytest.raises(OSError):
         trainer(Trainer, tmp_path).train()
 

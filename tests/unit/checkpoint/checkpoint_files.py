@@ -1,4 +1,4 @@
-"""Checkpoints as several processes would have written them, made by this one."""
+"""Checkpoints in the layout of several processes, written by this process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def manifest_of(shape: LlamaShape, step: int = 3, **changes: Any) -> Manifest:
 
 
 def tensors_of(shape: LlamaShape, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights large enough that a wrong one shows, and what AdamW keeps."""
+    """Return weights so large that a wrong one changes results, and AdamW's state."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, size in parameter_shapes(shape).items():
@@ -71,7 +71,7 @@ def tensors_of(shape: LlamaShape, seed: int = 0) -> dict[str, torch.Tensor]:
 def write_sharded(
     folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest, processes: int = 3
 ) -> dict[str, torch.Tensor]:
-    """Each tensor's rows among the processes, as FSDP has them; a scalar is written by the first."""
+    """Divide each tensor's rows among the processes, as FSDP does; the first process writes scalars."""
     folder.mkdir(parents=True)
     files = {}
     for rank in range(processes):
@@ -105,7 +105,7 @@ def write_manifest(folder: Path, manifest: Manifest, files: Mapping[str, FileEnt
 
 
 def flip_byte(path: Path, at: int = -1, bits: int = 0xFF) -> None:
-    """Changes some bits of one byte of a file."""
+    """Change some bits of one byte of a file."""
     content = bytearray(path.read_bytes())
     content[at] ^= bits
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""A small checkpoint to test with."""
+"""Small checkpoint for tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def save(
     evaluation_loss: float | None = None,
     skipped: Sequence[Sequence[int]] = (),
 ) -> Path:
-    """Saves a checkpoint whose tensors hold its step."""
+    """Save a checkpoint whose tensors hold its step."""
     folder = checkpoint_path(run, step)
     folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
     manifest = manifest_of(step, kind=kind, evaluation_loss=evaluation_loss, skipped=skipped)
@@ -62,5 +62,5 @@ def save(
 
 
 def load(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Loads a checkpoint into tensors."""
+    """Load a checkpoint into tensors."""
     load_tensors(folder, read_document(folder).files, into)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder is read whole and in parts of files, and what is wrong or hostile in it is refused by name."""
+"""A Hugging Face folder is read from one or several files; faulty or hostile content is refused by name."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_link_out_of_the_folder_is_refused_but_hugging_faces_own_cache_is_read
 
 
 def changed(name: str, to: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The weights with another tensor of this name, or without it."""
+    """Return the weights with another tensor of this name, or without the tensor."""
     return {key: tensor for key, tensor in {**weights(), name: to}.items() if tensor is not None}
 
 
@@ -169,8 +169,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         open_folder(folder)
 
 
-def test_what_a_llama_does_not_read_is_passed_over(tmp_path: Path) -> None:
-    """Older conversions keep the rotary frequencies; transformers reads no head that is tied to the embedding."""
+def test_tensors_that_a_llama_does_not_read_are_ignored(tmp_path: Path) -> None:
+    """Older conversions hold the rotary frequencies; transformers ignores a head that is tied to the embedding."""
     frequencies = changed("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))
     assert open_folder(single(tmp_path / "m", frequencies))[0] == PLAIN
     assert open_folder(single(tmp_path / "tied", {**weights(TIED), HEAD: torch.zeros(3)}, TIED))[0] == TIED
@@ -210,6 +210,6 @@ def test_weights_of_the_hub_are_fetched_by_name_and_a_name_without_any_names_the
     assert find_newest(tmp_path / "run").step == 0
     with pytest.raises(CheckpointError, match="someone/else"):
         find_start(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/else"))
-    (tmp_path / "someone").mkdir()  # now it is a path
+    (tmp_path / "someone").mkdir()  # now the name is a path
     with pytest.raises(CheckpointError):
         find_start(CheckpointConfig(ckpt_save_path="runs/new", ckpt_load_path="someone/llama"))

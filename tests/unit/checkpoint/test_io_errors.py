@@ -1,4 +1,4 @@
-"""An I/O error at any read, write, flush or rename: it is tried again, and one that stays loses nothing."""
+"""An I/O error at any read, write, flush or rename: the call is repeated, and a lasting error loses no checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def failing(first: int, times: float) -> Iterator[list[str]]:
-    """Fail so many calls of the file system from the one with this number on; yields those that failed."""
+    """Fail this many calls of the file system, from call `first` on; yield the failed ones."""
     failed: list[str] = []
     calls = count(1)
 
@@ -50,7 +50,7 @@ def failing(first: int, times: float) -> Iterator[list[str]]:
 
 
 def holds(run: Path, step: int) -> bool:
-    """Whether the newest checkpoint of a run is that of a step, bit for bit."""
+    """Return whether the newest checkpoint of a run is that of a step, bit for bit."""
     found = tensors(0.0)
     newest = committed_checkpoints(run)[-1].path
     load(newest, found)
@@ -71,7 +71,7 @@ def test_a_save_that_fails_at_any_point_leaves_the_checkpoint_before_it_and_the_
         if not failed:
             break
         met.add(failed[0])
-        is_committed = len(committed_checkpoints(run)) == 2  # if the error came behind the rename
+        is_committed = len(committed_checkpoints(run)) == 2  # if the error came after the rename
         assert holds(run, 2 if is_committed else 1)
         save(run, 2)
         assert holds(run, 2)

@@ -20,7 +20,7 @@ from pretraining.launch.layout import resolve_layout
 
 
 class Clock:
-    """Stands in for time; something may happen whenever a start sleeps."""
+    """Fake clock; an action can run whenever a start sleeps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waited, self.happens = 0.0, lambda: None
@@ -47,7 +47,7 @@ def held(run: Path) -> Iterator[Lease]:
 
 
 def write(run: Path, holder: Holder) -> Path:
-    """A lease that another process has taken."""
+    """Return a lease of another process."""
     (run / LEASE).write_text(json.dumps(asdict(holder)))
     return run / LEASE
 
@@ -106,7 +106,7 @@ def ended_process(collected: bool) -> int:
 
 
 def here(machine: str) -> Holder:
-    """This process number with the same start time, on a machine that this one may not be."""
+    """Return a holder with this process's id and start time, on some machine."""
     own = Holder.this_process()
     boot, space = own.machine.split(" ")
     return replace(own, machine=machine.format(boot=boot, space=space))
@@ -120,7 +120,7 @@ FREE: dict[str, tuple[Callable[[], Holder], float]] = {
     "of another container": (lambda: here("{boot} pid:[1]"), STALE_SECONDS),
     "of an earlier boot": (lambda: here("an-earlier-boot {space}"), STALE_SECONDS),
 }
-"""Holders of leases that are free, and how long a start has to wait to know so."""
+"""Holders of free leases, and how long a start waits until it knows."""
 
 
 @pytest.mark.parametrize("changed_at", [0, 3 * 3600 * 10**9, 2**33 * 10**9], ids=["past", "then", "future"])
@@ -144,7 +144,7 @@ def test_a_machine_that_does_not_tell_its_boot_is_the_same_as_no_other(monkeypat
 
 
 @pytest.mark.parametrize("content", [None, "", "{"])
-def test_a_lease_that_nobody_can_tell_of_is_waited_for_and_free_once_it_is_removed(
+def test_a_lease_of_an_unknown_holder_is_waited_for_and_free_once_removed(
     tmp_path: Path, content: str | None, clock: Clock
 ) -> None:
     path = write(tmp_path, elsewhere())
@@ -166,15 +166,15 @@ def test_a_lease_from_elsewhere_that_is_renewed_refuses_the_start(tmp_path: Path
 
 def test_of_two_starts_that_find_it_free_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, FREE["gone"][0]())
-    look, winner = lease_module.look_at_lease, Lease(tmp_path)
+    look, winner = lease_module.must_wait_for_lease, Lease(tmp_path)
 
     def another_is_faster(run: Path) -> bool:
         has_to_wait = look(run)
-        monkeypatch.setattr(lease_module, "look_at_lease", look)
+        monkeypatch.setattr(lease_module, "must_wait_for_lease", look)
         winner.acquire()
         return has_to_wait
 
-    monkeypatch.setattr(lease_module, "look_at_lease", another_is_faster)
+    monkeypatch.setattr(lease_module, "must_wait_for_lease", another_is_faster)
     with pytest.raises(CheckpointError):
         Lease(tmp_path).acquire()
     winner.check()
@@ -207,7 +207,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
 
 
 def flipped(content: bytes) -> Iterator[bytes]:
-    """The content with one flipped bit, of each byte in turn."""
+    """Yield the content with one flipped bit, in each byte in turn."""
     for at in range(len(content)):
         yield content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
 
@@ -230,7 +230,7 @@ def test_any_flipped_bit_of_a_lease_whose_holder_is_gone_refuses_no_start(tmp_pa
         content = (tmp_path / LEASE).read_bytes()
     for damaged in flipped(content):
         (tmp_path / LEASE).write_bytes(damaged)
-        if lease_module._holder_of(tmp_path / LEASE) is not None:
-            continue  # in the name of the checksum: the rest is whole, and says who it is
+        if lease_module._read_holder(tmp_path / LEASE) is not None:
+            continue  # the bit is in the key of the checksum: the holder is still readable
         with held(tmp_path):
             pass

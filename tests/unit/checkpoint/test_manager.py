@@ -45,7 +45,7 @@ def saving(interval: Duration, preempt_interval: Duration = NEVER, **more: Any) 
 
 
 class Position:
-    """Stands in for the loader."""
+    """Fake loader."""
 
     def state_dict(self) -> dict[str, Any]:
         return manifest_of(0).data
@@ -55,7 +55,7 @@ class Position:
 
 
 class Run:
-    """A run of nothing but saves; its tensors hold the number of the step."""
+    """Run that only saves; its tensors hold the number of the step."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Run:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """What the loop does around the steps."""
+        """Enter and leave the manager as the loop does."""
         with self.manager:
             yield
             self.manager.finish(self.state)
@@ -114,7 +114,7 @@ def all_messages(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.fixture(params=[False, True], ids=["in place", "in the background"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Run]:
-    """Makes runs that save in one way or the other, into one folder."""
+    """Return a function that makes runs in one folder, which save in this thread or in the background."""
     return partial(Run, tmp_path, asynchronous=request.param)
 
 
@@ -124,11 +124,11 @@ def test_saves_come_on_the_interval_and_at_the_end_once(make: Callable[..., Run]
         run.steps(5)
     assert run.names == ["2", "4", "5"] and run.manager.newest == run.folder / CHECKPOINTS / "step_5_ckp"
     with make().training():
-        pass  # nothing was trained
+        pass  # no step
     assert len(run.names) == 3
 
 
-def test_what_is_saved_is_what_was_there_at_the_save(make: Callable[..., Run]) -> None:
+def test_a_checkpoint_holds_the_values_at_the_time_of_its_save(make: Callable[..., Run]) -> None:
     run = make(saving(every(3)))
     with run.training():
         run.steps(8)
@@ -139,7 +139,7 @@ def test_what_is_saved_is_what_was_there_at_the_save(make: Callable[..., Run]) -
 
 
 def stopped_at_2(folder: Path, settings: CheckpointConfig) -> Run:
-    """A run that a signal has stopped."""
+    """Return a run that a signal has stopped."""
     run = Run(folder, settings)
     with run.training():
         run.step()
@@ -172,7 +172,7 @@ def test_kinds_say_why(make: Callable[..., Run], caplog: pytest.LogCaptureFixtur
     assert [line.split()[1] for line in caplog.messages] == ["2", "3", "4", "5", "6", "8", "9", "10"]
 
 
-def test_the_best_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_the_best_loss_continues_after_a_resume(tmp_path: Path) -> None:
     first = Run(tmp_path, saving(NEVER))
     with first.training():
         first.step(2.0)
@@ -181,21 +181,19 @@ def test_the_best_goes_on_after_a_resume(tmp_path: Path) -> None:
     with second.training():
         for loss in (2.5, math.nan, 1.5, 1.7):
             second.step(loss)
-    assert second.best == "step_4_ckp" and second.names == ["4", "5"]  # step 1 was saved because it was the best
+    assert second.best == "step_4_ckp" and second.names == ["4", "5"]  # step 1 was only saved as the best
     assert second.manifest("step_5_ckp").evaluation_loss == 1.7
 
 
 @pytest.mark.parametrize("save_best", [True, False])
-def test_an_evaluation_that_was_pending_leaves_a_checkpoint_of_the_interval_what_it_is(
-    tmp_path: Path, save_best: bool
-) -> None:
+def test_a_pending_evaluation_keeps_the_kind_of_an_interval_checkpoint(tmp_path: Path, save_best: bool) -> None:
     settings = saving(every(2), save_best=save_best)
     first = stopped_at_2(tmp_path, settings)
     path = tmp_path / CHECKPOINTS / "step_2_ckp"
     second = Run(tmp_path, settings, own=CheckpointRef(path, read_document(path)))
     second.state.progress = second.state.before = first.state.progress
     with second.training():
-        second.manager.maybe_save(second.state, 2.0)  # as the loop does before its first step
+        second.manager.maybe_save(second.state, 2.0)  # as in the loop, before the first step
         found = second.manifest("step_2_ckp")
         assert (found.kind, found.evaluation_loss) == ("interval", 2.0) and second.best == "step_2_ckp"
         for loss in (None, 1.0):
@@ -203,7 +201,7 @@ def test_an_evaluation_that_was_pending_leaves_a_checkpoint_of_the_interval_what
     assert second.names[:2] == ["2", "4"] and second.best == "step_4_ckp"
 
 
-def test_a_users_own_optimizer_has_its_state_saved_also_where_every_update_was_left_out(tmp_path: Path) -> None:
+def test_a_user_defined_optimizer_has_its_state_saved_even_if_every_update_was_skipped(tmp_path: Path) -> None:
     parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
     optimizer = torch.optim.Adam(parameters.values())  # without skips_on_device
     saver = Saver(saving(NEVER, ckpt_save_path=str(tmp_path)), parameters, optimizer)
@@ -214,7 +212,7 @@ def test_a_users_own_optimizer_has_its_state_saved_also_where_every_update_was_l
     assert "optimizer.exp_avg.weight" in before and before.keys() == saver._tensors().keys()
 
 
-def test_saving_the_best_may_be_left_out(tmp_path: Path) -> None:
+def test_save_best_can_be_turned_off(tmp_path: Path) -> None:
     run = Run(tmp_path, saving(every(2), save_best=False))
     with run.training():
         for loss in (1.0, None, 3.0, None):
@@ -236,7 +234,7 @@ def test_names_that_tell_the_story_do_not_collide(tmp_path: Path) -> None:
 
 
 class Counter:
-    """A collaborator with a memory."""
+    """Component with a state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -266,7 +264,7 @@ def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_
 
 
 class Gate:
-    """Holds back saves until it is opened, and then lets them fail or go on."""
+    """Gate that blocks saves until it is opened, and then lets them fail or finish."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
         self._open, self.saves, self.failure = threading.Event(), 0, failure
@@ -285,7 +283,7 @@ class Gate:
 
 
 def step_until(run: Run, condition: Callable[[], bool]) -> None:
-    """The thread ends when it ends; steps go by meanwhile."""
+    """The saving thread ends at some time while steps continue."""
     for _ in range(10**6):
         if condition():
             return
@@ -307,11 +305,11 @@ def test_a_failure_in_the_background_surfaces_at_a_later_step_and_removes_nothin
     with pytest.raises(CheckpointError) as failed, run.training():
         step_until(run, lambda: False)
     assert str(failed.value) == str(gate.failure)
-    assert run.names == ["1"] and run.saver._under_way is None
+    assert run.names == ["1"] and run.saver._running is None
 
 
 @pytest.mark.parametrize("failure", [None, CheckpointError("the disk is full")])
-def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
+def test_after_an_error_in_training_a_running_save_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception | None
 ) -> None:
     run, gate = Run(tmp_path, asynchronous=True), Gate(monkeypatch, failure)
@@ -320,7 +318,7 @@ def test_after_an_error_in_the_training_a_save_under_way_comes_to_its_end(
         run.step()
         gate.open()
         raise ZeroDivisionError
-    assert run.names == ([] if failure else ["2"]) and run.saver._under_way is None
+    assert run.names == ([] if failure else ["2"]) and run.saver._running is None
     assert ("the disk is full" in caplog.text) == bool(failure)
 
 
@@ -342,7 +340,7 @@ def test_weights_that_are_not_finite_are_saved_at_no_end(tmp_path: Path) -> None
     assert run.names == [] and "learning_rate" in refused.value.settings
 
 
-def test_training_goes_on_while_a_save_is_under_way_and_the_next_save_waits_for_it(
+def test_training_continues_during_a_save_and_the_next_save_waits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

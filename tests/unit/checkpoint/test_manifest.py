@@ -31,7 +31,7 @@ def test_a_manifest_reads_back_equal() -> None:
         {"format_version": 2, "step": 3},
     ],
 )
-def test_what_is_no_manifest_is_refused_by_its_path(document: object) -> None:
+def test_an_invalid_manifest_is_refused_by_its_path(document: object) -> None:
     with pytest.raises(CheckpointError) as refused:
         Manifest.parse(document, "m.json")
     assert refused.value.path == Path("m.json")

@@ -1,4 +1,4 @@
-"""What a mirror holds, who may write there, and what a start takes from it; the store is a folder."""
+"""Mirrors: their content, their writer, and starts from them; the store is a folder."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def copies_in(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps with its mirror: read only."""
+    """A run of six steps with its mirror; tests must not change it."""
     folder = tmp_path_factory.mktemp("mirrored")
-    for _ in range(3):  # each waits for its last copy; in between a copy may be left out for a newer one
+    for _ in range(3):  # each invocation waits for its last copy; an earlier copy may be skipped for a newer one
         train(folder, "run_steps=2")
     return folder
 
@@ -66,7 +66,7 @@ def test_a_start_on_an_empty_disk_resumes_from_the_mirror_bit_for_bit(copied: Pa
 
 
 @pytest.mark.parametrize("damage", ["bit", "size", "manifest", "no manifest"])
-def test_a_copy_that_is_not_what_was_written_is_passed_over(damage: str, copied: Path) -> None:
+def test_a_damaged_copy_is_skipped(damage: str, copied: Path) -> None:
     shutil.rmtree(copied / "run")
     newest = copied / "store" / "checkpoints" / "step_6_ckp"
     [shard] = newest.glob("*.safetensors")
@@ -115,7 +115,7 @@ def test_names_in_a_downloaded_manifest_lead_nowhere_else(copied: Path) -> None:
 
 
 def _start(folder: Path, store: str | None = None) -> None:
-    """Begin as a start does, without the command line, which turns errors into exit codes."""
+    """Fetch the start point as a start does, without the command line, which turns errors into exit codes."""
     fetch_start(CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{store or folder / 'store'}"))
 
 
@@ -202,7 +202,7 @@ def test_a_copy_is_never_half_replaced(copied: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Store, "upload", upload)
     mirror.copy(path)
-    assert mirror.finish(60.0) is None and not uploaded  # the same tensors are there
+    assert mirror.finish(60.0) is None and not uploaded  # the mirror has the same tensors
     shutil.rmtree(path)
     (copied / "run" / "checkpoints" / "step_4_ckp").rename(path)
     mirror.copy(path)
@@ -211,7 +211,7 @@ def test_a_copy_is_never_half_replaced(copied: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_upload_rests_until_the_run_is_over(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "RESTS", 1e6)
+    monkeypatch.setattr(object_store, "REST_RATIO", 1e6)
     path = copied / "run" / "checkpoints" / "step_6_ckp"
     shutil.rmtree(copied / "store" / "checkpoints" / path.name)
     mirror = mirror_of(copied, spare_cores=True)
@@ -231,7 +231,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_copied_fails(tmp_path: Path, monk
     assert ending.value.code == 1 and "step_6_ckp" in checkpoints_of(tmp_path / "run")
 
 
-def test_retention_leaves_what_no_save_has_copied(copied: Path) -> None:
+def test_retention_keeps_checkpoints_that_are_not_copied_yet(copied: Path) -> None:
     copies = copied / "store" / "checkpoints"
     (copies / "step_2_ckp").rename(copies / "keep_me")
     train(copied, "keep_last=1", "num_steps=8", "checkpoint_interval=1")
@@ -245,7 +245,7 @@ def test_push_refuses_a_mirror_that_is_newer(copied: Path) -> None:
     assert copies_in(copied) == {"step_2_ckp", "step_4_ckp", "step_6_ckp"}
 
 
-def test_push_copies_what_the_mirror_lacks(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_push_copies_missing_checkpoints(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(copied / "store" / "checkpoints" / "step_4_ckp")
     main(["push", str(copied / "run"), f"file://{copied}/store"])
     assert "1 checkpoint copied, 3 are in" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The four files are what torch.save would have written, and are read without executing anything."""
+"""The four files are those of torch.save, and are read without executing anything."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_files_load_safely_and_into_a_model(shape, tmp_path: Path) -> None: 
         torch.load(tmp_path / "c" / name, weights_only=True) for name in FULL_FILES
     )
     llama = Llama(shape)
-    llama.load_state_dict(model)  # strict: every name is there, a tied head as well
+    llama.load_state_dict(model)  # strict: every name must be there, also a tied head
     assert all(torch.equal(tensors[name], value) for name, value in llama.named_parameters())
     assert optimizer["state"].keys() == dict(llama.named_parameters()).keys()
     for name, kept in optimizer["state"].items():
@@ -63,7 +63,7 @@ def rate_after_3_steps() -> float:
 
 
 @pytest.mark.parametrize("change", [{"run": {"num_steps": "2ep"}}, {"schedule": {"schedule": "nowhere:Schedule"}}])
-def test_the_last_learning_rate_is_left_out_where_a_manifest_does_not_say_it(change: Any, tmp_path: Path) -> None:
+def test_the_last_learning_rate_is_left_out_if_a_manifest_cannot_tell_it(change: Any, tmp_path: Path) -> None:
     settings = yaml.safe_load(manifest_of(SHAPES["plain"]).config)
     for section, values in change.items():
         settings[section] |= values
@@ -86,9 +86,9 @@ def test_an_optimizer_over_the_models_parameters_loads_its_file(tmp_path: Path) 
         assert torch.equal(optimizer.state[parameter]["exp_avg"], tensors[f"optimizer.exp_avg.{name}"])
 
 
-def test_epochs_are_passes_over_the_dataset_that_was_passed_over_least() -> None:
+def test_epochs_are_the_passes_over_the_dataset_with_the_fewest() -> None:
     data = {**manifest_of(SHAPES["plain"]).data, "counts": {"a": 7, "b": 40}}
-    assert (pt_files._passes(data, 64), pt_files._passes({}, 64)) == (2, 0)
+    assert (pt_files._whole_passes(data, 64), pt_files._whole_passes({}, 64)) == (2, 0)
 
 
 @settings(max_examples=20)
@@ -110,7 +110,7 @@ def test_a_file_is_a_sound_archive_whose_tensors_are_found(
     assert all(torch.equal(read_tensor(ours, name), tensor) for name, tensor in tensors.items())
 
 
-def test_the_disks_error_stays_what_it_is(tmp_path: Path) -> None:
+def test_an_error_of_the_disk_is_raised_unchanged(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
@@ -122,7 +122,7 @@ def test_the_disks_error_stays_what_it_is(tmp_path: Path) -> None:
 
 
 class Payload:
-    """Would make a file when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -181,7 +181,7 @@ def test_a_file_of_another_form_is_refused_by_its_path(tmp_path: Path, name: str
 
 
 def opened(folder: Path) -> StoredTensors:
-    """The tensors of the four files."""
+    """Return the tensors of the four files."""
     return read_headers(folder, (MODEL_FILE, OPTIMIZER_FILE))
 
 
@@ -212,7 +212,7 @@ def test_a_part_of_larger_memory_is_written_alone(tmp_path: Path) -> None:
 def test_where_memory_runs_out_every_tensor_is_gathered_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other ranks are in these collectives; one that is left out would hang them."""
+    """Other ranks are in these collectives; a skipped collective would hang them."""
     gathered: list[torch.Tensor] = []
 
     def no_memory(value: torch.Tensor) -> torch.Tensor:
@@ -222,7 +222,7 @@ def test_where_memory_runs_out_every_tensor_is_gathered_all_the_same(
         gathered.append(value)
         return False
 
-    monkeypatch.setattr(pt_files, "_on_host", no_memory)
+    monkeypatch.setattr(pt_files, "_copy_to_host", no_memory)
     monkeypatch.setattr(pt_files, "is_sharded", is_sharded)
     tensors = tensors_of(SHAPES["plain"])
     with pytest.raises(RuntimeError):

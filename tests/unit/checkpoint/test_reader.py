@@ -1,4 +1,4 @@
-"""Any part of any tensor is read back exactly, whatever the files; what is not what was written is named."""
+"""Any part of any tensor is read back exactly, in any layout of files; damaged files are named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def write_pieces(folder: Path, tensors: dict[str, torch.Tensor], rows: int) -> list[str]:
-    """A file for every so many rows."""
+    """Write one file per group of rows."""
     folder.mkdir(parents=True, exist_ok=True)
     names = []
     for first in range(0, max(map(len, tensors.values())), rows):
@@ -48,7 +48,7 @@ def test_a_tensor_is_read_from_any_pieces(tmp_path_factory: pytest.TempPathFacto
     assert all(torch.equal(read_tensor(source, name), tensor) for name, tensor in tensors.items())
 
 
-def test_what_is_cut_or_converted_goes_through_a_small_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_or_converted_values_go_through_a_small_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "BUFFER_BYTES", 100)
     values = {"a": torch.randn(37, 6), "long rows": torch.randn(3, 60), "b": torch.randn(50)}
     files = dict.fromkeys(write_pieces(tmp_path, values, 20))
@@ -89,7 +89,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 @pytest.fixture
 def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of two files: the head, and all the rest."""
+    """A checkpoint of two files: the head, and all other tensors."""
     monkeypatch.setattr(writer, "FILE_BYTES", 16)
     folder = save(tmp_path, 7)
     assert len(shards_of(folder)) == 2
@@ -97,16 +97,16 @@ def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def head() -> dict[str, torch.Tensor]:
-    """All of the first file."""
+    """Return the tensors of the first file."""
     return {"lm_head.weight": torch.zeros(4)}
 
 
 def layer() -> dict[str, torch.Tensor]:
-    """A part of the second."""
+    """Return a part of the tensors of the second file."""
     return {"model.layers.0.a.weight": torch.zeros(3, 2)}
 
 
-def test_no_flipped_bit_anywhere_is_taken_for_what_was_written(two_files: Path) -> None:
+def test_every_flipped_bit_is_found(two_files: Path) -> None:
     for shard in shards_of(two_files):
         for place in range(0, shard.stat().st_size, 3):
             flip_byte(shard, place, 1 << place % 8)
@@ -130,7 +130,7 @@ def test_every_damaged_file_is_named_once(two_files: Path) -> None:
             flip_byte(shard, place)
 
 
-def test_what_one_rank_alone_finds_wrong_is_an_error(two_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_one_rank_finds_is_an_error(two_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gather = processes.gather_from_every_rank
 
     def with_another_rank(function: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def test_a_tensor_that_the_checkpoint_does_not_hold_so_is_an_error_unless_the_fi
     with pytest.raises(CheckpointError) as raised:
         load(folder, {**tensors(0.0), name: value})
     assert raised.value.path == folder and name in str(raised.value)
-    assert not isinstance(raised.value, DamagedError)  # another checkpoint would not hold it either
+    assert not isinstance(raised.value, DamagedError)  # another checkpoint would lack it, too
     flip_byte(shards_of(folder)[0], -1)
     with pytest.raises(DamagedError):
         load(folder, {**tensors(0.0), name: value})

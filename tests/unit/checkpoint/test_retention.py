@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import GUARDS_STATE, MANIFEST
-from pretraining.checkpoint.retention import best_of, superseded, tidy_up
+from pretraining.checkpoint.retention import apply_retention, best_of, superseded
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 
@@ -35,7 +35,7 @@ records = st.lists(
 
 
 @given(records, st.none() | st.integers(1, 5))
-def test_what_must_stay_stays_and_what_is_passing_goes(records: list[Checkpoint], keep_last: int | None) -> None:
+def test_retention_removes_exactly_the_superseded_checkpoints(records: list[Checkpoint], keep_last: int | None) -> None:
     newest, best = records[-1], best_of(records)
     gone = superseded(records, newest, best, keep_last)
     kept = [record for record in records if record not in gone]
@@ -69,14 +69,14 @@ def test_the_way_back_of_a_run_that_diverges_stays_until_an_update_is_made_again
     assert superseded([sound, skipping[-1], record(4)], record(4), None, 1) == [sound, skipping[-1]]
 
 
-def test_updates_left_out_are_counted_by_the_manifest(tmp_path: Path) -> None:
+def test_the_manifest_counts_skipped_updates(tmp_path: Path) -> None:
     save(tmp_path, 1, "preempt")
     skipping = replace(manifest_of(2), state={GUARDS_STATE: {"skipped_in_a_row": 1}})
     newest = checkpoint_path(tmp_path, 2)
     save_checkpoint(newest, plan_save(tensors(2.0)), skipping)
-    tidy_up(tmp_path, newest, 1)
+    apply_retention(tmp_path, newest, 1)
     assert names_in(tmp_path) == ["step_1_ckp.preempt", "step_2_ckp"]
-    tidy_up(tmp_path, save(tmp_path, 3), 1)
+    apply_retention(tmp_path, save(tmp_path, 3), 1)
     assert names_in(tmp_path) == ["step_3_ckp"]
 
 
@@ -93,7 +93,7 @@ def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path, capl
         *((1, "interval", None), (2, "final", None), (3, "best", 2.0), (4, "preempt", 2.0)),
         *((5, "interval", 2.5), (6, "interval", 2.5), (7, "interval", 1.0)),
     ]:
-        tidy_up(tmp_path, save(tmp_path, step, kind, loss), 1)
+        apply_retention(tmp_path, save(tmp_path, step, kind, loss), 1)
         if step == 2:
             assert not link.exists() and names_in(tmp_path) == ["step_2_ckp"]
         if step == 4:
@@ -112,32 +112,34 @@ def test_older_checkpoints_go_and_the_link_follows_the_best(tmp_path: Path, capl
     } and caplog.messages == []
 
 
-def test_a_checkpoint_that_cannot_be_read_again_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_cannot_be_read_again_does_not_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(tmp_path, 3, "preempt")
     newest = save(tmp_path, 4)
     (newest / MANIFEST).unlink()
-    tidy_up(tmp_path, newest, 1)
+    apply_retention(tmp_path, newest, 1)
     assert names_in(tmp_path) == ["step_3_ckp.preempt", "step_4_ckp"]
     assert "step_4_ckp" in caplog.text
 
 
-def test_newer_ones_that_a_start_passed_over_neither_count_nor_go(tmp_path: Path) -> None:
+def test_newer_damaged_checkpoints_neither_count_nor_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 3)
     save(tmp_path, 9, "interval", 0.5)
     (save(tmp_path, 2) / MANIFEST).write_text("{")
-    tidy_up(tmp_path, save(tmp_path, 4, "interval", 1.0), 1)
+    apply_retention(tmp_path, save(tmp_path, 4, "interval", 1.0), 1)
     assert names_in(tmp_path) == ["step_2_ckp", "step_4_ckp", "step_9_ckp"]
     assert (tmp_path / CHECKPOINTS / BEST).readlink() == Path("step_4_ckp")
 
 
-def test_copies_and_what_users_put_there_neither_count_nor_go(tmp_path: Path) -> None:
+def test_copies_and_files_of_users_neither_count_nor_are_removed(tmp_path: Path) -> None:
     checkpoints = tmp_path / CHECKPOINTS
     first = save(tmp_path, 1, evaluation_loss=1.0)
     theirs = ["mine", "step_7_ckp", "the_best", "notes.tmp", "step_1_ckp.backup.tmp", "step_2_ckp.tmp.old"]
     for name in theirs:
         shutil.copytree(first, checkpoints / name)
     for step in (2, 3, 4):
-        tidy_up(tmp_path, save(tmp_path, step, evaluation_loss=3.0), 2)
+        apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=3.0), 2)
     assert all((checkpoints / name / MANIFEST).is_file() for name in theirs)
     assert set(names_in(tmp_path)) - set(theirs) == {"step_1_ckp", "step_3_ckp", "step_4_ckp"}
     assert (checkpoints / BEST).readlink() == Path("step_1_ckp")
@@ -149,7 +151,7 @@ def test_a_file_of_a_user_in_the_place_of_the_link_stays(tmp_path: Path, loss: f
     theirs = [folder.with_name("best"), folder.with_name("best.tmp")]
     for path in theirs:
         path.write_text("my notes")
-    tidy_up(tmp_path, folder, None)
+    apply_retention(tmp_path, folder, None)
     assert [path.read_text() for path in theirs] == ["my notes"] * 2
 
 
@@ -160,13 +162,13 @@ def failing(number: int) -> Callable[..., None]:
     return fail
 
 
-def test_what_cannot_be_removed_or_linked_is_said_and_no_more(
+def test_a_failed_removal_or_link_is_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / CHECKPOINTS / BEST).mkdir(parents=True)
     save(tmp_path, 1)
     newest = save(tmp_path, 2, "interval", 1.0)
     monkeypatch.setattr(Path, "rename", failing(13))
-    tidy_up(tmp_path, newest, 1)
+    apply_retention(tmp_path, newest, 1)
     assert names_in(tmp_path) == ["step_1_ckp", "step_2_ckp"]
     assert "best" in caplog.messages[0] and "step_1_ckp" in caplog.messages[1]

@@ -25,7 +25,7 @@ def config_of(path: Path, *flags: str) -> TrainConfig:
 
 
 def start(path: Path, *flags: str, now: datetime = NOW) -> Path:
-    """What a start does: find or make its folder, and keep its settings there."""
+    """Find or make the folder as a start does, and write the settings there."""
     config = config_of(path, *flags)
     found = existing_run_path(str(path), config)
     if found is not None:
@@ -39,7 +39,7 @@ def later(minutes: int) -> datetime:
     return NOW.replace(minute=30 + minutes)
 
 
-def test_without_a_timestamp_the_path_is_what_was_given(tmp_path: Path) -> None:
+def test_without_a_timestamp_the_path_is_unchanged(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run")
     assert with_run_path(config) == config
     assert not (tmp_path / "run").exists()
@@ -50,7 +50,11 @@ def test_a_restart_with_the_same_settings_finds_its_folder_with_or_without_a_che
     pattern = tmp_path / "[try].{timestamp}"
     first = start(pattern, "seed=1")
     assert first == tmp_path / "[try].20261121-143005" and start(pattern, "seed=1", now=later(1)) == first
-    for flag in ("run_steps=5", "max_starts_without_progress=0", "time_limit=30min"):  # the last two mend a crash loop
+    for flag in (
+        "run_steps=5",
+        "max_starts_without_progress=0",
+        "time_limit=30min",
+    ):  # the last two are remedies of a crash loop
         assert start(pattern, "seed=1", flag, now=later(2)) == first
     (first / "checkpoints" / "step_5_ckp").mkdir(parents=True)
     assert start(pattern, "seed=1", now=later(3)) == first
@@ -84,13 +88,13 @@ def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
     second = start(pattern, now=later(1))
     assert second != first
     assert newest_run_path(str(pattern)) == str(second)
-    (save(first, 9) / MANIFEST).write_text("{")  # the damaged one is passed over, so there is work left
+    (save(first, 9) / MANIFEST).write_text("{")  # the damaged one is skipped, so the run is not finished
     (second / "config.yaml").unlink()
     assert start(pattern, now=later(2)) == first
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_run_that_was_told_to_end_before_its_last_evaluation_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_before_its_last_evaluation_is_resumed(tmp_path: Path) -> None:
     pattern = tmp_path / "try.{timestamp}"
     first = start(pattern)
     manifest = replace(manifest_of(9, kind="final"), state={EVALUATION_STATE: {PENDING_KEY: True}})
@@ -98,7 +102,7 @@ def test_a_run_that_was_told_to_end_before_its_last_evaluation_is_gone_on_with(t
     assert start(pattern, now=later(1)) == first
 
 
-def test_what_the_pattern_did_not_make_is_left_alone(tmp_path: Path) -> None:
+def test_folders_that_do_not_match_the_pattern_are_ignored(tmp_path: Path) -> None:
     for name in ("try.20261121-14300", "try.20261121-143005.old", "try.latest"):
         (tmp_path / name).mkdir()
     (tmp_path / "try.20261121-143006").touch()

@@ -32,14 +32,14 @@ chunks = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=3, m
 
 
 def marked(chunk: Chunk) -> np.ndarray:
-    """A grid with ones inside the chunk."""
+    """Return a grid with ones inside the chunk."""
     grid = np.zeros((13, 13, 13), bool)
     grid[tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))] = True
     return grid
 
 
 @given(chunks, chunks)
-def test_an_overlap_is_what_both_chunks_hold(left: Chunk, right: Chunk) -> None:
+def test_an_overlap_is_the_part_in_both_chunks(left: Chunk, right: Chunk) -> None:
     both = marked(left) & marked(right)
     overlap = left.overlap(right)
     assert (marked(overlap) == both).all() if overlap else not both.any()
@@ -51,14 +51,14 @@ def test_scalars_overlap() -> None:
 
 @contextmanager
 def process(rank: int, world_size: int) -> Iterator[None]:
-    """Be one process of many that talk to nobody."""
+    """Pretend to be one process of many, without communication."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     yield
     dist.destroy_process_group()
 
 
 def sharded(shape: tuple[int, ...], mesh_shape: tuple[int, int], rank: int) -> DTensor:
-    """A tensor laid out as FSDP does, its rows cut over the second axis."""
+    """Return a tensor sharded as by FSDP, its rows divided along the second axis."""
     mesh = init_device_mesh("cpu", mesh_shape)
     pieces = torch.arange(float(np.prod(shape))).reshape(shape).chunk(mesh_shape[1])
     shard = rank % mesh_shape[1]
@@ -93,7 +93,7 @@ def test_every_element_is_written_by_one_process_and_replicas_share_the_work(mes
         assert plan.total_bytes == 4 * (sum(int(np.prod(shape)) for shape in SHAPES.values()) + 1)
     assert all((counts == 1).all() for counts in written.values()) and len(scalars) == 1
     largest = 4 * max(int(np.prod(shape)) for shape in SHAPES.values())
-    for shard in range(mesh_shape[1]):  # its replicas differ by less than a tensor
+    for shard in range(mesh_shape[1]):  # the bytes of its replicas differ by less than a tensor
         replicas = bytes_of_rank[shard :: mesh_shape[1]]
         assert max(replicas) - min(replicas) <= largest
 
@@ -105,13 +105,13 @@ def test_files_hold_neighbouring_blocks_and_about_as_many_bytes_each(monkeypatch
     files = file_of_tensor(tensors, 1)
     assert [files[f"model.layers.{block}.up.weight"] for block in range(3)] == [1, 2, 3]
     assert files["model.embed_tokens.weight"] == files["lm_head.weight"] == 1
-    assert set(file_of_tensor(tensors, 4).values()) == {1}  # a quarter of the bytes each
+    assert set(file_of_tensor(tensors, 4).values()) == {1}  # each process has a quarter of the bytes
 
 
-def test_a_process_has_files_for_all_its_threads_unless_they_would_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_writes_a_file_per_thread_unless_they_would_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"model.layers.{block}.up.weight": torch.empty(10) for block in range(16)}
     monkeypatch.setattr(writer, "SMALL_FILE_BYTES", 80)
     assert max(file_of_tensor(tensors, 1).values()) == writer.FILES_OF_PROCESS
-    assert max(file_of_tensor(tensors, 4).values()) == 2  # 160 bytes a process
+    assert max(file_of_tensor(tensors, 4).values()) == 2  # 160 bytes per process
     monkeypatch.setattr(writer, "FILE_BYTES", 80)
     assert max(file_of_tensor(tensors, 1).values()) == 8

@@ -21,7 +21,7 @@ def share_of(*tensors: torch.Tensor) -> SavePlan:
     return SavePlan({"1": pieces[::2], "2": pieces[1::2]}, 0)
 
 
-def test_a_copy_stays_what_it_was_and_the_next_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_unchanged_until_the_next_copy_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "SLAB_BYTES", 256)
     tensors = [
         torch.randn(3, 5),
@@ -66,7 +66,7 @@ def test_files_are_written_once_all_is_copied_and_no_update_comes_before(
     monkeypatch.setattr(Staging, "wait", lambda staging: calls.append("copied"))
     monkeypatch.setattr(Staging, "hold_update", lambda staging: calls.append("update"))
     monkeypatch.setattr(saver_module, "save_checkpoint", lambda *args, **more: calls.append("written"))
-    monkeypatch.setattr(Saver, "tidy_up", lambda *args: None)
+    monkeypatch.setattr(Saver, "apply_retention", lambda *args: None)
     parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
     optimizer = torch.optim.SGD(parameters.values())
     saver = Saver(CheckpointConfig(ckpt_save_path=str(tmp_path), async_save=True), parameters, optimizer)
@@ -79,7 +79,7 @@ def test_files_are_written_once_all_is_copied_and_no_update_comes_before(
 
 
 class CopyStream:
-    """A stand-in for a GPU's: its copies are done at once."""
+    """Fake GPU staging, whose copies are done at once."""
 
     def wait_stream(self, other: object) -> None: ...
     def record_event(self) -> CopyStream:
@@ -91,13 +91,13 @@ class CopyStream:
 def test_a_save_that_is_waited_for_uses_pinned_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, staging = share_of(torch.randn(3)), Staging(torch.device("cpu"))
     staging.copy(plan)
-    assert staging.copy_if_pinned(plan) is plan  # of a CPU: another copy would gain nothing
+    assert staging.copy_if_pinned(plan) is plan  # on a CPU, a copy would gain nothing
     staging = Staging(torch.device("cpu"))
     for name, stand_in in (("current_stream", lambda device: None), ("stream", lambda stream: nullcontext())):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(saver_module, "_allocate", lambda tensors, pinned: [torch.empty_like(each) for each in tensors])
     monkeypatch.setattr(staging, "_stream", CopyStream())
-    assert staging.copy_if_pinned(plan) is plan  # the first save of a run takes no memory for it
+    assert staging.copy_if_pinned(plan) is plan  # the first save of a run allocates no memory for it
     background = staging.copy(plan)
     waited = staging.copy_if_pinned(plan)
     assert waited.files["1"][0].values is background.files["1"][0].values is not plan.files["1"][0].values

@@ -26,7 +26,7 @@ def own(run: Path) -> CheckpointConfig:
 
 
 def load_newest(config: CheckpointConfig) -> CheckpointRef | None:
-    """The checkpoint that a start goes on from: the newest that can be loaded."""
+    """Return the checkpoint that a start resumes: the newest that can be loaded."""
     damaged: dict[Path, str] = {}
     while (found := find_start(config, damaged)) is not None:
         try:
@@ -43,7 +43,7 @@ def shard_of(folder: Path) -> Path:
 
 
 def forge(folder: Path, name: str, size: int) -> None:
-    """Has the manifest name another file, with a checksum that fits the manifest."""
+    """Make the manifest name another file, with a valid checksum of the manifest."""
     document = json.loads((folder / MANIFEST).read_text())
     del document["checksum"]
     document["files"][name] = {"bytes": size, "crc32": "00000000"}

@@ -33,7 +33,7 @@ def steps_in(run: Path) -> list[int]:
 def test_a_checkpoint_is_found_by_its_manifest_under_any_name(tmp_path: Path) -> None:
     for step in (100, 10):
         save(tmp_path, step)
-    os.utime(save(tmp_path, 9))  # the order is that of the steps, not of the times
+    os.utime(save(tmp_path, 9))  # the order is by step, not by time
     checkpoint_path(tmp_path, 9).rename(tmp_path / CHECKPOINTS / "the one before")
     (tmp_path / CHECKPOINTS / BEST).symlink_to("the one before")
     (tmp_path / CHECKPOINTS / "notes").mkdir()
@@ -78,13 +78,13 @@ def test_the_manifest_says_the_step_and_the_name_only_where_there_is_none(tmp_pa
 
 
 def test_a_kill_between_the_two_renames_of_a_save_again_leaves_the_new_one_in_front(tmp_path: Path) -> None:
-    """Retention and starts take the last of a step; what the save replaces has the second name."""
+    """Retention and starts use the last checkpoint of a step; a replaced one has the second name."""
     folder = save(tmp_path, 5)
     shutil.copytree(folder, folder.with_name("step_5_ckp.step_5"), dirs_exist_ok=True)
     assert [each.path.name for each in committed_checkpoints(tmp_path)] == ["step_5_ckp.step_5", "step_5_ckp"]
 
 
-def test_a_link_in_the_place_of_a_checkpoint_is_replaced_or_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_checkpoint_is_replaced_or_removed_and_its_target_stays(tmp_path: Path) -> None:
     elsewhere, path = save(tmp_path, 5).rename(tmp_path / "large_disk"), checkpoint_path(tmp_path, 5)
     for remove in (False, True):
         path.symlink_to(elsewhere)
@@ -96,7 +96,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_replaced_or_removed_and_what_it_
         assert steps_in(tmp_path) == [] and (elsewhere / MANIFEST).is_file()
 
 
-def test_a_process_that_dies_while_it_saves_a_step_again_leaves_one_that_is_good(
+def test_a_process_that_dies_while_it_saves_a_step_again_leaves_a_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Died(BaseException):
@@ -117,13 +117,13 @@ def test_a_process_that_dies_while_it_saves_a_step_again_leaves_one_that_is_good
             patch.setattr(Path, "rename", rename_or_die)
             save(run, 5)
         newest = committed_checkpoints(run)[-1]
-        assert read_manifest(newest.path).step == 5 and newest.is_as_saved
+        assert read_manifest(newest.path).step == 5 and newest.has_save_name
         save(run, 5)
         assert unfinished_saves(run) == [] and steps_in(run)[-1] == 5
 
 
 def failing(times: int, number: int) -> object:
-    """An os.fsync that fails a few times."""
+    """Return an os.fsync that fails a few times."""
     calls = []
 
     def fsync(descriptor: int) -> None:
@@ -145,10 +145,10 @@ def test_a_full_disk_is_named_with_the_bytes_needed_and_the_older_checkpoint_sta
     assert (raised.value.path or tmp_path).is_relative_to(tmp_path / CHECKPOINTS)
     assert "takes 44 bytes" in str(raised.value)
     assert raised.value.settings == ("ckpt_save_path",)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_5_ckp"]  # nothing takes up the room
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_5_ckp"]  # no leftovers use disk space
 
 
-def test_what_cannot_be_removed_yet_ends_no_save(
+def test_a_failed_removal_does_not_stop_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 5)

@@ -14,10 +14,10 @@ def state() -> TrainState:
 
 
 def ends_after(stopping: EarlyStopping, losses: list[float]) -> int | None:
-    """How many evaluations end the run; None where these do not."""
+    """Return after how many evaluations the run stops; None = never."""
     run = state()
     for number, loss in enumerate(losses, start=1):
-        stopping.note(loss, run)
+        stopping.count_evaluation(loss, run)
         if run.early_end:
             assert run.finished and run.stopping
             return number
@@ -34,12 +34,12 @@ def ends_after(stopping: EarlyStopping, losses: list[float]) -> int | None:
         (2, [math.nan, math.nan], 2),
     ],
 )
-def test_a_run_ends_after_evaluations_without_a_lower_loss(limit: int, losses: list[float], ends: int | None) -> None:
+def test_a_run_stops_after_evaluations_without_a_lower_loss(limit: int, losses: list[float], ends: int | None) -> None:
     assert ends_after(EarlyStopping(limit), losses) == ends
 
 
 @pytest.mark.parametrize("stop", range(5))
-def test_a_resumed_run_goes_on_counting(stop: int) -> None:
+def test_a_resumed_run_continues_to_count(stop: int) -> None:
     losses = [3.0, 4.0, 2.9, 3.0, 3.1]
     before, after = EarlyStopping(2, ("web",)), EarlyStopping(2, ("web",))
     assert ends_after(before, losses[:stop]) is None
@@ -55,6 +55,6 @@ def test_counting_begins_again_where_other_sets_decide_and_after_a_version_that_
         assert after == EarlyStopping(2, ("web",))
 
 
-def test_without_a_limit_and_a_choice_checkpoints_keep_what_they_always_did() -> None:
+def test_without_a_limit_and_a_choice_the_state_has_the_fields_of_earlier_versions() -> None:
     assert EarlyStopping(0, (), 1.0, 3).state_dict() == {}
     assert EarlyStopping(0, ("web",), 1.0, 3).state_dict() == {"decided_by": ["web"]}

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 class Successor(nn.Module):
-    """Says that the likeliest next token is the last one plus one; keeps what it was shown."""
+    """Model whose likeliest next token is the last token plus one; records its inputs."""
 
     def __init__(self, vocab_size: int = 10) -> None:
         super().__init__()

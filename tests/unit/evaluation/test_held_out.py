@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 class LossIsInput(nn.Module):
-    """The loss of a position is its input token, a hit if that is 7; ignored labels do not count. With z-loss."""
+    """Model whose loss is the input token, and a hit if the token is 7; ignored labels do not count. With z-loss."""
 
     def forward(
         self,
@@ -51,7 +51,7 @@ def observer_of(reports: list[Report]) -> Any:
 
 
 def sources(opened: list[int]) -> list[EvaluationSource]:
-    """Two sets, a and b, whose rows lie in the same batches, and a third one."""
+    """Two sets, a and b, with rows in the same batches, and a third set."""
     first = MicroBatch(torch.tensor([[1, 1, 1], [1, 1, 1]], dtype=torch.int32), datasets_B=torch.tensor([0, 1]))
     second = MicroBatch(
         torch.tensor([[7, 7, 7], [9, 9, 9]], dtype=torch.int32), torch.tensor([3, 0]), datasets_B=torch.tensor([1, 0])
@@ -124,7 +124,7 @@ def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run_and_never_wi
     assert len(reports) == 3
 
 
-def test_a_run_ends_early_and_a_sample_follows_each_evaluation_but_the_one_that_ends_it() -> None:
+def test_a_run_stops_early_and_text_follows_each_evaluation_but_the_last() -> None:
     reports: list[Report] = []
     evaluator = evaluator_with([], reports)
     evaluator.early_stopping = EarlyStopping(2)

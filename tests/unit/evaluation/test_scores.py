@@ -54,7 +54,7 @@ def test_sums_are_over_the_labels_of_each_dataset() -> None:
     ]
     assert sums.tolist() == expected
     assert float(sums[:, 0].sum()) == pytest.approx(float(loss.objective_sum))
-    loss.tokens_BS2[0, 0, 0] = math.nan  # which stays with its dataset
+    loss.tokens_BS2[0, 0, 0] = math.nan  # must stay in its dataset
     sums = SCORES.measure(loss.tokens_BS2, LABELS, ROWS, 2)
     assert sums[0].isfinite().all() and math.isnan(sums[1, 0])
 
@@ -81,7 +81,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_users_own_score_has_a_column_and_ignored_labels_are_left_out() -> None:
+def test_a_user_defined_score_has_a_column_and_ignored_labels_do_not_count() -> None:
     scores = Scores(["scores_of_mine:Mine", "scores_of_mine:Inherited"])
     assert scores.columns == ("losses", "hits", "tokens", "bytes", "custom/Mine")
     sums = scores.measure(loss_of(LABELS).tokens_BS2, LABELS, ROWS, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, write_two_datasets
 
-from pretraining.checkpoint.lease import LEASE, Holder, look_at_lease
+from pretraining.checkpoint.lease import LEASE, Holder, must_wait_for_lease
 from pretraining.cli import main
 from pretraining.config.fields import settings_of
 from pretraining.config.recipes import load_config
@@ -110,7 +110,7 @@ def test_a_resume_is_planned_from_its_checkpoint_with_what_has_changed(tmp_path:
     same = ["--use_dummy_dataset", "--num_steps=4", f"--ckpt_save_path={tmp_path}/run"]
     text = show(*same, "--weight_decay=0.2")
     assert f"start       from {tmp_path}/run/checkpoints/step_2_ckp, step 2" in text
-    assert "weight_decay was 0.1 and is 0.2 from here on" in text and "dry_run was" not in text
+    assert "weight_decay changed from 0.1 to 0.2" in text and "dry_run was" not in text
     assert "step 3, all ranks: the global batch has 2 slots" in text and "begins with step 3" in text
     train(tmp_path / "run", "use_dummy_dataset=true")
     assert load_config(tmp_path / "run" / "config.yaml").run.dry_run is False
@@ -207,9 +207,9 @@ def test_a_lease_of_a_process_that_is_gone_refuses_nothing_and_one_from_elsewher
     for holder, lines in ((replace(here, process_start="long ago"), 0), (replace(here, machine="node7"), 1)):
         content = json.dumps(with_checksum(vars(holder)))
         (tmp_path / LEASE).write_text(content)
-        look_at_lease(tmp_path)
+        must_wait_for_lease(tmp_path)
         assert len(caplog.messages) == lines and (tmp_path / LEASE).read_text() == content
     assert "a start waits up to 60 s" in caplog.messages[0]
     (tmp_path / LEASE).write_text(json.dumps(with_checksum(vars(here))))
-    with pytest.raises(CheckpointError, match="another run is writing"):
-        look_at_lease(tmp_path)
+    with pytest.raises(CheckpointError, match="another run writes"):
+        must_wait_for_lease(tmp_path)

@@ -77,7 +77,7 @@ def test_four_files_without_a_manifest_are_complete_and_shards_without_one_are_d
         (run / "checkpoints" / name / MANIFEST).unlink()
     rows = {row["name"]: row for row in map(json.loads, shown(run, json=True))}
     assert (rows["step_10_ckp"]["state"], rows["step_10_ckp"]["step"]) == ("complete", 10)
-    assert rows["step_2_ckp"]["state"] == "damaged" and "has lost its manifest.json" in rows["step_2_ckp"]["fault"]
+    assert rows["step_2_ckp"]["state"] == "damaged" and "its manifest.json is missing" in rows["step_2_ckp"]["fault"]
 
 
 def test_a_run_without_checkpoints_has_none_and_no_run_is_an_error(tmp_path: Path, shown: Shown) -> None:

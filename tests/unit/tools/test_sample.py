@@ -149,7 +149,7 @@ def test_weights_that_are_not_finite_are_said(tmp_path: Path, capsys: pytest.Cap
     weights = tensors_of(SHAPES["plain"])
     weights["lm_head.weight"][5] = torch.nan
     write_sharded(run / "checkpoints" / "step_4_ckp", weights, manifest_of(SHAPES["plain"], 4))
-    with pytest.raises(CheckpointError, match=r"step_4_ckp.*lm_head\.weight holds numbers that are not finite"):
+    with pytest.raises(CheckpointError, match=r"step_4_ckp.*lm_head\.weight has values that are not finite"):
         printed(capsys, run, prompt_tokens=(1,))
 
 

@@ -146,24 +146,24 @@ def without(end: str) -> Change:
     ("change", "message"),
     [
         (cut((0, 20), (20, 32)), None),
-        (cut((0, 20), (24, 32)), "of shape [32, 16], 20 to 23 of dim 0 are missing or there twice"),
-        (cut((0, 20), (16, 32)), "16 to 19 of dim 0 are missing or there twice"),
-        (cut((0, 20), (0, 20), (20, 32)), "2 pieces hold the same elements"),
+        (cut((0, 20), (24, 32)), "of shape [32, 16], 20 to 23 of dim 0 are missing or duplicated"),
+        (cut((0, 20), (16, 32)), "16 to 19 of dim 0 are missing or duplicated"),
+        (cut((0, 20), (0, 20), (20, 32)), "2 chunks hold the same elements"),
         (cut((0, 20)), "dim 0 ends at 20, not at 32"),
-        (cut((0, 16), (8, 16), (24, 32)), "8 to 15 of dim 0 are missing or there twice"),
+        (cut((0, 16), (8, 16), (24, 32)), "8 to 15 of dim 0 are missing or duplicated"),
         (cut((0, 20), (20, 32), dtypes=(torch.float32, torch.float16)), "are of different types (in part"),
         (put(torch.zeros(32, 16).half()), f"{UP} is of type torch.float16, not"),
         (put(torch.zeros(32, 16).int()), f"{UP} is of type torch.int32, not"),
         (put(torch.zeros(40, 16)), "dim 0 ends at 40, not at 32"),
-        (put(torch.zeros(32)), f"{UP} has not the 2 dims of its shape [32, 16]"),
+        (put(torch.zeros(32)), f"{UP} does not have the 2 dims of its shape [32, 16]"),
         (put(torch.zeros(32, 16).long(), f"optimizer.exp_avg.{UP}"), "is of type torch.int64, not"),
-        (put(torch.zeros(1), f"optimizer.step.{UP}"), "has not the 0 dims"),
-        (put(torch.zeros(()), f"optimizer.exp_avg.{UP}"), "has not the 2 dims"),
+        (put(torch.zeros(1), f"optimizer.step.{UP}"), "does not have the 0 dims"),
+        (put(torch.zeros(()), f"optimizer.exp_avg.{UP}"), "does not have the 2 dims"),
         (put(torch.zeros(9, 16), f"optimizer.exp_avg.{UP}"), "dim 0 ends at 9, not at 32"),
         (put(torch.zeros(32), f"optimizer.row_means.{UP}"), None),
         (put(torch.zeros(1), "model.foreign"), "model.foreign is no tensor of the model (in"),
         (lambda pieces: [piece for piece in pieces if piece.name != UP], f"lacks {UP}"),
-        (without(f".{UP}"), f"lacks the optimizer's state of {UP}"),
+        (without(f".{UP}"), f"lacks the optimizer state of {UP}"),
     ],
 )
 def test_pieces_that_do_not_make_each_tensor_once_are_named(
@@ -273,7 +273,9 @@ def test_a_run_is_checked_wholly(tmp_path: Path, capsys: pytest.CaptureFixture[s
     flip_byte(checkpoints / "step_2_ckp" / FIRST)
     (checkpoints / "step_3_ckp" / MANIFEST).unlink()
     said = lines(tmp_path, damaged=2)
-    assert "no faults" in said[0] and FIRST in said[1] and "step_3_ckp: damaged: it has lost" in said[2]
+    assert (
+        "no faults" in said[0] and FIRST in said[1] and "step_3_ckp: damaged: its manifest.json is missing" in said[2]
+    )
     assert len(lines(checkpoints / "step_1_ckp", damaged=0)) == len(lines(checkpoints / "step_3_ckp", damaged=1)) == 1
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         verify(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")))

@@ -1,4 +1,4 @@
-"""With a document mask, documents that share a row train as if each had one of its own."""
+"""With a document mask, documents that share a row train as if each had its own row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pretraining.train.step import train_step
 
 
 def llama() -> Llama:
-    """With weights large enough that a token of another document would show."""
+    """With large weights, so that a token of another document would change the result."""
     model = Llama(TINY_SHAPE)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def gradients_of(model: Llama, loss_sum: Tensor) -> list[Tensor]:
 
 
 def documents_of(width: int, rows: list[Row]) -> list[tuple[int, int, Tensor]]:
-    """Row, place and tokens of every piece of a document."""
+    """Return row, offset and tokens of every piece of a document."""
     tokens = pack(width, rows, vocab_size=TINY_SHAPE.vocab_size).tokens_BT.long()
     return [
         (number, sum(row[:index]), tokens[number, sum(row[:index]) :][:length])
@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_the_sums_of_those_of_each_document_alone(batch: 
         torch.testing.assert_close(gradient, other, atol=1e-4, rtol=1e-4)
 
 
-def test_what_stands_in_padding_changes_nothing() -> None:
+def test_the_content_of_padding_changes_nothing() -> None:
     model, inputs = llama(), inputs_of(9, [[4, 2], [], [9]])
     loss_sum, count = loss_of(model, inputs)
     gradients = gradients_of(model, loss_sum)
@@ -99,5 +99,5 @@ def test_a_step_is_the_same_whether_documents_share_rows_or_not() -> None:
         assert float(outcome.grad_norm) == pytest.approx(float(outcomes[0].grad_norm), rel=1e-5)
     for one, other in zip(*weights, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    # The last token of a row is no input: 4 + 3 + 1, 8, 5 + 3, and three rows of padding.
+    # The last token of a row is only a label: 4 + 3 + 1, 8, 5 + 3, and three rows of padding.
     assert outcomes[0].attention_span == pytest.approx((16 + 9 + 1 + 64 + 25 + 9 + 3 * 64) / 48)

@@ -1,4 +1,4 @@
-"""Whole runs in this process that are evaluated: on several sets, by which the best is chosen, and where that ends."""
+"""Whole runs in this process with evaluations: several sets, choice of the best checkpoint, early stopping."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETS = ("first", "second", "books")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two datasets to train on, and beside them a folder of another one."""
+    """Two training datasets, and the folder of a third one beside them."""
     folder = tmp_path_factory.mktemp("evaluation")
     write_dataset(folder / "books", documents=50, seed=2)
     return write_two_datasets(folder / "data")
@@ -49,13 +49,13 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(data: Path) -> Path:
-    """A run of 4 steps, evaluated and saved at 2 and 4."""
+    """A run of 4 steps, evaluated and saved at steps 2 and 4."""
     start(data.parent / "trained", data, "checkpoint_interval=2")
     return data.parent / "trained"
 
 
 def evaluated(run: Path, data: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
-    """What `--eval_only` prints as JSON, behind a table with a line a set."""
+    """Return the JSON that `--eval_only` prints after a table with one line per set."""
     capsys.readouterr()
     start(run, data, "eval_only=true", *more)
     *_, last = lines = capsys.readouterr().out.splitlines()
@@ -82,7 +82,7 @@ def test_each_set_has_loss_perplexity_and_accuracy_and_the_mean_is_over_their_to
     assert read_manifest(checkpoint(trained, 4)).evaluation_loss == last["evaluation_loss"]
 
 
-def test_evaluating_alone_finds_what_the_run_found_and_writes_nothing(
+def test_eval_only_has_the_results_of_the_run_and_writes_nothing(
     trained: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last = evaluations(trained)[-1]
@@ -96,7 +96,7 @@ def test_evaluating_alone_finds_what_the_run_found_and_writes_nothing(
             assert found["sets"][name]["loss"] == pytest.approx(last[f"evaluation_loss/{name}"], rel=1e-6)
             assert found["sets"][name]["token_accuracy"] == last[f"evaluation_token_accuracy/{name}"]
     assert evaluated(trained, data, capsys)["step"] == 4
-    # An export is evaluated without training data, too.
+    # An export is evaluated without training data.
     alone = [f"eval_datasets={data.parent}/books,{data}/first", f"ckpt_load_path={exported}", "eval_only=true"]
     main(["train", *alone, "seq_length=32", "sep_token=0", "logical_shards=8", "mixed_precision=false"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -120,19 +120,23 @@ def test_the_best_checkpoint_is_that_of_the_set_that_decides(data: Path, tmp_pat
     manifest = read_manifest(checkpoint(tmp_path, 4))
     assert manifest.evaluation_loss == evaluations(tmp_path)[-1]["evaluation_loss/books"]
     assert manifest.decided_by == ("books",) and manifest.best_evaluation_loss is not None
-    # Another set decides from here on: what was best before does not count.
+    # Another set decides now, so the earlier best loss does not count.
     start(tmp_path, data, "best_by=first", "num_steps=6", "eval_interval=6", "learning_rate=1e-30")
     last = read_manifest(checkpoint(tmp_path, 6))
     assert last.evaluation_loss == last.best_evaluation_loss == evaluations(tmp_path)[-1]["evaluation_loss/first"]
     assert (tmp_path / "checkpoints" / "best").resolve() == checkpoint(tmp_path, 6)
 
 
-def test_a_run_stops_early_and_says_so_and_goes_on_when_it_is_told_to(data: Path, tmp_path: Path) -> None:
-    still = ("num_steps=20", "learning_rate=0", "report_interval=4")  # nothing is learned: the first is the best
+def test_a_run_stops_early_with_a_message_and_resumes_with_a_larger_limit(data: Path, tmp_path: Path) -> None:
+    still = (
+        "num_steps=20",
+        "learning_rate=0",
+        "report_interval=4",
+    )  # learning rate 0: the first evaluation is the best
     stopping = "early_stopping_evaluations=2"
     start(tmp_path, data, *still, stopping, "run_steps=4")
     assert status_of(tmp_path)["status"] == "finished" and status_of(tmp_path)["reason"] == "4 of 20 steps are done"
-    for _ in range(2):  # the second time nothing is trained
+    for _ in range(2):  # the second start trains nothing
         start(tmp_path, data, *still, stopping)
         assert status_of(tmp_path)["status"] == "finished" and status_of(tmp_path)["step"] == 6
         assert "stopped early" in status_of(tmp_path)["reason"]
@@ -151,7 +155,7 @@ def test_a_run_stops_early_and_says_so_and_goes_on_when_it_is_told_to(data: Path
         (["eval_only=true", "ckpt_save_path=nothing/here"], CheckpointError, "ckpt_load_path"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(
+def test_a_model_that_cannot_be_evaluated_is_refused(
     data: Path, tmp_path: Path, more: list[str], kind: type[PretrainError], setting: str
 ) -> None:
     error = refusal(tmp_path / "run", data, *more)
@@ -181,7 +185,7 @@ def test_a_set_that_gets_no_sequence_has_no_numbers(data: Path, tmp_path: Path) 
     assert line["evaluation_loss/second"] is None and line["evaluation_loss"] > 0
 
 
-def test_a_time_limit_ends_an_evaluation_alone_and_nothing_is_printed(
+def test_a_time_limit_stops_eval_only_and_nothing_is_printed(
     trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert isinstance(refusal(trained, data, "eval_only=true", "time_limit=0.001s"), Preempted)

@@ -1,4 +1,4 @@
-"""Whole runs in float8: they learn as in bfloat16, and checkpoints do not know of it."""
+"""Whole runs in float8: they learn as in bfloat16, and their checkpoints are the same."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pretraining.cli import main
 
 BFLOAT16 = [flag for flag in TINY if not flag.startswith("mixed_precision")] + ["mixed_precision=true"]
 TOLERANCE = 5e-3
-"""Of the loss of each step, relative; over three seeds the largest difference was 1e-3 in 40 steps."""
+"""Relative difference of a step's loss; over three seeds the largest was 1e-3 in 40 steps."""
 
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     emulate_float8(monkeypatch)
-    with config.patch(emulate_precision_casts=False):  # float8 sets it for the rest of a process
+    with config.patch(emulate_precision_casts=False):  # float8 changes it for the whole process
         yield
 
 
@@ -67,6 +67,6 @@ def test_initial_weights_and_exports_are_those_without_float8(tmp_path: Path, da
     assert all(torch.equal(tensor, float8[name]) for name, tensor in none.items())
 
 
-def test_a_run_in_float8_on_a_cpu_ends_before_it_starts(tmp_path: Path) -> None:
+def test_float8_on_a_cpu_is_refused(tmp_path: Path) -> None:
     assert "float8" in refusal(tmp_path / "run", "float8=tensorwise", model=BFLOAT16).settings
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -11,7 +11,7 @@ from pretraining.train.garbage import GarbageCollection
 
 
 class Cycle:
-    """An object that only the collector can free."""
+    """Object in a reference cycle, which only the collector can free."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -27,7 +27,7 @@ def collector_as_before() -> Iterator[None]:
 
 
 def collections_at(interval: int, steps: int, restored: int = 0) -> list[int]:
-    """The steps after which a cycle of that step is gone."""
+    """Return the steps after which their cycle was collected."""
     state, gone = TrainState(restored + steps, restored + steps, 1, Progress(restored, 0)), []
     with GarbageCollection(interval) as garbage:
         while not state.stopping:
@@ -46,9 +46,7 @@ def test_garbage_is_collected_at_steps_that_depend_on_their_number_alone() -> No
 
 @pytest.mark.parametrize("interval", [0, 10])
 @pytest.mark.parametrize("is_on", [True, False])
-def test_between_collections_python_collects_nothing_and_the_collector_is_as_before_when_an_error_ends_the_loop(
-    is_on: bool, interval: int
-) -> None:
+def test_python_collects_only_on_the_interval_and_an_error_restores_the_collector(is_on: bool, interval: int) -> None:
     (gc.enable if is_on else gc.disable)()
     with pytest.raises(KeyError), GarbageCollection(interval) as garbage:
         assert gc.isenabled() is (is_on and interval == 0)

@@ -1,4 +1,4 @@
-"""A run says what memory it will take before it takes any, and one that cannot fit is refused with what would."""
+"""A run logs its estimated memory first, and a model that cannot fit is refused with settings that would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> None:
-    """Checks a run in float32 on a machine with so much memory."""
+    """Check a float32 run on a machine with this much memory."""
     config = load_train_config(["use_dummy_dataset=true", "mixed_precision=false", *flags])
     here = Processes(0, processes, 0, processes, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
@@ -38,10 +38,10 @@ def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> N
         (24, "model_variant=llama3_8b batch_size=1 seq_length=1024 vocab_size=32000", "--model_variant=llama3.2_1b"),
         (15.5, "model_variant=125m batch_size=64 seq_length=1024", "--batch_size=8 (about 8.6 GiB)"),
         (5, "model_variant=125m batch_size=64 seq_length=1024", "--batch_size=2 (about "),
-        (0.1, "model_variant=tiny batch_size=1 seq_length=64", "Nothing smaller"),
+        (0.1, "model_variant=tiny batch_size=1 seq_length=64", "No smaller"),
     ],
 )
-def test_what_cannot_fit_is_refused_with_what_would(gib: float, flags: str, would_fit: str) -> None:
+def test_a_model_that_cannot_fit_is_refused_with_settings_that_would(gib: float, flags: str, would_fit: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(would_fit)) as refused:
         check(gib, *flags.split())
     assert {"batch_size", "seq_length", "ignore_memory"} <= set(refused.value.settings)
@@ -55,7 +55,7 @@ def test_a_run_whose_full_checkpoints_cannot_be_gathered_is_refused() -> None:
     with pytest.raises(CheckpointError) as refused:
         check(1.4, *flags, shard_size=8)
     assert set(refused.value.settings) == {"ckpt_format", "ignore_memory"}
-    with pytest.raises(ConfigError):  # alone on a CPU it needs no other copy, and is too large itself
+    with pytest.raises(ConfigError):  # a single CPU process gathers nothing, and the model itself is too large
         check(1.4, *flags)
 
 
@@ -66,7 +66,7 @@ def test_processes_of_a_machine_share_its_memory() -> None:
         check(8, *flags, processes=8)
 
 
-def test_what_is_within_the_error_of_the_estimate_is_not_refused() -> None:
+def test_a_model_within_the_error_of_the_estimate_is_not_refused() -> None:
     flags = ("model_variant=125m", "batch_size=64", "seq_length=1024")  # about 50.4 GiB
     check(43, *flags)
     with pytest.raises(ConfigError):
@@ -81,7 +81,7 @@ def test_gradients_that_come_after_the_peak_are_named(caplog: pytest.LogCaptureF
     caplog.set_level(logging.INFO, logger="pretraining")
     config = load_train_config(["use_dummy_dataset=true", "model_variant=125m", "mixed_precision=false"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_check, "_limit_of", lambda processes: (80 * GIB, "80 GiB free on cuda:0"))
+        patch.setattr(memory_check, "_available_memory", lambda processes: (80 * GIB, "80 GiB free on cuda:0"))
         check_memory(config, resolve_shape(config.model), 1, Processes(0, 1, 0, 1, torch.device("cuda")))
     (line,) = caplog.messages
-    assert line.endswith(f", less {format_gib(511.6 * 2**20)} of gradients that come after the peak")
+    assert line.endswith(f", minus {format_gib(511.6 * 2**20)} of gradients that are allocated after the peak")

@@ -23,7 +23,7 @@ from pretraining.train.step import StepContext, train_step
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-# What makes the host wait for a GPU: reading a number, and results whose size depends on numbers.
+# Operations that make the host wait for a GPU: they return a number, or their output size depends on values.
 WAITING = {
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"),
     *("nonzero", "nonzero_numpy", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "argwhere"),
@@ -32,13 +32,13 @@ WAITING = {
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses operations that a GPU would have to answer the host."""
+    """Refuse operations that make the host wait for a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func).removeprefix("aten.")
         asks = name.split(".")[0] in WAITING or name in WAITING
-        if name.startswith(("index.", "index_put", "_index_put")):  # a mask is turned into places, which are counted
+        if name.startswith(("index.", "index_put", "_index_put")):  # a mask becomes indices, which are counted
             asks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         if name == "repeat_interleave.Tensor" and kwargs.get("output_size") is not None:
             asks = False
@@ -48,7 +48,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def documents(batch: StepBatch) -> StepBatch:
-    """The batch with two documents a row."""
+    """Return the batch with two documents per row."""
     told_apart = []
     for micro_batch in batch.micro_batches:
         rows, length = micro_batch.tokens_BT.shape
@@ -99,7 +99,7 @@ def test_a_step_asks_the_device_for_nothing(
 ) -> None:
     derive = MicroBatch.model_inputs
 
-    def derive_unwatched(micro_batch: MicroBatch) -> ModelInputs:  # the test above watches it
+    def derive_unwatched(micro_batch: MicroBatch) -> ModelInputs:  # the test above checks it
         with _disable_current_modes():
             return derive(micro_batch)
 

@@ -1,4 +1,4 @@
-"""What a run says when memory runs out."""
+"""Out-of-memory errors of a run."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def fail_at_step_3(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) ->
 
 
 @pytest.mark.parametrize("fail", [too_large, gpu_is_full])
-def test_a_run_without_memory_says_where_it_went_and_what_would_help(
+def test_an_out_of_memory_error_names_where_memory_went_and_what_takes_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]
 ) -> None:
     fail_at_step_3(monkeypatch, fail)
     error = refusal(tmp_path, "batch_size=4")
-    dist.destroy_process_group()  # of a process that is alone with its error, and ends with it
+    dist.destroy_process_group()  # the process is alone, and exits after its error
     assert isinstance(error, OutOfMemoryError) and error.rank == 0 and "batch_size" in error.settings
     assert str(error).startswith("out of memory in step 3, at pretraining/train/loop.py:")
     parameters = sum(4 * size for size in (2 * 64 * 32, 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32), 32))

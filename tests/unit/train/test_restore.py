@@ -1,4 +1,4 @@
-"""Starts that go on, or go back, as whole runs in this process: damaged checkpoints leave no trace."""
+"""Starts that resume or go back, as whole runs in this process: damaged checkpoints leave no trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes
 from pretraining.errors import CheckpointError, ConfigError, PretrainError
 from pretraining.launch.cpu_threads import CpuThreads
-from pretraining.train.plan import keep_threads
+from pretraining.train.plan import restore_cpu_threads
 
 EACH = "checkpoint_interval=1"
 
@@ -38,7 +38,7 @@ def refusal(run: Path, *flags: str) -> PretrainError:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 2 and 4, of 6."""
+    """A run of 6 steps, stopped at 4, with checkpoints at 2 and 4."""
     run = tmp_path_factory.mktemp("begun") / "run"
     start(run, "checkpoint_interval=2", "run_steps=4")
     return run
@@ -46,11 +46,11 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(begun: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the run."""
     return shutil.copytree(begun, tmp_path / "run", symlinks=True)
 
 
-def test_a_start_that_passed_over_a_damaged_checkpoint_goes_on_as_if_it_were_not_there(
+def test_a_start_that_skips_a_damaged_checkpoint_trains_as_if_it_did_not_exist(
     run: Path, begun: Path, tmp_path: Path
 ) -> None:
     without = shutil.copytree(begun, tmp_path / "without")
@@ -113,13 +113,13 @@ FITTING = CpuThreads(4, is_chosen=True)
     ],
     ids=str,
 )
-def test_a_run_goes_on_with_its_number_of_threads_where_they_fit_and_says_where_not(
+def test_a_run_resumes_with_its_number_of_threads_if_they_fit_and_logs_if_not(
     world: dict[str, Any], threads: CpuThreads, kept: int, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     manifest = replace(manifest_of(1), world={"processes": 1, "sharding_strategy": "fsdp", **world})
     alone = Processes(0, 1, 0, 1, torch.device("cpu"))
-    keep_threads(CheckpointRef(Path("c"), manifest), TrainConfig(), alone, threads)
+    restore_cpu_threads(CheckpointRef(Path("c"), manifest), TrainConfig(), alone, threads)
     assert torch.get_num_threads() == kept and len(caplog.messages) == is_said
 
 
@@ -128,7 +128,7 @@ def test_another_optimizer_is_refused_unless_its_state_is_left_behind(run: Path,
     assert isinstance(error, ConfigError) and {"optimizer", "load_optimizer"} <= set(error.settings)
     changed = ["optimizer=sgdm", "load_optimizer=false", EACH]
     start(run, *changed, "run_steps=1")
-    start(run, *changed)  # as a restarted job has it: momentum goes on
+    start(run, *changed)  # the same command, as in a restarted job: momentum continues
     whole = shutil.copytree(begun, tmp_path / "whole")
     start(whole, *changed)
     assert equal(checkpoint(run, 6), checkpoint(whole, 6))
@@ -137,20 +137,20 @@ def test_another_optimizer_is_refused_unless_its_state_is_left_behind(run: Path,
 def test_load_optimizer_false_holds_until_a_save_was_made_with_it(run: Path, begun: Path, tmp_path: Path) -> None:
     anew = ["load_optimizer=false", EACH]
     start(run, *anew, "run_steps=1")
-    start(run, *anew)  # as a restarted job has it
+    start(run, *anew)  # the same command, as in a restarted job
     whole, kept = (shutil.copytree(begun, tmp_path / name) for name in ("whole", "kept"))
     start(whole, *anew)
     start(kept, EACH)
     assert equal(checkpoint(run, 6), checkpoint(whole, 6)) and not equal(checkpoint(run, 6), checkpoint(kept, 6))
 
 
-def test_a_start_that_is_killed_after_it_went_back_begins_the_optimizer_anew_again(run: Path, tmp_path: Path) -> None:
+def test_a_start_that_is_killed_after_a_rewind_starts_a_new_optimizer_again(run: Path, tmp_path: Path) -> None:
     start(run, "load_optimizer=false", EACH, "run_steps=1")  # a script may always pass it
     back = ["resume_from_checkpoint=5", "load_optimizer=false", EACH]
     killed, whole = (shutil.copytree(run, tmp_path / name) for name in ("killed", "whole"))
     start(whole, *back)
     start(killed, *back)
-    shutil.rmtree(checkpoint(killed, 6))  # as a kill before the first save leaves it
+    shutil.rmtree(checkpoint(killed, 6))  # the state after a kill before the first save
     start(killed, *back)
     assert equal(checkpoint(killed, 6), checkpoint(whole, 6))
     start(run, EACH)
@@ -173,8 +173,8 @@ def test_a_run_goes_back_to_an_older_checkpoint_of_its_own_once(
     (aside,) = (run / "checkpoints").glob("set_aside_*")
     assert started_at(run) == 2 and [path.name for path in aside.iterdir()] == ["step_4_ckp"]
     assert equal(aside / "step_4_ckp", checkpoint(begun, 4))
-    assert len(losses_of(run)) == 3  # steps 1, 2, and 3 anew
-    # The same command, as a restarted job has it: once from what came after, at last from the end.
+    assert len(losses_of(run)) == 3  # steps 1, 2, and 3 again
+    # The same command, as in a restarted job: first from the newer checkpoint, then from the end.
     start(run, *back, "run_steps=2", "keep_last=1")
     assert started_at(run) == 3 and not checkpoint(run, 2).exists() and (aside / "step_4_ckp").exists()
     start(run, *back)
@@ -210,7 +210,7 @@ def test_another_request_goes_back_again_and_one_that_ended_halfway_does_the_res
     "request_of_run",
     ["3", "step_3_ckp", "{begun}/checkpoints/step_3_ckp", "{run}", "{run}/checkpoints", "{run}/checkpoints/aside/2"],
 )
-def test_going_back_to_what_is_no_checkpoint_of_the_run_is_refused(request_of_run: str, run: Path, begun: Path) -> None:
+def test_a_rewind_to_a_checkpoint_of_another_run_is_refused(request_of_run: str, run: Path, begun: Path) -> None:
     (run / "checkpoints" / "aside" / "2").mkdir(parents=True)
     error = refusal(run, f"resume_from_checkpoint={request_of_run.format(run=run, begun=begun)}")
     assert isinstance(error, CheckpointError) and error.settings == ("resume_from_checkpoint",)
@@ -238,13 +238,13 @@ def test_copies_of_the_step_stay_where_they_are(run: Path) -> None:
     assert copy.exists() and not checkpoint(run, 4).exists()
 
 
-def test_what_a_run_begins_with_may_be_said(run: Path, tmp_path: Path) -> None:
+def test_init_from_checks_the_start_point(run: Path, tmp_path: Path) -> None:
     fresh = tmp_path / "fresh"
     assert "init_from" in refusal(run, "init_from=scratch").settings
     assert "init_from" in refusal(fresh, "init_from=resume").settings
     start(run, "init_from=resume", "run_steps=1")
     assert started_at(run) == 4
-    for _ in range(2):  # a restarted job goes on
+    for _ in range(2):  # a restarted job resumes
         start(fresh, "init_from=scratch", "run_steps=2")
     assert started_at(fresh) == 2
     assert "resume_from_checkpoint" in refusal(fresh, "init_from=scratch", "resume_from_checkpoint=2").settings
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_elsewhere_begins_a_run_and_is_left_alone_where_there_is
         start(run, elsewhere, "run_steps=1", EACH)
         assert started_at(run) == begins
     assert refusal(tmp_path / "other", "resume_from_checkpoint=/nowhere").settings == ("resume_from_checkpoint",)
-    for load_path, begins in ((checkpoint(run, 3), 4), (begun, 5)):  # beside checkpoints of the run's own
+    for load_path, begins in ((checkpoint(run, 3), 4), (begun, 5)):  # besides the run's own checkpoints
         start(run, f"ckpt_load_path={load_path}", "run_steps=1")
         assert started_at(run) == begins
     assert "ckpt_load_path" in refusal(run, "resume_from_checkpoint=2", f"ckpt_load_path={begun}").settings
@@ -269,7 +269,7 @@ def test_a_vocabulary_that_is_not_given_is_big_enough_for_the_tokenizer(tmp_path
     assert 256 < write_tokenizer(tmp_path / "tokenizer", 300) < 384
     model = [each for each in TINY if not each.startswith("vocab_size=")]
     flags = ["num_steps=2", "sample_tokens=0", f"tokenizer_path={tmp_path / 'tokenizer'}"]
-    # A run that was begun with another number goes on with it.
+    # A run that began with another number keeps it.
     for run, given, rows in ((tmp_path / "run", [], 384), (tmp_path / "other", ["vocab_size=400"], 400)):
         whole_runs.start(run, *flags, *given, "run_steps=1", model=model)
         whole_runs.start(run, *flags, model=model)

@@ -11,31 +11,31 @@ from unit.checkpoint.examples import save
 from unit.train.whole_runs import checkpoint, damage, equal, manifest_of, start, started_at
 
 from pretraining.checkpoint.manifest import MANIFEST
-from pretraining.checkpoint.retention import tidy_up
+from pretraining.checkpoint.retention import apply_retention
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.model.loss import HeadLoss
 from pretraining.train import rollback
 from pretraining.train.loop import Run, train_loop
-from pretraining.train.rollback import _set_aside_from
+from pretraining.train.rollback import _set_aside_newer
 
 
 @pytest.mark.usefixtures("single_process")
-def test_no_start_finds_what_is_set_aside_and_best_leads_to_one_that_is_left(tmp_path: Path) -> None:
+def test_no_start_finds_set_aside_checkpoints_and_best_links_to_a_remaining_one(tmp_path: Path) -> None:
     checkpoints = tmp_path / CHECKPOINTS
     for step, loss in ((2, 3.0), (4, 2.5), (6, 2.0)):
-        tidy_up(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
-    shutil.copytree(checkpoints / "step_6_ckp", checkpoints / "mine")  # a start would go on from a user's copy, too
-    (checkpoints / "step_6_ckp" / MANIFEST).write_text("{")  # nor does it matter whether one can be read
-    assert _set_aside_from(tmp_path, 5, None) == [checkpoints / "mine", checkpoints / "step_6_ckp"]
+        apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
+    shutil.copytree(checkpoints / "step_6_ckp", checkpoints / "mine")  # a start would resume from a user's copy, too
+    (checkpoints / "step_6_ckp" / MANIFEST).write_text("{")  # an unreadable one is set aside as well
+    assert _set_aside_newer(tmp_path, 5, None) == [checkpoints / "mine", checkpoints / "step_6_ckp"]
     assert [each.path.name for each in committed_checkpoints(tmp_path)] == ["step_2_ckp", "step_4_ckp"]
     assert {path.name for path in checkpoints.glob("set_aside_*/*")} == {"mine", "step_6_ckp"}
     assert (checkpoints / BEST).readlink() == Path("step_4_ckp")
-    _set_aside_from(tmp_path, 1, None)
+    _set_aside_newer(tmp_path, 1, None)
     assert not (checkpoints / BEST).is_symlink() and committed_checkpoints(tmp_path) == []
 
 
 def diverging_after(step: int, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object] = lambda: None) -> None:
-    """Have the first run that begins now lose every loss after a step; `then` comes once it has diverged."""
+    """Make every loss of the next run NaN after a step; call `then` once the run has diverged."""
     runs: list[Run] = []
 
     def train(run: Run) -> None:
@@ -57,7 +57,7 @@ def diverging_after(step: int, monkeypatch: pytest.MonkeyPatch, then: Callable[[
 
 
 @pytest.mark.parametrize("load_path", [None, "its own"])
-def test_a_run_that_diverges_before_its_first_checkpoint_begins_again_and_keeps_what_it_leaves_out(
+def test_a_run_that_diverges_before_its_first_checkpoint_starts_again_and_remembers_the_skipped_samples(
     load_path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tmp_path / "whole"
@@ -67,7 +67,7 @@ def test_a_run_that_diverges_before_its_first_checkpoint_begins_again_and_keeps_
     for step in (0, 4):
         assert manifest_of(whole, step)["data"]["skipped"] == [[0, 4]]
     again = shutil.copytree(whole, tmp_path / "again", symlinks=True)
-    for step in range(1, 5):  # as a kill leaves it that comes right after the rollback
+    for step in range(1, 5):  # the state after a kill right after the rollback
         shutil.rmtree(checkpoint(again, step))
     start(again)
     assert started_at(again) == 0 and equal(checkpoint(again, 4), checkpoint(whole, 4))
@@ -80,7 +80,7 @@ def test_a_rollback_passes_over_a_damaged_checkpoint(tmp_path: Path, monkeypatch
     assert [manifest_of(run, step)["data"]["skipped"] != [] for step in range(1, 5)] == [True] * 4
 
 
-def test_a_rollback_to_a_preemption_checkpoint_goes_on_with_its_mirror(
+def test_a_rollback_to_a_preemption_checkpoint_keeps_its_mirror(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, store = tmp_path / "run", tmp_path / "store"

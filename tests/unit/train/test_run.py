@@ -1,4 +1,4 @@
-"""Whole runs in this process: what they print, what they leave behind, and what a second start does."""
+"""Whole runs in this process: their output, their files, and a second start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokens_seen(run: Path) -> list[int]:
     return [line["tokens_seen"] for line in metrics_of(run, "loss")]
 
 
-def test_a_run_says_what_it_trains_and_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_logs_what_it_trains_and_where_its_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     start(run, "tracker=tensorboard", "held_out_fraction=0.1", "eval_interval=2", "eval_batches=2")
     out = capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_a_second_start_continues_a_third_trains_nothing_and_another_run_starts_
     assert len(losses_of(tmp_path / "other")) == 2
 
 
-def test_what_happens_to_a_run_is_kept_over_all_of_its_starts(tmp_path: Path) -> None:
+def test_events_of_all_starts_are_kept(tmp_path: Path) -> None:
     evaluating = ["held_out_fraction=0.1", "eval_interval=2", "eval_batches=1", "checkpoint_interval=2"]
     start(tmp_path, "run_steps=3", *evaluating)
     start(tmp_path, *evaluating, "global_batch_size=4")
@@ -86,7 +86,7 @@ def test_what_happens_to_a_run_is_kept_over_all_of_its_starts(tmp_path: Path) ->
 
 
 class Service:
-    """A tracker of the user's own that keeps what it was told first."""
+    """User-defined tracker that records its first calls."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run_id = run.run_id or f"{run.name} from {run.restored_step}"
@@ -142,21 +142,19 @@ def test_lengths_and_intervals_may_be_tokens_epochs_and_time(tmp_path: Path) -> 
     assert last["step"] > 2 and len(saved(tmp_path / "epochs")) == 2
 
 
-def test_a_run_ends_with_a_sample_of_text_where_there_is_a_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_tokenizer_ends_with_generated_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     flags = [f"vocab_size={write_tokenizer(tmp_path / 'tokenizer')}", f"tokenizer_path={tmp_path / 'tokenizer'}"]
     flags += ["sample_prompt=def", "sample_tokens=5"]
     start(run, *flags)
     out = capsys.readouterr().out
-    start(run, *flags)  # is finished already, and writes the same
+    start(run, *flags)  # the run is finished: the same files are written
     (kept,) = (event for event in events_of(run) if event["event"] == "sample")
     first_line = escape_controls(kept["text"].splitlines()[0])
     assert kept["prompt"] == "def" and f"    def{first_line}" in out
     start(tmp_path / "silent", *flags, "sample_tokens=0")
     assert not any(event["event"] == "sample" for event in events_of(tmp_path / "silent"))
-    error = refusal(tmp_path / "refused", *flags, "vocab_size=64")  # before anything is trained
+    error = refusal(tmp_path / "refused", *flags, "vocab_size=64")  # before training
     assert "vocab_size" in error.settings and not (tmp_path / "refused").exists()
 
 
@@ -176,10 +174,10 @@ def test_weights_datasets_and_batch_change_at_a_resume_and_the_length_in_tokens_
     run, length = tmp_path / "run", ["num_steps=2560tok", f"data_path={data}", "min_lr_ratio=0.1"]
     start(run, *length, "datasets=first,second", "weights=3,1", "global_batch_size=8", "run_steps=4")
     start(run, *length, "datasets=first,third", "weights=1,1", "global_batch_size=5", "run_steps=4")
-    for _ in range(2):  # the second time it is finished already
+    for _ in range(2):  # at the second start the run is finished
         start(run, *length, "datasets=first,second,third", "weights=1,1,2")
     assert tokens_seen(run) == [256, 512, 768, 1024, *(1024 + 160 * step for step in range(1, 11))]
-    manifest = manifest_of(run, 14)  # of 1,536 tokens that were left: 10 steps of 160
+    manifest = manifest_of(run, 14)  # 10 steps of 160 for the 1,536 remaining tokens
     assert (manifest["tokens_seen"], manifest["global_batch_size"]) == (2624, 5)
     assert [phase["first_step"] for phase in manifest["data"]["phases"]] == [0, 4, 8]
     assert manifest["data"]["next_sample"] == 82
@@ -208,7 +206,7 @@ def test_a_document_mask_may_change_at_a_resume(tmp_path: Path) -> None:
     assert tokens_seen(tmp_path / "run") == [64 * step for step in range(1, 7)]
 
 
-def test_a_time_limit_ends_a_run_resumably_and_one_shorter_than_a_start_is_refused_in_the_end(
+def test_a_run_resumes_after_a_time_limit_and_a_limit_shorter_than_a_start_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")

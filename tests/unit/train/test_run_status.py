@@ -10,31 +10,31 @@ import pytest
 
 from pretraining.errors import CheckpointError, ConfigError, LostPeerError, Preempted
 from pretraining.progress import Progress, TrainState
-from pretraining.train.preemption import TIME_LIMIT, ending
-from pretraining.train.run_status import STATUS_FILE, StatusKeeper, read_status
+from pretraining.train.preemption import TIME_LIMIT, preemption_error
+from pretraining.train.run_status import STATUS_FILE, RunStatusWriter, read_status
 
 
 def everywhere(error: ConfigError) -> ConfigError:
-    """An error as `join_processes` leaves it where all ranks have found it."""
+    """Return an error as `join_processes` marks it when all ranks raise it."""
     error.is_everywhere = True
     return error
 
 
 def told_to_end(stop: int) -> Preempted:
-    """The end of a start on a request."""
-    return ending(stop, "at some step: and what comes next.")
+    """Return the error of a requested stop."""
+    return preemption_error(stop, "at some step: and what comes next.")
 
 
 def start(
     run: Path, restored_step: int, reached: int | None, error: BaseException | None = None, limit: int = 2
 ) -> None:
-    """A start that trains up to a step (None: not at all) and ends with an error or well."""
+    """Run a start that trains up to a step (None: not at all) and ends with an error, if any."""
     expected = nullcontext() if error is None else pytest.raises(type(error))
-    with expected, StatusKeeper(limit, is_writer=True) as status:
+    with expected, RunStatusWriter(limit, is_writer=True) as status:
         status.begin(run, restored_step)
         if reached is not None:
             state = TrainState(10, 8, 1, Progress(restored_step, restored_step))
-            status.training(state)
+            status.mark_training(state)
             state.progress = Progress(reached, reached)
         if error is not None:
             raise error
@@ -78,9 +78,9 @@ def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
     assert {path.name for path in tmp_path.iterdir()} == {STATUS_FILE, "logs"}
 
 
-def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_crash_loop_is_refused_with_a_remedy(tmp_path: Path) -> None:
     start(tmp_path, 0, 4, ValueError("the loss is no number"))
-    start(tmp_path, 3, 4, ValueError("the loss is no number"))  # a checkpoint has come meanwhile
+    start(tmp_path, 3, 4, ValueError("the loss is no number"))  # there is a new checkpoint
     start(tmp_path, 3, 4, ValueError("the loss is no number"))
     before = status_of(tmp_path)
     with pytest.raises(CheckpointError, match="ValueError: the loss is no number") as refused:
@@ -93,33 +93,33 @@ def test_a_crash_loop_ends_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert (status_of(tmp_path)["starts"], status_of(tmp_path)["starts_without_progress"]) == (5, 3)
 
 
-def test_a_run_that_goes_back_to_a_step_counts_anew_once(tmp_path: Path) -> None:
+def test_a_rewind_resets_the_count_once(tmp_path: Path) -> None:
     start(tmp_path, 200, 204, ValueError("nan"))
     for crashes in (1, 2):
-        with pytest.raises(ValueError), StatusKeeper(2, is_writer=True) as status:
-            status.begin(tmp_path, 100, goes_back=True)
+        with pytest.raises(ValueError), RunStatusWriter(2, is_writer=True) as status:
+            status.begin(tmp_path, 100, is_rewind=True)
             raise ValueError
         assert status_of(tmp_path)["starts_without_progress"] == crashes
-    with pytest.raises(CheckpointError), StatusKeeper(2, is_writer=True) as status:
-        status.begin(tmp_path, 100, goes_back=True)
+    with pytest.raises(CheckpointError), RunStatusWriter(2, is_writer=True) as status:
+        status.begin(tmp_path, 100, is_rewind=True)
 
 
 def test_a_run_whose_time_is_too_short_for_a_start_is_not_started_for_ever(tmp_path: Path) -> None:
     start(tmp_path, 3, None, told_to_end(TIME_LIMIT))
-    start(tmp_path, 3, None, told_to_end(signal.SIGTERM))  # somebody wanted the machine: that is no reason to give up
+    start(tmp_path, 3, None, told_to_end(signal.SIGTERM))  # a preemption for another job does not count
     start(tmp_path, 3, None, told_to_end(TIME_LIMIT))
     with pytest.raises(CheckpointError) as refused:
         start(tmp_path, 3, None)
     assert "time_limit" in refused.value.settings
     start(tmp_path, 3, 6, told_to_end(TIME_LIMIT), limit=0)
     assert status_of(tmp_path)["starts_without_progress"] == 2
-    start(tmp_path, 6, None, told_to_end(TIME_LIMIT))  # from the checkpoint that the last one has saved
+    start(tmp_path, 6, None, told_to_end(TIME_LIMIT))  # from the checkpoint of the previous start
     assert status_of(tmp_path)["starts_without_progress"] == 1
 
 
-def test_a_start_whose_checkpoint_is_damaged_counts_once_and_from_the_one_that_it_goes_on_from(tmp_path: Path) -> None:
+def test_a_start_with_a_damaged_checkpoint_counts_once_from_the_checkpoint_that_it_uses(tmp_path: Path) -> None:
     start(tmp_path, 4, 6, ValueError("the loss is no number"))
-    with pytest.raises(ValueError), StatusKeeper(2, is_writer=True) as status:
+    with pytest.raises(ValueError), RunStatusWriter(2, is_writer=True) as status:
         status.begin(tmp_path, 6)
         assert (status_of(tmp_path)["started_at_step"], status_of(tmp_path)["starts_without_progress"]) == (6, 1)
         status.begin(tmp_path, 4)
@@ -127,7 +127,7 @@ def test_a_start_whose_checkpoint_is_damaged_counts_once_and_from_the_one_that_i
         raise ValueError
     assert status_of(tmp_path)["step"] == 4 and status_of(tmp_path)["starts"] == 2
     before = status_of(tmp_path)
-    with pytest.raises(CheckpointError), StatusKeeper(2, is_writer=True) as status:
+    with pytest.raises(CheckpointError), RunStatusWriter(2, is_writer=True) as status:
         status.begin(tmp_path, 6)
         status.begin(tmp_path, 4)
     assert status_of(tmp_path) == before
@@ -143,9 +143,9 @@ def test_a_file_that_says_nothing_keeps_no_run_from_starting(tmp_path: Path, tex
 
 
 def test_other_ranks_write_nothing_and_neither_does_a_start_that_never_began(tmp_path: Path) -> None:
-    with StatusKeeper(2, is_writer=False) as status:
+    with RunStatusWriter(2, is_writer=False) as status:
         status.begin(tmp_path, 0)
-    with StatusKeeper(2, is_writer=True):
+    with RunStatusWriter(2, is_writer=True):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -154,11 +154,11 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CheckpointError) as refused:
-        StatusKeeper(2, is_writer=True).begin(tmp_path / "missing", 0)
+        RunStatusWriter(2, is_writer=True).begin(tmp_path / "missing", 0)
     assert refused.value.path == tmp_path / "missing"
     run = tmp_path / "run"
     run.mkdir()
-    with pytest.raises(ValueError, match="what matters"), StatusKeeper(2, is_writer=True) as status:
+    with pytest.raises(ValueError, match="what matters"), RunStatusWriter(2, is_writer=True) as status:
         status.begin(run, 0)
         shutil.rmtree(run)
         raise ValueError("what matters")
@@ -166,17 +166,17 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_
 
 
 def test_a_start_that_was_taken_over_leaves_the_word_to_the_later_one(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="taken over"), StatusKeeper(2, is_writer=True) as status:
+    with pytest.raises(CheckpointError, match="taken over"), RunStatusWriter(2, is_writer=True) as status:
         status.begin(tmp_path, 0)
-        StatusKeeper(2, is_writer=True).begin(tmp_path, 3)
+        RunStatusWriter(2, is_writer=True).begin(tmp_path, 3)
         raise CheckpointError("taken over")
     assert (status_of(tmp_path)["status"], status_of(tmp_path)["starts"]) == ("running", 2)
 
 
-def test_any_flipped_bit_of_the_status_is_said_and_refuses_no_start(
+def test_a_flipped_bit_of_the_status_is_logged_and_refuses_no_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    StatusKeeper(5, is_writer=True).begin(tmp_path, 5)
+    RunStatusWriter(5, is_writer=True).begin(tmp_path, 5)
     path = tmp_path / STATUS_FILE
     content = path.read_bytes()
     before = read_status(path)
@@ -189,9 +189,9 @@ def test_any_flipped_bit_of_the_status_is_said_and_refuses_no_start(
 
 
 def test_a_flipped_bit_while_a_run_trains_is_mended_at_its_end(tmp_path: Path) -> None:
-    with StatusKeeper(2, is_writer=True) as status:
+    with RunStatusWriter(2, is_writer=True) as status:
         status.begin(tmp_path, 0)
         text = (tmp_path / STATUS_FILE).read_text()
         (tmp_path / STATUS_FILE).write_text(text.replace('"starts": 1', '"starts": 3'))
-        status.training(TrainState(10, 10, 1, Progress(10, 10)))
+        status.mark_training(TrainState(10, 10, 1, Progress(10, 10)))
     assert (status_of(tmp_path)["status"], status_of(tmp_path)["starts"]) == ("finished", 1)

@@ -1,4 +1,4 @@
-"""Without a sep_token a new run takes that of its prepared data, and a resumed run keeps its own."""
+"""Without `sep_token`, a new run uses that of its prepared data, and a resumed run keeps its own."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_a_new_run_takes_the_end_of_text_of_its_prepared_data_and_dry_run_and_in
     assert spans[0] == spans[1]
     start(run, *flags, "run_steps=2")
     assert separator_of(run) == 0
-    (data / "first/prepare.json").unlink()  # the run has its own now
+    (data / "first/prepare.json").unlink()  # the run has its own `sep_token` now
     start(run, *flags)
     assert separator_of(run) == 0
 
 
-def test_a_run_that_began_without_a_separator_goes_on_without(data: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_separator_resumes_without(data: Path, tmp_path: Path) -> None:
     (data / "first/prepare.json").unlink()
     start(tmp_path / "run", f"data_path={data}", *COMMON, "run_steps=2")
     prepare(data / "first", 0)

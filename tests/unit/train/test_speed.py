@@ -1,4 +1,4 @@
-"""Runs on made-up data measure speed, and keep nothing unless a folder is given."""
+"""Runs on dummy data measure speed, and save nothing unless a folder is given."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_in_python_a_run_without_a_folder_has_no_paths(folder: Path) -> None:
         *("memory_snapshot=true", "tracker=tensorboard"),
     ],
 )
-def test_what_needs_a_folder_is_refused_without_one(flag: str) -> None:
+def test_settings_that_need_a_folder_are_refused_without_one(flag: str) -> None:
     name = flag.partition("=")[0]
     for path in ([], ["ckpt_save_path=none"]):
         with pytest.raises(ConfigError) as refused:
             load_train_config([*DUMMY, *path, flag])
         assert {name, "ckpt_save_path"} <= set(refused.value.settings)
-    load_train_config([*DUMMY, "checkpoint_interval=0", "save_best=false"])  # what is off needs none
+    load_train_config([*DUMMY, "checkpoint_interval=0", "save_best=false"])  # settings that are off need no folder
 
 
 def test_an_evaluation_alone_needs_something_to_evaluate() -> None:

@@ -19,7 +19,7 @@ def detector(window: int = 8, threshold: float = 6.0, **conditions: int) -> Spik
 
 
 def feed(spikes: SpikeDetector, losses: list[float], broken: tuple[int, ...] = ()) -> list[bool]:
-    """Judges losses one after the other; those at `broken` are left out for another reason."""
+    """Judge losses one after the other; the updates at `broken` are skipped for another reason."""
     found = []
     for index, loss in enumerate(losses):
         verdict = spikes.judge(torch.tensor(loss * 10), torch.tensor(10))
@@ -48,7 +48,7 @@ def test_the_threshold_is_in_standard_deviations_of_the_last_losses_that_counted
         last = kept[-window:]
         if len(last) >= window // 2:
             excess = loss - statistics.fmean(last) - threshold * statistics.stdev(last)
-            if abs(excess) > 1e-3:  # nearer than that, rounding decides
+            if abs(excess) > 1e-3:  # closer to the threshold, rounding decides
                 assert found == (excess > 0)
         else:
             assert not found
@@ -64,7 +64,7 @@ def test_a_shorter_window_takes_the_newest_losses_and_a_longer_one_all() -> None
         assert spikes.state_dict()["losses"] == kept
 
 
-def test_what_was_usual_under_other_conditions_says_nothing() -> None:
+def test_a_window_of_other_conditions_is_dropped() -> None:
     spikes = detector(phases=2)
     spikes.load_state_dict({"losses": USUAL, "conditions": {"phases": 1}})
     assert spikes.state_dict()["losses"] == []

@@ -19,7 +19,7 @@ from pretraining.train.stability import Guards
 
 @dataclass
 class Watched:
-    """Guards, and the run that they watch."""
+    """Guards with the run that they check."""
 
     config: GuardConfig
     steps: int = 100
@@ -47,17 +47,17 @@ def verdict(is_spike: bool, loss: float) -> SpikeVerdict:
     return SpikeVerdict(torch.tensor(is_spike), torch.tensor(loss), torch.tensor(2.5), torch.tensor(0.25))
 
 
-def test_so_many_in_a_row_end_the_run_one_step_later() -> None:
+def test_too_many_skipped_updates_in_a_row_stop_the_run_one_step_later() -> None:
     watched = Watched(GuardConfig(max_skipped_steps=3))
     for skipped in (True, True, False, True, True, True):
         watched.step(skipped)
     with pytest.raises(DivergenceError, match="step 6") as ending:
-        watched.step(False)  # what the host learns now is of the step before
+        watched.step(False)  # the host reads the outcome of the step before
     assert (ending.value.first_step, ending.value.last_step, ending.value.samples) == (4, 6, (12, 24))
     assert "--skip_samples=12-23" in str(ending.value)
 
 
-def test_updates_left_out_while_the_scale_of_the_loss_goes_down_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_updates_skipped_to_lower_the_loss_scale_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     watched = Watched(GuardConfig(max_skipped_steps=3))
     for _ in range(16):
@@ -69,7 +69,7 @@ def test_updates_left_out_while_the_scale_of_the_loss_goes_down_do_not_count(cap
         watched.step(skipped=False, rescaled=False)
 
 
-def test_where_the_invocation_ends_the_last_step_counts() -> None:
+def test_at_the_end_of_the_invocation_the_last_step_counts() -> None:
     watched = Watched(GuardConfig(max_skipped_steps=2), steps=2)
     watched.step(True)
     with pytest.raises(DivergenceError, match="step 2"):
@@ -77,7 +77,7 @@ def test_where_the_invocation_ends_the_last_step_counts() -> None:
 
 
 def test_asking_for_the_state_does_not_change_when_the_run_ends() -> None:
-    """A checkpoint is described on some ranks only; all have to end at the same step."""
+    """Only some ranks describe a checkpoint; all must stop at the same step."""
     asked, unasked = (Watched(GuardConfig(max_skipped_steps=2)) for _ in range(2))
     for watched in (asked, unasked):
         watched.step(True)
@@ -88,7 +88,7 @@ def test_asking_for_the_state_does_not_change_when_the_run_ends() -> None:
             watched.step(True)
 
 
-def test_a_limit_that_became_smaller_than_what_was_counted_waits_for_the_next_step() -> None:
+def test_a_limit_below_the_restored_count_applies_from_the_next_step() -> None:
     watched = Watched(GuardConfig(max_skipped_steps=3))
     watched.guards.load_state_dict({"skipped_in_a_row": 10})
     watched.step(False)

@@ -48,7 +48,7 @@ def sequences(count: int) -> torch.Tensor:
 
 
 def micro_batches(tokens: torch.Tensor, size: int) -> StepBatch:
-    """Sequences in micro-batches of a size; the last one is filled up with padding rows."""
+    """Return sequences in micro-batches of a size; padding rows fill the last one."""
     parts = []
     for part in tokens.split(size):
         padding = size - len(part)
@@ -67,7 +67,7 @@ def test_how_a_batch_is_cut_changes_rounding_only() -> None:
     tokens = sequences(6)
     outcomes: list[StepOutcome] = []
     weights = []
-    for size in (6, 2, 4):  # at once, in three, in two with padding
+    for size in (6, 2, 4):  # one micro-batch, three, two with padding
         context = context_for_step()
         outcomes.append(train_step(context, micro_batches(tokens, size), 0))
         weights.append(values(context))
@@ -135,7 +135,7 @@ def test_a_scale_too_large_is_halved_until_updates_are_made() -> None:
     context = context_for_step(torch.float16)
     assert context.scaler is not None
     context.scaler.load_state_dict({"scale": 2.0**24, "steps": 0})
-    before = values(context)  # of the parameters, there is nothing else yet
+    before = values(context)  # parameters only: there is no optimizer state yet
     outcomes = [train_step(context, batch, 0)]
     assert all(torch.equal(was, now) for was, now in zip(before, values(context), strict=False))
     while bool(outcomes[-1].skipped):

@@ -1,4 +1,4 @@
-"""Whole runs in this process that begin with weights, write unsharded checkpoints, or go on from other forms."""
+"""Whole runs in this process that start from weights, write full checkpoints, or resume from other forms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pretraining.config.variants import resolve_shape
 from pretraining.errors import CheckpointError
 from pretraining.tools.verify import faults_of
 
-# The dimensions of TINY, for runs that take them from where they start.
+# The dimensions of TINY, for runs that adopt those of their start point.
 MODEL = {"model_variant", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"} | {
     *("num_key_value_heads", "vocab_size")
 }
@@ -40,7 +40,7 @@ def test_exported_and_imported_weights_have_the_same_evaluation_loss(
     main(["export", str(run), f"--output_path={hf}", "--dtype=float32", "--max_shard_size=20KB"])
     main(["import", str(hf), f"--ckpt_save_path={tmp_path / 'imported'}"])
     trained = read_manifest(checkpoint(run, 4))
-    # A learning rate of 0: what is evaluated after a step are the weights that it began with.
+    # With a learning rate of 0, the evaluation after a step is that of the initial weights.
     still = [*held_out, "learning_rate=0", "num_steps=1"]
     start(tmp_path / "imported", *still, model=DIMENSIONLESS)
     start(tmp_path / "direct", f"ckpt_load_path={hf}", *still, model=DIMENSIONLESS)
@@ -53,7 +53,7 @@ def test_exported_and_imported_weights_have_the_same_evaluation_loss(
     assert faults_of(checkpoint(tmp_path / "imported", 1)) == []
 
 
-def test_a_run_from_weights_alone_begins_anew_and_restarts_as_any_other(tmp_path: Path) -> None:
+def test_a_run_from_weights_starts_at_step_0_and_restarts_as_any_other(tmp_path: Path) -> None:
     start(tmp_path / "old", "num_steps=3", "global_batch_size=3")
     load = [f"ckpt_load_path={tmp_path / 'old'}", "weights_only=true", "seq_length=16", "seed=5", "warmup_steps=1"]
     start(tmp_path / "new", *load, "run_steps=2")
@@ -76,7 +76,7 @@ def test_without_dimensions_a_run_takes_those_of_its_checkpoint_and_7b_without_o
     assert resolve_shape(load_config(run / "config.yaml").model) == replace(tiny, rms_norm_eps=1e-3)
     error = refusal(run, "hidden_size=64", model=DIMENSIONLESS)
     assert error.path == checkpoint(run, 4) and "hidden_size: 32 in the checkpoint, 64 in this run" in str(error)
-    # The vocabulary of the checkpoint, or without one that of 7b.
+    # The vocabulary is that of the checkpoint, or of 7b without one.
     for folder, vocabulary in ((run, 64), (tmp_path / "none", 32000)):
         assert (
             "sep_token"
@@ -102,12 +102,12 @@ def test_inspect_begins_at_the_first_sample_of_a_run_from_weights(
     for weights_only in ("weights_only=true", f"recipe={tmp_path / 'recipe.yaml'}"):
         assert samples(weights_only, *new) == [0, 1, 2]
     start(tmp_path / "new", "num_steps=2")
-    with pytest.raises(SystemExit):  # the run has begun, and goes on from its own checkpoint
+    with pytest.raises(SystemExit):  # the run resumes from its own checkpoint
         samples("weights_only=true", *new)
 
 
 @pytest.mark.parametrize("kind", first_quick(*KINDS))
-def test_either_form_goes_on_bit_for_bit_from_the_other(tmp_path: Path, kind: str) -> None:
+def test_either_form_resumes_the_other_bit_for_bit(tmp_path: Path, kind: str) -> None:
     whole, full, moved, export = (tmp_path / name for name in ("whole", "full", "moved", "export"))
     start(whole, *KINDS[kind])
     start(full, *KINDS[kind], "ckpt_format=full", "run_steps=2", "checkpoint_interval=1")
@@ -125,7 +125,7 @@ def test_either_form_goes_on_bit_for_bit_from_the_other(tmp_path: Path, kind: st
     assert (iteration["segment"], iteration["segment_start"], iteration["segment_end"]) == (0, 0, 8)  # samples
 
 
-def test_a_full_checkpoint_that_was_changed_is_passed_over(tmp_path: Path) -> None:
+def test_a_changed_full_checkpoint_is_skipped(tmp_path: Path) -> None:
     start(tmp_path, "ckpt_format=full", "checkpoint_interval=1", "run_steps=2")
     model = checkpoint(tmp_path, 2) / "model_state_dict.pt"
     content = bytearray(model.read_bytes())
@@ -135,7 +135,7 @@ def test_a_full_checkpoint_that_was_changed_is_passed_over(tmp_path: Path) -> No
     assert started_at(tmp_path) == 1
 
 
-def test_where_a_full_checkpoint_cannot_be_written_the_run_ends_with_one_error(
+def test_a_full_checkpoint_that_cannot_be_written_stops_the_run_with_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:

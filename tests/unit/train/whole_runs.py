@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model in this process, how they are refused, and what they leave behind."""
+"""Helpers for whole runs of a tiny model in this process: start, expect an error, read the files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pretraining.errors import PretrainError
 
 
 def start(run: Path, *flags: str, model: Sequence[str] = TINY) -> None:
-    """Trains 4 steps with made-up data unless the flags say otherwise."""
+    """Train 4 steps on dummy data unless the flags say otherwise."""
     names = {flag.partition("=")[0] for flag in flags}
     data = [] if "data_path" in names else ["use_dummy_dataset=true"]
     common = [*model, "num_steps=4", f"ckpt_save_path={run}", *data]
@@ -27,7 +27,7 @@ def start(run: Path, *flags: str, model: Sequence[str] = TINY) -> None:
 
 
 def refusal(run: Path, *flags: str, model: Sequence[str] = TINY) -> PretrainError:
-    """The error with which a start ends."""
+    """Return the error with which a start ends."""
     with pytest.raises(SystemExit) as ending:
         start(run, *flags, model=model)
     error = ending.value.__context__
@@ -49,13 +49,13 @@ def manifest_of(run: Path, step: int) -> dict[str, Any]:
 
 
 def started_at(run: Path) -> int:
-    """The step that the newest start has gone on from."""
+    """Return the step from which the newest start resumed."""
     step: int = status_of(run)["started_at_step"]
     return step
 
 
 def damage(folder: Path) -> None:
-    """Changes the last tensor of a checkpoint by much: used, it would show."""
+    """Change the last tensor of a checkpoint so much that its use would show."""
     shard = max(folder.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 0x40
@@ -63,20 +63,20 @@ def damage(folder: Path) -> None:
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, or of the newest of a run."""
+    """Return the tensors of a checkpoint, or of a run's newest one."""
     found = find_newest(path)
     source = open_tensors(found.path, found.files)
     return {name: read_tensor(source, name) for name in source.chunks}
 
 
 def equal(first: Path, second: Path) -> bool:
-    """Whether two checkpoints hold the same tensors, bit for bit."""
+    """Return whether two checkpoints hold the same tensors, bit for bit."""
     ours, theirs = tensors_of(first), tensors_of(second)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def write_tokenizer(folder: Path, entries: int = 280) -> int:
-    """Writes a small tokenizer, and returns how many entries it has."""
+    """Write a small tokenizer, and return its number of entries."""
     folder.mkdir()
     tokenizer = train_tokenizer(["def add(left, right):\n    return left + right\n"] * 50, entries)
     tokenizer.save(folder)
