@@ -20,7 +20,7 @@ from unit.data.token_files import loader, opened, plan, random_documents, write_
 from pretraining.config.training import DataConfig
 from pretraining.data import batch_reader
 from pretraining.data.batch import MicroBatch
-from pretraining.data.batch_reader import LINES_SHOWN, MOST_IN_A_ROW
+from pretraining.data.batch_reader import MAX_CONSECUTIVE, MAX_NAMED
 from pretraining.data.loader import Loader
 from pretraining.errors import DataError
 from pretraining.tools.inspect import Inspector
@@ -187,10 +187,10 @@ def test_the_run_ends_where_nothing_can_be_read_and_goes_on_where_readable_sampl
     running = made(replace(config, datasets=("code",)))
     (bad.parents[1] / "code/x.arrow").unlink()
     with pytest.raises(DataError):
-        for _ in range(MOST_IN_A_ROW):
+        for _ in range(MAX_CONSECUTIVE):
             next(running)
-    assert len(caplog.messages) == LINES_SHOWN + 3  # then 32, 64 and 128
-    monkeypatch.setattr(batch_reader, "MOST_IN_A_ROW", 20)
+    assert len(caplog.messages) == MAX_NAMED + 3  # then 32, 64 and 128
+    monkeypatch.setattr(batch_reader, "MAX_CONSECUTIVE", 20)
     running = made(replace(config, datasets=("web",)))
     bad.unlink()
     lengths = [length for _ in range(STEPS) for length in lengths_of(next(running).micro_batches[0])]

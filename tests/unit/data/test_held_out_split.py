@@ -27,7 +27,7 @@ def seen_of(config: DataConfig, split: SplitName) -> set[Place]:
     for dataset, source in zip(datasets.datasets, made.reader.sources, strict=True):
         spans = source.spans(*source.samples(0, dataset.tokens(split)))  # seq_length passes
         for document in sorted(set(spans.documents.tolist())):
-            file, row = dataset.index.place(document)
+            file, row = dataset.index.locate(document)
             seen.add((source.name, dataset.files.paths[file], row))
     return seen
 

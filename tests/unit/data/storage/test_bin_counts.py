@@ -24,7 +24,7 @@ SEQ_LENGTH = 30
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(bin_counts, "BLOCKS_A_PROCESS", 1)
+    monkeypatch.setattr(bin_counts, "BLOCKS_PER_PROCESS", 1)
     write_documents(tmp_path / "data/web/x.arrow", random_documents(DOCUMENTS))
     return index_of(config(tmp_path))
 

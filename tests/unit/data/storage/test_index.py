@@ -52,7 +52,7 @@ def test_it_holds_every_document_in_canonical_order(tmp_path: Path) -> None:
     index = build_index(files(tmp_path), CONFIG)
     assert lengths_of(index) == [0, 3, 1, 2, 9]
     assert index.first_documents.tolist() == [0, 2, 4, 4, 5]
-    assert [index.place(document) for document in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)]
+    assert [index.locate(document) for document in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)]
     assert index.split("train").tokens == 15 and index.split("held_out").tokens == 0
 
 
