@@ -146,7 +146,7 @@ def test_steps_before_a_change_are_what_they_were() -> None:
             assert getattr(before, field).tolist() == getattr(after, field).tolist()
     without = numbers_loader({"b": 1}, 4)
     without.load_state_dict(state)
-    with pytest.raises(DataError, match="step 2 used datasets .* add a to"):
+    with pytest.raises(DataError, match=r"step 2 used datasets .* add a to"):
         without.reader.slots(2)
     assert sorted(without.reader.slots(6).samples.tolist()) == [30, 31, 32, 33]
 

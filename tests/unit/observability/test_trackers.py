@@ -137,7 +137,7 @@ def test_reports_that_find_no_room_wait_up_to_a_number_and_are_written_once_ther
     most: int, kept: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
-    monkeypatch.setattr(report_file, "MOST_WAITING", most)
+    monkeypatch.setattr(report_file, "MAX_PENDING", most)
     run = TrackedRun(config_of(tmp_path), "run", tmp_path / "logs", 0)
     curves = TensorBoard(run)
     tensorboard = Sink("tensorboard", lambda *report: curves.log(*report[:2]), curves.close)
@@ -205,7 +205,7 @@ class Slow(Service):
 def test_a_slow_tracker_is_waited_for_by_its_thread_alone_and_its_queue_has_an_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trackers_module, "MOST_WAITING", 3)
+    monkeypatch.setattr(trackers_module, "MAX_PENDING", 3)
     slow = Slow()
     sink = queued(slow)
     sink.await_start()
