@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import LlamaShape, is_number, resolve_shape, shown
+from pretraining.config.variants import LlamaShape, resolve_shape, shown
 from pretraining.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def shape_of_document(document: Any, path: str) -> LlamaShape:
             return _read_shape(document)
     except ConfigError as error:
         problems = list(error.problems)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         problems = [f"an entry is not a number: {error}"]
     listed = "".join(f"\n  - {problem}" for problem in problems)
     raise CheckpointError(f"not the config of a supported Llama:{listed}", path=path)
@@ -132,19 +131,7 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     missing = [name for name in _REQUIRED if document.get(name) is None]
     if missing:
         yield f"it lacks {', '.join(missing)}"
-    for name in (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        number = document.get(name)
-        if number is not None and not (type(number) is int and number >= 1):
-            yield f"{name} is {shown(number)}, not a whole number from 1"
-            return
     rope = _rope(document)
-    places = {"rms_norm_eps": document, "rope_theta": document}, dict.fromkeys(("rope_theta", *_SCALING), rope)
-    for name, place in chain.from_iterable(each.items() for each in places):
-        if place.get(name) is not None and not is_number(place[name]):
-            yield f"{name} is {shown(place[name])}, not a finite number"
-            return
-    if not isinstance(document.get("tie_word_embeddings"), bool | None):
-        yield f"tie_word_embeddings is {shown(document['tie_word_embeddings'])}, not true or false"
     for name, (supported, reason) in _SUPPORTED.items():
         value = document.get(name, rope.get(name))
         if value is not None and value != supported:
@@ -155,14 +142,11 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     elif kind == "llama3":
         missing = [name for name in _SCALING if rope.get(name) is None]
         if missing:
-            yield f"rope_type is llama3, and {', '.join(missing)} is missing"
-    hidden, heads, head_dim = (document.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
-    if head_dim is not None and hidden is not None and heads is not None and head_dim * heads != hidden:
-        yield f"head_dim is {head_dim}, but here it is hidden_size / num_attention_heads = {hidden} / {heads}"
+            yield f"rope_type is llama3, but {', '.join(missing)} is missing"
 
 
 def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
-    """Return the shape of a supported document, with the defaults of `LlamaConfig`."""
+    """Return the shape of a supported document, with the defaults of `LlamaConfig`; `resolve_shape` checks values."""
     rope = _rope(document)
 
     def value(name: str, default: Any) -> Any:
@@ -172,17 +156,21 @@ def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
     if rope.get("rope_type", rope.get("type")) == "llama3":
         scaling = tuple(float(rope[name]) for name in _SCALING)
     theta = rope.get("rope_theta")
-    return resolve_shape(
+    shape = resolve_shape(
         ModelConfig(
             **{name: document[name] for name in _REQUIRED},
             num_key_value_heads=value("num_key_value_heads", document["num_attention_heads"]),
             max_position_embeddings=value("max_position_embeddings", 2048),
-            rope_theta=float(value("rope_theta", 1e4) if theta is None else theta),
-            rms_norm_eps=float(value("rms_norm_eps", 1e-6)),
-            tie_word_embeddings=bool(value("tie_word_embeddings", False)),
+            rope_theta=value("rope_theta", 1e4) if theta is None else theta,
+            rms_norm_eps=value("rms_norm_eps", 1e-6),
+            tie_word_embeddings=value("tie_word_embeddings", False),
             rope_scaling=scaling,
         )
     )
+    if value("head_dim", shape.head_dim) != shape.head_dim:
+        head_dim = shown(document["head_dim"])
+        raise ConfigError(f"head_dim is {head_dim}, but hidden_size / num_attention_heads is {shape.head_dim}")
+    return shape
 
 
 def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
