@@ -64,7 +64,7 @@ def head_loss(
         chunk_tokens = loss_chunk_tokens(head_VD.device.type, head_VD.size(0))
     arguments = (hidden_ND, head_VD, labels_N, chunk_tokens or max(1, labels_N.numel()), z_loss_weight)
     if torch.is_grad_enabled():
-        sums = _HeadLoss.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no type for it
+        sums = _HeadLoss.apply(*arguments)  # type: ignore[no-untyped-call]  # torch lacks its type
     else:
         sums, _ = _sum_over_chunks(False, *arguments)
     objective_sum, z_loss_sum, tokens_N2 = sums

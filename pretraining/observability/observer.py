@@ -96,8 +96,8 @@ class Observer:
             )
         self._stragglers = StragglerWatch(config.guard.straggler_factor, processes.activity)
         self._datasets, self._score_columns, self._score_values = datasets, score_columns, score_values
-        self._start = self._reported = state.progress  # of this process, and of the last report
-        self._unreported: StepOutcome | None = None  # of the last step
+        self._start = self._reported = state.progress  # at this process's start, and at the last report
+        self._unreported: StepOutcome | None = None  # outcome of the last step
         self._clear_sums()
 
     def __enter__(self) -> Observer:

@@ -29,7 +29,7 @@ def peak_bytes(device: torch.device) -> int:
     """Return this process's peak of allocated device memory; on a CPU its peak resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 

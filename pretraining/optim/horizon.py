@@ -86,8 +86,8 @@ def _decay_steps(
     steps = length.part_of(total, now, training_tokens)
     if steps > room:
         raise ConfigError(
-            f"warm-up ({warmup} steps) and --{name}={length} ({steps} steps) are longer than the {total} steps of the "
-            "run: shorten one, or lengthen --num_steps"
+            f"warm-up ({warmup} steps) and --{name}={length} ({steps} steps) are longer than the run of {total} "
+            "steps: shorten one, or increase --num_steps"
         )
     return steps if name == "decay_steps" else room - steps
 
@@ -97,11 +97,11 @@ def describe_schedule(schedule: ScheduleConfig, horizon: Horizon) -> str:
     name = schedule.schedule if schedule.training_stage == "initial" else schedule.training_stage
     if horizon.points:
         return f"{name}: " + ", ".join(f"{share:g} of the peak at step {step}" for step, share in horizon.points)
-    line = f"{name}: {count_of(horizon.total_steps, 'step')}, the first {horizon.warmup_steps} up to the peak"
+    line = f"{name}: {count_of(horizon.total_steps, 'step')}, warm-up over the first {horizon.warmup_steps}"
     if name in ("wsd", "trapezoid"):
-        line += f", the last {horizon.decay_steps} down ({horizon.decay_shape})"
+        line += f", decay over the last {horizon.decay_steps} ({horizon.decay_shape})"
     has_end = name == "annealing" or (name in SCHEDULES and "min_lr_ratio" in SCHEDULES[name].options)
-    return f"{line}, at the end {horizon.min_lr_ratio:g} of it" if has_end else line
+    return f"{line}, down to {horizon.min_lr_ratio:g} of the peak" if has_end else line
 
 
 def _points(

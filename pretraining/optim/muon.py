@@ -238,7 +238,7 @@ class OptimizerPair(torch.optim.Optimizer):
             part.state = self.state
         self.found_inf: torch.Tensor | None = None
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure here
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
         """Update the parameters of both optimizers."""
         for part in self._parts:
             part.found_inf = self.found_inf  # type: ignore[attr-defined]

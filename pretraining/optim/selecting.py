@@ -29,7 +29,7 @@ class SelectingOptimizer(torch.optim.Optimizer):
         self.found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure here
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
         """Update all parameters, unless the update is skipped."""
         for group in self.param_groups:
             if members := members_of(group):

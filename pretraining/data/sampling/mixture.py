@@ -158,7 +158,7 @@ class Mixture:
         return phase.first_step + self.skipped.count(phase.first_sample, sample) // phase.global_batch_size
 
     def global_batch_size(self, step: int) -> int:
-        """Return how many samples a step has."""
+        """Return the number of samples in a step."""
         return self.phases[self._phase_of_step(step)].global_batch_size
 
     def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

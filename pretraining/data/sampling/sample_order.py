@@ -4,7 +4,7 @@ In pass e a shard of T tokens has floor((e + 1)T / S) - floor(eT / S) samples: r
 so no token is dropped or padded. A pass consists of rounds. Round t visits every shard that still has a sample, in a
 keyed order, and takes the shard's t-th sample of the pass.
 
-    sample k of the dataset -> pass e (all of it before e + 1) -> round t, place in the round
+    sample k of the dataset -> pass e (all of it before e + 1) -> round t, position in the round
                             -> shard -> sample j = floor(eT / S) + t of the shard
 
 The arithmetic is exact in 64 bits up to 2**63 samples. Samples are computed in chunks of about a round. The last few

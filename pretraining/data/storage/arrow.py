@@ -67,7 +67,7 @@ def _find_documents(content: np.ndarray, name: str) -> DocumentLayout:
     numbers = _read_batches(reader, content, column)
     rows, validity_at, validity_bytes, offsets_at, offsets_bytes, nulls, tokens_at, tokens_bytes = numbers.T
     _check(rows > len(content), "has more rows than bytes")
-    _check(np.cumsum(rows) > len(content), "has more rows than bytes")  # a footer may name a batch many times
+    _check(np.cumsum(rows) > len(content), "has more rows than bytes")  # a footer may list a batch many times
     for at, size in ((validity_at, validity_bytes), (offsets_at, offsets_bytes), (tokens_at, tokens_bytes)):
         _check((at < 0) | (at > len(content) - size), "is compressed or big-endian: write it plain and little-endian")
     _check(nulls > 0, f"has missing tokens (null) in column '{name}'")
@@ -82,7 +82,7 @@ def _find_documents(content: np.ndarray, name: str) -> DocumentLayout:
     size = column.offset_bytes
     _check(offsets_bytes // size < rows + (rows > 0), "has fewer list offsets than rows")
     _check((offsets_at % size > 0) & (rows > 0), "is not aligned: rewrite it with an Arrow library")
-    batch = np.repeat(np.arange(len(rows)), rows)  # of each row
+    batch = np.repeat(np.arange(len(rows)), rows)  # record batch of each row
     row_in_batch = np.arange(len(batch)) - (np.cumsum(rows) - rows)[batch]
     list_offsets = as_tokens(content, size, signed=True)
     at = (offsets_at // size)[batch] + row_in_batch

@@ -74,7 +74,7 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
         np.cumsum(counts, axis=1, out=bounds[:, 1:])
         content = bounds.tobytes()
         line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
-        file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
+        file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # aligns the numbers
 
     find = partial(find_bin_counts, files, index, config)
     return write_once(_paths(files, index, config), f"the counts of dataset '{name}'", write, find)
@@ -128,9 +128,9 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packi
 
 
 def _paths(files: DatasetFiles, index: Index, config: DataConfig) -> list[Path]:
-    """Return possible paths of the counts: beside the index first, then beside its other possible paths."""
+    """Return possible paths of the counts, beside the possible paths of the index."""
     name = f"{index.path.stem}-{config.packing}-{config.seq_length}.bins"
-    return list(dict.fromkeys(path.with_name(name) for path in (index.path, *index_paths(files, config))))
+    return [path.with_name(name) for path in index_paths(files, config)]
 
 
 def _header(index: Index, config: DataConfig) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     if not is_folder(root):
         itself = f"; for this file, give --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
         raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}", path=root)
-    formats = _suffixes(config.file_type)
+    kinds = TOKEN_FORMATS if config.file_type == "auto" else (config.file_type,)
+    formats = {name: format_class(name).suffix for name in kinds}
     patterns = " or ".join(f"*{suffix}" for suffix in formats.values())
     names = [name.strip("/") for name in config.datasets]
     if len(set(names)) < len(names):
@@ -134,11 +135,6 @@ def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
     resized = sorted(path for path in before.keys() & after.keys() if before[path] != after[path])
     changes = (("added", added), ("removed", removed), ("changed in size", resized))
     return "; ".join(f"{what}: {list_some(paths, 12)}" for what, paths in changes if paths)
-
-
-def _suffixes(file_type: str) -> dict[str, str]:
-    """Return the suffixes of the formats to look for, by the format's name."""
-    return {name: format_class(name).suffix for name in (TOKEN_FORMATS if file_type == "auto" else (file_type,))}
 
 
 def _dataset(root: Path, name: str, files: dict[str, int], formats: dict[str, str]) -> DatasetFiles:

@@ -93,7 +93,7 @@ class BinFormat:
 
 
 def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the begins of documents and their lengths without the separator that ends them, both [n] int64.
+    """Return the starts of documents, and their lengths without the separators that end them, both [n] int64.
 
     Tokens after the last separator are a document too.
     """

@@ -213,7 +213,7 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
 def _strip(
     tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, strip_tokens: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Strip tokens of a set from both ends of every document, and return the new begins and ends in `tokens`."""
+    """Strip tokens of a set from both ends of every document, and return the new starts and ends in `tokens`."""
     if not strip_tokens:
         return begins, ends
     begins = begins + _run_lengths(tokens, begins, 1, ends - begins, strip_tokens)
