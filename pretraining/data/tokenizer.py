@@ -76,7 +76,7 @@ class Tokenizer:
         if '"ByteLevel"' in decoder:
             of_token: Callable[[str], int] = len  # each character stands for a byte (Radford et al. 2019, GPT-2)
         elif '"Metaspace"' in decoder or '"ByteFallback"' in decoder:
-            of_token = _bytes_of_sentencepiece
+            of_token = _sentencepiece_bytes
         else:
             return None
         added = self.library.get_added_tokens_decoder()
@@ -148,7 +148,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             path=file.parent,
         )
     padding = _token_name(config, "pad_token") or _token_name(special_tokens, "pad_token")
-    tokenizer = _wrap(library, vocab_size, definition, config, name)
+    tokenizer = _make_tokenizer(library, vocab_size, definition, config, name)
     return tokenizer if padding is None else replace(tokenizer, pad_token=library.token_to_id(padding))
 
 
@@ -175,7 +175,7 @@ def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _bytes_of_sentencepiece(token: str) -> int:
+def _sentencepiece_bytes(token: str) -> int:
     """Count the bytes of a SentencePiece token: `\u2581` is a space, `<0x0A>` one byte."""
     is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
     return 1 if is_byte else len(token.replace("\u2581", " ").encode())
@@ -194,7 +194,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(iter(texts), trainer)
-    return _wrap(library, _vocab_size(library), library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
+    return _make_tokenizer(library, _vocab_size(library), library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def library_threads(enabled: bool) -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _wrap(
+def _make_tokenizer(
     library: tokenizers.Tokenizer, vocab_size: int, definition: bytes, config: dict[str, Any], end_of_text: str | None
 ) -> Tokenizer:
     """Disable truncation, padding and special tokens, whatever the file says, and complete the config."""

@@ -125,7 +125,7 @@ def locate_documents(document_lengths: tuple[int, ...] | None, x: Tensor, head_d
     """
     if document_lengths is None or not has_kernel_for_documents(x.device, x.dtype, head_dim):
         return document_lengths
-    bounds = bounds_of(document_lengths)
+    bounds = document_bounds(document_lengths)
     # A copy from pinned memory does not make the host wait.
     return bounds._replace(bounds=bounds.bounds.pin_memory().to(x.device, non_blocking=True))
 
@@ -142,7 +142,7 @@ def has_kernel_for_documents(device: torch.device, dtype: torch.dtype, head_dim:
     )
 
 
-def bounds_of(document_lengths: tuple[int, ...]) -> DocumentBounds:
+def document_bounds(document_lengths: tuple[int, ...]) -> DocumentBounds:
     """Return the bounds of documents, on the host.
 
     `longest` only sizes the kernel's work space. It is a power of two, so that code compiled for one value serves most
@@ -156,13 +156,13 @@ def document_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents
     """Return causal attention inside each document: [B, S, H, E]."""
     q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
     if isinstance(documents, DocumentBounds):
-        mixed_NHE = _at_once(q_NHE, k_NKE, v_NKE, documents)
+        mixed_NHE = _varlen_attention(q_NHE, k_NKE, v_NKE, documents)
     else:
-        mixed_NHE = _one_by_one(q_NHE, k_NKE, v_NKE, documents)
+        mixed_NHE = _attention_per_document(q_NHE, k_NKE, v_NKE, documents)
     return mixed_NHE.view_as(q_BSHE)
 
 
-def _at_once(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBounds) -> Tensor:
+def _varlen_attention(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBounds) -> Tensor:
     """Call the variable-length kernel once for all documents."""
     from torch.nn.attention.varlen import varlen_attn  # here: the import takes a second
 
@@ -178,7 +178,7 @@ def _at_once(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBou
     return mixed_NHE
 
 
-def _one_by_one(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, document_lengths: tuple[int, ...]) -> Tensor:
+def _attention_per_document(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, document_lengths: tuple[int, ...]) -> Tensor:
     """Call the kernel once per document, which computes no masked values.
 
     On a CPU this is far faster than a masked S x S matrix for long rows. It also beats padding documents of similar

@@ -153,9 +153,9 @@ class CustomMetrics:
         found: Any = hook.function(outputs, inputs)
         if not isinstance(found, Mapping) or not all(isinstance(name, str) and name for name in found):
             raise ConfigError(f"extra_metrics returned {found!r:.200}: return a dict, {{name: (sum, count)}}")
-        return {name: self._pair(name, found[name]) for name in sorted(found)}
+        return {name: self._to_tensor(name, found[name]) for name in sorted(found)}
 
-    def _pair(self, name: str, value: Any) -> Tensor:
+    def _to_tensor(self, name: str, value: Any) -> Tensor:
         def scalar(each: Any) -> Tensor:
             if isinstance(each, Tensor):
                 return each.double()

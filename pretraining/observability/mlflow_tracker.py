@@ -58,19 +58,19 @@ class MLflow:
         """Send a report; raise a ConnectionError if MLflow fails."""
         now = round(time.time() * 1000)
         known = [(name, float(value)) for name, value in values.items() if value is not None]
-        with self._retried():
+        with self._connection_errors():
             self._open_run()
             metrics = [self._entities.Metric(name, value, now, step) for name, value in known]
             self._client.log_batch(self.run_id, metrics=metrics)
 
     def close(self) -> None:
         """Finish the run, as failed if an exception is being handled."""
-        with self._retried():
+        with self._connection_errors():
             self._open_run()
             self._client.set_terminated(self.run_id, "FINISHED" if sys.exception() is None else "FAILED")
 
     @contextmanager
-    def _retried(self) -> Iterator[None]:
+    def _connection_errors(self) -> Iterator[None]:
         """Turn MLflow's errors into ConnectionErrors, after which the queue sends the report again."""
         try:
             yield

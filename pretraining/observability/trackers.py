@@ -94,26 +94,26 @@ class QueuedSink(Sink):
     """A sink with a thread that makes, calls and closes a tracker."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        self._made: Future[Tracker] = Future()
+        self._tracker: Future[Tracker] = Future()
         super().__init__(
-            name, lambda *report: self._made.result().log(*report[:2]), lambda: self._made.result().close()
+            name, lambda *report: self._tracker.result().log(*report[:2]), lambda: self._tracker.result().close()
         )
         self._queue: SimpleQueue[Any] = SimpleQueue()  # reports, then the run's exception or None
-        self._thread = threading.Thread(target=self._work, args=(make,), name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make,), name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     @property
     def run_id(self) -> str | None:
         """The tracker's id of the run; None if it has none, or has not started."""
-        is_made = self._made.done() and self._made.exception() is None
-        return getattr(self._made.result(), "run_id", None) if is_made else None
+        is_ready = self._tracker.done() and self._tracker.exception() is None
+        return getattr(self._tracker.result(), "run_id", None) if is_ready else None
 
     def await_start(self) -> None:
         """Wait up to `START_SECONDS` for the tracker's start; raise its errors, except for connection errors."""
-        if not wait([self._made], START_SECONDS).done:
+        if not wait([self._tracker], START_SECONDS).done:
             log.warning("%s has not started after %g s: training starts, reports wait", self.name, START_SECONDS)
-        elif not isinstance(self._made.exception(), ConnectionError | TimeoutError):
-            self._made.result()
+        elif not isinstance(self._tracker.exception(), ConnectionError | TimeoutError):
+            self._tracker.result()
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Queue a report; drop it if the queue is full."""
@@ -131,13 +131,13 @@ class QueuedSink(Sink):
         if self._thread.is_alive():
             log.warning("%s has not finished after %g s: it lacks reports", self.name, FINISH_SECONDS)
 
-    def _work(self, make: Callable[[], Tracker]) -> None:
+    def _run(self, make: Callable[[], Tracker]) -> None:
         try:
-            self._made.set_result(make())
+            self._tracker.set_result(make())
         except BaseException as error:
             reason = describe_failure(error)
             log.warning("%s cannot be started (%s)", self.name, reason)
-            self._made.set_exception(error)
+            self._tracker.set_exception(error)
             return
         while isinstance(report := self._queue.get(), tuple):
             self.put(report)

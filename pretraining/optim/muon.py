@@ -84,7 +84,7 @@ class MatrixOwners:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._shard_group, self._replica_group = _groups_of(parameters[0])
+        self._shard_group, self._replica_group = _process_groups(parameters[0])
         self._shards, self._shard = _size_and_rank(self._shard_group)
         self._replicas, replica = _size_and_rank(self._replica_group)
         self._sizes = [(int(parameter.size(0)), int(parameter.size(1))) for parameter in parameters]
@@ -158,7 +158,7 @@ def balance(work: Sequence[int], workers: int) -> list[int]:
     return found
 
 
-def _groups_of(parameter: nn.Parameter) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def _process_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return the groups that shard and that replicate a parameter's rows; None for one process."""
     if is_sharded(parameter):
         mesh = parameter.device_mesh

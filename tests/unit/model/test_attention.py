@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from pretraining.model import attention
-from pretraining.model.attention import bounds_of, document_attention, has_kernel_for_documents
+from pretraining.model.attention import document_attention, document_bounds, has_kernel_for_documents
 
 Rows = list[list[int]]  # lengths of the documents of each row
 
@@ -58,7 +58,7 @@ def test_outputs_and_gradients_are_those_of_a_dense_mask(rows: Rows, heads: tupl
 @given(equally_long_rows())
 def test_bounds_are_where_documents_begin_and_room_for_the_longest(rows: Rows) -> None:
     lengths = tuple(length for row in rows for length in row)
-    bounds, longest = bounds_of(lengths)
+    bounds, longest = document_bounds(lengths)
     assert bounds.dtype == torch.int32
     assert bounds.tolist() == [sum(lengths[:number]) for number in range(len(lengths) + 1)]
     assert max(2, max(lengths)) <= longest < 2 * max(2, max(lengths)) and longest.bit_count() == 1
@@ -100,7 +100,7 @@ def test_one_call_does_what_many_calls_do(rows: Rows, heads: tuple[int, int], ke
     given_kernel = create_autospec(kernel, side_effect=kernel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", given_kernel)
-        found = document_attention(*inputs, bounds_of(lengths))
+        found = document_attention(*inputs, document_bounds(lengths))
     assert given_kernel.call_args.args[1].size(1) == heads[kernel is kernel_that_groups_heads]
     assert_same_gradients(found, document_attention(*inputs, lengths), inputs, 1e-6)
 
@@ -159,7 +159,7 @@ def test_the_kernel_for_documents_compiles_as_a_whole_graph_and_few_graphs_serve
         q, k, v = (
             torch.randn(1, 8, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
         )
-        bounds = bounds_of(lengths)
+        bounds = document_bounds(lengths)
         mixed = compiled(q, k, v, bounds._replace(bounds=bounds.bounds.to("meta")))
         mixed.sum().backward()
         assert mixed.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
