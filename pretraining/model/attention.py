@@ -111,7 +111,6 @@ def has_kernel_for_grouped_heads(device: torch.device, dtype: torch.dtype) -> bo
 
 
 def _repeat_heads(x: Tensor, query_heads: int, dim: int) -> Tensor:
-    """Repeat each key/value head for all of its query heads."""
     return x.repeat_interleave(query_heads // x.size(dim), dim=dim)
 
 

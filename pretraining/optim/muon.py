@@ -204,7 +204,7 @@ class Muon(SelectingOptimizer):
     _owners: MatrixOwners | None = None
 
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
-        """Update the parameters of a group that have gradients; collective if they are in several processes."""
+        """Update the parameters of a group that have gradients; collective with several processes."""
         gradients, momentum = self.gradients(members), group["momentum"]
         moments = self.state_of(members, "momentum_buffer")
         self.accumulate(moments, momentum, gradients, 1.0 - momentum)

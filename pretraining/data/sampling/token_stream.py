@@ -156,7 +156,7 @@ class TokenStream:
         return _cut(parts, row_parts)
 
     def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: list[_Part]) -> int:
-        """Append the parts with tokens [position, position + count) of a pass; return how many the pass has."""
+        """Append parts with tokens [position, position + count) of a pass, up to its end; return their tokens."""
         blocks, block_starts = self._blocks(shard, pass_number)
         visit = int(block_starts.searchsorted(position, "right")) - 1
         left = count

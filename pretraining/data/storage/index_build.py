@@ -113,7 +113,6 @@ def _changes_since_last_index(files: DatasetFiles, config: DataConfig) -> str:
 def _write_index(
     file: IO[bytes], files: DatasetFiles, config: DataConfig, change: str, documents_of_files: Iterable[_FileDocuments]
 ) -> None:
-    """Write all parts of an index."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
