@@ -1,4 +1,4 @@
-"""Attention inside documents, against a dense mask of who may look at whom; which kernel a device is given."""
+"""Attention inside documents, against a dense mask; the kernel of each device."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def kernel_for_documents(q: Tensor, k: Tensor, v: Tensor, *where: Any, window_si
 def kernel_that_groups_heads(
     q: Tensor, k: Tensor, v: Tensor, *where: Any, window_size: Any, enable_gqa: bool = False
 ) -> Tensor:
-    """The same of newer versions."""
+    """`torch.nn.attention.varlen.varlen_attn` of newer versions."""
     assert enable_gqa == (q.size(1) != k.size(1))
     return kernel_for_documents(q, k, v, *where, window_size=window_size)
 
@@ -147,7 +147,7 @@ def test_heads_are_repeated_where_no_kernel_groups_them(monkeypatch: pytest.Monk
 
 
 def test_the_kernel_for_documents_compiles_as_a_whole_graph_and_few_graphs_serve_all_layouts() -> None:
-    """On meta tensors, since the kernel itself is CUDA's alone; forward and backward, with grouped heads."""
+    """Forward and backward on meta tensors with grouped heads, because the kernel needs CUDA."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -42,7 +42,7 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(tied: bool) -> None:
 
 
 class Signs(torch.optim.Optimizer):
-    """An update by the sign of the gradient, which counts itself; a user's own as simple as it can be."""
+    """A minimal user-defined optimizer: an update by the gradient's sign, and a count of updates."""
 
     def __init__(self, params: Any, lr: float, scale: float = 1.0, bad: str = "") -> None:
         super().__init__(params, {"lr": lr})
@@ -64,7 +64,7 @@ class Signs(torch.optim.Optimizer):
 
 
 class Selecting(Signs):
-    """An update by the gradient, which leaves skipped ones out on the device as it declares."""
+    """An update by the gradient, which skips on the device as declared."""
 
     skips_on_device = True
     found_inf: torch.Tensor
@@ -110,7 +110,7 @@ def test_an_optimizer_of_the_users_own_is_made_with_its_options_and_its_drawback
 
 
 class WithNames(Signs):
-    """Takes settings by their names here, or by those of torch."""
+    """An optimizer with our names of settings, or with torch's."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The optimizers that ship: by the rules of those they are named after, and untouched by a skipped update."""
+"""Built-in optimizers: they match their reference implementations, and a skipped update changes nothing."""
 
 from __future__ import annotations
 
