@@ -44,9 +44,7 @@ def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(
     assert lines_of(tmp_path / "logs")[0] == line  # readable immediately
     first.close()
     with (tmp_path / "logs" / METRICS_FILE).open("a") as file:
-        file.write(
-            '{"step": "4"}\n' + "[" * 100_000 + '\n{"step": 40, "lo'
-        )  # damage, and an incomplete line
+        file.write('{"step": "4"}\n' + "[" * 100_000 + '\n{"step": 40, "lo')  # damage, a partial line
     resumed = metrics_in(tmp_path / "logs", 20)
     resumed.log(30, {"loss": 0.5})
     resumed.close()
