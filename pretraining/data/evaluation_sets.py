@@ -24,7 +24,7 @@ class EvaluationFolder:
     """A folder of `--eval_datasets`.
 
     Attributes:
-        name: the shortest end of its path that no other set has.
+        name: the last parts of its path, as few as identify the set.
         config: data settings of training, for this folder alone.
     """
 
@@ -72,7 +72,7 @@ def _check_no_overlap(path: Path, resolved: Path, training: Collection[DatasetFi
 
 
 def _unique_name(path: Path, paths: Sequence[Path], taken: Collection[str]) -> str:
-    """Return the shortest end of a path that no other path and no training dataset has."""
+    """Return the last parts of a path, as few as no other path and no training dataset has."""
     for parts in range(1, len(path.parts)):
         name = "/".join(path.parts[-parts:])
         if name not in taken and sum(other.parts[-parts:] == path.parts[-parts:] for other in paths) == 1:

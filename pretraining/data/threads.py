@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 def map_in_order(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int
 ) -> Generator[Result, None, None]:
-    """Map a function over items on threads, in order, at most two results per thread ahead; 0 = on the caller's."""
+    """Map a function over items in order on threads, at most two results per thread ahead; 0 = the calling thread."""
     if not threads:
         yield from map(function, items)
         return

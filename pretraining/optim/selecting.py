@@ -17,7 +17,7 @@ from pretraining.optim.optimizer import Groups
 
 
 class SelectingOptimizer(torch.optim.Optimizer):
-    """An optimizer that skips its update if `found_inf`, a float scalar on the device, is not zero.
+    """An optimizer that skips its update if `found_inf`, a float scalar on the device, is not zero (None = no skip).
 
     Subclasses implement `update_group`. Parameters may be sharded. An update overwrites the gradients.
     """

@@ -216,7 +216,7 @@ class Skipped:
     """Ranges of samples that a run skips, for example batches that made the loss diverge.
 
     A skipped sample keeps its index and its dataset, and steps take the remaining indices in order, so earlier steps do
-    not change. `ranges` are (first, end), ascending and merged; the argument may overlap.
+    not change. `ranges` are (first, end), ascending and merged; given ranges may overlap.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
