@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import _scoped_library
 
 from pretraining.model import llama
-from pretraining.model.attention import bounds_of, document_attention
+from pretraining.model.attention import document_attention, document_bounds
 from pretraining.train import plan
 
 
@@ -43,7 +43,9 @@ def emulated_varlen() -> Iterator[list[str]]:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
         patch.setattr(plan, "has_kernel_for_documents", lambda *_: True)
-        patch.setattr(llama, "locate_documents", lambda lengths, *_: None if lengths is None else bounds_of(lengths))
+        patch.setattr(
+            llama, "locate_documents", lambda lengths, *_: None if lengths is None else document_bounds(lengths)
+        )
         yield calls
 
 

@@ -1,1 +1,1 @@
-"""Token data: from files on disk to the batch of any step, each sample a pure function of its index."""
+"""Token data, from files on disk to the batch of any step. Each sample is a pure function of its index."""

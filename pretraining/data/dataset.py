@@ -1,11 +1,11 @@
-"""From settings to a loader; what a training program calls, in this order.
+"""The steps from data settings to a loader, in the order in which a training program calls them.
 
-    listing = list_datasets(config)             once a job, then broadcast
-    build_indices(listing, config)              once a file system, then a barrier
+    listing = list_datasets(config)             once per job, then broadcast
+    build_indices(listing, config)              once per file system, then a barrier
     opened = open_datasets(listing, config)     every process
     loader = build_loader(opened, config, plan, rank, seed, vocab_size)
 
-With `use_dummy_dataset` the first three are left out and `opened` is None.
+With `use_dummy_dataset`, skip the first three calls and pass `opened=None`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pretraining.data.samples import OpenedDataset, OpenedDatasets, SplitName, d
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.index import find_index, index_places
+from pretraining.data.storage.index import find_index, index_paths
 from pretraining.data.storage.index_build import build_index
 from pretraining.errors import ConfigError, DataError
 
 
 def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None) -> None:
-    """Make the index of every dataset that has no valid one, and counts its samples where documents are packed.
+    """Build missing indices and, for packed datasets, missing bin counts. Several processes may call it at once.
 
-    Several processes may call it at once. It returns at once where nothing is to do. `workers` bounds the threads that
-    look at files, and the processes that pack.
+    Args:
+        workers: maximum number of indexing threads and of packing processes.
 
     Raises:
-        DataError: a file cannot be used (`pretrain verify` names all such), or an index cannot be written.
+        DataError: a file is unusable (`pretrain verify` lists all such files), or an index cannot be written.
     """
     for files in listing:
         index = build_index(files, config, workers)
@@ -42,7 +42,7 @@ def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: 
 
 
 def is_indexed(files: DatasetFiles, config: DataConfig) -> bool:
-    """Return whether `build_indices` has nothing left to make for a dataset."""
+    """Return whether a dataset has its index and bin counts."""
     return _find_dataset(files, config) is not None
 
 
@@ -50,25 +50,25 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> Opened
     """Map the indices of all datasets into memory.
 
     Raises:
-        DataError: an index is missing, or a dataset holds no documents.
+        DataError: an index is missing, or a dataset has no documents.
     """
     found = []
     for files in listing:
         dataset = _find_dataset(files, config)
         if dataset is None:
-            places = " or ".join(str(place.parent) for place in index_places(files, config))
+            paths = " or ".join(str(path.parent) for path in index_paths(files, config))
             raise DataError(
-                f"no index (or counts of packed samples) of dataset '{files.name}' in {places}: made on another "
-                "machine; give --index_path=<a folder that all machines see>"
+                f"dataset '{files.name}' has no index (or bin counts) in {paths}; another machine has built it: "
+                "give --index_path=<a folder that all machines see>"
             )
         if len(dataset.index.documents) == 0:
-            raise DataError(f"dataset '{files.name}' is empty: no file holds a document", path=files.folder)
+            raise DataError(f"dataset '{files.name}' is empty: its files have no documents", path=files.folder)
         found.append(dataset)
     return OpenedDatasets(tuple(found))
 
 
 def _find_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset | None:
-    """Open what `build_indices` makes for a dataset; None where something is missing."""
+    """Open the index and bin counts of a dataset; None if one is missing."""
     index = find_index(files, config)
     if index is None or config.packing == "stream":
         return None if index is None else OpenedDataset(files, index)
@@ -90,8 +90,8 @@ def build_loader(
 
     Args:
         opened: None = the dummy dataset.
-        vocab_size: of the model; a token that is not below it is an error.
-        limit_steps: end after so many steps; `rewind` begins again with the same samples.
+        vocab_size: vocabulary size of the model; reading a larger token raises an error.
+        limit_steps: steps until the loader stops; None = it never stops.
 
     Raises:
         ConfigError: bos_token or sep_token is not in the vocabulary.
@@ -124,24 +124,24 @@ def _check_virtual_tokens(config: DataConfig, vocab_size: int) -> None:
 def _weighted_datasets(
     opened: OpenedDatasets, config: DataConfig, split: SplitName
 ) -> tuple[list[OpenedDataset], dict[str, int]]:
-    """Find the datasets that samples come from, and their weights."""
+    """Return the datasets with a positive weight, and the weights as integers."""
     given: dict[str, float] = {}
     if config.weights:
         given = dict(zip((name.strip("/") for name in config.datasets), config.weights, strict=True))
-    # A dataset of weight 0 gives nothing; without weights every dataset has to give something.
+    # Without weights, every dataset is used.
     used = [dataset for dataset in opened.datasets if given.get(dataset.files.name, 1)]
     _check_enough(used, config, split)
     return used, integer_weights(given or {dataset.files.name: dataset.pass_tokens("train") for dataset in used})
 
 
 def _check_enough(datasets: list[OpenedDataset], config: DataConfig, split: SplitName) -> None:
-    """Refuse datasets that hold less than one sample."""
+    """Raise a DataError if a dataset has fewer tokens than one sample."""
     for dataset in datasets:
         tokens, needed = dataset.tokens(split), 1 if dataset.counts is not None else config.seq_length + 1
         if tokens < needed:
             is_train = split == "train"
             flags = "smaller --seq_length or --held_out_fraction" if is_train else "larger --held_out_fraction"
             raise DataError(
-                f"dataset '{dataset.files.name}' has {tokens:,} tokens in the split {split}, but one sample takes "
+                f"dataset '{dataset.files.name}' has {tokens:,} tokens in the split {split}, but one sample needs "
                 f"{needed:,}: give a {flags}"
             )

@@ -1,8 +1,8 @@
-"""The folders or files that a run is evaluated on besides its held-out documents: each is a set of its own.
+"""Evaluation sets besides the held-out documents: one set per folder or file of `--eval_datasets`.
 
     --eval_datasets=<folders>  --`find_evaluation_folders`-->  a name and token files for each
 
-They are read with the settings of the training data, all of their documents, and must share no file with it.
+A set uses the data settings of training and all its documents. It must not overlap the training data.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class EvaluationFolder:
     """A folder of `--eval_datasets`.
 
     Attributes:
-        name: as many of the last parts of its path as tell it from other sets.
-        config: the settings of the training data, for this folder alone.
-        files: its token files.
+        name: the last parts of its path, as few as identify the set.
+        config: data settings of training, for this folder alone.
     """
 
     name: str
@@ -40,13 +39,13 @@ def find_evaluation_folders(
     """List the token files of evaluation folders.
 
     Args:
-        folders: paths, as they were given.
-        config: of the training data.
-        training: its datasets; their names are those of the held-out sets.
+        folders: paths, as the user gave them.
+        config: settings of the training data.
+        training: training datasets, whose names the held-out sets use.
 
     Raises:
         ConfigError: a folder is named twice.
-        DataError: a folder is missing, holds no token files, or lies in the training data or around it.
+        DataError: a folder is missing, has no token files, or overlaps the training data.
     """
     paths = [Path(folder).expanduser().absolute() for folder in folders]
     real = [Path(os.path.realpath(path)) for path in paths]
@@ -55,25 +54,25 @@ def find_evaluation_folders(
             raise ConfigError(f"--eval_datasets names {path} {times} times: give it once")
     for path, resolved in zip(paths, real, strict=True):
         if not exists(path):
-            raise DataError("--eval_datasets names it, and it is not there", path=path)
-        _check_apart(path, resolved, training)
+            raise DataError("does not exist: see --eval_datasets", path=path)
+        _check_no_overlap(path, resolved, training)
     taken = {files.name for files in training}
-    return [_list_folder(_name_of(path, paths, taken), path, config) for path in paths]
+    return [_list_folder(_unique_name(path, paths, taken), path, config) for path in paths]
 
 
-def _check_apart(path: Path, resolved: Path, training: Collection[DatasetFiles]) -> None:
+def _check_no_overlap(path: Path, resolved: Path, training: Collection[DatasetFiles]) -> None:
     for files in training:
         folder = Path(os.path.realpath(files.path(0) if files.is_file else files.folder))
         if resolved == folder or resolved in folder.parents or folder in resolved.parents:
             raise DataError(
-                f"this evaluation set overlaps the training data: dataset '{files.name}' is {folder}. Evaluate on "
-                "another folder, or on a share of the training data (--held_out_fraction)",
+                f"this evaluation set overlaps the training dataset '{files.name}' in {folder}. Evaluate on another "
+                "folder, or on a share of the training data (--held_out_fraction)",
                 path=path,
             )
 
 
-def _name_of(path: Path, paths: Sequence[Path], taken: Collection[str]) -> str:
-    """Return as many last parts of a path as no other path has, and no dataset."""
+def _unique_name(path: Path, paths: Sequence[Path], taken: Collection[str]) -> str:
+    """Return the last parts of a path, as few as no other path and no training dataset has."""
     for parts in range(1, len(path.parts)):
         name = "/".join(path.parts[-parts:])
         if name not in taken and sum(other.parts[-parts:] == path.parts[-parts:] for other in paths) == 1:

@@ -1,9 +1,9 @@
-"""The loader: one `StepBatch` a training step, for ever, for one rank.
+"""The loader: an endless iterator of one rank's `StepBatch` per training step.
 
-    numbers of steps --BatchReader.read, on num_workers threads, in order--> batches --next(loader)--> training
+    step numbers --BatchReader.read, on num_workers threads, in order--> batches --next(loader)--> training
 
-A `BatchReader` makes the batch of any step, and the pipeline of `torchdata.nodes` only fetches ahead. The loader's
-whole state is the number of batches that were taken, so batches are the same for any number of threads and stops.
+The `BatchReader` makes the batch of any step; the `torchdata.nodes` pipeline only prefetches. The position of the
+loader is the number of consumed batches, so batches do not depend on the number of threads or of resumes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Loader:
-    """Iterates over the steps of a run. A context manager that ends its threads; it can be used again after that.
+    """An iterator over the batches of a run. As a context manager it stops its threads; it can then be used again.
 
     Args:
-        order: what the order of the data depends on (`describe_order`), in a run that begins now.
-        num_workers: threads that read ahead; 0 = read when asked.
-        limit_steps: steps from the first one to the end; None = never end.
-        changes: which files changed when a dataset was last indexed, by dataset; for error messages.
+        order: `describe_order` of a new run.
+        num_workers: prefetch threads; 0 = read in the calling thread.
+        limit_steps: steps until the loader stops; None = it never stops.
+        changes: by dataset, the files that changed before it was last indexed, for error messages.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class Loader:
         self._workers = num_workers
         self._limit = limit_steps
         self._batches: Iterator[StepBatch] | None = None
-        self._go_on(self._new_run)
+        self._start(self._new_run)
 
     @property
     def next_step(self) -> int:
-        """Number of the step whose batch comes next."""
+        """Step of the next batch."""
         return self._next_step
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> StepBatch:
-        """Return the batch of the next step; a DataError where it cannot be read, and asking again retries."""
+        """Return the batch of the next step. After a DataError, the next call retries the same step."""
         if self._batches is None:
             steps = count(self._next_step) if self._limit is None else range(self._next_step, self._limit)
             self._batches = (
@@ -71,25 +71,25 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the batches that were taken, JSON-able; the same on every rank."""
+        """Return the state after the consumed batches, as JSON values; it is the same on every rank."""
         return state_at(self._order, self.reader.mixture, self._next_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where a state was taken, on any number of ranks and threads; see `resume`."""
-        self._go_on(resume(state, self._new_run.order, self._changes))
+        """Resume from a state, on any number of ranks and threads; see `resume`."""
+        self._start(resume(state, self._new_run.order, self._changes))
 
     def rewind(self) -> None:
-        """Begin again with the first step, as if no state had been loaded."""
-        self._go_on(self._new_run)
+        """Restart at the first step, as if no state had been loaded."""
+        self._start(self._new_run)
 
-    def _go_on(self, run: Resumption) -> None:
+    def _start(self, run: Resumption) -> None:
         self.close()
         self.reader = self.reader.with_mixture(run.mixture)
         self._order, self._next_step = run.order, run.step
-        self.changes_at_resume = run.changes  # a line each for the user
+        self.changes_at_resume = run.changes
 
     def close(self) -> None:
-        """End the threads, and forget what they have read ahead."""
+        """Stop the threads and drop prefetched batches."""
         if isinstance(self._batches, _ReadAhead):
             self._batches.close()
         self._batches = None
@@ -102,30 +102,30 @@ class Loader:
 
 
 class _ReadAhead:
-    """The batches of steps, read on threads: at most two for each thread are under way or wait to be taken."""
+    """An iterator over batches that reads on threads, at most two batches per thread ahead."""
 
     def __init__(self, reader: BatchReader, steps: Iterable[int], threads: int) -> None:
-        # Here: what only looks at batches, as `inspect` does, needs neither torchdata nor torch.
+        # Imported here: commands that only list samples, such as `inspect`, need neither torchdata nor torch.
         from torchdata.nodes import IterableWrapper, ParallelMapper
 
         def read(step: int) -> StepBatch | BaseException:
             try:
                 return reader.read(step)
-            except BaseException as error:  # torchdata would raise a text in its place, and hang on a SystemExit
+            except BaseException as error:  # torchdata would replace it by a text, and hang on a SystemExit
                 return error
 
-        # One thread keeps the order by itself. No snapshots: the pipeline's own state is never asked for.
+        # One thread keeps the order by itself. The pipeline's state is never used, so it takes no snapshots.
         in_order, wrapped = threads > 1, IterableWrapper(steps)
         pipeline = [ParallelMapper(wrapped, read, threads, in_order, method="thread", snapshot_frequency=0)]
         self._pipeline = pipeline
-        # Its destructor ends the threads. For a loader that is left open this runs before the interpreter's end.
+        # The pipeline's destructor stops the threads. A loader that was never closed does this before Python exits.
         self.close = weakref.finalize(self, pipeline.clear)
 
     def __iter__(self) -> _ReadAhead:
         return self
 
     def __next__(self) -> StepBatch:
-        """Return the next batch; what reading it raised, a thread's `SystemExit` too, is raised here."""
+        """Return the next batch, or raise the error of the thread that read it."""
         batch: StepBatch | BaseException = next(self._pipeline[0])
         if isinstance(batch, BaseException):
             raise batch

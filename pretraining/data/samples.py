@@ -1,8 +1,8 @@
-"""Where the samples of a dataset come from: an endless sequence, each a pure function of its number.
+"""The samples of a dataset: an endless sequence in which each sample is a pure function of its number k.
 
     k --SampleOrder--> (shard, j) --TokenStream or PackedStream--> spans of documents --DocumentReader--> tokens
 
-Finding and reading work on many samples at once: what Python does a call is shared by all the rows of a step.
+Each stage handles many samples per call, because Python's cost per call is high.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ class Samples:
     """An endless sequence of samples, each a pure function of its number.
 
     Attributes:
-        name: of its dataset.
-        shards: how many pieces it is cut into.
-        fingerprint: what is equal for two sequences only if their samples are, JSON-able.
-        samples: (begin, end) -> the shards of samples [begin, end), and their numbers within these, both
+        name: name of the dataset.
+        shards: number of logical shards.
+        fingerprint: JSON values that identify the samples; different samples have different fingerprints.
+        samples: (begin, end) -> shards of samples [begin, end), and their numbers within these shards, both
             [end - begin] int64.
-        spans: (shards, numbers), [rows] both -> the pieces of documents that make samples, one row each; a made-up
-            sample is a document.
-        read: (spans, target, rows) fills these rows of a batch, [batch rows, S + 1], with samples, and with zeros
-            behind them; a DataError if a file cannot be read, or holds a token beyond the vocabulary.
+        spans: (shards, numbers), both [rows] -> pieces of documents for each row. A dummy sample is one document.
+        read: (spans, target, rows) writes samples into these rows of `target`, [batch rows, S + 1], padded with zeros.
+            It raises a DataError if a file is unreadable or has a token outside the vocabulary.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class OpenedDataset:
-    """A dataset with its index, and the counts of its packed samples; None where documents are streamed."""
+    """A dataset with its index and, if it is packed, its bin counts."""
 
     files: DatasetFiles
     index: Index
@@ -63,13 +62,13 @@ class OpenedDataset:
         return self.index.split(split).tokens
 
     def pass_tokens(self, split: SplitName) -> int:
-        """Return what a pass over a split takes of a run: its tokens or, where packed, S for each sample."""
+        """Count the tokens of one pass over a split, padding of packed samples included."""
         return self.tokens(split) if self.counts is None else self.counts.bins(split) * self.counts.seq_length
 
 
 @dataclass(frozen=True)
 class OpenedDatasets:
-    """All datasets of a job, sorted by name, and the memory that the loaders of a process share."""
+    """All datasets of a job, sorted by name, and the caches that the loaders of a process share."""
 
     datasets: tuple[OpenedDataset, ...]
     open_files: OpenFiles = field(default_factory=open_files)
@@ -78,19 +77,19 @@ class OpenedDatasets:
 
     @property
     def training_tokens(self) -> int:
-        """Tokens of one pass over everything that is trained on, the padding of packed samples included."""
+        """Tokens of one pass over the training split of all datasets, padding included."""
         return sum(dataset.pass_tokens("train") for dataset in self.datasets)
 
     @property
     def held_out_tokens(self) -> int:
-        """Tokens of everything that is held out, the padding of packed samples included."""
+        """Tokens of one pass over the held-out split of all datasets, padding included."""
         return sum(dataset.pass_tokens("held_out") for dataset in self.datasets)
 
 
 def stored_samples(
     dataset: OpenedDataset, opened: OpenedDatasets, config: DataConfig, seed: int, split: SplitName, vocab_size: int
 ) -> Samples:
-    """Return the samples of a split of one of the opened datasets."""
+    """Return the samples of one split of a dataset."""
     files, index, counts = dataset.files, dataset.index, dataset.counts
     lengths, seq_length = index.split(split), config.seq_length
     key = (seed, text_key(files.name, split))
@@ -109,7 +108,7 @@ def stored_samples(
     else:
         bounds = counts.bounds[split]
         first_blocks = cut_blocks(bounds, config.logical_shards)
-        # A sample is a whole bin: as a shard of so many tokens gives samples of one token.
+        # A sample is a whole bin, so the order counts bins as tokens, and one sample as one token.
         order = SampleOrder(np.diff(bounds[first_blocks]), 1, key)
         stream = PackedStream(
             lengths, bounds, first_blocks, seq_length, counts.packing, key, opened.orders, opened.bins
@@ -120,10 +119,9 @@ def stored_samples(
 
 
 def dummy_samples(seq_length: int, logical_shards: int, seed: int, split: str, vocab_size: int) -> Samples:
-    """Return made-up samples of consecutive tokens, modulo the vocabulary: no files, the same loader.
+    """Return samples of consecutive tokens, modulo the vocabulary, that need no files.
 
-    A sample counts upwards from a hash of its number, which a model soon learns if labels are shifted as they should
-    be. Samples are dealt to `logical_shards`, so that batches are sorted as those of a dataset are.
+    A sample counts upwards from a hash of its number. A model soon learns to count if labels are shifted correctly.
     """
     key = derive_key(Purpose.DUMMY, seed, text_key(split))
 

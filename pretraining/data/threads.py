@@ -1,4 +1,4 @@
-"""What the threads of a process share: work in order, and a bounded memory of what was used last."""
+"""Helpers for threads: an ordered parallel map and a bounded cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 def map_in_order(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int
 ) -> Generator[Result, None, None]:
-    """Return what `map` returns, made on threads, at most two results per thread ahead; without threads, made here."""
+    """Map a function over items in order on threads, at most two results per thread ahead; 0 = the calling thread."""
     if not threads:
         yield from map(function, items)
         return
@@ -34,7 +34,7 @@ def map_in_order(
 
 
 class RecentlyUsed(Generic[Value]):
-    """Values up to a total cost; past it, those that were not used for longest go first, never the newest.
+    """A thread-safe LRU cache with a limit on the total cost. The newest value always stays.
 
     Values must be pure functions of their keys: two threads that miss at once both make the value.
     """
@@ -47,7 +47,7 @@ class RecentlyUsed(Generic[Value]):
         self.total_cost = 0
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value of a key, made if it is not there."""
+        """Return the value of a key; make it if it is missing."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)

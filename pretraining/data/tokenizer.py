@@ -1,11 +1,10 @@
-"""Text to token ids and back, over the `tokenizers` library.
+"""Tokenizers: text to token ids and back, with the `tokenizers` library.
 
-A tokenizer is a folder (or the `tokenizer.json` in it) as Hugging Face tools write and read them; `train_tokenizer`
-makes one from text: byte-level BPE, as GPT-2's, so that any text can be encoded and decoding gives it back exactly. The
-end-of-text token of a trained tokenizer has id 0.
+A tokenizer is a folder in the Hugging Face layout, or the `tokenizer.json` in it. `train_tokenizer` makes a byte-level
+BPE as GPT-2's, which encodes any text and decodes it exactly. Its end-of-text token has id 0.
 
-Text is only ever text here: where a document spells a special token (`<|endoftext|>` in an article about language
-models), it is encoded as the characters that it is made of, and nothing (no beginning-of-text token) is added to it.
+Encoding adds no special tokens and finds none: `<|endoftext|>` in an article about language models is encoded as its
+characters.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json")
-"""What is fetched of a tokenizer on the Hub."""
+"""Files of a tokenizer to download from the Hub."""
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-"""What the end of a document is called where a lone tokenizer.json comes without the files that say so."""
+"""Names of the end-of-text token to try if no file beside tokenizer.json names it."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Encodes and decodes text.
+    """A tokenizer that encodes and decodes text.
 
     Attributes:
-        definition, config: content of its tokenizer.json and tokenizer_config.json.
+        definition, config: contents of tokenizer.json and tokenizer_config.json.
         end_of_text: id of the token that ends a document.
-        pad_token: id of the token that fills up rows of a batch, where the tokenizer has one.
-        vocab_size: largest id plus one: the rows that an embedding needs.
+        vocab_size: largest id plus one, the rows that an embedding needs.
+        pad_token: id of the padding token.
     """
 
     library: tokenizers.Tokenizer
@@ -55,29 +54,29 @@ class Tokenizer:
     pad_token: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens; a DataError where it cannot be encoded."""
-        with _panics_refused():
+        """Return the token ids of a text, without special tokens; raise a DataError if the tokenizer fails."""
+        with _panics_as_errors():
             return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts, on all cores (see `library_threads`); a DataError where one cannot be encoded."""
-        with _panics_refused():
+        """Return the token ids of several texts, encoded on all cores (see `library_threads`), as `encode` does."""
+        with _panics_as_errors():
             return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids, special tokens included. Byte sequences that are not UTF-8 show as U+FFFD."""
+        """Return the text of token ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""
         return self.library.decode(list(ids), skip_special_tokens=False)
 
     def byte_lengths(self) -> list[int] | None:
-        """Bytes of text that each id stands for, in UTF-8: 0 for special tokens and for ids that are none.
+        """Return the UTF-8 bytes of text per id: 0 for special tokens and unused ids.
 
-        Of byte-level BPE and of BPE and Unigram in SentencePiece's form; None for others, whose tokens do not say.
+        Supports byte-level BPE, and BPE and Unigram in SentencePiece's form; returns None for others.
         """
         decoder = json.dumps(json.loads(self.definition).get("decoder"))
         if '"ByteLevel"' in decoder:
             of_token: Callable[[str], int] = len  # each character stands for a byte (Radford et al. 2019, GPT-2)
         elif '"Metaspace"' in decoder or '"ByteFallback"' in decoder:
-            of_token = _bytes_of_sentencepiece
+            of_token = _sentencepiece_bytes
         else:
             return None
         added = self.library.get_added_tokens_decoder()
@@ -91,7 +90,7 @@ class Tokenizer:
 
     @property
     def begin_of_text(self) -> int | None:
-        """Id of the token that this tokenizer puts before a text where special tokens are asked for, if it does."""
+        """Id of the special token that this tokenizer puts before a text; None if there is none."""
         text = "a"
         with_special = self.library.encode(text, add_special_tokens=True).ids
         own = self.encode(text)
@@ -99,30 +98,30 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """Hash of tokenizer.json: two tokenizers with the same one encode alike."""
+        """Hash of tokenizer.json; tokenizers with equal hashes encode alike."""
         return hashlib.sha256(self.definition).hexdigest()
 
     def with_settings(self, context: int, pad_token: int | None) -> Tokenizer:
-        """Return the same tokenizer for a model: how many tokens it takes at once, and which one fills up rows."""
+        """Return a copy with a model's context length and padding token."""
         settings = {**json.loads(self.config), "model_max_length": context}
         if pad_token is not None:
             settings["pad_token"] = self.library.id_to_token(pad_token)
         return replace(self, config=_as_json(settings), pad_token=pad_token)
 
     def save(self, folder: Path) -> None:
-        """Write the files that `load_tokenizer` and AutoTokenizer read into a folder."""
+        """Write the files that `load_tokenizer` and AutoTokenizer read."""
         for name, content in ((TOKENIZER_CONFIG_FILE, self.config), (TOKENIZER_FILE, self.definition)):
             write_atomic(folder / name, content)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer from a tokenizer.json, the folder that holds it, or the Hugging Face Hub by name.
+    """Read a tokenizer from a tokenizer.json, its folder, or the Hugging Face Hub by name.
 
-    The end-of-text token is the `eos_token` of the tokenizer_config.json or special_tokens_map.json beside it, else a
-    special token with a usual name.
+    The end-of-text token is `eos_token` in tokenizer_config.json or special_tokens_map.json, else a special token with
+    a usual name.
 
     Raises:
-        DataError: there is no tokenizer, it cannot be read, or its end-of-text token is not in its vocabulary.
+        DataError: the tokenizer is missing or unreadable, or its end-of-text token is not in its vocabulary.
     """
     file = from_hub(path, TOKENIZER_FILES, DataError)
     try:
@@ -131,9 +130,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         library, vocab_size = _parse(definition)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
-            f"there is no tokenizer that the tokenizers library {tokenizers.__version__} can read "
+            f"tokenizers {tokenizers.__version__} cannot read a tokenizer here "
             f"({getattr(error, 'strerror', None) or error}). Give the folder or the tokenizer.json of a Hugging Face "
-            "fast tokenizer (transformers saves one of a tokenizer.model), or let `pretrain prepare` train one",
+            "fast tokenizer (transformers converts a tokenizer.model), or let `pretrain prepare` train one",
             path=file,
         ) from error
     config = _read_object(file.parent / TOKENIZER_CONFIG_FILE)
@@ -144,18 +143,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         name = next((usual for usual in _USUAL_END_OF_TEXT if usual in special), None)
     if name is not None and library.token_to_id(name) is None:
         raise DataError(
-            f"eos_token {name!r} is not in the vocabulary of {file.name}. The two files are not of one tokenizer: "
-            "fetch it again",
+            f"eos_token {name!r} is not in the vocabulary of {file.name}: the files belong to different tokenizers. "
+            "Download the tokenizer again",
             path=file.parent,
         )
     padding = _token_name(config, "pad_token") or _token_name(special_tokens, "pad_token")
-    tokenizer = _wrap(library, vocab_size, definition, config, name)
+    tokenizer = _make_tokenizer(library, vocab_size, definition, config, name)
     return tokenizer if padding is None else replace(tokenizer, pad_token=library.token_to_id(padding))
 
 
 @functools.lru_cache(maxsize=1)
 def _parse(definition: bytes) -> tuple[tokenizers.Tokenizer, int]:
-    """Return what a tokenizer.json says, and its `vocab_size`; kept, since a command loads it from several places."""
+    """Return the library's tokenizer and its `vocab_size`; cached, because commands load it several times."""
     library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
     return library, _vocab_size(library)
 
@@ -166,26 +165,26 @@ def _vocab_size(library: tokenizers.Tokenizer) -> int:
 
 
 def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
-    """Read a tokenizer as `load_tokenizer`; a ConfigError where it has more entries than the model's vocabulary."""
+    """Read a tokenizer as `load_tokenizer` does; raise a ConfigError if it does not fit the model's vocabulary."""
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"--tokenizer_path={path} has {tokenizer.vocab_size} entries, more than the model's {vocab_size}: give "
+            f"--tokenizer_path={path} has {tokenizer.vocab_size} entries, but the model has {vocab_size}: give "
             f"--vocab_size={tokenizer.vocab_size} or more, or the tokenizer that made the data."
         )
     return tokenizer
 
 
-def _bytes_of_sentencepiece(token: str) -> int:
-    """Count the bytes of a token in which `\u2581` stands for a space, `<0x0A>` for the byte of this value."""
+def _sentencepiece_bytes(token: str) -> int:
+    """Count the bytes of a SentencePiece token: `\u2581` is a space, `<0x0A>` one byte."""
     is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
     return 1 if is_byte else len(token.replace("\u2581", " ").encode())
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
+    """Train a byte-level BPE. The same texts give the same tokenizer on any number of threads.
 
-    `vocab_size` counts the end-of-text token and 256 bytes; a small text gives fewer entries.
+    `vocab_size` includes the end-of-text token and 256 bytes; a small text gives fewer entries.
     """
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -195,25 +194,23 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(iter(texts), trainer)
-    return _wrap(library, _vocab_size(library), library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
+    return _make_tokenizer(library, _vocab_size(library), library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
 
 
 @contextmanager
-def _panics_refused() -> Iterator[None]:
-    """Turn a panic of the library into an error; a regular expression of tokenizer.json may give up on a text."""
+def _panics_as_errors() -> Iterator[None]:
+    """Turn a panic of the library into a DataError. A regular expression in tokenizer.json may fail on a text."""
     try:
         yield
     except BaseException as error:  # a panic is no Exception, and its class cannot be imported
         if type(error).__name__ != "PanicException":
             raise
-        raise DataError(
-            f"the tokenizer fails on a text ({error}): take another tokenizer, or leave the text out"
-        ) from None
+        raise DataError(f"the tokenizer fails on a text ({error}): use another tokenizer, or remove the text") from None
 
 
 @contextmanager
 def library_threads(enabled: bool) -> Iterator[None]:
-    """Let the library use all cores inside one call, or only the calling thread, by its environment variable."""
+    """Let the library use all cores, or only the calling thread, through its environment variable."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if enabled else "false"
     try:
@@ -225,10 +222,10 @@ def library_threads(enabled: bool) -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _wrap(
+def _make_tokenizer(
     library: tokenizers.Tokenizer, vocab_size: int, definition: bytes, config: dict[str, Any], end_of_text: str | None
 ) -> Tokenizer:
-    """Put the library's tokenizer into the state that this module promises, whatever its file says."""
+    """Disable truncation, padding and special tokens, whatever the file says, and complete the config."""
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
@@ -250,20 +247,20 @@ def _as_json(document: dict[str, Any]) -> bytes:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; empty where there is no file."""
+    """Return a JSON object from a file; {} if there is no file."""
     try:
         content = read_json(path)
         if not isinstance(content, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it has no object")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read as JSON ({error}). Mend it, or remove it to go without", path=path) from error
+        raise DataError(f"is not valid JSON ({error}): fix or remove the file", path=path) from error
     return content
 
 
 def _token_name(config: dict[str, Any], name: str) -> str | None:
-    """Return a special token in a Hugging Face file, which is a string or an object with the string in it."""
+    """Return a special token of a Hugging Face file: a string, or the `content` of an object."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")

@@ -1,1 +1,1 @@
-"""The Llama model: its layers, rotary positions, loss, initial weights, and what a token costs."""
+"""The Llama model: layers, rotary positions, loss, initial weights and Hugging Face configurations."""

@@ -1,4 +1,4 @@
-"""Keys and values of a text's tokens, kept while it is continued: each is computed once.
+"""The key-value cache of text generation, with which each key and value is computed once.
 
 Shapes: B batch, S new tokens, H query heads, K key/value heads, E head dim; T tokens in the cache.
 """
@@ -11,10 +11,10 @@ from pretraining.model.attention import causal_attention
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that a block has seen.
+    """Keys and values of all earlier tokens in one block.
 
     Attributes:
-        length: T, how many tokens are in it.
+        length: T, number of cached tokens.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -23,13 +23,13 @@ class KeyValueCache:
         self.length = 0
 
     def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
-        """Return attention of the first tokens, or of one more, which sees all of them: [B, S, H, E]."""
+        """Add tokens, and return their attention: [B, S, H, E]. Calls after the first take one token."""
         is_first = self.length == 0
         assert is_first or q_BSHE.size(1) == 1
         return causal_attention(q_BSHE, *self._extend(k_BSKE, v_BSKE), is_causal=is_first)
 
     def _extend(self, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values of the next tokens; returns those of all of them, [B, T, K, E] each."""
+        """Add keys and values; return all cached keys and values, [B, T, K, E] each."""
         begin, self.length = self.length, self.length + k_BSKE.size(1)
         assert self.length <= self._capacity
         if self._memory is None:

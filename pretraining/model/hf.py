@@ -1,20 +1,19 @@
-"""Llama as Hugging Face describes it: config.json and generation_config.json, written and read.
+"""Hugging Face's config.json and generation_config.json of a Llama.
 
     LlamaShape  <->  config.json of a `LlamaForCausalLM`
 
-A config.json may ask for more than this Llama computes (biases, another activation, sliding windows, …). Weights of
-such a model would load and give wrong results, so it is refused by the name of the entry.
+A config.json with features that this Llama lacks (biases, another activation, sliding windows, …) is refused: the
+weights would load, but give wrong results. The error names the entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import LlamaShape, is_number, resolve_shape, shown
+from pretraining.config.variants import LlamaShape, resolve_shape, shown
 from pretraining.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -24,28 +23,28 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MODEL_FILES = ("*.json", "*.safetensors")
-"""What is fetched of a model on the Hub."""
+"""Files of a model to download from the Hub."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-# What `LlamaConfig` assumes where an entry is missing, and what it may be here besides null.
+# The only supported value of an entry, which is also the default of `LlamaConfig`.
 _SUPPORTED: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the activation is SwiGLU's silu"),
     "attention_bias": (False, "attention has no biases"),
     "mlp_bias": (False, "the feed-forward layer has no biases"),
-    "attention_dropout": (0, "nothing is dropped in training; set it to 0 to train without"),
-    "sliding_window": (None, "attention reaches all earlier tokens"),
-    "partial_rotary_factor": (1, "all of a head turns with the position"),
+    "attention_dropout": (0, "there is no dropout; set it to 0 to train without"),
+    "sliding_window": (None, "attention covers all earlier tokens"),
+    "partial_rotary_factor": (1, "the rotary embedding covers the whole head"),
     "quantization_config": (None, "weights are plain floating-point numbers"),
 }
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, torch.Size]:
-    """Return the shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
-    import torch  # here: what a config.json says is read without
+    """Return the shape of every parameter by name, in the model's order; a tied head has no entry."""
+    import torch  # here: reading a config.json does not need torch
 
     from pretraining.model.llama import Llama
 
@@ -64,15 +63,14 @@ def config_document(
 ) -> dict[str, Any]:
     """Return the config.json of a Llama.
 
-    Rotary embedding and dtype are spelled twice: as transformers 5 does (`rope_parameters`, `dtype`), and as earlier
-    versions and other programs do (`rope_theta`, `rope_scaling`, `torch_dtype`).
+    Rotary embedding and dtype appear twice: in the form of transformers 5 (`rope_parameters`, `dtype`), and in that of
+    earlier versions and other programs (`rope_theta`, `rope_scaling`, `torch_dtype`).
 
     Args:
-        shape: dimensions.
-        dtype: of the weights: "float32" or "bfloat16".
-        context: tokens that the model was trained on at once.
-        bos_token, eos_token: ids that begin and end a document; None = nothing does.
-        pad_token: id that fills up rows of a batch. One that is also another token is left out: transformers gives the
+        dtype: dtype of the weights: "float32" or "bfloat16".
+        context: sequence length of training.
+        bos_token, eos_token: ids that begin and end a document; None = no such token.
+        pad_token: padding id. It is left out if it equals bos_token or eos_token, because transformers gives the
             embedding of a padding token no gradient.
     """
     scaling = None if shape.rope_scaling is None else {"rope_type": "llama3", **asdict(shape.rope_scaling)}
@@ -89,7 +87,7 @@ def config_document(
         "mlp_bias": False,
         "initializer_range": 0.02,
         "use_cache": True,
-        "bos_token_id": bos_token,  # written even where there is none: LlamaConfig would assume 1 and 2
+        "bos_token_id": bos_token,  # written even if None: LlamaConfig would assume 1 and 2
         "eos_token_id": eos_token,
         "pad_token_id": None if pad_token in (bos_token, eos_token) else pad_token,
         "dtype": dtype,
@@ -100,70 +98,55 @@ def config_document(
 def generation_document(
     bos_token: int | None, eos_token: int | list[int] | None, pad_token: int | None = None
 ) -> dict[str, Any]:
-    """Return the generation_config.json: which token begins a text, which one ends it, and which one fills up rows."""
+    """Return the generation_config.json: the tokens that begin, end and pad a text."""
     return {"bos_token_id": bos_token, "eos_token_id": eos_token, "pad_token_id": pad_token}
 
 
 def shape_of_document(document: Any, path: str) -> LlamaShape:
-    """Return the dimensions in a config.json; messages call it by `path`.
+    """Return the shape in a config.json; `path` is for messages.
 
     Raises:
-        CheckpointError: it is not one of a Llama that can be trained here; names every entry that stands against it.
+        CheckpointError: the model is not a supported Llama; the message names every unsupported entry.
     """
     if not isinstance(document, Mapping):
-        raise CheckpointError("not the config.json of a model: it holds no object", path=path)
+        raise CheckpointError("not the config.json of a model: it has no object", path=path)
     problems = list(_problems(document))
     try:
         if not problems:
             return _read_shape(document)
     except ConfigError as error:
         problems = list(error.problems)
-    except (TypeError, ValueError) as error:
-        problems = [f"an entry is no number: {error}"]
+    except (TypeError, ValueError, OverflowError) as error:
+        problems = [f"an entry is not a number: {error}"]
     listed = "".join(f"\n  - {problem}" for problem in problems)
-    raise CheckpointError(f"not that of a Llama that can be trained here:{listed}", path=path)
+    raise CheckpointError(f"not the config of a supported Llama:{listed}", path=path)
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what stands against a model, an entry at a time."""
+    """Yield one problem per unsupported entry."""
     kind, architectures = document.get("model_type"), document.get("architectures") or ["LlamaForCausalLM"]
     if kind != "llama" or architectures != ["LlamaForCausalLM"]:
-        yield f"model_type {shown(kind)}, architectures {shown(architectures)}: only llama, LlamaForCausalLM is"
+        yield f"model_type {shown(kind)}, architectures {shown(architectures)}: only llama, LlamaForCausalLM works"
         return
     missing = [name for name in _REQUIRED if document.get(name) is None]
     if missing:
         yield f"it lacks {', '.join(missing)}"
-    for name in (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        number = document.get(name)
-        if number is not None and not (type(number) is int and number >= 1):
-            yield f"{name} is {shown(number)}, not a whole number from 1"
-            return
     rope = _rope(document)
-    places = {"rms_norm_eps": document, "rope_theta": document}, dict.fromkeys(("rope_theta", *_SCALING), rope)
-    for name, place in chain.from_iterable(each.items() for each in places):
-        if place.get(name) is not None and not is_number(place[name]):
-            yield f"an entry is no number that can be computed with: {name} is {shown(place[name])}"
-            return
-    if not isinstance(document.get("tie_word_embeddings"), bool | None):
-        yield f"tie_word_embeddings is {shown(document['tie_word_embeddings'])}, neither true nor false"
     for name, (supported, reason) in _SUPPORTED.items():
         value = document.get(name, rope.get(name))
         if value is not None and value != supported:
             yield f"{name} is {shown(value)}, but here {reason}"
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        yield f"rope_type is {shown(kind)}, but only default and llama3 are computed here"
+        yield f"rope_type is {shown(kind)}, but only default and llama3 are supported"
     elif kind == "llama3":
         missing = [name for name in _SCALING if rope.get(name) is None]
         if missing:
-            yield f"rope_type is llama3, and {', '.join(missing)} is missing"
-    hidden, heads, head_dim = (document.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
-    if head_dim is not None and hidden is not None and heads is not None and head_dim * heads != hidden:
-        yield f"head_dim is {head_dim}, but here it is hidden_size / num_attention_heads = {hidden} / {heads}"
+            yield f"rope_type is llama3, but {', '.join(missing)} is missing"
 
 
 def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
-    """Return the shape of a document without problems; defaults are those of `LlamaConfig`."""
+    """Return the shape of a supported document, with the defaults of `LlamaConfig`; `resolve_shape` checks values."""
     rope = _rope(document)
 
     def value(name: str, default: Any) -> Any:
@@ -173,20 +156,24 @@ def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
     if rope.get("rope_type", rope.get("type")) == "llama3":
         scaling = tuple(float(rope[name]) for name in _SCALING)
     theta = rope.get("rope_theta")
-    return resolve_shape(
+    shape = resolve_shape(
         ModelConfig(
             **{name: document[name] for name in _REQUIRED},
             num_key_value_heads=value("num_key_value_heads", document["num_attention_heads"]),
             max_position_embeddings=value("max_position_embeddings", 2048),
-            rope_theta=float(value("rope_theta", 1e4) if theta is None else theta),
-            rms_norm_eps=float(value("rms_norm_eps", 1e-6)),
-            tie_word_embeddings=bool(value("tie_word_embeddings", False)),
+            rope_theta=value("rope_theta", 1e4) if theta is None else theta,
+            rms_norm_eps=value("rms_norm_eps", 1e-6),
+            tie_word_embeddings=value("tie_word_embeddings", False),
             rope_scaling=scaling,
         )
     )
+    if value("head_dim", shape.head_dim) != shape.head_dim:
+        head_dim = shown(document["head_dim"])
+        raise ConfigError(f"head_dim is {head_dim}, but hidden_size / num_attention_heads is {shape.head_dim}")
+    return shape
 
 
 def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entries about the rotary embedding, in the spelling of transformers 5 or of earlier ones."""
+    """Return the entries of the rotary embedding, in the form of transformers 5 or of earlier versions."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     return rope if isinstance(rope, Mapping) else {"rope_type": rope}

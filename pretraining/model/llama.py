@@ -4,11 +4,11 @@
            -> L blocks:  x + self_attn(input_layernorm(x)),  then  x + mlp(post_attention_layernorm(x))
            -> norm -> lm_head -> logits, or with labels the loss, chunk by chunk (loss.py)
 
-Names allow `llama.load_state_dict(hugging_face_model.state_dict())`, and the other way round.
+`llama.load_state_dict(hugging_face_model.state_dict())` works, and the reverse.
 
-For sharding, a parent reaches a child's parameters only by calling the child, which is when FSDP has gathered them. The
-head is the exception: it is in the root's group, and the loss inside the root's forward takes its matrix. Nothing is
-computed before `forward`, so `with torch.device("meta"): Llama(shape)` takes no memory at any size; then shard,
+For sharding, a parent uses a child's parameters only by calling the child, because FSDP gathers them in this call. The
+head is the exception: it is in the root's group, and the loss in the root's forward uses its matrix. Nothing is
+computed before `forward`, so `with torch.device("meta"): Llama(shape)` needs no memory at any size; then shard,
 `to_empty`, and `init.initialize_weights`.
 
 Shapes: B batch, S sequence, D hidden, F feed-forward, V vocabulary.
@@ -43,14 +43,14 @@ class Llama(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The decoder blocks, units of sharding, compilation and activation checkpointing."""
+        """Decoder blocks, the units of sharding, compilation and activation checkpointing."""
         return list(self.model.layers)
 
     def tie_weights(self) -> None:
-        """Make the head use the embedding's parameter, where the shape says so.
+        """Make the head use the embedding's parameter if the shape says so.
 
-        Needed again after `to_empty`, which gives every module with a shared meta tensor its own. FSDP gathers and
-        updates the embedding's, and needs embedding and head in one group, the root's.
+        `to_empty` separates shared meta tensors, so call this again after it. FSDP needs embedding and head in one
+        group, the root's.
         """
         if self.shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -62,18 +62,18 @@ class Llama(nn.Module):
         positions_BS: Tensor | None = None,
         document_lengths: tuple[int, ...] | None = None,
     ) -> Tensor | HeadLoss:
-        """Predicts the token after each one.
+        """Predict the next token at each position.
 
         Args:
             tokens_BS: token ids, int64 [B, S].
-            labels_BS: the token after each one, already shifted (`labels[:, i]` follows `tokens[:, i]`), int64 [B, S];
-                -100 where nothing is to be learned.
-            positions_BS: for the rotary embedding, integers [B, S]; None = 0 .. S-1.
-            document_lengths: tokens of the documents that lie end to end in the flattened [B * S] tokens, none across
-                two rows; attention stays inside them. None = each row is one document.
+            labels_BS: next tokens, already shifted (`labels[:, i]` follows `tokens[:, i]`), int64 [B, S]; -100 =
+                ignored.
+            positions_BS: positions for the rotary embedding, integers [B, S]; None = 0 .. S-1.
+            document_lengths: tokens of the documents that lie end to end in the flattened [B * S] tokens; no document
+                crosses rows, and attention stays inside them. None = each row is one document.
 
         Returns:
-            Without labels the logits [B, S, V], in the dtype of the parameters; with labels their loss.
+            Logits [B, S, V] in the dtype of the parameters, or with labels the loss.
         """
         hidden_BSD = self.model(tokens_BS, positions_BS, document_lengths)
         if labels_BS is None:
@@ -84,15 +84,12 @@ class Llama(nn.Module):
 
 
 def next_token_logits(model: Llama, tokens_BS: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
-    """Predicts the token after the last of `tokens_BS`, which follow those in the caches; logits [B, V].
-
-    Only of the last token, and without computing earlier ones again. For a model whose parameters are whole: its parts
-    are called one by one.
+    """Add tokens to the caches, and return the logits [B, V] after the last one.
 
     Args:
-        model: not sharded.
-        tokens_BS: all of a prompt, where the caches are empty, or one more token.
-        caches: of each block; the tokens are added to them.
+        model: unsharded model, because its children are called one by one.
+        tokens_BS: a whole prompt if the caches are empty, else one more token.
+        caches: one per block.
     """
     begin, decoder = caches[0].length, model.model
     positions_BS = torch.arange(begin, begin + tokens_BS.size(1), device=tokens_BS.device)[None]
@@ -105,7 +102,7 @@ def next_token_logits(model: Llama, tokens_BS: Tensor, caches: Sequence[KeyValue
 
 
 class Decoder(nn.Module):
-    """Everything but the head (Hugging Face's `LlamaModel`): embedding, blocks, final norm."""
+    """The model without its head (Hugging Face's `LlamaModel`): embedding, blocks, final norm."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -117,7 +114,7 @@ class Decoder(nn.Module):
     def forward(
         self, tokens_BS: Tensor, positions_BS: Tensor | None, document_lengths: tuple[int, ...] | None
     ) -> Tensor:
-        """Hidden states [B, S, D] of tokens [B, S]; arguments as in `Llama.forward`."""
+        """Return hidden states [B, S, D] of tokens [B, S]; arguments as in `Llama.forward`."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device)[None]
         rotation = compute_rotation(self.shape, positions_BS)
@@ -130,7 +127,7 @@ class Decoder(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention, then feed-forward, each added to the residual stream behind a norm."""
+    """A block: attention, then feed-forward, each with a norm before it and added to the residual stream."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -140,14 +137,14 @@ class DecoderBlock(nn.Module):
         self.mlp = FeedForward(shape)
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, reach: Reach = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; other arguments as in `Attention.forward`."""
+        """Map [B, S, D] to [B, S, D]; other arguments as in `Attention.forward`."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, reach)
         out_BSD: Tensor = x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
         return out_BSD
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, GLU Variants Improve Transformer): a gate decides how much of each feature passes."""
+    """SwiGLU (Shazeer 2020, GLU Variants Improve Transformer): a gate scales each feature."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -156,6 +153,6 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D], through F features."""
+        """Map [B, S, D] to [B, S, D] through F features."""
         out_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
         return out_BSD

@@ -1,1 +1,1 @@
-"""What a run tells: metrics, throughput, the progress line, trackers."""
+"""Observability of a run: metrics, throughput, progress display, events, profiles and trackers."""

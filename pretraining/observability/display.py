@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a line per report, and below them on a terminal one that shows each step."""
+"""The progress display: one line per report and, on a terminal, a live line with the current step below."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
 REDRAW_SECONDS = 0.1
 COLUMNS, BAR_COLUMNS = 80, 20
 CUSTOM = "custom/"
-"""What the names of a user's own metrics and scores begin with."""
+"""Prefix of the names of user-defined metrics and scores."""
 
 
 Report = Mapping[str, Any]
-"""The numbers of a report by their names in metrics.jsonl; None is unknown."""
+"""Values of a report by their names in metrics.jsonl; None = unknown."""
 
 
 class Display:
-    """Shows reports to a person, as a context around the loop; this one shows nothing, for all ranks but one."""
+    """A display of reports, as a context around the loop. This base class shows nothing, for ranks other than 0."""
 
     def __enter__(self) -> Display:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Leave the terminal in order."""
+        """Restore the terminal."""
 
     def advance(self, step: int) -> None:
-        """Show that a step is done, of which nothing else is known yet."""
+        """Show the number of finished steps."""
 
     def show(self, step: int, report: Report) -> None:
-        """Show the newest report."""
+        """Show a report."""
 
 
 class PlainLines(Display):
-    """A line per report, of 80 columns at most.
+    """A display that prints one line per report, with at most 80 columns.
 
     Args:
-        devices: of the job.
-        shows_step_time: whether lines say how long a step takes.
+        devices: number of devices of the job.
+        shows_step_time: whether lines have the seconds per step.
     """
 
     def __init__(self, total_steps: int, devices: int, shows_step_time: bool = False) -> None:
@@ -63,12 +63,12 @@ class PlainLines(Display):
 
 
 class LiveLine(PlainLines):
-    """The same, and below them a bar with the newest numbers in one line that is redrawn; messages scroll above it."""
+    """A display with a progress bar and the newest numbers below the lines of reports; log messages scroll above."""
 
     def __init__(
         self, total_steps: int, devices: int, shows_step_time: bool = False, console: Console | None = None
     ) -> None:
-        from rich.console import Console  # here, since only a live line needs them
+        from rich.console import Console  # here: only a live line needs rich
         from rich.progress import BarColumn, Progress, TextColumn
 
         super().__init__(total_steps, devices, shows_step_time)
@@ -78,7 +78,7 @@ class LiveLine(PlainLines):
             BarColumn(BAR_COLUMNS),
             TextColumn("{task.fields[numbers]}"),
             console=console or Console(highlight=False),
-            auto_refresh=False,  # a thread that redraws would take the time of the one that trains
+            auto_refresh=False,  # a redrawing thread would slow down training
             redirect_stdout=False,
         )
         self._task = self._progress.add_task("training", total=total_steps, numbers="starting")
@@ -94,14 +94,14 @@ class LiveLine(PlainLines):
         self._progress.stop()
 
     def advance(self, step: int) -> None:
-        """Redraw the line, unless that was just done."""
+        """Update the line, at most every `REDRAW_SECONDS`."""
         self._progress.update(self._task, completed=step)
         if time.monotonic() - self._drawn >= REDRAW_SECONDS:
             self._drawn = time.monotonic()
             self._progress.refresh()
 
     def show(self, step: int, report: Report) -> None:
-        """Print the report above the line, and redraw that."""
+        """Print the report above the line, and redraw the line."""
         before = len(f"step {self._total_steps}/{self._total_steps} ") + BAR_COLUMNS + 1
         super().show(step, report)
         self._progress.update(self._task, numbers=self._summary(report, COLUMNS - before))
@@ -113,18 +113,18 @@ class LiveLine(PlainLines):
 
 
 def choose_display(choice: str, total_steps: int, devices: int, shows_step_time: bool = False) -> Display:
-    """Return the display of rank 0 for `--progress`; "auto" is live where standard output is a terminal."""
+    """Return the display of rank 0 for `--progress`; "auto" is live if standard output is a terminal."""
     kind = LiveLine if choice == "live" or (choice == "auto" and is_watched()) else PlainLines
     return kind(total_steps, devices, shows_step_time)
 
 
 def summary(report: Report, width: int, *, devices: int, shows_step_time: bool = False) -> str:
-    """Put a report into one line: what is wrong first, then what fits; metrics.jsonl has all of it.
+    """Return one line for a report: skipped updates first, then as many numbers as fit.
 
     Args:
         width: columns of the line.
-        devices: of the job, whose tokens/s are those of all together.
-        shows_step_time: whether the time of a step is among the numbers.
+        devices: number of devices of the job; the line has their total tokens/s.
+        shows_step_time: whether the line has the seconds per step.
     """
     rate, skipped = report["tokens_per_second_per_gpu"] * devices, report["skipped_updates"]
     parts = [f"{count_of(skipped, 'update')} skipped"] if skipped else []
@@ -147,5 +147,5 @@ def summary(report: Report, width: int, *, devices: int, shows_step_time: bool =
 
 
 def perplexity_of(loss: float) -> float:
-    """Return exp(loss); infinity where no float is as large."""
+    """Return exp(loss), or infinity on overflow."""
     return math.exp(loss) if not loss > 700 else math.inf

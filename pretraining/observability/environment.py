@@ -1,7 +1,6 @@
-"""What each start of a run ran on: a record per start in <run>/logs/environment.json.
+"""Records of hardware and software, one per start, in <run>/logs/environment.json, for comparing starts.
 
-A record is there to compare starts by, and no start depends on it: what cannot be found is null, and what cannot be
-written is a warning. It holds nothing that a user typed, so no secret.
+Unknown values are null, and a failed write is a warning. A record has no text that a user typed, so no secrets.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 
 from pretraining.distributed.processes import Processes, gather_from_every_rank
 from pretraining.files import exists, read_json, write_atomic
-from pretraining.observability.report_file import written_time
+from pretraining.observability.report_file import format_time
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS
 
@@ -32,11 +31,11 @@ PACKAGES = ("pretraining", "torch", "numpy", "pyarrow", "torchdata", "tokenizers
 
 
 def record_environment(run: Path, step: int, launcher: str, processes: Processes) -> None:
-    """Add a record of this start to the run's; a collective call.
+    """Add the record of this start; a collective call.
 
     Args:
-        step: that the start resumes from.
-        launcher: what started the processes.
+        step: step from which the run resumes.
+        launcher: name of the launcher.
     """
     device = processes.device
     name = device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
@@ -45,7 +44,7 @@ def record_environment(run: Path, step: int, launcher: str, processes: Processes
     if not processes.is_main:
         return
     record = {
-        "time": written_time(time.time()),
+        "time": format_time(time.time()),
         "step": step,
         "launcher": launcher,
         "processes": processes.world_size,
@@ -60,8 +59,8 @@ def record_environment(run: Path, step: int, launcher: str, processes: Processes
     try:
         earlier = read_json(path) if exists(path) else []
         write_atomic(path, json.dumps([*earlier, record], indent=1) + "\n")
-    except (OSError, ValueError, TypeError) as error:  # not writable; damaged
-        log.warning("%s cannot be continued (%s): this start is not in it", path, error)
+    except (OSError, ValueError, TypeError) as error:  # not writable, or damaged
+        log.warning("%s cannot be updated (%s): it lacks this start", path, error)
 
 
 def _versions() -> dict[str, str]:
@@ -73,9 +72,9 @@ def _versions() -> dict[str, str]:
 
 
 def _git_state(root: Path) -> dict[str, Any] | None:
-    """Return the commit of this code, and whether its tracked files changed; None if git does not know it, or is slow.
+    """Return the commit of this code, and whether tracked files have changes; None if git fails.
 
-    A repository around the place where the package is installed is none of this code.
+    A repository that merely contains the installed package does not count.
     """
 
     def git(*arguments: str) -> str:

@@ -1,18 +1,17 @@
-"""What happens to a run, a JSON object a line in <run>/logs/events.jsonl, which no start and no rollback rewrites.
+"""The events of a run, one JSON object per line in <run>/logs/events.jsonl. No start or rollback rewrites the file.
 
-    start | restart   a process begins with the run's folder; restart says what the start before has come to
-    restore           what it goes on from
-    phase             the first one of the data, and other datasets, weights or batch from the next step on
-    skip              an update was left out
-    checkpoint        one was committed
-    evaluation        its loss
-    rollback          the run goes back before updates that were left out
-    sample            text that the model has written
+    start | restart   a start of the run; a restart has the result of the previous start
+    restore           the checkpoint that the run resumes from
+    phase             datasets, weights and batch size at the start, and after each change
+    skip              a skipped update
+    checkpoint        a committed checkpoint
+    evaluation        the evaluation loss
+    rollback          a return to a checkpoint before skipped updates
+    sample            text that the model generated
     end               finished, preempted or failed; a killed process writes none
 
-The parts that act add what they do, on rank 0; on other ranks nothing is kept. A line is one write at the end of the
-file, so a kill leaves whole lines, or a piece of the last one, which the next start ends. Nothing
-that trains reads the file; `pretrain report` shows it.
+Components add their own events; only rank 0 keeps them. Each line is one write, so a kill leaves at most one incomplete
+line, which the next start terminates. `pretrain report` shows the events; training never reads them.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ EVENTS_FILE = "events.jsonl"
 
 
 class Events:
-    """The events of a run; without `open`, as on other ranks than 0, they are not kept."""
+    """The events of a run. They are dropped without a call of `open`, which only rank 0 makes."""
 
     def __init__(self) -> None:
         self._sink: Sink | None = None
 
     def open(self, run: Path) -> None:
-        """Keep events in a run's folder from now on; if they cannot be written, that is a warning."""
+        """Write events to a run's folder from now on; a failure is a warning."""
         path = run / LOGS / EVENTS_FILE
         try:
             path.parent.mkdir(exist_ok=True)
             file = RecordFile(path)
             if path.read_bytes()[-1:] not in (b"", b"\n"):
-                file.append(b"\n")  # a killed process has left a piece of a line
+                file.append(b"\n")  # a killed process left an incomplete line
             self._sink = line_sink(file)
         except OSError as error:
-            log.warning("%s cannot be written (%s): what happens to the run is not kept", path, error.strerror or error)
+            log.warning("%s cannot be written (%s): this start has no events", path, error.strerror or error)
 
     def add(self, event: str, step: int, **details: Any) -> None:
-        """Append an event; `details` are JSON-able, and null if they are not known."""
+        """Append an event; `details` are JSON values, None if unknown."""
         if self._sink is not None:
             self._sink.log(step, {"event": event, **details})
 

@@ -1,6 +1,6 @@
-"""Reports for MLflow (extra `mlflow`): in a SQLite file of the run's folder, or on the server of MLFLOW_TRACKING_URI.
+"""The MLflow tracker (extra `mlflow`), with a SQLite file in the run's folder or the server of MLFLOW_TRACKING_URI.
 
-All starts of a run are one run there, by its id. A resume and a rollback report steps again: MLflow keeps both points.
+All starts of a run share one MLflow run. After a resume or rollback, MLflow keeps old and new points of a step.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow_artifacts"
-MOST_PARAMETERS = 100
-"""In one request, and..."""
-LONGEST_PARAMETER = 6000
-"""...characters of each, as MLflow allows."""
+MAX_PARAMETERS = 100
+"""MLflow's limit of parameters per request."""
+MAX_CHARACTERS = 6000
+"""MLflow's limit of a parameter's length."""
 VARIABLES = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Unless the environment says otherwise: a server that is away is tried again anyway, and nobody else is called."""
+"""Defaults of environment variables: few retries, because the tracker's queue retries too, and no telemetry."""
 
 
 class MLflow:
@@ -41,7 +41,7 @@ class MLflow:
     def __init__(self, run: TrackedRun) -> None:
         for name, value in VARIABLES.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient, entities, exceptions  # only if it is chosen: it takes seconds
+        from mlflow import MlflowClient, entities, exceptions  # here: the import takes seconds
 
         self._entities, self._error = entities, exceptions.MlflowException
         self._tracked = run
@@ -51,37 +51,37 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=self._server or f"sqlite:///{self._folder / DATABASE}")
         self.run_id = run.run_id
         self._is_open = False
-        with suppress(Exception):  # of a server, a proxy, a database; the first report says why
+        with suppress(Exception):  # the first report tries again and warns
             self._open_run()
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Send a report; a ConnectionError if the store does not take it."""
+        """Send a report; raise a ConnectionError if MLflow fails."""
         now = round(time.time() * 1000)
         known = [(name, float(value)) for name, value in values.items() if value is not None]
-        with self._retried():
+        with self._connection_errors():
             self._open_run()
             metrics = [self._entities.Metric(name, value, now, step) for name, value in known]
             self._client.log_batch(self.run_id, metrics=metrics)
 
     def close(self) -> None:
-        """End the run: as failed, if an error is ending the training."""
-        with self._retried():
+        """Finish the run, as failed if an exception is being handled."""
+        with self._connection_errors():
             self._open_run()
             self._client.set_terminated(self.run_id, "FINISHED" if sys.exception() is None else "FAILED")
 
     @contextmanager
-    def _retried(self) -> Iterator[None]:
-        """Turn what MLflow raises into a ConnectionError, after which a report waits and is sent again."""
+    def _connection_errors(self) -> Iterator[None]:
+        """Turn MLflow's errors into ConnectionErrors, after which the queue sends the report again."""
         try:
             yield
         except self._error as error:
             raise ConnectionError(f"MLflow: {error}") from error
 
     def _open_run(self) -> None:
-        """Continue the run, or make one with the settings as parameters; do nothing the next time."""
+        """Resume the run, or make one with the settings as parameters, if this has not succeeded yet."""
         if self._is_open:
             return
-        if self.run_id is None or not self._continues(self.run_id):
+        if self.run_id is None or not self._resume_run(self.run_id):
             self._make_run()
         self._is_open = True
 
@@ -90,21 +90,21 @@ class MLflow:
         if experiment is not None:
             experiment_id = experiment.experiment_id
         else:
-            place = None if self._server else (self._folder / ARTIFACTS).as_uri()
-            experiment_id = self._client.create_experiment(self._tracked.project, artifact_location=place)
+            location = None if self._server else (self._folder / ARTIFACTS).as_uri()
+            experiment_id = self._client.create_experiment(self._tracked.project, artifact_location=location)
         self.run_id = self._client.create_run(experiment_id, run_name=self._tracked.name).info.run_id
         settings = plain_settings(self._tracked.config)
-        parameters = [self._entities.Param(name, str(value)[:LONGEST_PARAMETER]) for name, value in settings.items()]
-        for begin in range(0, len(parameters), MOST_PARAMETERS):
-            self._client.log_batch(self.run_id, params=parameters[begin : begin + MOST_PARAMETERS])
+        parameters = [self._entities.Param(name, str(value)[:MAX_CHARACTERS]) for name, value in settings.items()]
+        for begin in range(0, len(parameters), MAX_PARAMETERS):
+            self._client.log_batch(self.run_id, params=parameters[begin : begin + MAX_PARAMETERS])
 
-    def _continues(self, run_id: str) -> bool:
-        """Resume a run; False if the store does not know it."""
+    def _resume_run(self, run_id: str) -> bool:
+        """Resume a run; return False if MLflow does not know it."""
         try:
             self._client.update_run(run_id, status="RUNNING")
         except self._error as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
-            log.warning("--tracker=mlflow: there is no run %s: a new one begins", run_id)
+            log.warning("--tracker=mlflow: run %s does not exist: starting a new MLflow run", run_id)
             return False
         return True

@@ -1,13 +1,12 @@
-"""Collects what steps leave behind and reports it when a report is due.
+"""The observer, which sums step outcomes and reports them at an interval.
 
-    StepOutcome of each step --sums on the device--> a report: numbers by name --> display, metrics.jsonl, trackers
+    StepOutcome of each step --sums on the device--> a report: values by name --> display, metrics.jsonl, trackers
 
-Between reports everything stays on the device: adding to running sums needs no answer from it. A report is the one
-place where the host waits, once: one all-reduce of the sums, one over the shards for the norm of the parameters, one of
-the peaks of memory, and the numbers go to the display and the trackers of rank 0.
+Between reports the sums stay on the device, and the host does not wait. A report waits once. It all-reduces the sums,
+the parameter norm over shards, and the memory peaks; rank 0 sends the values to display and trackers.
 
-A checkpoint between two reports keeps the sums since the first of them, so the second one has the same loss whether the
-run was stopped in between or not. Rates are those of this process: time that it did not train does not count.
+A checkpoint keeps the sums since the last report, so a resume does not change the next reported loss. Rates only count
+the training time of this process.
 """
 
 from __future__ import annotations
@@ -39,28 +38,27 @@ from pretraining.progress import Interval, Progress, TrainState
 
 log = logging.getLogger(__name__)
 
-SHIPPED_COLUMNS = 4
-"""Columns of the scores that every run has; checkpoints name the columns if there are more."""
+BUILTIN_COLUMNS = 4
+"""Number of score columns in every run; checkpoints name the columns if there are more."""
 
 
 class Observer:
-    """Reports of a run, as a context around the loop. The end of an invocation is always reported.
+    """The reports of a run, as a context around the loop. The last step of an invocation is always reported.
 
     Args:
-        state: where the run stands, at first where it starts.
-        training_tokens: those of one pass over the datasets.
-        optimizer: its groups hold the parameters and their learning rates.
-        shard_group: processes that hold the pieces of one copy of the parameters.
-        datasets: names of those that batches are of, in the order of a step's scores.
-        score_columns: names of the sums of a step's scores (evaluation/scores.py).
-        score_values: makes scores of sums.
+        state: current position of the run.
+        training_tokens: tokens of one pass over the datasets.
+        optimizer: source of parameters and learning rates.
+        shard_group: processes that shard one copy of the parameters.
+        datasets: names of the datasets, in the order of a step's scores.
+        score_columns: names of the sums in a step's scores (evaluation/scores.py).
+        score_values: function from sums to scores.
 
     Attributes:
-        events: told of evaluations.
-        peak_tflops: of a device; None where it is not known.
-        step_seconds: of the newest reports of this invocation, the mean over the steps of each.
-        last_loss: the newest reported loss, at first that of an earlier invocation.
-        newest: the newest reported number of each name, of this invocation.
+        peak_tflops: peak of one device; None = unknown.
+        step_seconds: mean seconds per step of the latest reports of this invocation.
+        last_loss: latest reported loss, also of an earlier invocation.
+        newest: latest reported values of this invocation, by name.
     """
 
     def __init__(
@@ -98,27 +96,27 @@ class Observer:
             )
         self._stragglers = StragglerWatch(config.guard.straggler_factor, processes.activity)
         self._datasets, self._score_columns, self._score_values = datasets, score_columns, score_values
-        self._start = self._reported = state.progress  # of this process, and of the last report
-        self._unreported: StepOutcome | None = None  # of the last step
+        self._start = self._reported = state.progress  # at this process's start, and at the last report
+        self._unreported: StepOutcome | None = None  # outcome of the last step
         self._clear_sums()
 
     def __enter__(self) -> Observer:
         self._display.__enter__()
-        self.stopwatch.restart()  # what went before was setting up, not training
+        self.stopwatch.restart()  # the setup is not training time
         self._stragglers.start()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         if raised[0] is None and self.state.early_end and self._unreported is not None:
-            self._report(self.state.progress, self._unreported)  # its evaluation has made the last step the last one
+            self._report(self.state.progress, self._unreported)  # an evaluation after the step stopped the run
         self._stragglers.stop()
         self._display.__exit__(*raised)
         self.trackers.close()
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
-        """Count a step; report if it crossed a boundary of the interval or was the last one."""
+        """Add a step to the sums; report if a report is due or the run stops."""
         kept = ~outcome.skipped
-        # A skipped step's loss may be NaN: it must not spoil the mean of the others.
+        # A skipped step's loss may be NaN.
         self._loss_sum += torch.where(kept, outcome.loss_sum, 0.0)
         self._z_loss_sum += torch.where(kept, outcome.z_loss_sum, 0.0)
         self._valid_tokens += torch.where(kept, outcome.valid_tokens, 0)
@@ -134,18 +132,18 @@ class Observer:
         if is_reported:
             self._report(state.progress, outcome)
         self._unreported = None if is_reported else outcome
-        if is_due:  # the sums of a report that comes early, at an invocation's end, go on in the next one's
+        if is_due:  # an early report at the end of an invocation keeps the sums for the next invocation
             self._clear_sums()
 
     def after_evaluation(self, progress: Progress, values: Mapping[str, float], lines: Sequence[str]) -> None:
-        """Keep the numbers of an evaluation, and show each of its lines."""
+        """Track the values of an evaluation, and log its lines."""
         for line in lines:
             log.info("step %d  %s", progress.steps, line)
-        self._keep(progress.steps, {"tokens_seen": progress.tokens, **values})
+        self._track(progress.steps, {"tokens_seen": progress.tokens, **values})
         losses = {name: _finite(value) for name, value in values.items() if name.startswith("evaluation_loss")}
         self.events.add("evaluation", progress.steps, **losses)
 
-    def _keep(self, step: int, values: Mapping[str, float | None]) -> None:
+    def _track(self, step: int, values: Mapping[str, float | None]) -> None:
         finite = {name: _finite(value) for name, value in values.items()}
         self.newest |= finite
         self.trackers.log(step, finite)
@@ -167,8 +165,8 @@ class Observer:
         loss_sum, z_loss_sum, spans, scores, *custom, valid_tokens, skipped, grad_norm, param_norm = sum_over_ranks(
             (self._loss_sum, self._z_loss_sum, own_spans, self._scores, *self._custom.values()), same
         )
-        memory = self._memory_of_the_fullest_rank()
-        seconds, spent = self.stopwatch.lap()  # after the sums: the device has finished the steps
+        memory = self._max_memory()
+        seconds, spent = self.stopwatch.lap()  # after the all-reduce, which waits for the device
         steps, tokens = now.steps - self._reported.steps, now.tokens - self._reported.tokens
         overall = (now.tokens - self._start.tokens) / self.stopwatch.overall_training_seconds
         loss = loss_sum / valid_tokens if valid_tokens else math.nan
@@ -183,7 +181,7 @@ class Observer:
             "grad_norm": grad_norm,
             "param_norm": param_norm,
             "skipped_updates": int(skipped),
-            **self._speed(tokens / seconds, overall, seconds / steps, spans / (steps * dist.get_world_size())),
+            **self._throughput(tokens / seconds, overall, seconds / steps, spans / (steps * dist.get_world_size())),
             "data_share": spent.get("data", 0.0) / seconds,
             **memory,
             "time_left_seconds": (self.state.total_steps - now.steps) * tokens / steps / overall,
@@ -198,17 +196,17 @@ class Observer:
         self._display.show(now.steps, values)
         for line in self._stragglers.report(seconds / steps):
             log.info(line)
-        self._keep(now.steps, values)
+        self._track(now.steps, values)
         self._reported = now
         self._attention_spans = 0.0
 
-    def _speed(self, rate: float, overall: float, step_seconds: float, span: float) -> dict[str, float | None]:
-        """Return the rates, and the share of the device's peak.
+    def _throughput(self, rate: float, overall: float, step_seconds: float, span: float) -> dict[str, float | None]:
+        """Return rates, MFU and HFU.
 
         Args:
             rate: tokens per second of all devices since the last report.
-            overall: the same of this process.
-            span: tokens that attention spans, on average.
+            overall: tokens per second of all devices since the start.
+            span: mean attention span in tokens.
         """
         gpus, peak = dist.get_world_size(), self.peak_tflops
         model_tflops = flops_per_token(self._shape, span) * rate / gpus / 1e12
@@ -226,16 +224,13 @@ class Observer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums since the last report that was due, of all ranks; a collective call that waits for them.
-
-        Without a step since then there is nothing to keep, nothing to wait for, and the result is empty.
-        """
+        """Return the sums of all ranks since the last due report, or {} without a step; collective if not empty."""
         if self._steps == 0:
             return {}
         loss_sum, z_loss_sum, scores, *custom = sum_over_ranks(
             (self._loss_sum, self._z_loss_sum, self._scores, *self._custom.values())
         )
-        own = {} if len(self._score_columns) == SHIPPED_COLUMNS else {"score_columns": list(self._score_columns)}
+        own = {} if len(self._score_columns) == BUILTIN_COLUMNS else {"score_columns": list(self._score_columns)}
         return {
             "steps": self._steps,
             "loss_sum": _finite(loss_sum),
@@ -248,16 +243,16 @@ class Observer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the sums of all ranks, which rank 0 holds for them.
+        """Add the sums of a checkpoint; rank 0 gets those that are all-reduced.
 
-        Scores begin again at zero for a dataset whose sums were not finite, and for all if others are measured now.
+        Scores start at zero for a dataset with non-finite sums, and for all datasets if the score columns changed.
         """
         if state["loss_sum"] is None or state["z_loss_sum"] is None:
             return
         self._steps += state["steps"]
-        self._valid_tokens += state["valid_tokens"]  # these are of all ranks, on each of them
+        self._valid_tokens += state["valid_tokens"]  # global counts on every rank
         self._skipped += state["skipped_updates"]
-        columns = state.get("score_columns", list(self._score_columns[:SHIPPED_COLUMNS]))
+        columns = state.get("score_columns", list(self._score_columns[:BUILTIN_COLUMNS]))
         scores = state.get("scores", {}) if columns == list(self._score_columns) else {}
         is_main = dist.get_rank() == 0
         if is_main:
@@ -271,12 +266,12 @@ class Observer:
             self._custom[name] = torch.tensor(of_rank, dtype=torch.float64, device=self._device)
 
     def _parameter_norm(self) -> torch.Tensor:
-        """Return the Euclidean norm of all parameters, a scalar on the device, the same on every rank."""
+        """Return the Euclidean norm of all parameters, a scalar on the device that is equal on every rank."""
         parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
         return gradient_norm([local_part(parameter.detach()) for parameter in parameters], self._shard_group)
 
-    def _memory_of_the_fullest_rank(self) -> dict[str, float | None]:
-        """Return GiB of the fullest rank: peak, allocated now, reserved; on a CPU only the peak of the process."""
+    def _max_memory(self) -> dict[str, float | None]:
+        """Return maxima over ranks in GiB: peak, allocated and reserved memory; on a CPU only the process's peak."""
         sizes = [peak_bytes(self._device)]
         if self._device.type == "cuda":
             sizes += [torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)]
@@ -287,11 +282,11 @@ class Observer:
 
 
 def sum_over_ranks(sums: Sequence[torch.Tensor], same: Sequence[torch.Tensor] = ()) -> list[Any]:
-    """Add up tensors; return all as numbers, or lists of numbers. A collective call that waits, once.
+    """All-reduce tensors, and return all as numbers or nested lists; the host waits once.
 
     Args:
-        sums: of this rank, float64.
-        same: more tensors, which are the same on all ranks and stay as they are.
+        sums: float64 tensors of this rank.
+        same: tensors that are equal on all ranks, and are not summed.
     """
     summed = torch.cat([each.flatten() for each in sums])
     dist.all_reduce(summed)
@@ -302,5 +297,5 @@ def sum_over_ranks(sums: Sequence[torch.Tensor], same: Sequence[torch.Tensor] = 
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

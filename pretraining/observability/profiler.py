@@ -1,9 +1,8 @@
-"""Records what some steps of a run do, and says where their time went.
+"""The profiler, which records ranges of steps with torch.profiler.
 
-    a range of steps is near --> torch.profiler warms up for a step --> records the range --> trace file, printed table
+    one warm-up step --> recorded range of steps --> trace file, table in the log
 
-Between ranges nothing is recorded. The traces are Chrome's JSON, gzipped, as Kineto writes it:
-https://ui.perfetto.dev opens them, and so does TensorBoard with its profiler plugin.
+Traces are gzipped Chrome JSON files, for https://ui.perfetto.dev or TensorBoard's profiler plugin.
 """
 
 from __future__ import annotations
@@ -28,21 +27,20 @@ from pretraining.text import count_of
 log = logging.getLogger(__name__)
 
 TRACES = "profile_traces"
-STEPS_OF_A_PROFILE = 3
-STEPS_BEFORE = 3
-"""Steps of each start that are no example of others: they compile, choose algorithms and fill caches."""
-OPERATIONS_SHOWN = 10
+PROFILED_STEPS = 3
+WARMUP_STEPS = 3
+"""Atypical steps after each start, which compile, choose algorithms and fill caches."""
+MAX_OPERATIONS = 10
 
 
 class Profiler:
-    """Records ranges of steps, as a context around the loop; does nothing where nothing is to be recorded.
+    """A profiler of ranges of steps, as a context around the loop.
 
     Args:
-        config: which steps, and on which ranks.
-        run: folder of the run, which gets a folder of traces.
-        next_step: the first step of this start.
+        run: folder of the run.
+        next_step: first step of this start.
         training_tokens: tokens of one pass over the datasets, for an interval in epochs.
-        stopwatch: counts the time that writing a trace takes, and tells what the loop is doing.
+        stopwatch: counts the time of writing traces, and notifies the profiler of activities.
     """
 
     def __init__(
@@ -58,9 +56,8 @@ class Profiler:
         self._config = config
         self._records = config.use_profiler and (rank == 0 or not config.profiler_rank0_only)
         self._first_step, self._step = next_step, next_step - 1
-        # By default, the first steps of this start that are past its warm-up.
-        usual = (next_step + STEPS_BEFORE, next_step + STEPS_BEFORE + STEPS_OF_A_PROFILE - 1)
-        self._ranges = config.step_ranges or ([] if config.profile_interval.amount else [usual])
+        default = (next_step + WARMUP_STEPS, next_step + WARMUP_STEPS + PROFILED_STEPS - 1)
+        self._ranges = config.step_ranges or ([] if config.profile_interval.amount else [default])
         self._interval = Interval(config.profile_interval, training_tokens)
         self._folder = run / TRACES
         self._device = device
@@ -69,7 +66,7 @@ class Profiler:
         self._mark: torch.profiler.record_function | None = None
         self._has_recorded = False
         if self._records:
-            stopwatch.also_tell(self.turn_to)
+            stopwatch.add_listener(self.mark_activity)
 
     def __enter__(self) -> Profiler:
         if self._records:
@@ -79,27 +76,27 @@ class Profiler:
             self._profile = torch.profiler.profile(
                 activities=activities,
                 schedule=lambda number: self._action_at(self._first_step + number),
-                on_trace_ready=self._conclude,
+                on_trace_ready=self._save_trace,
                 record_shapes=True,
             )
             self._profile.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._profile is not None:  # an error came in between: what was recorded goes with it
+        if self._profile is not None:  # drop the recording of a run that fails
             self._profile.on_trace_ready = None
             self._profile.__exit__(None, None, None)
         if error is None and self._records and not self._has_recorded:
             ranges = ",".join(f"{first}-{last}" for first, last in self._ranges) or "none"
-            log.info("profiler    no step was profiled: those to profile are %s (--profile_steps)", ranges)
+            log.info("profiler    no step was profiled; steps to profile: %s (--profile_steps)", ranges)
 
     def after_step(self, state: TrainState) -> None:
-        """Begin a recording, go on with it, or end it with a trace and a table; collective if all ranks record."""
+        """Advance the recording, and save it at the end of a range; collective if all ranks record."""
         profile, self._step = self._profile, state.step
         if profile is None:
             return
         if self._interval.is_due(state):
-            self._ranges.append((state.step + 2, state.step + 1 + STEPS_OF_A_PROFILE))
+            self._ranges.append((state.step + 2, state.step + 1 + PROFILED_STEPS))
         action = self._action_at(state.step)
         is_saved = action == ProfilerAction.RECORD_AND_SAVE
         if self._device.type == "cuda" and (is_saved or state.stopping or action != self._action_at(state.step + 1)):
@@ -109,11 +106,11 @@ class Profiler:
             profile.__exit__(None, None, None)
             return
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*Profiler clears events")  # of an earlier range: wanted
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")  # events of an earlier range
             profile.step()
 
-    def turn_to(self, doing: str) -> None:
-        """Mark in the trace what the loop turns to; "training" has no mark."""
+    def mark_activity(self, doing: str) -> None:
+        """Mark the loop's new activity in the trace; "training" has no mark."""
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
             self._mark = None
@@ -122,15 +119,15 @@ class Profiler:
             self._mark.__enter__()
 
     def _action_at(self, step: int) -> ProfilerAction:
-        """Say what to do in a step: the first range that it is in counts, else the one that begins right after it."""
+        """Return the action of a step, by the first range that contains it, else by a range that begins after it."""
         for first, last in self._ranges:
             if first <= step <= last:
                 return ProfilerAction.RECORD if step < last else ProfilerAction.RECORD_AND_SAVE
         is_next = any(step == first - 1 for first, _ in self._ranges)
         return ProfilerAction.WARMUP if is_next else ProfilerAction.NONE
 
-    def _conclude(self, profile: torch.profiler.profile) -> None:
-        """Write the trace and log what is in it."""
+    def _save_trace(self, profile: torch.profiler.profile) -> None:
+        """Write the trace, and log its summary."""
         self._has_recorded = True
         with self._stopwatch.measure("profiler"):
             summary = summarise(profile.events() or [])
@@ -142,7 +139,7 @@ class Profiler:
                 profile.export_chrome_trace(where)
                 if self._config.memory_snapshot:
                     write_snapshot(path.with_name(path.name.replace(".pt.trace.json.gz", ".memory.pickle")))
-            except OSError as error:  # a full disk must not cost the run
+            except OSError as error:  # a full disk must not stop the run
                 where = f"{path} cannot be written ({error})"
             shares = summary.shares if summary else None
             everyone = [shares] if self._config.profiler_rank0_only else gather_from_every_rank(lambda: shares)
@@ -152,21 +149,21 @@ class Profiler:
 
 
 def describe(summary: TraceSummary, everyone: Sequence[Mapping[str, float]], where: str) -> list[str]:
-    """Return the lines to print about profiled steps.
+    """Return the lines of the log about profiled steps.
 
     Args:
-        summary: of this rank.
-        everyone: the shares of all ranks that have recorded.
-        where: the trace's path.
+        summary: summary of this rank.
+        everyone: time shares of all recording ranks.
+        where: path of the trace.
     """
     milliseconds = summary.seconds * 1e3 / summary.steps
     lines = [f"profile of {count_of(summary.steps, 'step')}, {milliseconds:.2f} ms each: {where}"]
     for kind, share in summary.shares.items():
         values = [shares[kind] for shares in everyone]
         among = f"  ({min(values):.1%} to {max(values):.1%} over {len(values)} ranks)" if len(values) > 1 else ""
-        lines.append(f"  {kind:22} {share:6.1%}  {share * milliseconds:9.2f} ms a step{among}")
-    lines.append(f"  {'ms a step':>10}  {'calls a step':>12}  operation")
-    for operation in summary.operations[:OPERATIONS_SHOWN]:
+        lines.append(f"  {kind:22} {share:6.1%}  {share * milliseconds:9.2f} ms/step{among}")
+    lines.append(f"  {'ms/step':>10}  {'calls/step':>12}  operation")
+    for operation in summary.operations[:MAX_OPERATIONS]:
         own, calls = operation.seconds * 1e3 / summary.steps, operation.calls / summary.steps
         lines.append(f"  {own:10.2f}  {calls:12.1f}  {operation.name[:80]}")
     return lines

@@ -1,6 +1,6 @@
-"""Where reports and events go while a run trains, whatever disks and services do meanwhile.
+"""Sinks, which carry reports and events to files and trackers and survive failures of disks and services.
 
-a report --> Sink, which keeps it until its place takes it --> a file, a tracker
+a report --> Sink, which queues it until the write succeeds --> a file or a tracker
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pretraining.text import count_of
 log = logging.getLogger(__name__)
 
 Report = tuple[int, dict[str, Any], float]
-"""Step, values, and when it was handed over, in seconds since 1970."""
-MOST_WAITING = 20_000
-"""Reports that wait in memory for a disk or a service: about 10 MB."""
+"""Step, values, and time of the report in seconds since 1970."""
+MAX_PENDING = 20_000
+"""Maximum reports in memory, about 10 MB, that wait for a disk or a service."""
 
 
 class Sink:
-    """Hands reports to one place, in order. Its failures are warnings: one when they begin, one line when they end.
+    """An ordered queue of reports to one file or tracker. The first of several failures in a row is a warning.
 
-    An OSError says that the place is away (a full disk, a server). Its report waits, and the next one tries again.
-    After another error the report is lost.
+    After an OSError (a full disk, a missing server), the report waits, and the next report retries. After another
+    error, the report is lost.
 
     Args:
-        name: of the place, for errors that name no file.
-        write: takes step and values of a report, and when it was handed over, in seconds since 1970.
-        close: of the place.
+        name: name in messages, if an error names no file.
+        write: writes a report: step, values and seconds since 1970.
+        close: closes the file or tracker.
     """
 
     def __init__(
@@ -44,40 +44,40 @@ class Sink:
     ) -> None:
         self.name = name
         self._write, self._close = write, close
-        self._waiting: deque[Report] = deque()
+        self._pending: deque[Report] = deque()
         self._lost = 0
         self._is_failing = False
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Hand over a report."""
+        """Write a report, or queue it."""
         self.put((step, values, time.time()))
 
     def put(self, report: Report) -> None:
-        """Hand over a report behind those that wait; the oldest one is lost if there are too many."""
-        self._waiting.append(report)
-        if len(self._waiting) > MOST_WAITING:
-            self._waiting.popleft()
+        """Write a report after the queued ones; drop the oldest if there are too many."""
+        self._pending.append(report)
+        if len(self._pending) > MAX_PENDING:
+            self._pending.popleft()
             self._lost += 1
         self._send()
 
     def close(self) -> None:
-        """Close the place; a failure must not hide how the run ended."""
+        """Write queued reports, and close the file or tracker; failures are warnings."""
         self._send()
         try:
             self._close()
         except (Exception, SystemExit) as error:
             self._warn(error)
-        if lacks := self._lost + len(self._waiting):
+        if lacks := self._lost + len(self._pending):
             log.warning("%s lacks %s", self.name, count_of(lacks, "report"))
 
     def _send(self) -> None:
-        while self._waiting:
+        while self._pending:
             try:
-                self._write(*self._waiting[0])
+                self._write(*self._pending[0])
             except OSError as error:
                 self._warn(error)
                 return
-            except (Exception, SystemExit) as error:  # Python ends a thread at a SystemExit without a word
+            except (Exception, SystemExit) as error:  # a SystemExit would silently end the thread
                 self._warn(error)
                 self._lost += 1
             else:
@@ -85,17 +85,17 @@ class Sink:
                     lacks = f"; it lacks {count_of(self._lost, 'report')}" if self._lost else ""
                     log.info("%s can be written again%s", self.name, lacks)
                 self._is_failing = False
-            self._waiting.popleft()
+            self._pending.popleft()
 
     def _warn(self, error: BaseException) -> None:
         if not self._is_failing:
             where = getattr(error, "filename", None) or self.name
-            log.warning("%s cannot be written (%s): training goes on", where, describe_failure(error))
+            log.warning("%s cannot be written (%s): training continues", where, describe_failure(error))
         self._is_failing = True
 
 
 class RecordFile:
-    """A file of records, each whole or not there."""
+    """A file of records, which are appended completely or not at all."""
 
     def __init__(self, path: Path) -> None:
         if exists(path):
@@ -104,7 +104,7 @@ class RecordFile:
         self._file = path.open("ab", buffering=0)
 
     def append(self, record: bytes) -> None:
-        """Append a record; an OSError names the file."""
+        """Append a record; an OSError has the file's name."""
         end = self._file.seek(0, os.SEEK_END)
         try:
             while record:
@@ -120,22 +120,22 @@ class RecordFile:
 
 
 def line_sink(file: RecordFile) -> Sink:
-    """Return a sink that appends reports to a file, a JSON object per line."""
+    """Return a sink that appends reports to a file, one JSON object per line."""
     return Sink(str(file.path), lambda *report: file.append(json_line(*report)), file.close)
 
 
 def json_line(step: int, values: dict[str, Any], seconds: float) -> bytes:
-    """Return a report of a moment, in seconds since 1970, as one line of JSON."""
-    return json.dumps({"step": step, "time": written_time(seconds), **values}).encode() + b"\n"
+    """Return a report as one line of JSON; `seconds` since 1970."""
+    return json.dumps({"step": step, "time": format_time(seconds), **values}).encode() + b"\n"
 
 
-def written_time(seconds: float) -> str:
-    """Return a moment, in seconds since 1970, as `2026-11-21T14:30:05Z`: in UTC, as jq's `fromdate` reads it."""
+def format_time(seconds: float) -> str:
+    """Return seconds since 1970 as UTC, `2026-11-21T14:30:05Z`, which jq's `fromdate` reads."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return what a warning says about an error, in one line."""
+    """Return an error as one line for a warning."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What a training step leaves behind for those that watch the run: `observer` reports it, `stability` judges it."""
+"""The outcome of a training step, which `observer` reports and `stability` checks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class SpikeVerdict:
-    """A step's loss beside those before it; scalars on the device, the same on all ranks.
+    """A comparison of a step's loss with earlier losses; scalars on the device, equal on all ranks.
 
     Attributes:
         loss: mean over the valid tokens of the global batch.
-        mean, deviation: of the losses before.
+        mean, deviation: mean and deviation of earlier losses.
     """
 
     is_spike: torch.Tensor
@@ -24,20 +24,19 @@ class SpikeVerdict:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a training step leaves behind; tensors are scalars on the device, unless they say otherwise.
+    """The outcome of a training step; tensors are scalars on the device unless stated otherwise.
 
     Attributes:
-        loss_sum: of this rank's valid tokens, without z-loss.
-        z_loss_sum: of the same tokens; 0 where z-loss is off.
-        valid_tokens: of the global batch.
-        grad_norm: of the whole gradient before clipping, the same on all ranks.
-        skipped: whether the update was left out (loss or gradient not finite, or a spike), the same on all ranks.
-        attention_span: mean number of tokens of the document that a token of this rank is in; without a document mask,
-            of the row.
-        scores: of this rank's tokens, by dataset (`scores.score`).
-        verdict: None where spikes are not looked for.
-        rescaled: whether the update was left out to go on with a smaller loss scale; None without one.
-        custom: of this rank, sum and count of each of the user's metrics, [2] float64.
+        loss_sum: loss of this rank's valid tokens, without z-loss.
+        z_loss_sum: z-loss of the same tokens.
+        valid_tokens: number in the global batch.
+        grad_norm: norm of the whole gradient before clipping, equal on all ranks.
+        skipped: whether the update was skipped (non-finite loss or gradient, or a spike), equal on all ranks.
+        attention_span: mean length of the document, or without a document mask of the row, over this rank's tokens.
+        scores: sums of this rank's tokens, by dataset (`scores.score`).
+        verdict: None without spike detection.
+        rescaled: whether the update was skipped to reduce the loss scale; None without a loss scale.
+        custom: this rank's sum and count of each user-defined metric, [2] float64.
     """
 
     loss_sum: torch.Tensor

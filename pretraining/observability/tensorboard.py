@@ -1,4 +1,4 @@
-"""Curves, settings as text and as hyperparameters for TensorBoard."""
+"""The TensorBoard tracker: curves, and settings as text and as hyperparameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ from pretraining.observability.report_file import RecordFile
 from pretraining.observability.trackers import TrackedRun, plain_settings
 
 CURVES = ("loss", "evaluation_loss")
-"""What TensorBoard shows beside the hyperparameters of a run."""
+"""Curves beside the hyperparameters."""
 
 
 class TensorBoard(RecordFile):
-    """Scalars, settings as text and as hyperparameters, in an event file of this process.
-
-    TensorBoard's own writer has a thread that a full disk ends, and with it all curves.
-    """
+    """An event file of this process. A full disk would end TensorBoard's own writer, and all curves."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # only rank 0 needs it, and it takes its time
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here: the import is slow
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard.summary import hparams, text
 
@@ -35,9 +32,9 @@ class TensorBoard(RecordFile):
         paths = (run.folder / f"{name}.{number}" for number in count())
         super().__init__(next(path for path in paths if not exists(path)))
         self._add(file_version="brain.Event:2")
-        if run.restored_step:  # TensorBoard hides what an earlier process logged from the next step on
+        if run.restored_step:  # makes TensorBoard hide an earlier process's later steps
             self._add(step=run.restored_step + 1, session_log=SessionLog(status=SessionLog.START))
-        indented = "".join(f"    {line}\n" for line in dump_config(run.config).splitlines())  # code, in Markdown
+        indented = "".join(f"    {line}\n" for line in dump_config(run.config).splitlines())  # Markdown code
         for summary in (text("settings", indented), *hparams(plain_settings(run.config), dict.fromkeys(CURVES, 0.0))):
             self._add(step=run.restored_step, summary=summary)
 

@@ -1,9 +1,9 @@
-"""Where the time goes, and how much of the device's arithmetic the training uses.
+"""Time and memory of training on a device.
 
-MFU (model FLOPs utilisation; Chowdhery et al., 2022, appendix B) = model FLOPs a second / peak FLOPs a second. HFU
-(hardware FLOPs utilisation) also counts what activation checkpointing computes again. The peak is the vendor's dense
-bfloat16 figure without sparsity, whatever precision the run computes in; `--dry_run` and the line of a benchmark name
-it. A CPU has no such figure: `pretrain doctor` measures what it reaches.
+MFU (model FLOPs utilisation; Chowdhery et al., 2022, appendix B) = model FLOPs per second / peak FLOPs per second. HFU
+(hardware FLOPs utilisation) also counts the recomputation of activation checkpointing. The peak is the vendor's dense
+bfloat16 figure for any precision; `--dry_run` and benchmarks print it. A CPU has no such figure, but `pretrain doctor`
+measures its speed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ T = TypeVar("T")
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device calls itself."""
+    """Return the name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most that this process had in use at once; on a CPU everything that it held."""
+    """Return this process's peak of allocated device memory; on a CPU its peak resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Stopwatch:
-    """Counts the seconds of a run by what they are spent on; what nothing else claims is training.
+    """A stopwatch that divides the seconds of a run by activity; unmeasured time is training.
 
     Args:
-        clock: seconds since any moment.
+        clock: a function that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -47,32 +47,32 @@ class Stopwatch:
         self.overall_training_seconds = 0.0  # in all finished laps
         self._spent: dict[str, float] = {}  # by name, since the last lap
 
-    def also_tell(self, listener: Callable[[str], None]) -> None:
-        """Add a listener, which is told what begins: a name, or "training" again when it ends."""
+    def add_listener(self, listener: Callable[[str], None]) -> None:
+        """Add a function to call with the name of each new activity; after an activity, it is "training" again."""
         self._listeners.append(listener)
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the start."""
+        """Seconds since the start."""
         return self._clock() - self._started
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Count the time of a `with` block as spent on `name`."""
+        """Count the time of a `with` block as the activity `name`."""
         began = self._clock()
-        self._tell(name)
+        self._notify(name)
         try:
             yield
         finally:
             self._spent[name] = self._spent.get(name, 0.0) + self._clock() - began
-            self._tell("training")
+            self._notify("training")
 
-    def _tell(self, name: str) -> None:
+    def _notify(self, name: str) -> None:
         for listener in self._listeners:
             listener(name)
 
     def watch(self, items: Iterable[T], name: str) -> Iterator[T]:
-        """Pass items on; the time that each `next` takes counts as spent on `name`."""
+        """Yield items, and count the time of each `next` as the activity `name`."""
         iterator = iter(items)
         while True:
             with self.measure(name):
@@ -83,12 +83,12 @@ class Stopwatch:
             yield item
 
     def restart(self) -> None:
-        """Begin the first lap now; what was spent before belongs to none."""
+        """Start the first lap now, and drop the time before."""
         self._lap_started = self._clock()
         self._spent = {}
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """End a lap; return its seconds of training, waiting for data included, and the seconds spent by name."""
+        """Finish a lap; return its seconds of training, with waiting for data, and its seconds by activity."""
         now = self._clock()
         spent, self._spent = self._spent, {}
         elsewhere = sum(seconds for name, seconds in spent.items() if name != "data")

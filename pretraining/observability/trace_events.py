@@ -1,13 +1,13 @@
-"""Reads what torch.profiler has recorded: which operations took how long, and how the time divides.
+"""Summaries of torch.profiler's events: time by operation and by kind.
 
-On a GPU the device's own events count: kernels and copies, NCCL's apart. On a CPU the operations count, and gloo's
-collectives with the calls that start them. `Profiler` marks waiting for data on the host, torch.profiler marks steps.
+On a GPU, kernels and copies count, and NCCL's kernels are communication. On a CPU, operations count, and gloo's
+collectives are communication. `Profiler` marks waiting for data on the host; torch.profiler marks steps.
 
-The kinds overlap, so each moment is counted once, as the first of these that it is:
+Kinds overlap, so each moment counts once, as the first of these kinds:
 
     compute > exposed communication > waiting for data > idle
 
-Communication beside compute costs nothing and counts as compute.
+Communication that overlaps compute counts as compute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 DATA_RANGE = "data"
-"""What the loop calls its waiting for data."""
+"""Mark of waiting for data."""
 STEP_RANGE = "ProfilerStep"
 
 # Kernels of NCCL and RCCL: ncclDevKernel_AllGather_RING_LL(...), ncclKernel_..., ncclSymkDevKernel_...
@@ -35,7 +35,7 @@ Span = tuple[float, float]
 
 
 class Operation(NamedTuple):
-    """All calls of one operation or kernel; seconds without those of the operations that it calls."""
+    """All calls of one operation or kernel; `seconds` excludes the operations that it calls."""
 
     name: str
     calls: int
@@ -44,7 +44,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Where the `seconds` of profiled steps went: shares by kind; operations by their time, the longest first."""
+    """Time of profiled steps: shares of `seconds` by kind, and operations, the longest first."""
 
     steps: int
     seconds: float
@@ -53,36 +53,36 @@ class TraceSummary:
 
 
 def summarise(events: Sequence[FunctionEvent]) -> TraceSummary | None:
-    """Return where the time of a recorded trace went; None where it holds no whole step.
+    """Return the summary of a trace; None without a complete step.
 
     Args:
-        events: of torch.profiler, of whole steps, with the device waited for at both ends.
+        events: events of whole steps, with the device synchronised before and after.
     """
     steps = [event for event in events if event.name.startswith(STEP_RANGE) and event.device_type == DeviceType.CPU]
     if not steps:
         return None
     on_device = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
-    # A range that was marked around operations is none, but gloo's collectives are marked ranges.
-    working = on_device or [event for event in events if not event.is_user_annotation or _communicates(event)]
-    # What the last step has begun, the device may finish after it.
+    # User annotations are no operations, except for gloo's collectives.
+    working = on_device or [event for event in events if not event.is_user_annotation or _is_communication(event)]
+    # The device may finish after the last step on the host.
     last = max(event.time_range.end for event in (*steps, *on_device))
-    communication = [event for event in working if _communicates(event)]
-    compute = [event for event in working if not _communicates(event) and (on_device or _computes(event))]
+    communication = [event for event in working if _is_communication(event)]
+    compute = [event for event in working if not _is_communication(event) and (on_device or _is_compute(event))]
     data = [event for event in events if event.name == DATA_RANGE and event.device_type == DeviceType.CPU]
     window = (min(event.time_range.start for event in steps), last)
     kinds = {"compute": compute, "exposed communication": communication, "waiting for data": data}
     shares = divide_time(window, {kind: _spans(found) for kind, found in kinds.items()})
     seconds = (window[1] - window[0]) / 1e6
-    return TraceSummary(len(steps), seconds, shares, _by_name(working, is_device=bool(on_device)))
+    return TraceSummary(len(steps), seconds, shares, _sum_by_name(working, is_device=bool(on_device)))
 
 
-def _communicates(event: FunctionEvent) -> bool:
+def _is_communication(event: FunctionEvent) -> bool:
     pattern = _COLLECTIVE_CALL if event.device_type == DeviceType.CPU else _COLLECTIVE_KERNEL
     return pattern.search(event.name) is not None
 
 
-def _computes(event: FunctionEvent) -> bool:
-    """Return whether a CPU event is arithmetic; autograd's nodes are not: they hold operations, hooks and waiting."""
+def _is_compute(event: FunctionEvent) -> bool:
+    """Return whether a CPU event is arithmetic. Autograd's nodes contain operations, hooks and waiting."""
     return event.name.startswith("aten::") or not event.cpu_children
 
 
@@ -90,7 +90,7 @@ def _spans(events: Iterable[FunctionEvent]) -> list[Span]:
     return [(event.time_range.start, event.time_range.end) for event in events]
 
 
-def _by_name(events: Iterable[FunctionEvent], is_device: bool) -> list[Operation]:
+def _sum_by_name(events: Iterable[FunctionEvent], is_device: bool) -> list[Operation]:
     calls: dict[str, int] = defaultdict(int)
     microseconds: dict[str, float] = defaultdict(float)
     for event in events:
@@ -101,11 +101,11 @@ def _by_name(events: Iterable[FunctionEvent], is_device: bool) -> list[Operation
 
 
 def divide_time(window: Span, spans: Mapping[str, Sequence[Span]]) -> dict[str, float]:
-    """Return the share of a time window that each kind of spans has; each moment counts as the first kind that it is.
+    """Return the share of each kind in a time window; each moment counts as its first kind, else as "idle".
 
     Args:
-        window: (start, end) in microseconds; what lies outside does not count.
-        spans: of each kind, in any order, overlapping or not. What is in none is "idle".
+        window: (start, end) in microseconds.
+        spans: spans of each kind, in any order, possibly overlapping.
     """
     shares: dict[str, float] = {}
     known: list[Span] = []
@@ -118,7 +118,7 @@ def divide_time(window: Span, spans: Mapping[str, Sequence[Span]]) -> dict[str, 
 
 
 def _covered(window: Span, spans: Sequence[Span]) -> float:
-    """Return the microseconds of a window that lie in at least one span."""
+    """Return the microseconds of a window inside at least one span."""
     covered, end = 0.0, window[0]
     for start, stop in sorted(spans):
         stop = min(stop, window[1])

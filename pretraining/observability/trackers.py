@@ -1,12 +1,12 @@
-"""Where reports go: to metrics.jsonl always, and to the trackers that `--tracker` names.
+"""The destinations of reports: metrics.jsonl, and the trackers that `--tracker` names.
 
     a report --> metrics.jsonl, at once
-             --> the queue of each tracker --> its thread, which starts it, logs and closes it
+             --> the queue of each tracker --> its thread, which makes, calls and closes the tracker
 
-Only a tracker's own thread waits for it, so a service that is slow or away costs the run nothing.
+Only its own thread waits for a tracker, so a slow or missing service does not slow down the run.
 
-A resume drops what metrics.jsonl holds of later steps: they are reported again. Checkpoints keep the ids by which
-services know the run, so that all of its starts are one run there.
+A resume drops later steps from metrics.jsonl, because they will be reported again. Checkpoints store the run ids of
+services, so that all starts share one run there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import check_regular, exists, parse_json, write_atomic
-from pretraining.observability.report_file import MOST_WAITING, RecordFile, Sink, describe_failure, json_line, line_sink
+from pretraining.observability.report_file import MAX_PENDING, RecordFile, Sink, describe_failure, json_line, line_sink
 from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
@@ -38,21 +38,20 @@ LOGS = "logs"
 METRICS_FILE = "metrics.jsonl"
 DEFAULT_PROJECT = "pretraining"
 START_SECONDS = 30.0
-"""How long the run waits for a tracker to start, so that a mistake is refused and the first checkpoint has its id."""
+"""Maximum wait for a tracker's start, which reveals errors and the run id."""
 FINISH_SECONDS = 60.0
-"""How long the end of the run waits until a tracker has all reports."""
+"""Maximum wait at the end of the run for a tracker's last reports."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of the run when it is started.
+    """The run, as a tracker's constructor gets it.
 
     Attributes:
-        name: `--tracker_run_name`, or that of the run's folder.
-        folder: for the tracker's files.
-        restored_step: the step that the run resumes from; 0 for a new run.
-        run_id: `--tracker_run_id`, or the tracker's `run_id` in earlier starts of this run; None for a new run.
-        project: the project that the run belongs to.
+        name: `--tracker_run_name`, or the name of the run's folder.
+        folder: folder for the tracker's files.
+        restored_step: step from which the run resumes; 0 for a new run.
+        run_id: `--tracker_run_id`, or the tracker's `run_id` at the last start; None for a new run.
     """
 
     config: TrainConfig
@@ -64,20 +63,20 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A place for reports: a class that rank 0 calls with a `TrackedRun`; its `run_id`, if it has one, is a text.
+    """A tracker of reports. Rank 0 calls the class with a `TrackedRun`, and runs all its methods in one thread.
 
-    Everything of a tracker runs in one thread of its own.
+    The attribute `run_id`, a string, is optional.
     """
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Keep the values of a step; None is unknown."""
+        """Log the values of a step; None = unknown."""
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write buffered values."""
 
 
 class JsonLines(RecordFile):
-    """metrics.jsonl: a line per report. Opening it drops the lines that a resumed run will report again."""
+    """The file metrics.jsonl, one line per report. Opening it drops lines after the restored step."""
 
     def __init__(self, run: TrackedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -87,58 +86,58 @@ class JsonLines(RecordFile):
         super().__init__(path)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Append a line; raises as `append`."""
+        """Append a line."""
         self.append(json_line(step, values, time.time()))
 
 
 class QueuedSink(Sink):
-    """A sink with a thread that makes, calls and closes a tracker; no other thread waits for it."""
+    """A sink with a thread that makes, calls and closes a tracker."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        self._made: Future[Tracker] = Future()
+        self._tracker: Future[Tracker] = Future()
         super().__init__(
-            name, lambda *report: self._made.result().log(*report[:2]), lambda: self._made.result().close()
+            name, lambda *report: self._tracker.result().log(*report[:2]), lambda: self._tracker.result().close()
         )
-        self._queue: SimpleQueue[Any] = SimpleQueue()  # reports, then how the run ends: an error or None
-        self._thread = threading.Thread(target=self._work, args=(make,), name=f"tracker {name}", daemon=True)
+        self._queue: SimpleQueue[Any] = SimpleQueue()  # reports, then the run's exception or None
+        self._thread = threading.Thread(target=self._run, args=(make,), name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     @property
     def run_id(self) -> str | None:
-        """Return the id by which the tracker knows the run; None if it has none, or has not started."""
-        is_made = self._made.done() and self._made.exception() is None
-        return getattr(self._made.result(), "run_id", None) if is_made else None
+        """The tracker's id of the run; None if it has none, or has not started."""
+        is_ready = self._tracker.done() and self._tracker.exception() is None
+        return getattr(self._tracker.result(), "run_id", None) if is_ready else None
 
     def await_start(self) -> None:
-        """Wait until the tracker has started, for a while; raise what refuses it."""
-        if not wait([self._made], START_SECONDS).done:
-            log.warning("%s has not started after %g s: training begins, reports wait", self.name, START_SECONDS)
-        elif not isinstance(self._made.exception(), ConnectionError | TimeoutError):
-            self._made.result()
+        """Wait up to `START_SECONDS` for the tracker's start; raise its errors, except for connection errors."""
+        if not wait([self._tracker], START_SECONDS).done:
+            log.warning("%s has not started after %g s: training starts, reports wait", self.name, START_SECONDS)
+        elif not isinstance(self._tracker.exception(), ConnectionError | TimeoutError):
+            self._tracker.result()
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Queue a report; it is lost if too many are in the queue."""
-        if not self._thread.is_alive():  # the tracker could not be started
+        """Queue a report; drop it if the queue is full."""
+        if not self._thread.is_alive():  # the tracker failed to start
             return
-        if self._queue.qsize() < MOST_WAITING:
+        if self._queue.qsize() < MAX_PENDING:
             self._queue.put((step, values, time.time()))
         else:
             self._lost += 1
 
     def close(self) -> None:
-        """Wait until the tracker has all reports and is closed, for a while."""
+        """Wait up to `FINISH_SECONDS` until the tracker has all reports and is closed."""
         self._queue.put(sys.exception())
         self._thread.join(FINISH_SECONDS)
         if self._thread.is_alive():
             log.warning("%s has not finished after %g s: it lacks reports", self.name, FINISH_SECONDS)
 
-    def _work(self, make: Callable[[], Tracker]) -> None:
+    def _run(self, make: Callable[[], Tracker]) -> None:
         try:
-            self._made.set_result(make())
+            self._tracker.set_result(make())
         except BaseException as error:
             reason = describe_failure(error)
             log.warning("%s cannot be started (%s)", self.name, reason)
-            self._made.set_exception(error)
+            self._tracker.set_exception(error)
             return
         while isinstance(report := self._queue.get(), tuple):
             self.put(report)
@@ -147,7 +146,7 @@ class QueuedSink(Sink):
             return
         traceback = report.__traceback__
         try:
-            raise report  # `sys.exception()` tells the tracker how the run ends
+            raise report  # makes `sys.exception()` available to the tracker
         except BaseException as error:
             super().close()
             error.__traceback__ = traceback
@@ -155,42 +154,42 @@ class QueuedSink(Sink):
 
 @dataclass
 class Trackers:
-    """All sinks of a run, by what `--tracker` says; none on other ranks than 0.
+    """All sinks of a run by name; empty on ranks other than 0.
 
     Attributes:
-        ids: by which trackers knew the run before this start.
+        ids: run ids of trackers before this start.
     """
 
     sinks: dict[str, Sink] = field(default_factory=dict)
     ids: Mapping[str, str] = field(default_factory=dict)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Hand the values of a step to all."""
+        """Log the values of a step to all sinks."""
         for sink in self.sinks.values():
             sink.log(step, values)
 
     def close(self) -> None:
-        """Close all."""
+        """Close all sinks."""
         for sink in self.sinks.values():
             sink.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ids by which trackers know the run, for checkpoints."""
+        """Return the trackers' run ids."""
         ids = {name: getattr(sink, "run_id", None) for name, sink in self.sinks.items()}
         return {**self.ids, **{name: run_id for name, run_id in ids.items() if run_id is not None}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: trackers got their ids when they were started."""
+        """Do nothing: trackers got their ids at the start."""
 
 
 def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any]) -> Trackers:
-    """Open metrics.jsonl in the run's folder, if it has one, and start the trackers that the settings name.
+    """Open metrics.jsonl in the run's folder, if there is one, and start the trackers of the settings.
 
     Args:
-        run_ids: `Trackers.state_dict` of the checkpoint that the run resumes from.
+        run_ids: `Trackers.state_dict` of the restored checkpoint.
 
     Raises:
-        ConfigError: metrics or curves cannot be written, or a tracker, or the package that it needs, cannot be found.
+        ConfigError: a file is not writable, or a tracker or its package is missing.
     """
     report = config.report
     logs = None if config.checkpoint.ckpt_save_path is None else config.checkpoint.folder / LOGS
@@ -211,7 +210,7 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
             trackers.sinks[METRICS_FILE] = line_sink(JsonLines(replace(tracked, folder=logs)))
         for name in report.tracker:
             if name == "jsonl" and logs is not None and folder.resolve() == logs.resolve():
-                continue  # metrics.jsonl is there already
+                continue  # metrics.jsonl is open already
             run_id = report.tracker_run_id or trackers.ids.get(name)
             trackers.sinks[name] = _start_tracker(name, replace(tracked, run_id=run_id))
     except BaseException as error:
@@ -220,7 +219,7 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
             raise
         raise ConfigError(
             f"metrics cannot be written to {logs or folder}, or curves to {folder}: {error}. "
-            "Give a --tracker_dir (and --ckpt_save_path) that this user may write."
+            "Give a writable --tracker_dir (and --ckpt_save_path)."
         ) from None
     return trackers
 
@@ -245,28 +244,28 @@ def _find_tracker(name: str) -> Any:
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Look for the trackers that the settings name, and start none.
+    """Check that the trackers of the settings exist, without starting them.
 
     Raises:
-        ConfigError: a tracker, or the package that it needs, cannot be found.
+        ConfigError: a tracker or its package is missing.
     """
     for name in config.report.tracker:
         _find_tracker(name)
 
 
 def plain_settings(config: TrainConfig) -> dict[str, float | str]:
-    """Return the settings of a run for trackers that compare runs: numbers as they are, the rest as flags write it."""
+    """Return the settings of a run for trackers: numbers, and other values as the text of a flag."""
     return {
         name: value if type(value) in (int, float) else format_value(value) for name, value in values_of(config).items()
     }
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Drop the reports of later steps, and damaged lines, whose number is said."""
+    """Drop reports of later steps and damaged lines; log the number of damaged lines."""
     check_regular(path)
     lines = path.read_bytes().split(b"\n")
     steps = [_step_of(line) for line in lines]
-    damaged = steps[:-1].count(None)  # a kill may leave the last line without an end
+    damaged = steps[:-1].count(None)  # a kill may leave an incomplete last line
     if damaged:
         log.warning("%s: %s dropped", path, count_of(damaged, "damaged line"))
     kept = (line for line, its_step in zip(lines, steps, strict=True) if its_step is not None and its_step <= step)
@@ -274,7 +273,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float | None:
-    """Return the step of a report; None if the line is none."""
+    """Return the step of a report; None if the line is not a report."""
     try:
         step = parse_json(line)["step"]
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Optimizers that divide by a running mean of squared gradients: AdamW, Adam, NAdam, RMSprop."""
+"""Optimizers that divide by a running root mean square of gradients: AdamW, Adam, NAdam, RMSprop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pretraining.optim.optimizer import Groups
 from pretraining.optim.selecting import SelectingOptimizer
 
 MOMENTUM_DECAY = 4e-3
-"""By how much NAdam's momentum factor grows towards its limit (Dozat, 2016)."""
+"""Rate at which NAdam's momentum factor approaches its limit (Dozat, 2016)."""
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -33,9 +33,9 @@ class FusedAdam(torch.optim.Adam):
 
 
 class NAdamW(SelectingOptimizer):
-    """Adam with Nesterov momentum by the rule of `torch.optim.NAdam` (Dozat, 2016), with decoupled weight decay.
+    """Adam with Nesterov momentum as in `torch.optim.NAdam` (Dozat, 2016), with decoupled weight decay.
 
-    All parameters have had the same number of updates: numbers that follow from it are worked out once a group.
+    All parameters have the same number of updates, so factors that depend on it are computed once per group.
     """
 
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
@@ -44,7 +44,7 @@ class NAdamW(SelectingOptimizer):
         (beta1, beta2), first = group["betas"], gradients[0]
         means, squares = self.state_of(members, "exp_avg"), self.state_of(members, "exp_avg_sq")
         steps, products = self.scalars_of(members, "step", 0.0), self.scalars_of(members, "mu_product", 1.0)
-        # A skipped update is worked out for the count that it would have had; nothing of it is kept.
+        # A skipped update computes with the next count too, but keeps nothing.
         step = steps[0] + 1.0
         torch._foreach_add_(steps, [self.factor(2.0, first) - 1.0] * len(steps))
         now = beta1 * (1.0 - 0.5 * 0.96 ** (step * MOMENTUM_DECAY))
@@ -66,9 +66,9 @@ class NAdamW(SelectingOptimizer):
 
 
 class RMSprop(SelectingOptimizer):
-    """RMSprop by the rule of `torch.optim.RMSprop` (Tieleman and Hinton, 2012); weight decay is added to the gradient.
+    """RMSprop as in `torch.optim.RMSprop` (Tieleman and Hinton, 2012); weight decay is added to the gradient.
 
-    With momentum, the gradients divided by their root mean square are added up.
+    Momentum accumulates gradients divided by their root mean square.
     """
 
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""What a learning-rate schedule is stretched over: the lengths of the settings, counted in steps of this run."""
+"""The horizon of a learning-rate schedule: the lengths in the settings, converted to steps of this run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pretraining.progress import Duration, TokenSchedule, resolve_warmup_steps
 from pretraining.text import count_of
 
 DECAY_SHARE = Fraction(1, 5)
-"""Of the run, where nothing says how long the decay is: enough for most of the gain (Hägele et al. 2024)."""
+"""Default share of the run for the decay, enough for most of the gain (Hägele et al. 2024)."""
 SHAPES = {"cosine": "cosine", "linear": "linear", "polynomial": "polynomial", "trapezoid": "linear"}
-"""Of the decay of schedules that are named after it; `decay_shape` says that of others."""
+"""Decay shape by schedule; other schedules use `decay_shape`."""
 
 
 @dataclass(frozen=True)
 class Horizon:
-    """What a schedule is stretched over, in optimizer steps.
+    """Lengths of a schedule in optimizer steps.
 
     The update after `warmup_steps` is the first at the peak. The last of `total_steps` has the smallest learning rate,
     `min_lr_ratio` of the peak.
 
     Attributes:
-        decay_steps: updates below the peak, at the end of the run.
-        decay_shape: of these: a name of `DECAYS`.
-        decay_power: of the polynomial shape.
-        points: (step, share of the peak), steps rising.
+        decay_steps: updates below the peak at the end of the run.
+        decay_shape: a name of `DECAYS`.
+        decay_power: exponent of the polynomial shape.
+        points: (step, share of the peak), in ascending order of steps.
     """
 
     warmup_steps: int
@@ -43,16 +43,16 @@ class Horizon:
 def resolve_horizon(
     schedule: ScheduleConfig, num_steps: Duration, token_schedule: TokenSchedule, training_tokens: int | None
 ) -> Horizon:
-    """Count a schedule's lengths in steps of this run.
+    """Convert a schedule's lengths to steps of this run.
 
     Args:
         num_steps: length of the run.
-        token_schedule: tokens of its steps.
-        training_tokens: of one pass over the datasets; None for data without an end.
+        token_schedule: tokens of each step.
+        training_tokens: tokens of one pass over the datasets; None for endless data.
 
     Raises:
-        ConfigError: parts are longer than the run, points are out of order, or a length is in epochs of data without
-            an end.
+        ConfigError: the parts are longer than the run, points are out of order, or a length is in epochs of endless
+            data.
     """
     total = num_steps.to_steps(token_schedule, training_tokens)
     if schedule.training_stage == "annealing":
@@ -74,7 +74,7 @@ def resolve_horizon(
 def _decay_steps(
     schedule: ScheduleConfig, warmup: int, total: int, token_schedule: TokenSchedule, training_tokens: int | None
 ) -> int:
-    """Count the decay at the end of the run, where steps have as many tokens as they have now."""
+    """Return the steps of the decay, which are counted with the current tokens per step."""
     room = total - warmup
     if schedule.schedule in ("cosine", "linear", "polynomial", "constant"):
         return 0 if schedule.schedule == "constant" else room - 1
@@ -86,22 +86,22 @@ def _decay_steps(
     steps = length.part_of(total, now, training_tokens)
     if steps > room:
         raise ConfigError(
-            f"warm-up ({warmup} steps) and --{name}={length} ({steps} steps) are longer than the {total} steps of the "
-            "run: shorten one, or lengthen --num_steps"
+            f"warm-up ({warmup} steps) and --{name}={length} ({steps} steps) are longer than the run of {total} "
+            "steps: shorten one, or increase --num_steps"
         )
     return steps if name == "decay_steps" else room - steps
 
 
 def describe_schedule(schedule: ScheduleConfig, horizon: Horizon) -> str:
-    """Say in a line how the learning rate moves over a run."""
+    """Return one line that describes the learning rate over a run."""
     name = schedule.schedule if schedule.training_stage == "initial" else schedule.training_stage
     if horizon.points:
         return f"{name}: " + ", ".join(f"{share:g} of the peak at step {step}" for step, share in horizon.points)
-    line = f"{name}: {count_of(horizon.total_steps, 'step')}, the first {horizon.warmup_steps} up to the peak"
+    line = f"{name}: {count_of(horizon.total_steps, 'step')}, warm-up over the first {horizon.warmup_steps}"
     if name in ("wsd", "trapezoid"):
-        line += f", the last {horizon.decay_steps} down ({horizon.decay_shape})"
+        line += f", decay over the last {horizon.decay_steps} ({horizon.decay_shape})"
     has_end = name == "annealing" or (name in SCHEDULES and "min_lr_ratio" in SCHEDULES[name].options)
-    return f"{line}, at the end {horizon.min_lr_ratio:g} of it" if has_end else line
+    return f"{line}, down to {horizon.min_lr_ratio:g} of the peak" if has_end else line
 
 
 def _points(
@@ -115,6 +115,6 @@ def _points(
     if steps != sorted(set(steps)):
         raise ConfigError(
             f"--schedule_points={','.join(schedule.schedule_points)} are at steps {', '.join(map(str, steps))}: give "
-            "points in the order of the run"
+            "them in ascending order"
         )
     return tuple(points)

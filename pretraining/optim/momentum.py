@@ -1,4 +1,4 @@
-"""Stochastic gradient descent: plain, with momentum, and with momentum whose length does not count."""
+"""Stochastic gradient descent: plain, with momentum, and with normalised momentum."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pretraining.optim.optimizer import Groups
 from pretraining.optim.selecting import SelectingOptimizer, members_of
 
 EPSILON = 1e-12
-"""Added to a norm: updates of momentum that has died away stay small."""
+"""Added to the norm, so that updates stay small when momentum vanishes."""
 
 
 class SGD(SelectingOptimizer):
-    """Gradient descent by the rule of `torch.optim.SGD`; weight decay is added to the gradient.
+    """Gradient descent as in `torch.optim.SGD`; weight decay is added to the gradient.
 
-    momentum <- momentum factor * momentum + gradient; the update is the momentum, or with `nesterov` what it would be
-    one gradient later.
+    momentum <- factor * momentum + gradient. The update is the momentum, or with `nesterov` gradient + factor *
+    momentum.
     """
 
     def __init__(self, groups: Groups, lr: float, momentum: float = 0.0, nesterov: bool = False) -> None:
@@ -40,14 +40,14 @@ class SGD(SelectingOptimizer):
 
 
 class NormalizedSGDM(SelectingOptimizer):
-    """Momentum that is divided by its norm over the whole model (Cutkosky and Mehta, 2020, arXiv:2002.03305).
+    """Momentum divided by its norm over the whole model (Cutkosky and Mehta, 2020, arXiv:2002.03305).
 
-    Each update has the length `lr`, whatever the gradient's is, down to norms of `EPSILON`; weight decay is decoupled.
+    Each update has the norm `lr`, unless the momentum's norm is near `EPSILON`; weight decay is decoupled.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters, unless the update is to be skipped; a collective call where they are sharded."""
+        """Update all parameters, unless the update is skipped; collective if they are sharded."""
         groups = [(group, members) for group in self.param_groups if (members := members_of(group))]
         moments = []
         for group, members in groups:

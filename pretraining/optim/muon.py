@@ -1,9 +1,9 @@
-"""Muon: updates of hidden matrices are made orthogonal (Jordan et al., 2024); AdamW updates the rest.
+"""Muon (Jordan et al., 2024), which orthogonalizes updates of hidden matrices; AdamW updates the rest.
 
     gradients -> momentum -> rows of each matrix to its owner -> Newton-Schulz -> rows back -> update
 
-Momentum is kept as parameters are, sharded or not. The orthogonal matrix needs all rows, so each matrix has an owner
-among the processes, chosen by the work; with 1/W of the matrices each, W processes do what one would do alone.
+Momentum is sharded like the parameters. Orthogonalization needs all rows, so each matrix has an owner among the
+processes. Owners are chosen to balance the work: each of W processes does about 1/W of it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from pretraining.optim.optimizer import Groups, is_hidden_matrix, parameter_grou
 from pretraining.optim.selecting import SelectingOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the iteration x <- a x + b (x xT) x + c (x xT)² x, as of `torch.optim.Muon`."""
+"""a, b, c of the iteration x <- a x + b (x xT) x + c (x xT)² x, as in `torch.optim.Muon`."""
 RMS_OF_ADAMW = 0.2
-"""Root mean square of AdamW's updates, to which Muon's are scaled, so that learning rates of AdamW fit (Liu et al.,
+"""Root mean square of AdamW's updates. Muon's updates are scaled to it, so learning rates of AdamW fit (Liu et al.,
 2025, arXiv:2502.16982)."""
 EPSILON = 1e-7
 BATCH_ELEMENTS = 2**26
-"""Of the matrices of one shape that are worked on at once, at most."""
+"""Maximum elements of a batch of matrices."""
 
 Matrices = list[torch.Tensor]
 
 
 def orthogonalize(matrices: Sequence[torch.Tensor], steps: int) -> Matrices:
-    """Return matrices with about the same singular vectors and singular values near 1, in the dtype of the given ones.
+    """Return matrices with about the same singular vectors, and singular values near 1.
 
-    Newton-Schulz iterations on batches of equal shapes. After five steps singular values lie between 0.7 and 1.2.
+    Newton-Schulz iterations run on batches of equal shapes. After five steps, singular values lie between 0.7 and 1.2.
 
     Args:
-        matrices: of two dims each, of one dtype.
+        matrices: two dims each, of one dtype, which the results have too.
         steps: iterations.
     """
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
@@ -74,35 +74,35 @@ def _orthogonalize_batch(matrices: Matrices, steps: int) -> torch.Tensor:
 
 
 class MatrixOwners:
-    """Which process works on which of some matrices, and the way of their rows there and back.
+    """The owner of each matrix among the processes, and the exchange of rows with the owners.
 
-    Processes form a grid, replicas by shards. A matrix's owner is one of a replica's processes; its replica gathers the
-    rows, and the other replicas are given the result.
+    Processes form a grid, replicas by shards. The owner gathers the rows from its replica; the other replicas get the
+    result.
 
     Args:
-        parameters: the matrices, all sharded by rows over one mesh, or each whole in every process.
+        parameters: matrices, all sharded by rows over one mesh, or all whole in every process.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._shard_group, self._replica_group = _groups_of(parameters[0])
+        self._shard_group, self._replica_group = _process_groups(parameters[0])
         self._shards, self._shard = _size_and_rank(self._shard_group)
         self._replicas, replica = _size_and_rank(self._replica_group)
         self._sizes = [(int(parameter.size(0)), int(parameter.size(1))) for parameter in parameters]
         work = [min(size) ** 2 * max(size) for size in self._sizes]
-        places = [divmod(place, self._shards) for place in spread(work, self._replicas * self._shards)]
+        owners = [divmod(owner, self._shards) for owner in balance(work, self._replicas * self._shards)]
         self._of_replica: list[list[int]] = [[] for _ in range(self._replicas)]
         self._of_shard: list[list[int]] = [[] for _ in range(self._shards)]  # of this process's replica
-        for index, (its_replica, shard) in enumerate(places):
-            self._of_replica[its_replica].append(index)
-            if its_replica == replica:
+        for index, (owning_replica, shard) in enumerate(owners):
+            self._of_replica[owning_replica].append(index)
+            if owning_replica == replica:
                 self._of_shard[shard].append(index)
 
-    def share(self, parts: Sequence[torch.Tensor], work_on: Callable[[Matrices], Matrices]) -> Matrices:
-        """Work on each matrix in one process; a collective call.
+    def map(self, parts: Sequence[torch.Tensor], function: Callable[[Matrices], Matrices]) -> Matrices:
+        """Apply a function to whole matrices, each in its owner's process; a collective call.
 
         Args:
             parts: this process's rows of each matrix, all of one dtype.
-            work_on: makes whole matrices of whole matrices, of the same sizes and dtype.
+            function: maps whole matrices to matrices of the same sizes and dtype.
 
         Returns:
             This process's rows of each result.
@@ -112,10 +112,9 @@ class MatrixOwners:
         sizes = [[self._size_at(index, shard) for index in owned] for shard in shards]
         received = _exchange(send, sizes, parts[0], self._shard_group)
         whole = [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*received, strict=True)]
-        worked = work_on(whole)
         rows = [
             matrix.split([self._size_at(index, shard)[0] for shard in shards])
-            for index, matrix in zip(owned, worked, strict=True)
+            for index, matrix in zip(owned, function(whole), strict=True)
         ]
         back = [[pieces[shard] for pieces in rows] for shard in shards]
         sizes = [[self._size_at(index, self._shard) for index in indices] for indices in self._of_shard]
@@ -123,43 +122,44 @@ class MatrixOwners:
         for indices, pieces in zip(self._of_shard, _exchange(back, sizes, parts[0], self._shard_group), strict=True):
             results.update(zip(indices, pieces, strict=True))
         if self._replicas > 1:
-            results = self._tell_replicas(results, parts)
+            results = self._gather_replicas(results, parts)
         return [results[index] for index in range(len(parts))]
 
     def _size_at(self, index: int, shard: int) -> tuple[int, int]:
-        """Return the size of a shard's part of a matrix: equal blocks of rows, the last ones shorter."""
+        """Return the size of a shard's part of a matrix: blocks of equal rows, the last ones shorter."""
         rows, columns = self._sizes[index]
         block = -(-rows // self._shards)
         return min(block, max(0, rows - shard * block)), columns
 
-    def _tell_replicas(
+    def _gather_replicas(
         self, results: dict[int, torch.Tensor], parts: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
+        """Return the results of all replicas."""
         numbers = [[parts[index].numel() for index in indices] for indices in self._of_replica]
         longest = max(map(sum, numbers))
         own = torch.cat([results[index].flatten() for index in sorted(results)] or [parts[0].new_empty(0)])
         padded = torch.cat([own, own.new_zeros(longest - own.numel())])
-        told = [padded.new_empty(longest) for _ in range(self._replicas)]
-        wait_for(dist.all_gather(told, padded, group=self._replica_group, async_op=True))
+        gathered = [padded.new_empty(longest) for _ in range(self._replicas)]
+        wait_for(dist.all_gather(gathered, padded, group=self._replica_group, async_op=True))
         found = {}
-        for each, indices, counts in zip(told, self._of_replica, numbers, strict=True):
+        for each, indices, counts in zip(gathered, self._of_replica, numbers, strict=True):
             pieces = each[: sum(counts)].split(counts)
             found.update({index: piece.view_as(parts[index]) for index, piece in zip(indices, pieces, strict=True)})
         return found
 
 
-def spread(work: Sequence[int], places: int) -> list[int]:
-    """Return a place for each piece of work, so that places have about equally much: largest first, to the least."""
-    loads, found = [0] * places, [0] * len(work)
+def balance(work: Sequence[int], workers: int) -> list[int]:
+    """Return a worker for each piece of work: the largest piece first, each to the worker with the least work."""
+    loads, found = [0] * workers, [0] * len(work)
     for index in sorted(range(len(work)), key=lambda index: (-work[index], index)):
-        place = loads.index(min(loads))
-        loads[place] += work[index]
-        found[index] = place
+        worker = loads.index(min(loads))
+        loads[worker] += work[index]
+        found[index] = worker
     return found
 
 
-def _groups_of(parameter: nn.Parameter) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the groups over which a parameter's rows are sharded and replicated; None for one process."""
+def _process_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return the groups that shard and that replicate a parameter's rows; None for one process."""
     if is_sharded(parameter):
         mesh = parameter.device_mesh
         shard, replicate = (
@@ -179,32 +179,32 @@ def _exchange(
     like: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> list[Matrices]:
-    """Send each process some matrices, and receive from each those of the sizes given, all of them `like` one."""
+    """Send matrices to each process, and receive matrices of `sizes` from each, with device and dtype of `like`."""
     if group is None:
         return [list(pieces) for pieces in send]
-    going = [sum(piece.numel() for piece in pieces) for pieces in send]
-    coming = [sum(map(math.prod, each)) for each in sizes]
+    sent = [sum(piece.numel() for piece in pieces) for pieces in send]
+    expected = [sum(map(math.prod, each)) for each in sizes]
     outbox = torch.cat([like.new_empty(0), *(piece.flatten() for pieces in send for piece in pieces)])
-    inbox = like.new_empty(sum(coming))
-    wait_for(dist.all_to_all_single(inbox, outbox, coming, going, group=group, async_op=True))
+    inbox = like.new_empty(sum(expected))
+    wait_for(dist.all_to_all_single(inbox, outbox, expected, sent, group=group, async_op=True))
     received = []
-    for part, each in zip(inbox.split(coming), sizes, strict=True):
+    for part, each in zip(inbox.split(expected), sizes, strict=True):
         pieces = part.split(list(map(math.prod, each)))
         received.append([piece.view(size) for piece, size in zip(pieces, each, strict=True)])
     return received
 
 
 class Muon(SelectingOptimizer):
-    """The matrices' part: momentum made orthogonal, by the rule of `torch.optim.Muon` with `match_rms_adamw`.
+    """Muon for matrices, as in `torch.optim.Muon` with `match_rms_adamw`.
 
-    Updates are scaled by 0.2 * sqrt(the longer side), weight decay is decoupled. Iterations run in bfloat16 where the
+    Updates are scaled by 0.2 * sqrt(the longer side); weight decay is decoupled. Iterations run in bfloat16 if the
     device has units for it, else in float32.
     """
 
     _owners: MatrixOwners | None = None
 
     def update_group(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
-        """Update the parameters of a group that have gradients; a collective call."""
+        """Update the parameters of a group that have gradients; collective with several processes."""
         gradients, momentum = self.gradients(members), group["momentum"]
         moments = self.state_of(members, "momentum_buffer")
         self.accumulate(moments, momentum, gradients, 1.0 - momentum)
@@ -217,7 +217,7 @@ class Muon(SelectingOptimizer):
         dtype = torch.bfloat16 if has_units(device, torch.bfloat16) else torch.float32
         if self._owners is None:  # the same matrices in each update
             self._owners = MatrixOwners(members)
-        directions = self._owners.share(
+        directions = self._owners.map(
             [gradient.to(dtype) for gradient in gradients], lambda whole: orthogonalize(whole, group["ns_steps"])
         )
         scales = [RMS_OF_ADAMW * math.sqrt(max(parameter.shape)) for parameter in members]
@@ -227,7 +227,7 @@ class Muon(SelectingOptimizer):
 
 
 class OptimizerPair(torch.optim.Optimizer):
-    """Two optimizers over different parameters that look like one: one list of groups, one state, one update."""
+    """Two optimizers over different parameters behind one interface: one list of groups, one state, one update."""
 
     skips_on_device = True
 
@@ -238,15 +238,15 @@ class OptimizerPair(torch.optim.Optimizer):
             part.state = self.state
         self.found_inf: torch.Tensor | None = None
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure here
-        """Make both updates."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
+        """Update the parameters of both optimizers."""
         for part in self._parts:
             part.found_inf = self.found_inf  # type: ignore[attr-defined]
             part.step()
 
 
 def muon(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Make Muon for the matrices of blocks, and AdamW for embedding, head and norms, with settings of its own."""
+    """Make Muon for the matrices of blocks, and AdamW with its own settings for embedding, head and norms."""
     hidden = {name: each for name, each in parameters.items() if is_hidden_matrix(name, each.dim())}
     rest = {name: each for name, each in parameters.items() if name not in hidden}
     groups: Groups = [{"params": list(hidden.values()), "weight_decay": config.weight_decay}]

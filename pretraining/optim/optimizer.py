@@ -1,9 +1,9 @@
-"""Parameter groups, and how an update is made or skipped.
+"""Parameter groups, and updates that can be skipped.
 
-A step whose gradient is not finite, or whose loss is a spike, must leave parameters, moments and counters as they are,
-to the bit. An optimizer with `skips_on_device = True` does so itself: it reads `found_inf`, a scalar on the device, and
-selects (NaN times zero is NaN). Any other is called only where the host knows that there is an update to make, which
-costs a wait for the device at each step.
+A step with a non-finite gradient or a loss spike must not change a bit of parameters, moments and counters. An
+optimizer with `skips_on_device = True` handles this itself: it reads `found_inf`, a scalar on the device, and selects
+old or new values (a product with zero would keep a NaN). For other optimizers, the host waits for the device in each
+step, and calls `step` only for an update.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 PEAK = "initial_lr"
-"""Key of a parameter group's peak learning rate, which the schedule scales (the name that torch's schedulers use)."""
+"""Key of a parameter group's peak learning rate, which the schedule scales; torch's schedulers use this key too."""
 
 EMBEDDING = "embed_tokens.weight"
 Groups = list[dict[str, Any]]
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> Groups:
-    """Return two groups for an optimizer: matrices, which decay, and norms and embeddings, which do not.
+    """Return two parameter groups: matrices with weight decay, norms and embeddings without.
 
-    Decay regularises a matrix; it would pull a norm's gain away from 1, and fade embedding rows that are rarely seen
-    without a gradient to answer. A head that is tied to the embedding counts as the embedding.
+    Decay would pull a norm's gain away from 1, and shrink embedding rows of rare tokens, which seldom have a gradient.
+    A tied head counts as the embedding.
     """
     decaying, fixed = [], []
     for name, parameter in parameters.items():
@@ -38,14 +38,14 @@ def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float
 
 
 def is_hidden_matrix(name: str, dims: int) -> bool:
-    """Return whether a parameter of so many dims is a matrix of a block."""
+    """Return whether a parameter with `dims` dims is a matrix of a block."""
     return dims == 2 and ".layers." in name
 
 
 def update(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
-    """Make an update, unless `skipped` (a bool scalar on the device) is true."""
+    """Update the parameters, unless `skipped` (a bool scalar on the device) is true."""
     if skips_on_device(optimizer):
-        # The fused kernels read this attribute, which exists for gradient scalers: a non-zero value means "skip".
+        # PyTorch's fused kernels read this attribute of gradient scalers: non-zero means "skip".
         optimizer.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
         optimizer.step()
     elif not skipped.item():
@@ -53,15 +53,15 @@ def update(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer leaves everything untouched by itself where `found_inf` is not zero."""
+    """Return whether an optimizer skips by itself if `found_inf` is not zero."""
     return bool(getattr(optimizer, "skips_on_device", False))
 
 
 @torch.no_grad()
 def materialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make what the first update would make (moments and counters), so that a checkpoint can be read into it.
+    """Create moments and counters, so that a checkpoint can be loaded into them.
 
-    Gradient and learning rate are zero, so parameters keep their bits.
+    Gradients and learning rates are zero during this update, so parameters keep their bits.
     """
     gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so there is nothing to save and nothing drifts at a resume.
+"""Learning-rate schedules: pure functions of the step, without state, so a resume cannot shift them.
 
 A schedule is a function (step, peak, horizon) -> learning rate of the update that follows `step` finished ones.
 """
@@ -21,7 +21,7 @@ from pretraining.progress import Duration, TokenSchedule
 
 
 class Schedule(Protocol):
-    """What `--schedule` names."""
+    """A schedule that `--schedule` names."""
 
     def __call__(self, step: int, peak: float, horizon: Horizon) -> float:
         """Return the learning rate of the update that follows `step` finished ones."""
@@ -29,10 +29,10 @@ class Schedule(Protocol):
 
 
 def warmup_and_decay(step: int, peak: float, horizon: Horizon) -> float:
-    """Linear warm-up to the peak, the peak, then `decay_steps` updates down to `min_lr_ratio` of it, in `decay_shape`.
+    """Return the rate of a linear warm-up, updates at the peak, and a decay to `min_lr_ratio` of the peak.
 
-    Without updates at the peak, the cosine of Loshchilov and Hutter (2017); with them, the phases of Hu et al. (2024,
-    MiniCPM, section 4). Without a decay, constant.
+    Without updates at the peak this is, with shape "cosine", the schedule of Loshchilov and Hutter (2017); with them,
+    that of Hu et al. (2024, MiniCPM, section 4). Without a decay, the rate stays at the peak.
     """
     if step < horizon.warmup_steps:
         return peak * ((step + 1) / (horizon.warmup_steps + 1))
@@ -44,7 +44,7 @@ def warmup_and_decay(step: int, peak: float, horizon: Horizon) -> float:
 
 
 def piecewise_linear(step: int, peak: float, horizon: Horizon) -> float:
-    """Straight lines between points, and the first and the last one's value before and after them."""
+    """Return the rate on straight lines between points; it is constant before the first and after the last."""
     steps = [point for point, _ in horizon.points]
     after = bisect.bisect_right(steps, step)
     if after in (0, len(steps)):
@@ -59,14 +59,14 @@ DECAYS: dict[str, Callable[[float, float], float]] = {
     "cosine": lambda done, power: 0.5 * (1 + math.cos(math.pi * done)),
     "1-sqrt": lambda done, power: 1 - math.sqrt(done),
 }
-"""What is left of the way from the peak to the end after a share of the decay; 1-sqrt of Hägele et al. (2024)."""
+"""Functions (share of the decay done, power) -> share of the way down that is left; 1-sqrt is Hägele et al. (2024)."""
 
 
 class LearningRate:
-    """Sets the learning rates of an optimizer by the setting `schedule`, each group's from its own peak.
+    """The schedule of an optimizer's learning rates, which scales each group's own peak.
 
     Raises:
-        ConfigError: a user's own schedule cannot be found, or gives no learning rate for the first or the last step.
+        ConfigError: a user-defined schedule cannot be imported, or fails for the first or the last step.
     """
 
     def __init__(self, name: str, horizon: Horizon) -> None:
@@ -81,16 +81,16 @@ class LearningRate:
         """Return the learning rate of the update that follows `step` finished ones.
 
         Raises:
-            ConfigError: the schedule fails, or does not give a finite number from 0 on.
+            ConfigError: the schedule fails, or returns a number that is negative or not finite.
         """
         with plugin_errors("schedule", self._name):
             rate = self._schedule(step, peak, self.horizon)
         if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
-            raise ConfigError(f"--schedule={self._name} gives {rate!r} for step {step}: a learning rate is from 0 on")
+            raise ConfigError(f"--schedule={self._name} returns {rate!r} for step {step}: return a number >= 0")
         return rate
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set every group's rate for the update after `step` finished ones; returns that of the first group."""
+        """Set every group's rate for the update after `step` finished ones; return the first group's rate."""
         for group in optimizer.param_groups:
             group["lr"] = self.at(step, group[PEAK])
         return float(optimizer.param_groups[0]["lr"])
@@ -99,6 +99,6 @@ class LearningRate:
 def build_learning_rate(
     schedule: ScheduleConfig, num_steps: Duration, token_schedule: TokenSchedule, training_tokens: int | None
 ) -> LearningRate:
-    """Make the learning rate of a run that the settings describe; arguments and errors as `resolve_horizon`."""
+    """Make the learning rate of a run; arguments and errors as `resolve_horizon`."""
     horizon = resolve_horizon(schedule, num_steps, token_schedule, training_tokens)
     return LearningRate("linear" if schedule.training_stage == "annealing" else schedule.schedule, horizon)

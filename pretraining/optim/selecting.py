@@ -1,7 +1,7 @@
-"""The base of optimizers that ship: foreach operations on this rank's parts, which skip an update on the device.
+"""The base class of built-in optimizers: foreach operations on this rank's parts, which can skip on the device.
 
-A skipped update runs as any other, on gradients and updates of -0.0 and with factors of 1: x * 1 and x + -0.0 are x to
-the bit, whatever x is. A product with zero would keep a NaN, and + 0.0 the sign of no zero.
+A skipped update runs like any other, but with gradients and updates of -0.0 and factors of 1: x * 1 and x + -0.0 keep
+every bit of x. A product with zero would keep a NaN, and + 0.0 would change -0.0.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from pretraining.optim.optimizer import Groups
 
 
 class SelectingOptimizer(torch.optim.Optimizer):
-    """An optimizer whose update is made, or left out, as `found_inf` says, a float scalar on the device (None: made).
+    """An optimizer that skips its update if `found_inf`, a float scalar on the device, is not zero (None = no skip).
 
-    Parameters may be sharded; a subclass has `update_group`. An update uses up the gradients: what they hold after
-    it is not defined.
+    Subclasses implement `update_group`. Parameters may be sharded. An update overwrites the gradients.
     """
 
     skips_on_device = True
@@ -30,8 +29,8 @@ class SelectingOptimizer(torch.optim.Optimizer):
         self.found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure here
-        """Update all parameters, unless the update is to be skipped."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
+        """Update all parameters, unless the update is skipped."""
         for group in self.param_groups:
             if members := members_of(group):
                 self.update_group(group, members)
@@ -55,14 +54,14 @@ class SelectingOptimizer(torch.optim.Optimizer):
     def accumulate(
         self, moments: list[torch.Tensor], decay: float, gradients: list[torch.Tensor], weight: float = 1.0
     ) -> None:
-        """Multiply moments by `decay` and add `weight` times the gradients; not in a skipped update."""
+        """Multiply moments by `decay` and add `weight` times the gradients, unless the update is skipped."""
         torch._foreach_mul_(moments, self.factor(decay, moments[0]))
         torch._foreach_add_(moments, gradients, alpha=weight)
 
     def apply(
         self, group: dict[str, Any], members: list[nn.Parameter], updates: list[torch.Tensor], decay: float = 0.0
     ) -> None:
-        """Subtract `lr` times the updates, which are used up, and shrink parameters by `lr` times `decay` first."""
+        """Shrink parameters by `lr` times `decay`, then subtract `lr` times the updates, which are overwritten."""
         weights = local_parts(members)
         if decay:
             torch._foreach_mul_(weights, self.factor(1.0 - group["lr"] * decay, weights[0]))
@@ -70,14 +69,14 @@ class SelectingOptimizer(torch.optim.Optimizer):
         torch._foreach_add_(weights, self.select(updates))
 
     def state_of(self, members: list[nn.Parameter], name: str) -> list[torch.Tensor]:
-        """Return this rank's parts of a state that is like the parameters, and zero at first."""
+        """Return this rank's parts of a state with the parameters' shapes, initially zero."""
         for parameter in members:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.zeros_like(parameter)
         return [local_part(self.state[parameter][name]) for parameter in members]
 
     def scalars_of(self, members: list[nn.Parameter], name: str, first: float) -> list[torch.Tensor]:
-        """Return a state that is one number for each parameter."""
+        """Return a state of one number per parameter."""
         for parameter in members:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.full((), first, device=parameter.device)
@@ -98,5 +97,5 @@ def members_of(group: dict[str, Any]) -> list[nn.Parameter]:
 
 
 def local_parts(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return what this rank holds of parameters; writing there changes them."""
+    """Return this rank's parts of parameters, as views."""
     return [local_part(parameter.detach()) for parameter in parameters]

@@ -254,7 +254,7 @@ class Inspector:
             spans = source.spans(*source.samples(begin, end))
             begun = spans.starts == 0
             if dataset.counts is None:  # streamed: a document in the last token counts for the next sample
-                begun &= spans.places(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
+                begun &= spans.positions(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
             documents += int(np.count_nonzero(begun))
             padding += (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())
             counted += end - begin

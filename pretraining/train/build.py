@@ -151,7 +151,7 @@ def _assemble(
 ) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
     stopwatch, host_sync = Stopwatch(), HostSync()
-    stopwatch.also_tell(processes.activity.turn_to)
+    stopwatch.add_listener(processes.activity.turn_to)
     observer = _build_observer(plan, context, stopwatch, events)
 
     def should_stop() -> bool:

@@ -23,7 +23,7 @@ from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
-from pretraining.optim.registry import own_arguments
+from pretraining.optim.registry import user_defined_arguments
 from pretraining.text import count_of, format_seconds
 from pretraining.train.loop import Run
 from pretraining.train.plan import Plan
@@ -79,7 +79,7 @@ def _describe_optimizer(optimizer: OptimizerConfig) -> str:
         names = ("learning_rate", "weight_decay", *OPTIMIZERS[chosen.optimizer].options)
         given = {name: format_value(value) for name in names if (value := getattr(chosen, name)) is not None}
     else:
-        given = own_arguments(optimizer)
+        given = user_defined_arguments(optimizer)
     return f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
 
 

@@ -21,6 +21,6 @@ def test_the_slow_rank_is_named_with_its_factor(
     lines = [line for line in capsys.readouterr().out.splitlines() if "straggler" in line]
     assert len(lines) == len(strategies)
     for line in lines:
-        match = re.search(r"straggler: rank 1 on \S+: [\d.]+ s of own work a step,.* ([\d.]+) times", line)
+        match = re.search(r"straggler: rank 1 on \S+: [\d.]+ s of own work per step,.* ([\d.]+) times", line)
         assert match, line
         assert float(match[1]) >= 1.5

@@ -1,1 +1,1 @@
-"""Which sample comes when: keyed orders, the mixture of datasets, token streams and packing. Arithmetic; no files."""
+"""The order of samples: keyed orders, the mixture of datasets, token streams and packing. Arithmetic only, no files."""

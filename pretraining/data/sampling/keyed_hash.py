@@ -1,16 +1,16 @@
-"""Keyed 64-bit hashes, and the orders that are made from them.
+"""Keyed 64-bit hashes, and the orders that follow from them.
 
-Every random choice of the data path is `hash64(key, item)`, so any place of any order can be computed by itself, on
-any machine. The order of some items under a key is the order of their hashes. For a fixed key the hash is a bijection
-of the 64-bit integers, so different items never tie.
+Every random choice of the data path is `hash64(key, item)`, so any part of any order can be computed alone, on any
+machine. Items under a key are ordered by their hashes. For a fixed key the hash is a bijection of the 64-bit integers,
+so different items never tie.
 
-Definitions, in arithmetic modulo 2**64 (golden vectors in the tests hold them fixed over releases):
+Definitions, modulo 2**64 (golden vectors in the tests keep them fixed across releases):
 
     mix64(x)           the finalizer of splitmix64: xor-shift 30, multiply, xor-shift 27, multiply, xor-shift 31
                        (Steele, Lea and Flood 2014, with the constants of Stafford's variant 13)
     hash64(key, item)  mix64(key xor mix64(item + GOLDEN))
-    derive_key(p, …)   key = 0, then key = hash64(key, p) for every part in turn
-    text_key(t, …)     the first 8 bytes, little endian, of BLAKE2b over the UTF-8 texts, each ended by a zero byte
+    derive_key(p, …)   key = 0, then key = hash64(key, p) for each part
+    text_key(t, …)     the first 8 bytes, little endian, of BLAKE2b over the UTF-8 texts, each followed by a zero byte
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MASK = 2**64 - 1
 
 
 class Purpose(IntEnum):
-    """First part of a key, so that no two kinds of choice share one. The order depends on them: never change one."""
+    """The first part of a key, one per kind of choice. Never change a value: the order of samples depends on it."""
 
     BLOCKS = 1
     DOCUMENTS = 2
@@ -46,7 +46,7 @@ def mix64(value: int) -> int:
 
 
 def derive_key(*parts: int) -> int:
-    """Make a key from non-negative integers below 2**64, all of which matter, as does their order."""
+    """Make a key from a sequence of non-negative integers below 2**64."""
     key = 0
     for part in parts:
         key = mix64(key ^ mix64((part + GOLDEN) & _MASK))
@@ -54,7 +54,7 @@ def derive_key(*parts: int) -> int:
 
 
 def text_key(*texts: str) -> int:
-    """Make a 64-bit integer from texts, for use as a part of a key."""
+    """Make a part of a key, a 64-bit integer, from texts."""
     digest = hashlib.blake2b(digest_size=8)
     for text in texts:
         digest.update(text.encode("utf-8", "surrogateescape") + b"\0")
@@ -62,7 +62,7 @@ def text_key(*texts: str) -> int:
 
 
 def hash64(keys: int | np.ndarray, items: np.ndarray) -> np.ndarray:
-    """Hash non-negative integers under a key, or under several (uint64) that broadcast against them; uint64."""
+    """Hash non-negative integers under a key, or under an array of keys (uint64) that broadcasts; return uint64."""
     hashes = items.astype(np.uint64)
     hashes += np.uint64(GOLDEN)
     _mix64_in_place(hashes)
@@ -77,7 +77,7 @@ def keyed_order(key: int, items: np.ndarray) -> np.ndarray:
 
 
 def _mix64_in_place(values: np.ndarray) -> None:
-    """`mix64` of every element."""
+    """Apply `mix64` to every element."""
     shifted = values >> np.uint64(30)
     values ^= shifted
     values *= np.uint64(_FIRST_MULTIPLIER)

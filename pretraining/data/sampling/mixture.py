@@ -1,14 +1,14 @@
-"""Which dataset gives each sample: a function of the sample's number, in exact integers.
+"""The mixture of datasets: the dataset of each sample is a function of the sample's number, in exact integers.
 
-Weights are integers. They are the leaves of a Huffman tree; at a node whose children weigh l and r, the first n samples
-that reach the node send floor((2nl + w) / 2w) to the left, w = l + r: n * l / w, rounded. So n samples of the mixture
-give each dataset its weight times n up to a few roundings: one at each node on the way, those higher up shrunk by the
-shares below. In a Huffman tree these shrink at least as Fibonacci numbers grow, so their sum stays below 2: at every
-prefix each dataset is within two samples of its share. Consecutive samples reach each node as consecutive ones, so a
-batch is split with a few array operations a node, wherever it begins.
+The integer weights are the leaves of a Huffman tree. A node whose children weigh l and r, with w = l + r, sends
+floor((2nl + w) / 2w) of its first n samples to the left: n * l / w, rounded. So each dataset gets its weight times n up
+to a few roundings: one per node on the way, and the shares below a node shrink its rounding. In a Huffman tree they
+shrink at least as fast as Fibonacci numbers grow, so the sum stays below 2: at every prefix each dataset is within two
+samples of its share. Consecutive samples reach each node consecutively, so a few array operations per node split any
+batch.
 
-Weights may change on the way: a run is a list of phases, each with its own tree, which begins at 0 where the phase
-does. A phase knows how many samples each dataset gave before it, and numbers its own from there.
+If weights change during a run, each phase has its own tree, which counts from the first sample of the phase. A phase
+stores the samples that each dataset gave before, and continues to number from there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LARGEST_RANGE = 1 << 20  # 2 * range * total stays below 2**63
 
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
-    """Turn proportions, from 0 on and one of them positive, into integers with the same ratios.
+    """Turn non-negative proportions, at least one positive, into integers with the same ratios.
 
-    Decimal fractions are taken as they are written, 0.1 as 1/10. Ratios are exact where the total stays up to 2**40;
-    otherwise they are rounded to that total, and no positive weight becomes zero.
+    Decimal fractions are exact: 0.1 is 1/10. If the integers would total more than 2**40, they are rounded to this
+    total, and positive weights stay positive.
     """
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     total = sum(exact.values(), Fraction(0))
@@ -51,12 +51,12 @@ class _Node:
 
 
 class WeightTree:
-    """A mixture of datasets with fixed integer weights, [datasets], one of them positive; weight 0 gives no samples."""
+    """A mixture with fixed integer weights, [datasets], at least one positive. Weight 0 gives no samples."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         self._datasets = len(weights)
         self._nodes = [_Node(weight, dataset) for dataset, weight in enumerate(weights) if weight > 0]
-        # Ties go by the node's number: datasets in their order, then inner nodes in the order in which they are made.
+        # Ties are broken by the node's number: datasets first, then inner nodes in order of creation.
         queue = [(node.weight, number) for number, node in enumerate(self._nodes)]
         heapq.heapify(queue)
         while len(queue) > 1:
@@ -65,7 +65,7 @@ class WeightTree:
             self._nodes.append(_Node(left_weight + right_weight, left=left, right=right))
 
     def assign(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the datasets of samples [begin, end), and their numbers within these, both [end - begin] int64."""
+        """Return the datasets of samples [begin, end), and their numbers within them, both [end - begin] int64."""
         datasets, numbers = np.empty(end - begin, dtype=np.int64), np.empty(end - begin, dtype=np.int64)
         for low in range(begin, end, _LARGEST_RANGE):
             high = min(low + _LARGEST_RANGE, end)
@@ -77,7 +77,7 @@ class WeightTree:
                     datasets[places] = node.dataset
                     numbers[places] = np.arange(first, last)
                     continue
-                # left_before[i]: of the samples before first + i, how many more went left than of those before first
+                # left_before[i]: samples in [first, first + i) that went left
                 twice, left_weight = 2 * node.weight, self._nodes[node.left].weight
                 left_first, remainder = divmod(2 * first * left_weight + node.weight, twice)
                 left_before = (2 * left_weight * np.arange(last - first + 1) + remainder) // twice
@@ -90,7 +90,7 @@ class WeightTree:
         return datasets, numbers
 
     def counts(self, samples: int) -> list[int]:
-        """Count what each dataset gives of the first `samples` samples, [datasets]."""
+        """Count the samples of each dataset among the first `samples`, [datasets]."""
         counts = [0] * self._datasets
         waiting = [(len(self._nodes) - 1, samples)]
         while waiting:
@@ -106,13 +106,13 @@ class WeightTree:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the run with one mixture and one batch size; it goes on until the next phase begins.
+    """A part of the run with one mixture and one batch size, until the next phase.
 
     Attributes:
-        first_sample: global index of its first sample, or of one that is skipped before it.
-        global_batch_size: samples a step.
-        weights: by name, of the datasets that give samples.
-        base_counts: samples that each dataset of the phases up to this one has given, or skipped, before it.
+        first_sample: global index of its first sample, or of a skipped one before it.
+        global_batch_size: samples per step.
+        weights: by name, for the datasets of this phase.
+        base_counts: by name, samples given or skipped before this phase, for the datasets of this and earlier phases.
     """
 
     first_step: int
@@ -123,18 +123,18 @@ class Phase:
 
     @staticmethod
     def first(global_batch_size: int, weights: Mapping[str, int]) -> Phase:
-        """Return the phase that a run begins with."""
+        """Return the first phase of a run."""
         return Phase(0, 0, global_batch_size, dict(weights), dict.fromkeys(sorted(weights), 0))
 
     def same_data(self, other: Phase) -> bool:
-        """Return whether two phases mix alike and take as much a step."""
+        """Return whether weights and batch sizes are equal."""
         return (self.weights, self.global_batch_size) == (other.weights, other.global_batch_size)
 
 
 class Mixture:
-    """The datasets of all samples, over all phases; the first of these begins at sample 0.
+    """The datasets of all samples over all phases, the first of which starts at sample 0.
 
-    `names` are those of all datasets of all phases, sorted; results refer to their positions here.
+    `names` are the sorted names of all datasets; results are positions in `names`.
     """
 
     def __init__(self, phases: Sequence[Phase], skipped: Skipped | None = None) -> None:
@@ -148,21 +148,21 @@ class Mixture:
         return max(number for number, phase in enumerate(self.phases) if phase.first_step <= step)
 
     def first_sample(self, step: int) -> int:
-        """Global index of the first sample of a step."""
+        """Return the global index of the first sample of a step."""
         phase = self.phases[self._phase_of_step(step)]
         return self.skipped.advance(phase.first_sample, (step - phase.first_step) * phase.global_batch_size)
 
     def step_of_sample(self, sample: int) -> int:
-        """Return the step that takes a sample, which is not skipped."""
+        """Return the step of a sample that is not skipped."""
         phase = [phase for phase in self.phases if phase.first_sample <= sample][-1]
         return phase.first_step + self.skipped.count(phase.first_sample, sample) // phase.global_batch_size
 
     def global_batch_size(self, step: int) -> int:
-        """Return how many samples a step has."""
+        """Return the number of samples in a step."""
         return self.phases[self._phase_of_step(step)].global_batch_size
 
     def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return samples of a step, ascending, their datasets, and numbers in these, [global batch] int64 each."""
+        """Return a step's samples, ascending, their datasets and numbers within these, [global batch] int64 each."""
         number = self._phase_of_step(step)
         tree, bases, first_sample = self._trees[number], self._bases[number], self.phases[number].first_sample
         samples, datasets, numbers = [], [], []
@@ -174,9 +174,9 @@ class Mixture:
         return np.concatenate(samples), np.concatenate(datasets), np.concatenate(numbers)
 
     def taken(self, first_step: int, end_step: int) -> Iterator[tuple[Phase, dict[str, tuple[int, int]]]]:
-        """Yield what steps [first_step, end_step) take: a phase, and (first, end) of each dataset's samples in it.
+        """Yield each phase of steps [first_step, end_step) with (first, end) of each dataset's samples in it.
 
-        A phase comes several times where samples are skipped in it.
+        A phase with skipped samples comes several times.
         """
         ends = [*(phase.first_step for phase in self.phases[1:]), end_step]
         for number, (phase, phase_end) in enumerate(zip(self.phases, ends, strict=True)):
@@ -185,38 +185,38 @@ class Mixture:
                 yield phase, {name: (before[name], after[name]) for name in phase.base_counts}
 
     def counts_before_step(self, step: int) -> dict[str, int]:
-        """Count samples that each dataset has given, or skipped, before a step."""
+        """Count the samples of each dataset, given or skipped, before a step."""
         return self._counts(self._phase_of_step(step), self.first_sample(step))
 
     def phase_from(self, step: int, wanted: Phase) -> Phase:
-        """Return a phase that begins at a step of the last phase, with the weights and batch size of `wanted`.
+        """Return a phase from a step of the last phase on, with the weights and batch size of `wanted`.
 
-        Every dataset goes on where this mixture leaves it at that step.
+        Every dataset continues at its position at that step.
         """
         counts = dict.fromkeys(wanted.weights, 0) | self.counts_before_step(step)
         counts = {name: counts[name] for name in sorted(counts)}
         return Phase(step, self.first_sample(step), wanted.global_batch_size, dict(wanted.weights), counts)
 
     def _counts(self, number: int, sample: int) -> dict[str, int]:
-        """Count what each dataset has given before a sample of a phase."""
+        """Count the samples of each dataset before a sample of a phase."""
         given = self._trees[number].counts(sample - self.phases[number].first_sample)
         bases = self._bases[number].tolist()
         return {name: base + count for name, base, count in zip(self.names, bases, given, strict=True)}
 
     def _ranges(self, first_step: int, end_step: int) -> Iterator[tuple[int, int]]:
-        """Yield the samples that steps [first_step, end_step) of one phase take, as (first, end) of ranges."""
+        """Yield the samples of steps [first_step, end_step) of one phase as ranges (first, end)."""
         if first_step < end_step:
             begin, last = self.first_sample(first_step), self.first_sample(end_step - 1)
-            # The end is found from the last sample: where it is skipped on, that belongs to the next step.
+            # The end follows from the last sample, because skipped samples after it belong to the next step.
             last = self.skipped.advance(last, self.global_batch_size(first_step) - 1)
             yield from self.skipped.taken(begin, last + 1)
 
 
 class Skipped:
-    """Ranges of samples that a run leaves out, such as those of batches that made the loss diverge.
+    """Ranges of samples that a run skips, for example batches that made the loss diverge.
 
-    A skipped sample keeps its index and its dataset: steps take the indices that are left, in order, so nothing before
-    them changes. `ranges` are (first, end), ascending and merged; those given may overlap.
+    A skipped sample keeps its index and its dataset, and steps take the remaining indices in order, so earlier steps do
+    not change. `ranges` are (first, end), ascending and merged; given ranges may overlap.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
@@ -229,7 +229,7 @@ class Skipped:
         self.ranges = tuple(merged)
 
     def advance(self, sample: int, count: int) -> int:
-        """Return the sample `count` samples after the first one that is taken at or after `sample`."""
+        """Return the sample `count` samples after the first unskipped one at or after `sample`."""
         for begin, end in self.ranges:
             if end <= sample:
                 continue
@@ -240,7 +240,7 @@ class Skipped:
         return sample + count
 
     def taken(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of [begin, end) that are taken, ascending; none is empty."""
+        """Yield the unskipped parts of [begin, end), ascending and not empty."""
         for skipped_begin, skipped_end in self.ranges:
             if begin < min(skipped_begin, end):
                 yield begin, min(skipped_begin, end)
@@ -249,9 +249,9 @@ class Skipped:
             yield begin, end
 
     def count(self, begin: int, end: int) -> int:
-        """Count the samples of [begin, end) that are taken."""
+        """Count the unskipped samples of [begin, end)."""
         return sum(last - first for first, last in self.taken(begin, end))
 
     def without(self, other: Skipped) -> list[tuple[int, int]]:
-        """Return the ranges, or parts of them, that another one has not."""
+        """Return the parts of the ranges that `other` does not skip."""
         return [part for begin, end in self.ranges for part in other.taken(begin, end)]

@@ -1,18 +1,17 @@
-"""Which documents share a sample, where documents are packed and not streamed, and which sample comes when.
+"""Packing: the bins of documents that become samples, and their order.
 
-    lengths of a block --cut--> full pieces, each a bin of its own
+    lengths of a block --cut--> full pieces, one bin each
                        --cut--> short documents and rests of long ones --greedy | first_fit | best_fit--> shared bins
 
 A bin becomes a sample, a row of S + 1 tokens of which the last is only a label. A document of at most S + 1 tokens is
-never split. A longer one is cut into pieces of S + 1 tokens, each of which begins with the token that the one before
-ends with, so that every token but a document's first is a label once; its rest is packed like a short document.
+never split. A longer document is cut into pieces of S + 1 tokens that overlap by one token, so every token except the
+document's first is a label once. Its rest is packed like a short document.
 
-Bins are numbered in the order of their first items, items in canonical order: documents by number, pieces in place.
-Which bins a block has depends on nothing outside it, so the bins of all blocks are counted ahead (bin_counts.py) and
-made when they are needed: 1024 documents take about half a millisecond. A changed algorithm changes the samples of
-runs, and so needs another `ALGORITHM_VERSION`.
+Bins are numbered by their first items in canonical order: documents by number, pieces by position. The bins of a block
+depend only on the block, so they are counted ahead (bin_counts.py) and made when needed: 1024 documents take about
+half a millisecond. A change of an algorithm changes the samples of runs, and needs a new `ALGORITHM_VERSION`.
 
-A shard is a run of whole blocks. Each pass visits its blocks, and the bins of a block, in a keyed order.
+A shard is a range of whole blocks. Each pass visits its blocks, and the bins of a block, in a keyed order.
 """
 
 from __future__ import annotations
@@ -25,7 +24,14 @@ import numpy as np
 
 from pretraining.config.training import Packing
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
-from pretraining.data.sampling.token_stream import SAMPLES_A_SHARD, Lengths, OrderCache, Shards, Spans, TokenStream
+from pretraining.data.sampling.token_stream import (
+    MIN_SHARD_SAMPLES,
+    Lengths,
+    OrderCache,
+    Shards,
+    Spans,
+    TokenStream,
+)
 from pretraining.data.threads import RecentlyUsed
 
 ALGORITHM_VERSION = 1
@@ -33,14 +39,14 @@ ALGORITHM_VERSION = 1
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """The bins of a block, small, as thousands of blocks are in memory at once.
+    """The bins of a block, in compact form because thousands of blocks are in memory.
 
     Attributes:
-        full_pieces: [documents + 1] int64, full pieces of the documents before each, then of all.
-        shared: [shared bins] int64, number of each shared bin among all bins; the others are full pieces.
-        first_items: [shared bins + 1] int32, the first item of each shared bin, then their number.
-        documents: [items] int32, the document of each item, counted from the block's first.
-        lengths: [items] int32, tokens of each item: a whole document, or what its full pieces leave.
+        full_pieces: [documents + 1] int64, full pieces before each document, then in total.
+        shared: [shared bins] int64, number of each shared bin among all bins; the other bins are full pieces.
+        first_items: [shared bins + 1] int32, first item of each shared bin, then the number of items.
+        documents: [items] int32, document of each item, counted from the block's first.
+        lengths: [items] int32, tokens of each item: a whole document, or the rest after its full pieces.
     """
 
     seq_length: int
@@ -51,20 +57,20 @@ class PackedBlock:
     lengths: np.ndarray
 
     def __len__(self) -> int:
-        """How many bins there are."""
+        """Return the number of bins."""
         return len(self.shared) + int(self.full_pieces[-1])
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of memory."""
         arrays = (self.full_pieces, self.shared, self.first_items, self.documents, self.lengths)
         return sum(array.nbytes for array in arrays)
 
     def bin(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what a bin holds, [n] int64 each: documents, from the block's first on, first tokens, and lengths."""
+        """Return a bin's pieces, [n] int64 each: document within the block, first token, and length."""
         place = int(np.searchsorted(self.shared, number))
         if place == len(self.shared) or self.shared[place] != number:
-            piece = number - place  # among all full pieces, as `place` shared bins come before
+            piece = number - place  # among all full pieces: `place` shared bins come before it
             document = int(np.searchsorted(self.full_pieces, piece, side="right")) - 1
             start = (piece - int(self.full_pieces[document])) * self.seq_length
             return np.array([document]), np.array([start]), np.array([self.seq_length + 1])
@@ -78,14 +84,13 @@ def pack_block(lengths: np.ndarray, seq_length: int, packing: Packing) -> Packed
     """Pack the documents of a block into bins of at most S + 1 tokens.
 
     Args:
-        lengths: [documents] int64, tokens of each; empty ones are left out.
-        packing: "greedy" (next-fit) puts an item into the bin of the item before, or a new one; "first_fit" into the
-            first bin with room; "best_fit" (best-fit decreasing) goes from the longest item to the shortest, each into
-            the bin with the least room that is enough.
+        lengths: [documents] int64, tokens of each; empty documents are dropped.
+        packing: "greedy" (next-fit) puts an item into the previous item's bin or a new one; "first_fit" into the first
+            bin with room; "best_fit" (best-fit decreasing), longest items first, into the fullest bin with room.
     """
     full = np.maximum(lengths - 1, 0) // seq_length
     rests = lengths - full * seq_length
-    rests[(full > 0) & (rests == 1)] = 0  # that token is the label of the last full piece
+    rests[(full > 0) & (rests == 1)] = 0  # this token is the label of the last full piece
     full_pieces = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(full, out=full_pieces[1:])
 
@@ -96,8 +101,8 @@ def pack_block(lengths: np.ndarray, seq_length: int, packing: Packing) -> Packed
     np.cumsum(np.bincount(bins), out=first_items[1:])
     order = np.argsort(bins, kind="stable")
     documents = items[order]
-    # Before a shared bin come the shared ones with smaller numbers and the full pieces of all documents up to that of
-    # its first item, this one's included.
+    # Before a shared bin come the earlier shared bins, and the full pieces of all documents up to its first item's
+    # document (included).
     shared = np.arange(len(first_items) - 1) + full_pieces[documents[first_items[:-1]] + 1]
     return PackedBlock(
         seq_length, full_pieces, shared, first_items, documents.astype(np.int32), sizes[order].astype(np.int32)
@@ -105,7 +110,7 @@ def pack_block(lengths: np.ndarray, seq_length: int, packing: Packing) -> Packed
 
 
 def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each item, [items] int64, numbered in the order of their first items."""
+    """Return the bin of each item, [items] int64; bins are numbered by their first items."""
     ends = [0, *np.cumsum(sizes).tolist()]
     firsts = [0]
     while firsts[-1] < len(sizes):
@@ -115,12 +120,12 @@ def _next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """As `_next_fit`. The bin is found in a tree that knows the most room in every half of every half of the bins."""
-    # A bin is only opened where no earlier one has room, so any two hold more than one bin can: at most one is half
-    # empty, and there are at most so many.
+    """Return the bins as `_next_fit` does. A binary tree with the most room below each node finds the first bin."""
+    # A bin opens only if no earlier bin has room. So any two bins together exceed one bin's capacity, and at most one
+    # bin is less than half full.
     most_bins = 2 * int(sizes.sum()) // capacity + 1
     leaves = 1 << (most_bins - 1).bit_length()
-    rooms = [capacity] * (2 * leaves)  # of node n the halves are nodes 2n and 2n + 1
+    rooms = [capacity] * (2 * leaves)  # the children of node n are 2n and 2n + 1
     bins = []
     for size in sizes.tolist():
         node = 1
@@ -132,7 +137,7 @@ def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
         rooms[node] = room = rooms[node] - size
         while node > 1:
             other = rooms[node ^ 1]
-            if other > room:  # `max` would take a third of the time
+            if other > room:  # `max` would cost a third of the run time
                 room = other
             node //= 2
             if rooms[node] == room:
@@ -142,7 +147,7 @@ def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """As `_next_fit`. Of equal items the first goes first; of bins with equal room the one opened first is taken."""
+    """Return the bins as `_next_fit` does. Ties go to the earlier item, and to the bin that opened first."""
     count = len(sizes)
     bins = [0] * count
     opened = 0
@@ -173,31 +178,33 @@ PACKINGS = tuple(_ALGORITHMS)
 
 
 BinCache = RecentlyUsed[tuple[PackedBlock, np.ndarray]]
-"""Keeps the bins of blocks, each with the order in which a pass takes them, [bins] int32."""
+"""Bins of blocks, each with the order of the bins in a pass, [bins] int32."""
 
 
 def bin_cache(limit_bytes: int = 64 * 2**20) -> BinCache:
-    """Make a memory for packed blocks, to be shared by all the streams of a process."""
+    """Make a cache of packed blocks, shared by all streams of a process."""
     return RecentlyUsed(limit_bytes, cost=lambda bins: bins[0].nbytes + bins[1].nbytes + 1024)
 
 
 def cut_blocks(bounds: np.ndarray, logical_shards: int) -> np.ndarray:
-    """Cut a dataset between blocks into shards of nearly equal bins; returns the first block of each, then all blocks.
+    """Cut a dataset between blocks into shards of nearly equal bins; return each shard's first block, then all blocks.
 
-    Of `total` bins, shard s of `count` starts with the first block whose first bin is at or after s * total / count.
-    There are fewer than `logical_shards` where these would hold less than `SAMPLES_A_SHARD` bins, or no whole block.
-    `bounds` are the bins before each block, then all, [blocks + 1] int64.
+    Shard s of `count` starts at the first block whose first bin is at or after s * total / count. There are fewer than
+    `logical_shards` shards if they would hold less than `MIN_SHARD_SAMPLES` bins or less than one block.
+
+    Args:
+        bounds: [blocks + 1] int64, bins before each block, then all.
     """
     total = int(bounds[-1])
-    count = max(1, min(logical_shards, int(np.count_nonzero(np.diff(bounds))), total // SAMPLES_A_SHARD))
+    count = max(1, min(logical_shards, int(np.count_nonzero(np.diff(bounds))), total // MIN_SHARD_SAMPLES))
     targets = [-(-shard * total // count) for shard in range(1, count)]
     return np.array([0, *np.searchsorted(bounds, targets), len(bounds) - 1], dtype=np.int64)
 
 
 class PackedStream(TokenStream):
-    """Finds the bins of each sample: their shards are cut and ordered as those of tokens are.
+    """A stream of bins, which cuts and orders shards of bins as `TokenStream` does shards of tokens.
 
-    `bounds` and `first_blocks` are those of `cut_blocks`; `cache` is memory for packed blocks, shared as `orders` is.
+    `bounds` and `first_blocks` are argument and result of `cut_blocks`; streams share `cache` and `orders`.
     """
 
     def __init__(
@@ -218,7 +225,7 @@ class PackedStream(TokenStream):
         self.bins = shards.tokens
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
-        """Return the pieces of documents that make samples, as `TokenStream.spans`: at most S + 1 tokens each."""
+        """Return the pieces of documents of samples, as `TokenStream.spans`, at most S + 1 tokens per row."""
         nothing = np.zeros(0, dtype=np.int64)
         documents, starts, lengths, first_spans = [nothing], [nothing], [nothing], [0]
         passes, positions = np.divmod(samples, self.bins[shards])
@@ -244,7 +251,7 @@ class PackedStream(TokenStream):
             lengths = self._lengths.lengths(begin, begin + self._lengths.block_documents)
             packed = pack_block(lengths, self._seq_length, self._packing)
             bins = np.arange(self._block_bounds[block], self._block_bounds[block + 1])
-            assert len(bins) == len(packed), "the counts are of other documents"
+            assert len(bins) == len(packed), "bin counts belong to other documents"
             order = keyed_order(derive_key(Purpose.BINS, *self._key, shard, pass_number), bins)
             return packed, order.astype(np.int32)
 

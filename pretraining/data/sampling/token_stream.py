@@ -1,11 +1,11 @@
-"""A dataset as logical shards, and each shard as an endless stream of tokens in a new order each pass.
+"""The token stream: a dataset in logical shards, each an endless stream of tokens with a new order in each pass.
 
     documents in canonical order --cut_shards--> shards of nearly equal tokens
     shard, pass e: blocks in a keyed order, the documents of each block in a keyed order --> T tokens, then pass e + 1
     sample j of a shard: its tokens [jS, (j + 1)S) and one more, the label of the last
 
-Positions follow from block totals and the lengths of the one block that a sample lies in, so finding a sample costs the
-same in every pass. Legend: S sequence length, T tokens of a shard, e pass, j sample.
+Block totals and the lengths of a sample's own block are enough to find the sample, so the cost is the same in every
+pass. Legend: S sequence length, T tokens of a shard, e pass, j sample.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
 from pretraining.data.threads import RecentlyUsed
 
-SAMPLES_A_SHARD = 8
-"""The fewest samples a shard: a dataset is cut into fewer than `logical_shards` pieces where they would hold less. A
-sample longer than its shard would repeat the same few documents."""
+MIN_SHARD_SAMPLES = 8
+"""Minimum samples per shard; small datasets have fewer shards than `logical_shards`. A sample that is longer than its
+shard would repeat the same few documents."""
 
 
 class Lengths(Protocol):
-    """How many tokens each of a dataset's documents has."""
+    """Lengths of a dataset's documents. `block_bounds` are the tokens before each block, then all."""
 
     document_count: int
     block_documents: int
     block_bounds: np.ndarray
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Return the tokens of documents [begin, end), int64, as far as there are such documents."""
+        """Return the tokens of documents [begin, end), int64; stop at the last document."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Contiguous pieces of a dataset: documents and tokens before each, then all, [shards + 1] int64."""
+    """The shards of a dataset: documents and tokens before each shard, then all, [shards + 1] int64."""
 
     documents: np.ndarray
     token_bounds: np.ndarray
@@ -52,13 +52,13 @@ class Shards:
 
 @dataclass(frozen=True)
 class Spans:
-    """Pieces of documents that make some rows; none is empty.
+    """Non-empty pieces of documents that form rows.
 
     Attributes:
         documents: [n] int64, canonical numbers.
         starts: [n] int64, first token of the piece within its document.
         lengths: [n] int64, tokens of the piece, virtual ones included.
-        first_spans: [rows + 1] int64, number of each row's first piece, then n.
+        first_spans: [rows + 1] int64, first piece of each row, then n.
     """
 
     documents: np.ndarray
@@ -68,7 +68,7 @@ class Spans:
 
     @property
     def rows(self) -> np.ndarray:
-        """The row of each piece, [n]."""
+        """Row of each piece, [n]."""
         return np.repeat(np.arange(len(self.first_spans) - 1), np.diff(self.first_spans))
 
     @property
@@ -76,34 +76,34 @@ class Spans:
         """Tokens of each row, [rows]."""
         return np.diff(np.concatenate(([0], np.cumsum(self.lengths)))[self.first_spans])
 
-    def places(self, row_places: np.ndarray) -> np.ndarray:
-        """Return where each piece begins, [n], if rows begin at `row_places`, [rows]."""
+    def positions(self, row_positions: np.ndarray) -> np.ndarray:
+        """Return the first position of each piece, [n], for rows that begin at `row_positions`, [rows]."""
         ends = np.cumsum(self.lengths)
         before_row = np.concatenate(([0], ends))[self.first_spans[:-1]]
-        begins: np.ndarray = ends - self.lengths + np.repeat(row_places - before_row, np.diff(self.first_spans))
+        begins: np.ndarray = ends - self.lengths + np.repeat(row_positions - before_row, np.diff(self.first_spans))
         return begins
 
 
 _Part = tuple[np.ndarray, np.ndarray, int, int]
-"""Documents laid end to end, where each starts (and the last ends), and the [begin, end) of their tokens to take."""
+"""Documents end to end, the start of each (then the end of all), and the range [begin, end) of tokens to copy."""
 
 OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
 
 
 def order_cache(limit_bytes: int = 64 * 2**20) -> OrderCache:
-    """Make a memory for the orders of blocks and documents, to be shared by all the streams of a process."""
+    """Make a cache of the orders of blocks and documents, shared by all streams of a process."""
     return RecentlyUsed(limit_bytes, cost=lambda order: sum(array.nbytes for array in order) + 512)
 
 
 def shard_count(tokens: int, seq_length: int, logical_shards: int) -> int:
-    """Return how many pieces a dataset is cut into."""
-    return max(1, min(logical_shards, tokens // (SAMPLES_A_SHARD * seq_length)))
+    """Return the number of shards of a dataset."""
+    return max(1, min(logical_shards, tokens // (MIN_SHARD_SAMPLES * seq_length)))
 
 
 def cut_shards(lengths: Lengths, count: int) -> Shards:
-    """Cut a dataset between documents into pieces of nearly equal tokens; some are empty where documents are few.
+    """Cut a dataset between documents into shards of nearly equal tokens; with few documents, some are empty.
 
-    Of `total` tokens, shard s starts with the first document whose first token is at or after s * total / count.
+    Shard s starts at the first document whose first token is at or after s * total / count.
     """
     bounds, total = lengths.block_bounds, int(lengths.block_bounds[-1])
     documents, tokens = [0], [0]
@@ -112,7 +112,7 @@ def cut_shards(lengths: Lengths, count: int) -> Shards:
         block = max(int(np.searchsorted(bounds, target)) - 1, 0)
         first = block * lengths.block_documents
         sizes = lengths.lengths(first, first + lengths.block_documents)
-        # starts [documents of the block + 1]: the last is the start of the next block.
+        # [documents of the block + 1]: the last is the start of the next block.
         starts = np.concatenate(([0], np.cumsum(sizes))) + bounds[block]
         within = int(np.searchsorted(starts, target))
         documents.append(first + within)
@@ -123,11 +123,11 @@ def cut_shards(lengths: Lengths, count: int) -> Shards:
 
 
 class TokenStream:
-    """Finds the tokens of each sample.
+    """The stream that finds the tokens of each sample.
 
     Args:
-        key: parts that make this dataset's orders its own: (seed, dataset).
-        orders: memory for them, shared with other streams over the same documents.
+        key: (seed, `text_key` of the dataset).
+        orders: cache that streams share.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class TokenStream:
         self._lengths, self._shards, self._tokens = lengths, shards, shards.tokens
         self._block_bounds = lengths.block_bounds
         self._seq_length, self._key, self._orders = seq_length, key, orders
-        self._identity: tuple[Any, ...] = (key, len(shards))  # keeps streams apart that share memory
+        self._identity: tuple[Any, ...] = (key, len(shards))  # separates streams in a shared cache
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
-        """Return the pieces, S + 1 tokens a row, of samples j >= 0 of shards that are not empty, both [rows]."""
+        """Return the pieces of samples of non-empty shards, both [rows]; each row has S + 1 tokens."""
         if not len(shards):
             nothing = np.zeros(0, dtype=np.int64)
             return Spans(nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
@@ -156,7 +156,7 @@ class TokenStream:
         return _cut(parts, row_parts)
 
     def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: list[_Part]) -> int:
-        """Collect tokens [position, position + count) of a pass as far as it goes; returns how many."""
+        """Append parts with tokens [position, position + count) of a pass, up to its end; return their tokens."""
         blocks, block_starts = self._blocks(shard, pass_number)
         visit = int(block_starts.searchsorted(position, "right")) - 1
         left = count
@@ -174,14 +174,14 @@ class TokenStream:
         return count - left
 
     def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the blocks of a shard in the order of a pass, [n], and the tokens before each, [n + 1]."""
+        """Return a shard's blocks in the order of a pass, [n], and the tokens before each, then all, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             begin, end = self._shards.documents[shard : shard + 2]
             low, high = self._shards.token_bounds[shard : shard + 2]
             size = self._lengths.block_documents
             first, last = begin // size, -(-end // size)
-            # A shard's first and last block may be cut; clipping to the shard's own tokens gives their totals too.
+            # A shard may have only a part of its first and last block: clip their totals to the shard's tokens.
             totals = np.diff(np.clip(self._block_bounds[first : last + 1], low, high))
             blocks = np.arange(first, last)
             order = keyed_order(derive_key(Purpose.BLOCKS, *self._key, shard, pass_number), blocks)
@@ -190,7 +190,7 @@ class TokenStream:
         return self._orders.get((self._identity, shard, pass_number), make)
 
     def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a block's documents that have tokens, in the order of a pass, and the tokens before each, [n + 1]."""
+        """Return a block's non-empty documents in the order of a pass, [n], and the tokens before each, [n + 1]."""
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             size = self._lengths.block_documents
@@ -205,14 +205,14 @@ class TokenStream:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Sum what comes before each place, then all: [n + 1] int64."""
+    """Return the sum of lengths before each item, then of all: [n + 1] int64."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
 def _cut(parts: list[_Part], row_parts: list[int]) -> Spans:
-    """Cut the pieces of many rows out of their parts at once; `row_parts` counts the parts before each row."""
+    """Cut the pieces of all rows out of their parts; `row_parts` counts the parts before each row, then all."""
     documents, all_bounds, begins, ends = zip(*parts, strict=True)
     counts = np.array([len(each) for each in documents])
     lows = np.concatenate([bounds[:-1] for bounds in all_bounds])

@@ -1,1 +1,1 @@
-"""What is on disk: token files, the index of their documents, and reading them. The seam for another token format."""
+"""Token files on disk: their formats, the index of their documents, and reading."""

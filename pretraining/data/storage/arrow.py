@@ -1,13 +1,12 @@
-"""Arrow IPC files: where each document's tokens lie, as plain byte offsets.
+"""The Arrow IPC format: byte offsets of each document's tokens.
 
-    file in memory --pyarrow--> record batches --addresses of the column's buffers--> list offsets --> bytes of each row
+    mapped file --pyarrow--> record batches --addresses of the column's buffers--> list offsets --> byte range per row
 
-A document is a row, a list of integers. Some tools write a column of plain integers instead: there a record batch is a
-document, its rows are the tokens, and its number stands for the row.
+A document is a row, a list of integers. Some tools write a column of plain integers instead: then a record batch is a
+document, and its number stands for the row.
 
-pyarrow parses and checks the structure, and copies nothing: a buffer that it gives lies inside of the file, or has been
-made, as one of a compressed file is, which is refused. A record batch takes it 10 µs, on one core. What the buffers
-hold is looked at for all record batches together.
+pyarrow checks the structure and copies nothing, in 10 µs per record batch. A buffer outside the mapped file comes from
+a compressed file, which is refused. NumPy then checks the contents of all record batches at once.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from pretraining.errors import DataError
 MAGIC = b"ARROW1"
 
 TOKEN_TYPES = {pa.uint8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()}
-"""What tokens may be stored as."""
+"""Supported types of tokens."""
 
 
 class ArrowFormat:
     """Arrow IPC files with a column of token lists, `col_name`."""
 
     suffix, title, ending = ".arrow", "an Arrow file", MAGIC
-    identity = ""  # indices of Arrow files are older than other formats, and keep their names
+    identity = ""  # keeps existing indices valid, which are older than the other formats
 
     def __init__(self, config: DataConfig) -> None:
         self._column = config.col_name
@@ -43,7 +42,7 @@ class ArrowFormat:
         content = read_bytes(path)
         if content[:4].tobytes() == b"\xff\xff\xff\xff":
             raise DataError(
-                f"an Arrow stream, which has no table of its rows. {how_to_prepare(Path(path).parent)}", path=path
+                f"an Arrow stream, but only the Arrow file format works. {how_to_prepare(Path(path).parent)}", path=path
             )
         try:
             return _find_documents(content, self._column)
@@ -55,7 +54,7 @@ class ArrowFormat:
 
 @dataclass(frozen=True)
 class _Column:
-    """The column of the tokens; `offset_bytes` are those of a list offset, 0 in a column of plain integers."""
+    """The token column. `offset_bytes` is the width of a list offset, 0 for a column of plain integers."""
 
     number: int
     tokens: pa.DataType
@@ -68,13 +67,13 @@ def _find_documents(content: np.ndarray, name: str) -> DocumentLayout:
     numbers = _read_batches(reader, content, column)
     rows, validity_at, validity_bytes, offsets_at, offsets_bytes, nulls, tokens_at, tokens_bytes = numbers.T
     _check(rows > len(content), "has more rows than bytes")
-    _check(np.cumsum(rows) > len(content), "has more rows than bytes")  # a footer may name a batch many times
+    _check(np.cumsum(rows) > len(content), "has more rows than bytes")  # a footer may list a batch many times
     for at, size in ((validity_at, validity_bytes), (offsets_at, offsets_bytes), (tokens_at, tokens_bytes)):
-        _check((at < 0) | (at > len(content) - size), "is compressed, or in big-endian order: write it without")
+        _check((at < 0) | (at > len(content) - size), "is compressed or big-endian: write it plain and little-endian")
     _check(nulls > 0, f"has missing tokens (null) in column '{name}'")
     width = column.tokens.bit_width // 8
     signed = pa.types.is_signed_integer(column.tokens)
-    _check((tokens_at % width > 0) & (tokens_bytes > 0), "is not aligned: write it anew with an Arrow library")
+    _check((tokens_at % width > 0) & (tokens_bytes > 0), "is not aligned: rewrite it with an Arrow library")
     tokens = as_tokens(content, width, signed=signed)
     if not column.offset_bytes:
         _check(tokens_bytes // width < rows, "has fewer tokens than rows")
@@ -82,34 +81,34 @@ def _find_documents(content: np.ndarray, name: str) -> DocumentLayout:
 
     size = column.offset_bytes
     _check(offsets_bytes // size < rows + (rows > 0), "has fewer list offsets than rows")
-    _check((offsets_at % size > 0) & (rows > 0), "is not aligned: write it anew with an Arrow library")
-    batch = np.repeat(np.arange(len(rows)), rows)  # of each row
+    _check((offsets_at % size > 0) & (rows > 0), "is not aligned: rewrite it with an Arrow library")
+    batch = np.repeat(np.arange(len(rows)), rows)  # record batch of each row
     row_in_batch = np.arange(len(batch)) - (np.cumsum(rows) - rows)[batch]
     list_offsets = as_tokens(content, size, signed=True)
     at = (offsets_at // size)[batch] + row_in_batch
     begins, ends = list_offsets[at].astype(np.int64), list_offsets[at + 1].astype(np.int64)
     wrong = (begins < 0) | (ends < begins) | (ends > (tokens_bytes // width)[batch])
     if wrong.any():
-        raise DataError("damaged: it lies outside the tokens of its record batch", row=int(wrong.argmax()))
-    _check((validity_bytes > 0) & (validity_bytes < (rows + 7) // 8), "does not say which of its rows are missing")
-    # A missing row is an empty document, whatever its offsets say.
-    unsure = np.flatnonzero(validity_bytes[batch])
-    bits = row_in_batch[unsure]
-    is_valid = content[validity_at[batch[unsure]] + bits // 8] >> (bits % 8).astype(np.uint8) & 1
+        raise DataError("damaged: the row is outside the tokens of its record batch", row=int(wrong.argmax()))
+    _check((validity_bytes > 0) & (validity_bytes < (rows + 7) // 8), "has a validity bitmap that is too short")
+    # A null row is an empty document, whatever its offsets are.
+    nullable = np.flatnonzero(validity_bytes[batch])
+    bits = row_in_batch[nullable]
+    is_valid = content[validity_at[batch[nullable]] + bits // 8] >> (bits % 8).astype(np.uint8) & 1
     lengths = ends - begins
-    lengths[unsure[is_valid == 0]] = 0
+    lengths[nullable[is_valid == 0]] = 0
     return DocumentLayout(tokens_at[batch] + begins * width, lengths, width, tokens)
 
 
 def _check(is_wrong: np.ndarray, problem: str) -> None:
     if is_wrong.any():
-        raise DataError(f"damaged, or cannot be read in place: record batch {is_wrong.argmax()} {problem}")
+        raise DataError(f"damaged or unsupported: record batch {is_wrong.argmax()} {problem}")
 
 
 def _find_column(schema: pa.Schema, name: str) -> _Column:
-    """Find the column of the tokens; a DataError if there is none that holds documents."""
+    """Find the token column; raise a DataError if it is missing or has another type."""
     if schema.names.count(name) != 1:
-        raise DataError(f"columns {', '.join(schema.names) or 'none'}, and not one '{name}': give --col_name")
+        raise DataError(f"no single column '{name}' among {', '.join(schema.names) or 'none'}: give --col_name")
     kind = schema.field(name).type
     is_list, is_large_list = pa.types.is_list(kind), pa.types.is_large_list(kind)
     tokens = kind.value_type if is_list or is_large_list else kind
@@ -119,10 +118,10 @@ def _find_column(schema: pa.Schema, name: str) -> _Column:
 
 
 def _read_batches(reader: pa.ipc.RecordBatchFileReader, content: np.ndarray, column: _Column) -> np.ndarray:
-    """Return for each record batch its rows, and where its buffers begin and how many bytes they have, [batches, 8].
+    """Return rows, offsets and sizes of buffers per record batch, [batches, 8].
 
-    The buffers of lists are (validity, list offsets, validity of the tokens, tokens), of the third the bytes alone;
-    integers have (validity, tokens). pyarrow leaves out a validity without nulls.
+    Lists have the buffers validity, list offsets, validity of tokens (only its size is returned) and tokens; integers
+    have validity and tokens. pyarrow omits a validity without nulls.
     """
     start = pa.py_buffer(content).address
     numbers = np.zeros((reader.num_record_batches, 8), dtype=np.int64)

@@ -1,9 +1,9 @@
-"""How many bins each block of a packed dataset has: counted once, in parallel, and kept in a file beside the index.
+"""The bin counts of a packed dataset: bins per block, counted once in parallel and stored beside the index.
 
-    index, S, packing --count_bins, in processes--> bins before each block, for both splits --file, renamed--> mapped
+    index, S, packing --count_bins, in processes--> bins before each block, for both splits --atomic write--> mapped
 
-The file is a line of JSON, which says what the counts are of, and the numbers. It is valid for exactly one index, S and
-packing; where it is of another, or damaged, it is made again.
+The file has a line of JSON, which identifies index, S and packing, and then the counts. A damaged file, or a file of
+another index, is rebuilt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_places, write_once
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_paths, write_once
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 from pretraining.files import check_regular, exists, parse_json
@@ -34,14 +34,14 @@ from pretraining.launch.machine import usable_cores
 
 log = logging.getLogger(__name__)
 
-BLOCKS_A_PROCESS = 1024
-"""Blocks that are worth a process of its own: to start one takes about as long as to count them."""
-_BLOCKS_LOOKED_AT = 64
+BLOCKS_PER_PROCESS = 1024
+"""Blocks per counting process: starting a process takes about as long as counting them."""
+_COMPARED_BLOCKS = 64
 
 
 @dataclass(frozen=True)
 class BinCounts:
-    """The bins of a packed dataset: before each block, then all, [blocks + 1] int64 in `bounds` for each split."""
+    """Bin counts of a dataset. `bounds` has, per split, the bins before each block, then all, [blocks + 1] int64."""
 
     packing: Packing
     seq_length: int
@@ -53,17 +53,17 @@ class BinCounts:
 
 
 def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, workers: int | None = None) -> BinCounts:
-    """Return the bins of a dataset, counted first where that was not done yet, by at most `workers` processes.
+    """Return the bin counts of a dataset; count first if they are missing, in at most `workers` processes.
 
     Raises:
-        DataError: a process that counts ends early, or there is no place to write the counts.
+        DataError: a counting process fails, or the counts cannot be written.
     """
     found = find_bin_counts(files, index, config)
     if found is not None:
         return found
-    damaged = next((place for place in _places(files, index, config) if exists(place)), None)
+    damaged = next((path for path in _paths(files, index, config) if exists(path)), None)
     if damaged is not None:
-        log.warning("%s is damaged, or of other documents: it is made again", damaged)
+        log.warning("%s is damaged, or belongs to other documents: rebuilding it", damaged)
     name, seq_length, packing = files.name, config.seq_length, config.packing
     documents = f"{len(index.documents):,}"
     log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
@@ -74,24 +74,24 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
         np.cumsum(counts, axis=1, out=bounds[:, 1:])
         content = bounds.tobytes()
         line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
-        file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # numbers are aligned
+        file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # aligns the numbers
 
     find = partial(find_bin_counts, files, index, config)
-    return write_once(_places(files, index, config), f"the counts of dataset '{name}'", write, find)
+    return write_once(_paths(files, index, config), f"the counts of dataset '{name}'", write, find)
 
 
 def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
-    """Open the counts of a dataset if there are valid ones."""
+    """Open the valid bin counts of a dataset; None without any."""
     header = _header(index, config)
-    for place in _places(files, index, config):
-        bounds = _open(place, header)
+    for path in _paths(files, index, config):
+        bounds = _open(path, header)
         if bounds is not None:
             return BinCounts(config.packing, config.seq_length, dict(zip(SPLITS, bounds, strict=True)))
     return None
 
 
 def count_bins(index: Index, seq_length: int, packing: Packing, begin: int, end: int) -> np.ndarray:
-    """Count bins of blocks [begin, end) in each split, [splits, end - begin] int64."""
+    """Count the bins of blocks [begin, end) in each split, [splits, end - begin] int64."""
     counts = np.zeros((len(SPLITS), end - begin), dtype="<i8")
     for row, name in zip(counts, SPLITS, strict=True):
         split = index.split(name)
@@ -103,10 +103,10 @@ def count_bins(index: Index, seq_length: int, packing: Packing, begin: int, end:
 
 
 def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packing, workers: int | None) -> np.ndarray:
-    """Return `count_bins` of all blocks, from several processes for large datasets."""
-    # Not those of `multiprocessing`, which run the caller's main module again.
+    """Return `count_bins` of all blocks; count large datasets in several processes."""
+    # `multiprocessing` would run the caller's main module again.
     blocks = len(index.split(SPLITS[0]).block_bounds) - 1
-    processes = min(workers or usable_cores(), blocks // BLOCKS_A_PROCESS)
+    processes = min(workers or usable_cores(), blocks // BLOCKS_PER_PROCESS)
     if processes < 2:
         return count_bins(index, seq_length, packing, 0, blocks)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -118,8 +118,8 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packi
         done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
         if done.returncode or len(done.stdout) != len(SPLITS) * (end - begin) * 8:
             raise DataError(
-                f"packing dataset '{name}': the process for blocks {begin} to {end - 1} ended with status "
-                f"{done.returncode}; what it printed is above"
+                f"packing dataset '{name}': the process for blocks {begin} to {end - 1} exited with status "
+                f"{done.returncode}; its output is above"
             )
         return np.frombuffer(done.stdout, dtype="<i8").reshape(len(SPLITS), end - begin)
 
@@ -127,21 +127,21 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packi
     return np.concatenate(list(map_in_order(count, ranges, processes)), axis=1)
 
 
-def _places(files: DatasetFiles, index: Index, config: DataConfig) -> list[Path]:
-    """Return where the counts may be: beside the index, else where an index could be as well."""
+def _paths(files: DatasetFiles, index: Index, config: DataConfig) -> list[Path]:
+    """Return possible paths of the counts, beside the possible paths of the index."""
     name = f"{index.path.stem}-{config.packing}-{config.seq_length}.bins"
-    return list(dict.fromkeys(place.with_name(name) for place in (index.path, *index_places(files, config))))
+    return [path.with_name(name) for path in index_paths(files, config)]
 
 
 def _header(index: Index, config: DataConfig) -> dict[str, Any]:
-    """Return what counts are of."""
-    # The index may have been made again from files of the same names and sizes with other documents: look at its
-    # blocks' tokens, and at the documents of some blocks.
+    """Return the values that identify index, sequence length and packing."""
+    # A rebuilt index of files with equal names and sizes may have other documents: compare the tokens of all blocks,
+    # and the documents of some.
     checksum = 0
     for name in SPLITS:
         checksum = zlib.crc32(index.split(name).block_bounds.tobytes(), checksum)
     last = max(len(index.documents) - BLOCK_DOCUMENTS, 0)
-    for begin in np.linspace(0, last, _BLOCKS_LOOKED_AT, dtype=np.int64).tolist():
+    for begin in np.linspace(0, last, _COMPARED_BLOCKS, dtype=np.int64).tolist():
         checksum = zlib.crc32(index.documents[begin : begin + BLOCK_DOCUMENTS].tobytes(), checksum)
     return {
         "algorithm": ALGORITHM_VERSION,
@@ -153,11 +153,11 @@ def _header(index: Index, config: DataConfig) -> dict[str, Any]:
     }
 
 
-def _open(place: Path, header: dict[str, Any]) -> np.ndarray | None:
-    """Map the counts at a place, [splits, blocks + 1]; None where there are none, of these, or they are damaged."""
+def _open(path: Path, header: dict[str, Any]) -> np.ndarray | None:
+    """Map the counts in a file, [splits, blocks + 1]; None if they are missing, damaged or have another header."""
     try:
-        check_regular(place)
-        with place.open("rb") as file:
+        check_regular(path)
+        with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = content.find(b"\n") + 1
         if parse_json(content[:begin]) != {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:

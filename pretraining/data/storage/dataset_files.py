@@ -1,7 +1,7 @@
-"""Which token files there are: `data_path/<dataset>/**/*.arrow` (or another format's, or one file), listed once a job.
+"""The listing of token files: `data_path/<dataset>/**/*.arrow`, another format's files, or a single file.
 
-Rank 0 makes the listing and broadcasts it, so that a hundred thousand files are asked for once. Hidden files and
-folders (names that start with a dot) are not data: an index may be there. Symbolic links are followed.
+Rank 0 lists the files once per job and broadcasts the listing. Hidden files and folders, such as the index, are
+skipped. Symbolic links are followed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import format_class
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import entries_of, exists, is_file, is_folder, read_json
+from pretraining.files import entries_of, is_file, is_folder, read_json
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "prepare.json"
-"""Says what a folder of token files holds that `pretrain prepare` made; a folder that has it is complete."""
+"""Manifest of a folder that `pretrain prepare` wrote; a folder that has it is complete."""
 
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """The token files of a dataset, in canonical order; the same on every host.
+    """The token files of a dataset, in canonical order, the same on every host.
 
     Attributes:
-        name: its folder or its only file relative to data_path; `folder`, absolute, is that folder or around that file.
-        paths: relative to the folder, with forward slashes, sorted by code points; `sizes` are their bytes.
-        digest: 128 bits of hexadecimal over paths and sizes.
+        name: folder or single file, relative to data_path.
+        folder: absolute path of the folder, or of the single file's parent.
+        paths: relative to the folder, with forward slashes, sorted by code points.
+        sizes: bytes of each file.
+        digest: hexadecimal 128-bit hash of paths and sizes.
     """
 
     name: str
@@ -46,32 +48,29 @@ class DatasetFiles:
     is_file: bool = False
 
     def path(self, number: int) -> str:
-        """Return the absolute path of a file by its number in the canonical order."""
+        """Return the absolute path of a file by its number."""
         return f"{self.folder}/{self.paths[number]}"
 
 
 def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
-    """Find the configured datasets, sorted by name: without `datasets`, every sub-folder that holds token files.
+    """Find the configured datasets, sorted by name; without `datasets`, every sub-folder with token files.
 
     Raises:
-        DataError: a folder is missing, holds no token files, or files of two formats.
-        ConfigError: there is no such format.
+        DataError: a folder is missing, has no token files, or has files of two formats.
+        ConfigError: the format is unknown.
     """
     if config.data_path is None:
-        raise DataError("no data: give --data_path=<folder with a sub-folder a dataset>, or --use_dummy_dataset=true")
+        raise DataError("no data: give --data_path=<folder with a sub-folder per dataset>, or --use_dummy_dataset=true")
     root = Path(config.data_path).expanduser().absolute()
     if not is_folder(root):
-        itself = f"; this file itself is --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
+        itself = f"; for this file, give --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
         raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}", path=root)
-    formats = _suffixes(config.file_type)
+    kinds = TOKEN_FORMATS if config.file_type == "auto" else (config.file_type,)
+    formats = {name: format_class(name).suffix for name in kinds}
     patterns = " or ".join(f"*{suffix}" for suffix in formats.values())
     names = [name.strip("/") for name in config.datasets]
     if len(set(names)) < len(names):
-        raise DataError(f"--datasets names one more than once: {', '.join(names)}")
-    for name in names:
-        if not exists(root / name):
-            there = list_some(_sub_folders(root), 12) or "no folders"
-            raise DataError(f"dataset '{name}' is not there; {root} has {there}", path=root / name)
+        raise DataError(f"--datasets repeats a name: {', '.join(names)}")
     scanned = {name: _scan(root / name, formats) for name in names or _sub_folders(root)}
     found = {name: files for name, files in scanned.items() if files}
     for name in names:
@@ -80,7 +79,7 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             raise DataError(f"dataset '{name}' has no {patterns} files. {how_to_prepare(place)}", path=place)
     if not found:
         raise DataError(
-            f"no sub-folder holds {patterns} files. This folder itself is --data_path={root.parent} "
+            f"no sub-folder has {patterns} files. For this folder itself, give --data_path={root.parent} "
             f"--datasets={root.name}. {how_to_prepare(root)}",
             path=root,
         )
@@ -88,11 +87,11 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
 
 
 def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) -> int | None:
-    """Return the end-of-text token that the prepare.json files beside the data name, and log it; None without any.
+    """Return and log the end-of-text token in the prepare.json files beside the data; None without any.
 
     Raises:
-        ConfigError: datasets name different tokens.
-        DataError: a prepare.json cannot be read.
+        ConfigError: the files name different tokens.
+        DataError: a prepare.json is unreadable.
     """
     places = [Path(folder).expanduser() for folder in eval_datasets]
     if config.data_path is not None:
@@ -105,12 +104,12 @@ def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) ->
         try:
             token = read_json(path)["tokenizer"]["end_of_text"]
             if token is not None and (not isinstance(token, int) or token < 0):
-                raise ValueError(f"{token!r} is no token id")
+                raise ValueError(f"{token!r} is not a token id")
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"cannot be read ({type(error).__name__}: {error}), and it says which token ends documents. "
+                f"is unreadable ({type(error).__name__}: {error}), but should name the token that ends documents. "
                 "Prepare the dataset again, or give --sep_token",
                 path=path,
             ) from error
@@ -118,7 +117,7 @@ def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) ->
             found[str(place)] = token
     if len(set(found.values())) > 1:
         named = ", ".join(f"{folder}: {token}" for folder, token in found.items())
-        raise ConfigError(f"datasets end their documents with different tokens ({named}): give --sep_token")
+        raise ConfigError(f"datasets end documents with different tokens ({named}): give --sep_token")
     separator = next(iter(found.values()), None)
     if separator is not None:
         log.info("sep_token   %s, the end_of_text of %s in %s", separator, MANIFEST_FILE, list_some(list(found), 12))
@@ -126,7 +125,7 @@ def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) ->
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
-    """Return what differs between two listings (path -> bytes); empty if nothing does."""
+    """Return the differences between two listings (path -> bytes); empty if they are equal."""
     added = sorted(after.keys() - before.keys())
     removed = sorted(before.keys() - after.keys())
     resized = sorted(path for path in before.keys() & after.keys() if before[path] != after[path])
@@ -134,16 +133,11 @@ def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
     return "; ".join(f"{what}: {list_some(paths, 12)}" for what, paths in changes if paths)
 
 
-def _suffixes(file_type: str) -> dict[str, str]:
-    """Return how files of each format that is looked for end, by the format's name."""
-    return {name: format_class(name).suffix for name in (TOKEN_FORMATS if file_type == "auto" else (file_type,))}
-
-
 def _dataset(root: Path, name: str, files: dict[str, int], formats: dict[str, str]) -> DatasetFiles:
     kinds = [kind for kind, suffix in formats.items() if any(path.endswith(suffix) for path in files)]
     if len(kinds) > 1:
         raise DataError(
-            f"dataset '{name}' holds files of {' and '.join(kinds)}: give --file_type={kinds[0]}, or each a dataset",
+            f"dataset '{name}' has files of {' and '.join(kinds)}: give --file_type={kinds[0]}, or make two datasets",
             path=root / name,
         )
     paths = tuple(sorted(files))
@@ -159,7 +153,7 @@ def _dataset(root: Path, name: str, files: dict[str, int], formats: dict[str, st
 
 
 def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
-    """Find the sizes by relative path of all files of some formats below a folder, or of the file that it is."""
+    """Return the sizes of files with these formats, by relative path, below a folder; `folder` may be a file."""
     suffixes = tuple(formats.values())
     if is_file(folder):
         return {folder.name: folder.stat().st_size} if folder.name.endswith(suffixes) else {}
@@ -168,7 +162,7 @@ def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
     def visit(path: Path, prefix: str, above: frozenset[tuple[int, int]]) -> None:
         status = path.stat()
         identity = (status.st_dev, status.st_ino)
-        if identity in above:  # a link to a folder that we are in would go round for ever
+        if identity in above:  # a link to a parent folder
             return
         with os.scandir(path) as entries:
             for entry in entries:
@@ -177,7 +171,7 @@ def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
                 if entry.is_dir():
                     visit(Path(entry.path), f"{prefix}{entry.name}/", above | {identity})
                 elif entry.name.endswith(suffixes):
-                    # Of the file that a link leads to: one that leads nowhere is an error here, and not a file less.
+                    # Follows links, so that a broken link is an error, not a missing file.
                     found[prefix + entry.name] = entry.stat().st_size
 
     try:
@@ -192,6 +186,6 @@ def _sub_folders(folder: Path) -> list[str]:
 
 
 def how_to_prepare(path: str | Path) -> str:
-    """Return the command that makes token files of a folder or file that holds none."""
+    """Return the command that makes token files from a folder or file."""
     command = f"pretrain prepare --input_path={shlex.quote(str(path))}"
-    return f"`{command}` makes token files of text, Parquet and saved datasets"
+    return f"`{command}` makes token files from text, Parquet and saved datasets"

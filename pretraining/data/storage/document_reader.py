@@ -1,11 +1,11 @@
-"""Tokens from files: spans of documents to rows of a batch.
+"""The reader of tokens: from spans of documents to rows of a batch.
 
-    spans of many rows --index, all at once--> offset, tokens and place of each piece
-                       --runs: pieces of a row that lie in one file--> read piece by piece, or as one stretch
+    spans of many rows --index, all at once--> file offset, tokens and batch position of each piece
+                       --runs: pieces of a row that lie in one file--> one read per piece, or one read per run
 
-Files are read by position (`preadv`), straight into the batch where types agree, and never mapped: a truncated file is
-an error and not a crash, and any number of threads can share a file. A bounded number of files is open at a time. Short
-documents that lie near each other are gathered from a stretch that is read at once.
+`preadv` reads files straight into the batch if types agree. Files are not mapped, so a truncated file is an error, not
+a crash. Threads share open files, whose number is bounded. Short documents that lie near each other are copied from
+one read.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pretraining.errors import DataError
 from pretraining.files import check_regular
 
 _TYPES = {sign * width: np.dtype(f"<{kind}{width}") for width in (1, 2, 4, 8) for sign, kind in ((1, "u"), (-1, "i"))}
-"""Integers by their bytes, negative where the sign is extended."""
-_STRETCH_BYTES_A_SPAN = 4096
-"""Unwanted bytes whose reading costs about as much as a read of its own."""
+"""Integer types by their bytes; negative = sign-extended."""
+_STRETCH_BYTES_PER_PIECE = 4096
+"""Bytes per piece up to which one read of a run is cheaper than one read per piece."""
 
 
 class OpenFile:
-    """A file that is open for reading by position; closed when the last user lets go of it."""
+    """A file opened for reading by position, closed with the last reference to it."""
 
     def __init__(self, path: str, size: int, token_format: TokenFormat) -> None:
-        """Open a token file; a DataError where it is gone, has another size, or does not end as its format does."""
+        """Open a token file; raise a DataError if it is missing, or has another size or a wrong ending."""
         self._descriptor = -1
         self.path = path
         try:
@@ -51,22 +51,22 @@ class OpenFile:
         tail = bytearray(len(token_format.ending))
         self.read_into(memoryview(tail), size - len(tail))
         if tail != token_format.ending:
-            raise DataError(f"damaged: it does not end as {token_format.title} does", path=path)
+            raise DataError(f"damaged: it lacks the ending of {token_format.title}", path=path)
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` (bytes) from a position of the file; a DataError where it cannot be read, or ends before."""
+        """Fill `target` (bytes) from a position of the file; raise a DataError if it is unreadable or too short."""
         while len(target):
             try:
                 count = os.preadv(self._descriptor, [target], offset)
             except OSError as error:
                 raise DataError(f"cannot be read at byte {offset:,}: {error.strerror}", path=self.path) from error
             if count == 0:
-                end = os.fstat(self._descriptor).st_size  # which may lie before the place that was asked for
+                end = os.fstat(self._descriptor).st_size
                 raise DataError(f"truncated: it ends at byte {end:,}, before its documents do", path=self.path)
             target, offset = target[count:], offset + count
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # The default keeps the function: when a program ends, the module may be emptied before the last file goes.
+        # The default argument keeps `close` alive: Python may clear the module before the last file at exit.
         if self._descriptor >= 0:
             close(self._descriptor)
 
@@ -75,7 +75,7 @@ OpenFiles = RecentlyUsed[OpenFile]
 
 
 def open_files(limit: int | None = None) -> OpenFiles:
-    """Make a bounded set of open files: without a limit half of what the process may open, at most 4096."""
+    """Make a cache of open files; the default limit is half of the process's limit, at most 4096."""
     if limit is None:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 2))
@@ -84,16 +84,16 @@ def open_files(limit: int | None = None) -> OpenFiles:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Stored tokens to copy, [n] int64 each: `counts` from byte `offsets` of `files` to `places` in the flat batch."""
+    """Stored tokens to copy, [n] int64 each: `counts` from byte `offsets` of `files` to `positions` of the batch."""
 
     files: np.ndarray
     offsets: np.ndarray
     counts: np.ndarray
-    places: np.ndarray
+    positions: np.ndarray
 
 
 class DocumentReader:
-    """Reads the tokens of a dataset's documents, all of which are below `vocab_size`."""
+    """A reader of a dataset's documents, which refuses tokens from `vocab_size` on."""
 
     def __init__(
         self, files: DatasetFiles, index: Index, config: DataConfig, vocab_size: int, opened: OpenFiles
@@ -104,9 +104,9 @@ class DocumentReader:
         self._bos_token, self._sep_token = config.bos_token, config.sep_token
         self._vocab_size = vocab_size
         self._opened = opened
-        # Virtual tokens need not fit into what files are as narrow as: 999 ends documents of single bytes, too.
+        # A virtual token may be wider than the stored ones: 999 may end documents of one-byte tokens.
         largest = max(config.bos_token or 0, config.sep_token or 0)
-        # A negative token becomes one beyond the vocabulary: its sign is extended into integers that are wide enough.
+        # Sign extension into wide enough integers turns a negative token into one outside the vocabulary.
         is_narrow = index.is_signed & (vocab_size > 2.0 ** (8 * index.token_bytes - 1))
         widths = np.where(is_narrow, 4, index.token_bytes)
         self._token_bytes = max(int(widths.max(initial=1)), np.min_scalar_type(largest).itemsize)
@@ -116,10 +116,10 @@ class DocumentReader:
     def read(self, spans: Spans, target: np.ndarray, rows: np.ndarray) -> None:
         """Fill rows of a batch with samples (`Samples.read`).
 
-        `target` is contiguous, of an integer type that holds every id of the vocabulary.
+        `target` is contiguous, of an integer type for all ids of the vocabulary.
         """
         target = target.view(f"u{target.itemsize}")
-        # Where files are wider than the batch, tokens are checked before they are narrowed.
+        # Tokens of another width than the batch are checked before the conversion.
         narrowed = target.itemsize != self._token_bytes
         wide = np.empty((len(rows), target.shape[1]), dtype=f"u{self._token_bytes}") if narrowed else target
         wide_rows = np.arange(len(rows)) if narrowed else rows
@@ -127,33 +127,33 @@ class DocumentReader:
         filled = spans.row_tokens
         for row in np.flatnonzero(filled < target.shape[1]):
             wide[wide_rows[row], filled[row] :] = 0
-        places = spans.places(wide_rows * target.shape[1])
-        self._copy(spans, places, wide.reshape(-1))
+        positions = spans.positions(wide_rows * target.shape[1])
+        self._copy(spans, positions, wide.reshape(-1))
         content = wide if narrowed else wide[wide_rows]
         if len(content) and int(content.max()) >= self._vocab_size:
-            self._raise_beyond_vocabulary(spans, places, wide.reshape(-1))
+            self._raise_beyond_vocabulary(spans, positions, wide.reshape(-1))
         if narrowed:
             target[rows] = wide
 
-    def _copy(self, spans: Spans, places: np.ndarray, target: np.ndarray) -> None:
-        """Bring the spans, each to its place, into the flat `target`, which is as wide as the widest file."""
+    def _copy(self, spans: Spans, positions: np.ndarray, target: np.ndarray) -> None:
+        """Copy the spans to their positions in the flat `target`, which is as wide as the widest tokens."""
         documents = self._index.documents_at(spans.documents)
         files = self._index.files_of(spans.documents)
         ends = spans.starts + spans.lengths
-        # Stored tokens of a document are numbered from 0, or from 1 where a virtual one is in front of them.
+        # Stored tokens of a document are numbered from 0, or from 1 after a virtual bos_token.
         first = ((documents["flags"] & VIRTUAL_BOS) != 0).astype(np.int64)
         begins = np.maximum(spans.starts - first, 0)
         counts = np.minimum(ends - first, documents["tokens"].astype(np.int64)) - begins
         offsets = documents["offset"].astype(np.int64) + begins * self._index.token_bytes[files]
         has_bos = spans.starts < first
-        self._copy_stored(_Pieces(files, offsets, counts, places + has_bos), spans.rows, target)
+        self._copy_stored(_Pieces(files, offsets, counts, positions + has_bos), spans.rows, target)
         if self._bos_token is not None:
-            target[places[has_bos]] = self._bos_token
+            target[positions[has_bos]] = self._bos_token
         if self._sep_token is not None:
-            target[(places + spans.lengths - 1)[has_bos + counts < spans.lengths]] = self._sep_token
+            target[(positions + spans.lengths - 1)[has_bos + counts < spans.lengths]] = self._sep_token
 
     def _copy_stored(self, pieces: _Pieces, rows: np.ndarray, target: np.ndarray) -> None:
-        """Read run by run: pieces of a row that follow each other and lie in one file."""
+        """Copy run by run. A run consists of consecutive pieces of a row that lie in one file."""
         if not len(rows):
             return
         begins_run = np.concatenate(([True], (np.diff(rows) != 0) | (np.diff(pieces.files) != 0)))
@@ -163,7 +163,7 @@ class DocumentReader:
         lows = np.minimum.reduceat(pieces.offsets, firsts)
         highs = np.maximum.reduceat(pieces.offsets + pieces.counts * self._index.token_bytes[pieces.files], firsts)
         stretches = highs - lows
-        at_once = (lasts - firsts > 1) & (stretches > 0) & (stretches <= (lasts - firsts) * _STRETCH_BYTES_A_SPAN)
+        at_once = (lasts - firsts > 1) & (stretches > 0) & (stretches <= (lasts - firsts) * _STRETCH_BYTES_PER_PIECE)
         scratch = np.empty(int(stretches[at_once].max(initial=0)), dtype=np.uint8)
         columns = (column.tolist() for column in (firsts, lasts, files, self._types[files], lows, highs, at_once))
         file, opened = -1, None
@@ -181,48 +181,47 @@ class DocumentReader:
         path = self._files.path(number)
         return self._opened.get(path, lambda: OpenFile(path, self._files.sizes[number], self._format))
 
-    def _raise_beyond_vocabulary(self, spans: Spans, places: np.ndarray, target: np.ndarray) -> None:
+    def _raise_beyond_vocabulary(self, spans: Spans, positions: np.ndarray, target: np.ndarray) -> None:
         wrong = target >= self._vocab_size
-        # The first piece with such a token; other rows of the batch may hold anything.
+        # Find the first piece with such a token: rows outside the spans may hold anything.
         counts = np.concatenate(([0], np.cumsum(wrong)))
-        span = int(np.flatnonzero(counts[places + spans.lengths] > counts[places])[0])
-        position = int(np.flatnonzero(wrong[places[span] :])[0])
-        number, row = self._index.place(int(spans.documents[span]))
-        token = int(target[places[span] + position])
+        span = int(np.flatnonzero(counts[positions + spans.lengths] > counts[positions])[0])
+        position = int(np.flatnonzero(wrong[positions[span] :])[0])
+        number, row = self._index.locate(int(spans.documents[span]))
+        token = int(target[positions[span] + position])
         if self._index.is_signed[number] and token >> 8 * target.itemsize - 1:
             token -= 1 << 8 * target.itemsize
         raise DataError(
             f"token {int(spans.starts[span]) + position} of the document is {token}, but the vocabulary is 0 to "
-            f"{self._vocab_size - 1}: the files are made with another tokenizer (see --vocab_size), or damaged",
+            f"{self._vocab_size - 1}: the files are damaged, or made with another tokenizer (see --vocab_size)",
             path=self._files.path(number),
             row=row,
         )
 
 
 def _read_singly(file: OpenFile, dtype: np.dtype[Any], pieces: _Pieces, run: slice, target: np.ndarray) -> None:
-    """Read the pieces of a run, each by itself."""
+    """Read each piece of a run separately."""
     itemsize = target.itemsize
     content = target.data.cast("B")
-    columns = (column[run].tolist() for column in (pieces.offsets, pieces.counts, pieces.places))
-    for offset, count, place in zip(*columns, strict=True):
+    columns = (column[run].tolist() for column in (pieces.offsets, pieces.counts, pieces.positions))
+    for offset, count, position in zip(*columns, strict=True):
         if dtype.itemsize == itemsize:
-            file.read_into(content[place * itemsize : (place + count) * itemsize], offset)
+            file.read_into(content[position * itemsize : (position + count) * itemsize], offset)
         else:
             tokens = np.empty(count, dtype=dtype)
             file.read_into(tokens.data.cast("B"), offset)
-            target[place : place + count] = tokens
+            target[position : position + count] = tokens
 
 
 def _gather(stretch: np.ndarray, begin: int, pieces: _Pieces, run: slice, target: np.ndarray) -> None:
-    """Copy the pieces of a run out of the stretch of the file, from byte `begin`, that holds them."""
-    places, last = pieces.places[run], int(pieces.counts[run.stop - 1])
+    """Copy the pieces of a run out of the stretch of the file that holds them, which starts at byte `begin`."""
+    targets, last = pieces.positions[run], int(pieces.counts[run.stop - 1])
     sources = (pieces.offsets[run] - begin) // stretch.itemsize
-    # Between pieces are places of virtual tokens: whatever is brought there, and be it from beyond the stretch, they
-    # are written over.
-    positions = np.repeat(sources - places, np.append(np.diff(places), last))
-    first, end = int(places[0]), int(places[-1]) + last
-    positions += np.arange(first, end)
+    # Positions of virtual tokens between pieces get arbitrary tokens here; the caller overwrites them.
+    indices = np.repeat(sources - targets, np.append(np.diff(targets), last))
+    first, end = int(targets[0]), int(targets[-1]) + last
+    indices += np.arange(first, end)
     if stretch.dtype == target.dtype:
-        np.take(stretch, positions, out=target[first:end], mode="clip")
+        np.take(stretch, indices, out=target[first:end], mode="clip")
     else:
-        target[first:end] = np.take(stretch, positions, mode="clip")
+        target[first:end] = np.take(stretch, indices, mode="clip")

@@ -1,21 +1,21 @@
-"""The index of a dataset: where every document lies and how long it is, in one file that processes map into memory.
+"""The index of a dataset: offset and length of every document, in one file that processes map into memory.
 
     documents   n of (byte offset of the first token, tokens, flags)        n * 16 bytes
-    files       number of each file's first document, and bytes a token,    (files + 1) * 16 bytes
-                negative where tokens are of a signed type
-    bounds      tokens before each block of `BLOCK_DOCUMENTS` documents, once for each split
+    files       number of each file's first document, and bytes per token,  (files + 1) * 16 bytes
+                negative for signed types
+    bounds      tokens before each block of `BLOCK_DOCUMENTS` documents, per split
     checksums   CRC-32 of each block of documents                           blocks * 4 bytes
-    names       JSON: path -> bytes of every file, read only to say what changed
-    header      JSON: what the index was made for, and where the parts above begin
+    names       JSON: path -> bytes of every file, only used to describe changes
+    header      JSON: digests of settings and files, and offsets of the parts above
     trailer     length of the documents and of the header, CRC-32 of all between documents and trailer, magic number
 
-Documents have canonical numbers: files by sorted path, rows in order. A document belongs to the held-out split by a
-hash of (dataset, path, row), so adding files or rows moves no other document; documents of the other split count as
-empty. What is put around documents are virtual tokens: they count in lengths and are made when tokens are read, never
-stored. A document of which no stored token is left has length 0, and no virtual tokens.
+Documents are numbered canonically: files by sorted path, rows in order. A hash of (dataset, path, row) selects the
+held-out documents, so new files or rows move no other document. In one split, documents of the other are empty.
+Virtual tokens (bos_token, sep_token) are not stored: they count in lengths, and the reader adds them. A document
+without stored tokens has length 0 and no virtual tokens.
 
-An index is valid for exactly one listing and one `settings_digest`. It is checked when it is opened, all of it, and
-`index_build.py` makes it again if it is damaged.
+An index is valid for one listing and one `settings_digest`. It is checked completely when it is opened;
+`index_build.py` rebuilds a damaged one.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from pretraining.launch.machine import usable_cores
 Made = TypeVar("Made")
 
 BLOCK_DOCUMENTS = 1024
-"""Documents a block, a power of two: a cursor holds the lengths of one block; documents are shuffled inside blocks."""
+"""Documents per block, a power of two. Documents are shuffled inside blocks."""
 SPLITS = ("train", "held_out")
 
 _BLOCKS_AT_ONCE = 1024
-"""Blocks that a thread checks before it gives its result."""
+"""Blocks per task of a checking thread."""
 _BLOCKS_MAPPED = 1024
-"""Blocks that a process keeps mapped, over all indices; the system maps 64 KiB or more with each."""
+"""Blocks in memory per process, over all indices; the system maps at least 64 KiB with each."""
 
 FORMAT_VERSION = 3
 MAGIC = b"PTINDEX\0"
@@ -62,7 +62,7 @@ VIRTUAL_SEP, HELD_OUT, VIRTUAL_BOS = 1, 2, 4  # flags of a document
 
 
 def settings_digest(files: DatasetFiles, config: DataConfig) -> str:
-    """Return 64 bits of hexadecimal over what decides, besides the files, which documents a dataset has."""
+    """Return a hexadecimal 64-bit hash of the settings that determine a dataset's documents."""
     values = {
         "block_documents": BLOCK_DOCUMENTS,
         "dataset": files.name,
@@ -78,7 +78,7 @@ def settings_digest(files: DatasetFiles, config: DataConfig) -> str:
 
 
 def index_digest(files: DatasetFiles, config: DataConfig) -> str:
-    """Return the digest of the settings and of the present format of index files."""
+    """Return the digest of the settings and the index format."""
     return _digest({"format": FORMAT_VERSION, "settings": settings_digest(files, config)})
 
 
@@ -93,12 +93,12 @@ class Index:
     Attributes:
         documents: [n] `DOCUMENT`.
         first_documents: [files + 1], number of each file's first document, then n.
-        token_bytes: [files], bytes a token.
-        is_signed: [files], whether tokens are of a signed type.
+        token_bytes: [files], bytes per token.
+        is_signed: [files], whether the type of tokens is signed.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map an index; a DataError if it is damaged, an OSError if it cannot be read."""
+        """Map an index; raise a DataError if it is damaged, an OSError if it is unreadable."""
         self.path = path
         _open_indices.add(self)
         check_regular(path)
@@ -121,11 +121,11 @@ class Index:
         self._checksums = self._part("checksums", np.dtype("<u4"))
         numbers = range(len(self._checksums))
         groups = (numbers[first : first + _BLOCKS_AT_ONCE] for first in numbers[::_BLOCKS_AT_ONCE])
-        if not all(map_in_order(self._are_whole, groups, usable_cores())):
+        if not all(map_in_order(self._are_intact, groups, usable_cores())):
             raise DataError("the index is damaged", path=path)
-        self._let_go()
+        self._release_pages()
 
-    def _are_whole(self, blocks: range) -> bool:
+    def _are_intact(self, blocks: range) -> bool:
         size = BLOCK_DOCUMENTS
         checksums = (zlib.crc32(self.documents[block * size : (block + 1) * size].data) for block in blocks)
         return all(checksum == self._checksums[block] for block, checksum in zip(blocks, checksums, strict=True))
@@ -135,33 +135,33 @@ class Index:
         return np.ndarray(part["count"], dtype=dtype, buffer=self._content, offset=part["offset"])
 
     def documents_at(self, numbers: np.ndarray) -> np.ndarray:
-        """Copy the `DOCUMENT`s with these canonical numbers."""
+        """Return copies of the `DOCUMENT`s with these numbers."""
         blocks = numbers // BLOCK_DOCUMENTS
-        self.note_looks(1 + int(np.count_nonzero(blocks[1:] != blocks[:-1])))
+        self.count_reads(1 + int(np.count_nonzero(blocks[1:] != blocks[:-1])))
         documents: np.ndarray = self.documents[numbers]
         return documents
 
-    def note_looks(self, blocks: int) -> None:
-        """Count blocks that were looked at, and lets go of them once they are many.
+    def count_reads(self, blocks: int) -> None:
+        """Count blocks that were read, and release their memory after many.
 
-        What is looked at in a mapped file counts as memory of this process until it is let go; it stays in the system's
-        file cache, and is mapped again within microseconds.
+        Pages of a mapped file count as memory of this process until they are released. They stay in the system's file
+        cache, and are mapped again within microseconds.
         """
-        self._looks += blocks
-        if self._looks > _BLOCKS_MAPPED // len(_open_indices):
-            self._let_go()
+        self._blocks_read += blocks
+        if self._blocks_read > _BLOCKS_MAPPED // len(_open_indices):
+            self._release_pages()
 
-    def _let_go(self) -> None:
-        self._looks = 0
+    def _release_pages(self) -> None:
+        self._blocks_read = 0
         if hasattr(mmap, "MADV_DONTNEED"):
             self._content.madvise(mmap.MADV_DONTNEED)
 
     def files_of(self, documents: np.ndarray) -> np.ndarray:
-        """Return the number of the file that holds each document."""
+        """Return the file number of each document."""
         return np.searchsorted(self.first_documents, documents, side="right") - 1
 
-    def place(self, document: int) -> tuple[int, int]:
-        """Return the number of the file that holds a document, and the document's row in it."""
+    def locate(self, document: int) -> tuple[int, int]:
+        """Return the file number of a document, and its row in the file."""
         file = int(self.files_of(np.asarray(document)))
         return file, document - int(self.first_documents[file])
 
@@ -171,7 +171,7 @@ class Index:
 
     @property
     def file_sizes(self) -> dict[str, int]:
-        """Path -> bytes of the files that the index was made from."""
+        """Sizes in bytes of the indexed files, by path."""
         part = self.header["parts"]["names"]
         sizes: dict[str, int] = json.loads(self._content[part["offset"] : part["offset"] + part["count"]])
         return sizes
@@ -181,7 +181,7 @@ _open_indices: weakref.WeakSet[Index] = weakref.WeakSet()
 
 
 class Split:
-    """The lengths of one split's documents; those of the other split count as empty. See `Lengths`."""
+    """The `Lengths` of one split's documents; documents of the other split are empty."""
 
     def __init__(self, index: Index, name: str, block_bounds: np.ndarray) -> None:
         self._index = index
@@ -196,13 +196,13 @@ class Split:
         return int(self.block_bounds[-1])
 
     def lengths(self, begin: int, end: int) -> np.ndarray:
-        """Tokens of documents [begin, end), virtual ones included, int64."""
-        self._index.note_looks(1)
+        """Return the tokens of documents [begin, end), virtual ones included, int64."""
+        self._index.count_reads(1)
         return split_lengths(self._index.documents[begin:end], self._held_out)
 
 
 def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
-    """Return tokens of documents in the split of `held_out` (0 or `HELD_OUT`), int64: 0 for the other split's."""
+    """Return the tokens of documents, int64; 0 outside the split that `held_out` (0 or `HELD_OUT`) selects."""
     flags = documents["flags"]
     lengths = documents["tokens"].astype(np.int64)
     lengths += (flags & VIRTUAL_SEP) // VIRTUAL_SEP + (flags & VIRTUAL_BOS) // VIRTUAL_BOS
@@ -210,9 +210,9 @@ def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
     return lengths
 
 
-def index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
-    """Return where an index may be, in order: in `index_path` or, without one, beside the data or in a cache."""
-    # A file of its own for each list of files: one that is mapped by a running job is never replaced under it.
+def index_paths(files: DatasetFiles, config: DataConfig) -> list[Path]:
+    """Return possible paths of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
+    # Each listing has its own file, so no job replaces an index that a running job has mapped.
     name = f"{index_digest(files, config)}-{files.digest[:16]}.index"
     if config.index_path is not None:
         return [Path(config.index_path).expanduser().absolute() / files.name / name]
@@ -222,56 +222,56 @@ def index_places(files: DatasetFiles, config: DataConfig) -> list[Path]:
 
 
 def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
-    """Open the index of a dataset if there is a valid one."""
-    found = map(open_any_index, index_places(files, config))  # whose names say what they are for
+    """Open the valid index of a dataset; None without any."""
+    found = map(open_any_index, index_paths(files, config))  # the file name has the digests
     return next((index for index in found if index is not None), None)
 
 
-def open_any_index(place: Path) -> Index | None:
-    """Open the index at a place; None where there is none or it is damaged (it is made again then)."""
+def open_any_index(path: Path) -> Index | None:
+    """Open the index at a path; None if it is missing or damaged."""
     try:
-        return Index(place)
+        return Index(path)
     except (OSError, DataError, ValueError, KeyError, TypeError):
         return None
 
 
 def write_once(
-    places: Sequence[Path], what: str, write: Callable[[IO[bytes]], None], find: Callable[[], Made | None]
+    paths: Sequence[Path], what: str, write: Callable[[IO[bytes]], None], find: Callable[[], Made | None]
 ) -> Made:
-    """Write a file at the first of several places that can be written to, complete or not at all, and opens it.
+    """Write a file atomically to the first writable of several paths, and open it.
 
     Args:
         what: the file, for messages: "the index of dataset 'web'".
-        find: opens a valid one at any of the places; None where there is none.
+        find: opens a valid file at any of the paths; None without any.
 
     Raises:
-        DataError: there is no such place, or the disk is full.
+        DataError: no path is writable, or the disk is full.
     """
     refused = []
-    for place in places:
+    for path in paths:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=".", suffix=".tmp")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
             break
         except OSError as error:
-            refused.append(f"{place.parent} ({error.strerror})")
+            refused.append(f"{path.parent} ({error.strerror})")
     else:
-        raise DataError(f"no place to write {what}: {'; '.join(refused)}: give --index_path")
+        raise DataError(f"{what} cannot be written: {'; '.join(refused)}. Give --index_path")
     try:
         with os.fdopen(descriptor, "w+b") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        # Another job may have made it meanwhile, and have it mapped: replaced on another machine, it would be gone.
+        # Keep a file that another job has written meanwhile: it may be mapped on another machine.
         made = find()
         if made is None:
-            Path(temporary).chmod(0o644)  # temporary files are private, an index is for all who can read the data
-            Path(temporary).replace(place)
+            Path(temporary).chmod(0o644)  # temporary files are private
+            Path(temporary).replace(path)
             made = find()
     except OSError as error:
-        raise DataError(f"{what} cannot be written: {reason_of(error)}", path=place) from error
+        raise DataError(f"{what} cannot be written: {reason_of(error)}", path=path) from error
     finally:
         Path(temporary).unlink(missing_ok=True)
     if made is None:
-        raise DataError(f"{what} was written here and cannot be read", path=place)
+        raise DataError(f"{what} was written here, but is unreadable", path=path)
     return made

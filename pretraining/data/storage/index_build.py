@@ -1,9 +1,9 @@
-"""Making the index of a dataset: all its files are looked at, in parallel, and the result is renamed into place.
+"""The build of a dataset's index: threads find the documents of all files, and one atomic write stores them.
 
     files --TokenFormat.documents, on threads--> documents --in order--> temporary file --block totals, header--> rename
 
-Any number of processes may build the same index at once: each writes its own temporary file, they are all equal, and
-the first that is done stays. Memory does not grow with the dataset.
+Several processes may build the same index at once: each writes an equal temporary file, and the first one stays.
+Memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pretraining.data.storage.index import (
     Index,
     find_index,
     index_digest,
-    index_places,
+    index_paths,
     open_any_index,
     settings_digest,
     split_lengths,
@@ -52,27 +52,28 @@ from pretraining.text import count_of, format_bytes
 log = logging.getLogger(__name__)
 
 _FileDocuments = tuple[np.ndarray, int]
-"""The documents of a file, [rows] `DOCUMENT`, and its bytes a token, negative if tokens are of a signed type."""
+"""Documents of a file, [rows] `DOCUMENT`, and its bytes per token, negative for signed types."""
 
 _BLOCKS_AT_ONCE = 4096
-_LARGEST_LENGTH = 2**32 - 3  # a length is 32 bits, and two virtual tokens may come on top
+_LARGEST_LENGTH = 2**32 - 3  # lengths have 32 bits and may include two virtual tokens
 
 
 def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index:
-    """Return the dataset's index, made first where there is no valid one.
+    """Return the dataset's index; build it if it is missing or damaged.
 
-    `workers` are threads that look at files; None = as many as cores, at most 32.
+    Args:
+        workers: threads; None = one per core, at most 32.
 
     Raises:
-        DataError: a file cannot be used, or there is no place to write the index.
+        DataError: a file is unusable, or the index cannot be written.
     """
     index = find_index(files, config)
     if index is not None:
         return index
-    damaged = next((place for place in index_places(files, config) if exists(place)), None)
-    change = _what_changed(files, config)
-    if damaged is not None:  # its name is that of these files and settings
-        log.warning("index %s is damaged: it is made again", damaged)
+    damaged = next((path for path in index_paths(files, config) if exists(path)), None)
+    change = _changes_since_last_index(files, config)
+    if damaged is not None:
+        log.warning("index %s is damaged: rebuilding it", damaged)
     elif change:
         log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     log.info(
@@ -86,11 +87,11 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
             _write_index(file, files, config, change, documents_of_files)
 
     find = partial(find_index, files, config)
-    return write_once(index_places(files, config), f"the index of dataset '{files.name}'", write, find)
+    return write_once(index_paths(files, config), f"the index of dataset '{files.name}'", write, find)
 
 
 def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:
-    """Return which rows of a file are held out, [rows] bool: those whose hash is below the fraction."""
+    """Return which rows of a file are held out, [rows] bool, by comparing their hashes with the fraction."""
     threshold = int(fraction * 2**64)
     if threshold == 0:
         return np.zeros(rows, dtype=bool)
@@ -98,12 +99,12 @@ def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.nda
     return hash64(key, np.arange(rows)) < np.uint64(threshold)
 
 
-def _what_changed(files: DatasetFiles, config: DataConfig) -> str:
-    """Return which files differ from those of the newest older index at one of the places."""
-    for place in index_places(files, config):
-        found = place.parent.glob(f"{index_digest(files, config)}-*.index")
-        for older_place in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
-            older = open_any_index(older_place)
+def _changes_since_last_index(files: DatasetFiles, config: DataConfig) -> str:
+    """Return how the files differ from those of the newest older index; empty without one."""
+    for path in index_paths(files, config):
+        found = path.parent.glob(f"{index_digest(files, config)}-*.index")
+        for older_path in sorted(found, key=lambda found_path: found_path.stat().st_mtime, reverse=True):
+            older = open_any_index(older_path)
             if older is not None:
                 return describe_changes(older.file_sizes, dict(zip(files.paths, files.sizes, strict=True)))
     return ""
@@ -112,7 +113,6 @@ def _what_changed(files: DatasetFiles, config: DataConfig) -> str:
 def _write_index(
     file: IO[bytes], files: DatasetFiles, config: DataConfig, change: str, documents_of_files: Iterable[_FileDocuments]
 ) -> None:
-    """Write a whole index."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
@@ -134,7 +134,7 @@ def _write_index(
     table["first_document"], table["token_bytes"][:-1] = first_documents, token_bytes
     write("files", table.tobytes(), len(table))
     file.flush()
-    bounds, checksums = _look_at_blocks(file, count)
+    bounds, checksums = _summarize_blocks(file, count)
     for split, bounds_of_split in zip(SPLITS, bounds, strict=True):
         write(f"bounds_{split}", bounds_of_split.tobytes(), len(bounds_of_split))
     write("checksums", checksums.tobytes(), len(checksums))
@@ -156,7 +156,7 @@ def _write_index(
 
 
 def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> _FileDocuments:
-    """Read the documents of a file; a DataError names one that cannot be used."""
+    """Find the documents of a file; raise a DataError if it is unusable."""
     path = files.path(number)
     with plugin_errors("file_type", files.file_type):
         layout = token_format.documents(path)
@@ -175,8 +175,8 @@ def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenForma
     return documents, width
 
 
-def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the documents' tokens before each block, [blocks + 1] for every split, and the blocks' checksums."""
+def _summarize_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the tokens before each block, then all, [blocks + 1] per split, and the blocks' checksums."""
     starts = np.arange(0, count, BLOCK_DOCUMENTS * _BLOCKS_AT_ONCE)
     checksums: list[int] = []
     block_bytes = BLOCK_DOCUMENTS * DOCUMENT.itemsize
@@ -193,26 +193,26 @@ def _look_at_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.n
 
 
 def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarray:
-    """Return the documents of a file as the index has them, [n] `DOCUMENT`, without the flag of their split.
+    """Return the documents of a file for the index, [n] `DOCUMENT`, without the flag of the held-out split.
 
-    stored tokens --strip_tokens: taken off both ends--> --min_length: of too few, none are left--> kept tokens
-    kept tokens, if any --bos_token, sep_token: virtual where they are not there already--> the document
+    stored tokens --strip_tokens: removed at both ends--> --min_length: shorter documents become empty--> kept tokens
+    kept tokens, if any --bos_token, sep_token: added as virtual tokens if missing--> the document
     """
     tokens, begins = layout.tokens, layout.offsets // layout.width
     begins, ends = _strip(tokens, begins, begins + layout.lengths, set(config.strip_tokens))
     kept = np.flatnonzero(ends - begins >= config.min_length)
     documents = np.zeros(len(begins), dtype=DOCUMENT)
     documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
-    for token, places, flag in ((config.bos_token, begins, VIRTUAL_BOS), (config.sep_token, ends - 1, VIRTUAL_SEP)):
+    for token, positions, flag in ((config.bos_token, begins, VIRTUAL_BOS), (config.sep_token, ends - 1, VIRTUAL_SEP)):
         if token is not None:
-            documents["flags"][kept[~_is_any_of(tokens[places[kept]], [token])]] |= flag
+            documents["flags"][kept[~_is_any_of(tokens[positions[kept]], [token])]] |= flag
     return documents
 
 
 def _strip(
     tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, strip_tokens: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Take the tokens of a set off both ends of every document, [begin, end) in `tokens` each, however many."""
+    """Strip tokens of a set from both ends of every document, and return the new starts and ends in `tokens`."""
     if not strip_tokens:
         return begins, ends
     begins = begins + _run_lengths(tokens, begins, 1, ends - begins, strip_tokens)
@@ -222,21 +222,21 @@ def _strip(
 def _run_lengths(
     tokens: np.ndarray, firsts: np.ndarray, direction: int, limits: np.ndarray, wanted: Collection[int]
 ) -> np.ndarray:
-    """Count wanted tokens that follow each other from `firsts` in a direction, at most `limits`, [n] int64.
+    """Count consecutive wanted tokens from `firsts` in a direction, at most `limits`, [n] int64.
 
-    All documents are looked at together, one token deeper each time.
+    Each iteration looks one token further, in all documents at once.
     """
     runs = np.zeros(len(firsts), dtype=np.int64)
-    going_on = np.flatnonzero(limits)
-    while len(going_on):
-        going_on = going_on[_is_any_of(tokens[firsts[going_on] + direction * runs[going_on]], wanted)]
-        runs[going_on] += 1
-        going_on = going_on[runs[going_on] < limits[going_on]]
+    active = np.flatnonzero(limits)
+    while len(active):
+        active = active[_is_any_of(tokens[firsts[active] + direction * runs[active]], wanted)]
+        runs[active] += 1
+        active = active[runs[active] < limits[active]]
     return runs
 
 
 def _is_any_of(tokens: np.ndarray, wanted: Collection[int]) -> np.ndarray:
-    """Return which tokens are among the wanted ones, some of which the type of the tokens may not hold."""
+    """Return which tokens are among the wanted ones, which may exceed the range of the tokens' type."""
     found = np.zeros(tokens.shape, dtype=bool)
     for token in wanted:
         if token <= np.iinfo(tokens.dtype).max:

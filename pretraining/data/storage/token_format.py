@@ -1,9 +1,9 @@
-"""The seam for a format of token files: what training must know of one, and which there are.
+"""The interface of a token file format, which also serves user-defined formats.
 
-    --file_type --load_format--> a TokenFormat --documents(path), once a file--> DocumentLayout --> index
+    --file_type --load_format--> a TokenFormat --documents(path), once per file--> DocumentLayout --> index
 
-A format says where the documents of a file lie, when the file is indexed. Training then reads tokens by byte offset.
-docs/extending.md shows how to write one of your own.
+A format locates the documents of a file at indexing. Training then reads tokens by byte offset. docs/extending.md has
+an example of a user-defined format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pretraining.errors import ConfigError, DataError
 from pretraining.files import check_regular
 
 _SMALL_FILE_BYTES = 1 << 16
-"""Files up to this size are read as a whole, which is faster than to map them."""
+"""Size up to which reading a file is faster than mapping it."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,12 @@ class DocumentLayout:
     """The documents of a file, in order.
 
     Attributes:
-        offsets: [n] int64, bytes from the start of the file to a document's first token.
-        lengths: [n] int64, in tokens.
-        width: bytes a token: 1, 2, 4 or 8.
-        tokens: the file as little-endian integers of this width, a multiple of which is the offset of every document
-            that is not empty. A signed type means that the file may hold negative numbers; these are faults.
+        offsets: [n] int64, bytes from the start of the file to each document's first token; multiples of `width`
+            except for empty documents.
+        lengths: [n] int64, tokens.
+        width: bytes per token: 1, 2, 4 or 8.
+        tokens: the file as little-endian integers of this width. With a signed type, the file may have negative
+            numbers, which are faults.
     """
 
     offsets: np.ndarray
@@ -44,14 +45,13 @@ class DocumentLayout:
 
 
 class TokenFormat(Protocol):
-    """A format in which the tokens of a document lie one behind another, as little-endian integers.
+    """A format that stores the tokens of a document as contiguous little-endian integers.
 
     Attributes:
-        suffix: how names of its files end: ".arrow".
-        title: what a message calls such a file: "an Arrow file".
-        ending: bytes that every sound file ends with; empty where there are none. Looked at when a file is opened.
-        identity: the format and those of its own settings that decide which documents it finds; other ones make another
-            index.
+        suffix: end of file names: ".arrow".
+        title: name of such a file in messages: "an Arrow file".
+        ending: last bytes of every undamaged file, checked when a file is opened; empty = not checked.
+        identity: the format and its settings that determine the documents; a new identity makes a new index.
     """
 
     suffix: str
@@ -60,31 +60,31 @@ class TokenFormat(Protocol):
     identity: str
 
     def __init__(self, config: DataConfig) -> None:
-        """Take what the format needs of the settings; a ConfigError where one is missing."""
+        """Read the format's settings; raise a ConfigError if one is missing."""
 
     def documents(self, path: str) -> DocumentLayout:
-        """Find the documents of a file; a DataError names one that is damaged, or not of this format."""
+        """Find the documents of a file; raise a DataError if it is damaged or of another format."""
 
 
 def format_class(file_type: str) -> type[TokenFormat]:
-    """Return the class of a format: one of `TOKEN_FORMATS`, or a user's own as `package.module:Class`.
+    """Return the class of a format: one of `TOKEN_FORMATS`, or a user-defined `package.module:Class`.
 
     Raises:
-        ConfigError: it cannot be imported, or is something else.
+        ConfigError: the class cannot be imported, or is no format.
     """
     found: type[TokenFormat] = load_plugin("file_type", TOKEN_FORMATS.get(file_type, file_type))
     if not isinstance(getattr(found, "suffix", None), str) or not callable(getattr(found, "documents", None)):
         raise ConfigError(
-            f"--file_type={file_type} is no format of token files: it lacks suffix or documents (docs/extending.md)"
+            f"--file_type={file_type} is no token format: it lacks `suffix` or `documents` (docs/extending.md)"
         )
     return found
 
 
 def load_format(file_type: str, config: DataConfig) -> TokenFormat:
-    """Make a format for a run's settings.
+    """Make a format from the data settings.
 
     Raises:
-        ConfigError: it cannot be imported, is something else, fails, or misses a setting.
+        ConfigError: the class cannot be imported, is no format, fails, or lacks a setting.
     """
     make = format_class(file_type)
     with plugin_errors("file_type", file_type):
@@ -92,7 +92,7 @@ def load_format(file_type: str, config: DataConfig) -> TokenFormat:
 
 
 def read_bytes(path: str) -> np.ndarray:
-    """Return the bytes of a file, [size] uint8, a large one mapped; a DataError where it cannot be read."""
+    """Return the bytes of a file, [size] uint8, mapped if large; raise a DataError if it is unreadable."""
     try:
         check_regular(path)
         with Path(path).open("rb") as file:
@@ -106,5 +106,5 @@ def read_bytes(path: str) -> np.ndarray:
 
 
 def as_tokens(content: np.ndarray, width: int, *, signed: bool = False) -> np.ndarray:
-    """Return the bytes of a file as integers, without those that are left over at its end."""
+    """Return the bytes of a file as integers; drop an incomplete one at the end."""
     return content[: len(content) // width * width].view(f"<{'i' if signed else 'u'}{width}")

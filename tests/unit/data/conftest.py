@@ -10,7 +10,7 @@ from pretraining.config.training import DataConfig
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    """Three datasets, a part of each held out; the smallest begins its second pass within 20 steps of 11 samples."""
+    """Three datasets with held-out documents; the smallest starts its second pass within 20 steps of 11 samples."""
     root = make_root(tmp_path_factory.mktemp("data"), web=300, code=120, books=40)
     return DataConfig(
         data_path=str(root), seq_length=24, sep_token=999, logical_shards=8, num_workers=0, held_out_fraction=0.2

@@ -1,4 +1,4 @@
-"""Rows of several documents, for tests of what is made of them."""
+"""Rows of several documents, for tests of batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pack(width: int, rows: list[Row], document_mask: bool = True, vocab_size: in
     starts = []
     for number, row in enumerate(rows):
         tokens[number, sum(row) :] = 0
-        begins = {0, *(sum(row[:count]) for count in range(len(row) + 1))}  # the last is where padding begins
+        begins = {0, *(sum(row[:count]) for count in range(len(row) + 1))}  # the last is the start of padding
         starts += [number * width + begin for begin in sorted(begins) if begin < width]
     lengths = torch.tensor([sum(row) for row in rows], dtype=torch.int32)
     return MicroBatch(

@@ -1,7 +1,7 @@
-"""What is wrong with a file is said where it is first met, with its place: one table of faults by stages.
+"""A fault of a file is reported at the first stage that meets it: one table of faults by stages.
 
-start    there is no index yet: every file is looked at
-restart  there is one: names and sizes are looked at, and the rest where these changed
+start    there is no index yet: every file is read
+restart  there is an index: names and sizes are checked, and changed files are read
 open     the job has listed the files, and first opens this one
 read     the job has it open
 """
@@ -20,7 +20,7 @@ from unit.data.token_files import loader, opened, plan, random_documents, write_
 from pretraining.config.training import DataConfig
 from pretraining.data import batch_reader
 from pretraining.data.batch import MicroBatch
-from pretraining.data.batch_reader import LINES_SHOWN, MOST_IN_A_ROW
+from pretraining.data.batch_reader import MAX_CONSECUTIVE, MAX_NAMED
 from pretraining.data.loader import Loader
 from pretraining.errors import DataError
 from pretraining.tools.inspect import Inspector
@@ -52,7 +52,7 @@ def remove(path: Path) -> None:
 
 
 def use_other_tokenizer(path: Path) -> None:
-    """One token beyond the vocabulary, in the same place as a good one, where the middle of the file is."""
+    """Replace the token in the middle of the file by one outside the vocabulary."""
     content = bytearray(path.read_bytes())
     middle = len(content) // 2 // 2 * 2
     content[middle : middle + 2] = (950).to_bytes(2, "little")
@@ -60,7 +60,7 @@ def use_other_tokenizer(path: Path) -> None:
 
 
 Fault = Callable[[Path], None]
-# Where each is noticed. A file that is gone before the start is none; one that is open can still be read.
+# Stages at which faults are found. A file removed before the start is no fault; an open one stays readable.
 NOTICED: dict[Fault, tuple[str, ...]] = {
     truncate: ("start", "restart", "open"),
     truncate_in_place: ("start", "read"),
@@ -69,7 +69,7 @@ NOTICED: dict[Fault, tuple[str, ...]] = {
     remove: ("open",),
     use_other_tokenizer: ("start", "restart", "open", "read"),
 }
-# Met when a sample is read; otherwise by a look at the whole file.
+# Found when a sample is read; the others when the whole file is read.
 OF_A_SAMPLE = {(fault, "restart") for fault in (flip_footer, zero, use_other_tokenizer)} | {
     (use_other_tokenizer, "start")
 }
@@ -78,7 +78,7 @@ CASES = [(fault, stage) for fault, stages in NOTICED.items() for stage in stages
 
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
-    """Datasets web, of which a file will be bad, and code."""
+    """The datasets web, with a file to damage, and code."""
     for seed, name in enumerate(("bad", "other", "third")):
         documents = [[(row * at + seed) % VOCABULARY for at in range((17, 23)[row % 2])] for row in range(80)]
         write_documents(tmp_path / f"data/web/{name}.arrow", documents)
@@ -96,7 +96,7 @@ def made(config: DataConfig, ranks: int = 1, rank: int = 0) -> Loader:
 
 
 def lengths_of(micro_batch: MicroBatch) -> list[int]:
-    """How many tokens of each row are real."""
+    """Tokens of each row without padding."""
     return [17] * 8 if micro_batch.lengths_B is None else micro_batch.lengths_B.tolist()
 
 
@@ -105,7 +105,7 @@ def train(running: Loader) -> list[list[list[int]]]:
 
 
 def meet(config: DataConfig, bad: Path, fault: Fault, stage: str) -> Loader:
-    """Damages the file, so that it is first met at a stage; the loader that has not met it yet."""
+    """Damage the file just before a stage; return a loader that has not found the fault."""
     if stage == "start":
         fault(bad)
         return made(config)
@@ -187,10 +187,10 @@ def test_the_run_ends_where_nothing_can_be_read_and_goes_on_where_readable_sampl
     running = made(replace(config, datasets=("code",)))
     (bad.parents[1] / "code/x.arrow").unlink()
     with pytest.raises(DataError):
-        for _ in range(MOST_IN_A_ROW):
+        for _ in range(MAX_CONSECUTIVE):
             next(running)
-    assert len(caplog.messages) == LINES_SHOWN + 3  # then 32, 64 and 128
-    monkeypatch.setattr(batch_reader, "MOST_IN_A_ROW", 20)
+    assert len(caplog.messages) == MAX_NAMED + 3  # then 32, 64 and 128
+    monkeypatch.setattr(batch_reader, "MAX_CONSECUTIVE", 20)
     running = made(replace(config, datasets=("web",)))
     bad.unlink()
     lengths = [length for _ in range(STEPS) for length in lengths_of(next(running).micro_batches[0])]

@@ -59,7 +59,7 @@ def test_narrow_tokens_become_int64(dtype: torch.dtype) -> None:
 
 
 def test_inputs_are_made_where_the_tokens_are_without_a_look_at_them() -> None:
-    """The meta device has no values: to ask for one would be an error here, and a wait for the device elsewhere."""
+    """The meta device has no values, so reading one fails here; on a GPU it would wait."""
     moved = pack(6, [[2, 4], [3]]).to("meta", non_blocking=True)
     inputs = moved.model_inputs()
     assert inputs.positions_BS is not None

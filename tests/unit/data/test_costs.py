@@ -1,4 +1,4 @@
-"""What a batch costs: the same at any step, and nothing that stays."""
+"""The cost of a batch: equal at any step, without memory that stays."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BATCH = 8
 
 
 def resident_bytes() -> int:
-    """The memory that this process holds."""
+    """The memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    """Documents of about as many tokens as a sample, all equally long, so that samples cost alike."""
+    """Documents of equal length, about one sample, so that all samples cost the same."""
     root = tmp_path_factory.mktemp("data")
     for name, count in (("web", 6000), ("code", 3000)):
         for half in range(2):
@@ -42,7 +42,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 
 def costs_of_resumes(config: DataConfig, steps: range, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What it takes to load states and make the next batches, each time with nothing in memory."""
+    """The cost of loading states and making the next batches, each time with empty caches."""
     costs: Counter[str] = Counter()
     real_read, real_lengths = os.preadv, Split.lengths
 
@@ -72,17 +72,17 @@ def costs_of_resumes(config: DataConfig, steps: range, monkeypatch: pytest.Monke
 
 
 def test_a_resume_costs_the_same_at_step_a_billion_as_ten(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resumes all over two passes, as some samples lie across the border of two blocks."""
-    costs_of_resumes(config, range(5, 6), monkeypatch)  # what is made once a process
+    """Resume at positions all over two passes, because some samples cross blocks."""
+    costs_of_resumes(config, range(5, 6), monkeypatch)  # made once per process
     near, *far = (costs_of_resumes(config, range(step, step + 2100, 100), monkeypatch) for step in (10, 10**9, 10**12))
-    assert near["bytes_read"] > 21 * 4 * BATCH * 64 * 2  # all of it is counted
+    assert near["bytes_read"] > 21 * 4 * BATCH * 64 * 2  # everything counts
     assert all(costs[name] <= 1.1 * near[name] for costs in far for name in near)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("workers", "batches"), [(0, 20_000), (2, 3_000)])
 def test_memory_is_flat_over_any_number_of_batches(tmp_path: Path, workers: int, batches: int) -> None:
-    """Hundreds of passes, all caches long full, files opened and closed again and again."""
+    """Hundreds of passes with full caches, which open and close files again and again."""
     for name, count in (("web", 150), ("code", 50)):
         for number in range(3):
             documents = [[number + 1] * 12 for _ in range(count)]
@@ -99,8 +99,8 @@ def test_memory_is_flat_over_any_number_of_batches(tmp_path: Path, workers: int,
                 next(loader)
             gc.collect()
             resident.append(resident_bytes())
-        # One small object a batch that stayed would be as many blocks as there were batches.
+        # One small object per batch that stayed would add as many blocks as there were batches.
         assert sys.getallocatedblocks() - blocks < batches / 10
-    # What stayed of each batch would show in each fifth; the allocator takes more now and then, for the process.
+    # A leak per batch would show in each fifth; the allocator itself grows only now and then.
     assert min(after - before for before, after in pairwise(resident)) < 100 * batches / 5
     assert datasets.orders.total_cost <= 40_000

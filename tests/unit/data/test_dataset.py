@@ -27,7 +27,7 @@ def config(root: Path, **changes: object) -> DataConfig:
 @pytest.mark.parametrize("ends", [{}, {"bos_token": BOS, "strip_tokens": (PAD,), "min_length": 3}])
 def test_batches_from_files_to_rows_are_the_oracles(tmp_path: Path, kind: pa.DataType, ends: dict[str, Any]) -> None:
     documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=6)
-    documents[5], documents[6] = [1, 2, SEP], [BOS, 3]  # have the virtual tokens already
+    documents[5], documents[6] = [1, 2, SEP], [BOS, 3]  # already have the tokens
     documents[7:9] = [PAD, 4, SEP, PAD, 5, PAD, PAD], [PAD, PAD]
     for number, begin in enumerate(range(0, len(documents), 500)):
         write_documents(tmp_path / f"web/{number}.arrow", documents[begin : begin + 500], kind, batch_documents=7)
@@ -50,7 +50,7 @@ def test_batches_from_files_to_rows_are_the_oracles(tmp_path: Path, kind: pa.Dat
 
 
 def positions(row: list[Place]) -> list[int]:
-    """Where its inputs are in their documents, which begin with the row or at their first token."""
+    """Positions of the inputs in their documents, which start with the row or at their first token."""
     found: list[int] = []
     for _, at in row[:-1]:
         found.append(found[-1] + 1 if found and at else 0)

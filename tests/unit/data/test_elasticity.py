@@ -1,4 +1,4 @@
-"""The same global batches whatever reads them: any ranks, threads and micro-batches, and any stops on the way."""
+"""The same global batches for any ranks, threads and micro-batches, and any stops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def uninterrupted(config: DataConfig, datasets: OpenedDatasets) -> Uninterrupted
 
 
 def go_through(datasets: OpenedDatasets | None, config: DataConfig, stages: list[Stage]) -> tuple[Batches, States]:
-    """The global batches of a run that is stopped after each stage and goes on otherwise; the states at the stops."""
+    """Global batches, and states at the stops, of a run that resumes with another layout in each stage."""
     batches: Batches = []
     states: States = []
     for ranks, workers, accumulation, steps in stages:
@@ -75,7 +75,7 @@ def test_any_ranks_threads_micro_batches_and_stops_give_the_batches_and_states_o
     done = 0
     for (*_, steps), state in zip(stages, states, strict=True):
         done += steps
-        assert state == uninterrupted[1][done]  # it counts what was taken, whatever was read ahead
+        assert state == uninterrupted[1][done]  # it counts consumed batches, not prefetched ones
 
 
 @pytest.mark.parametrize("dummy", [False, True])

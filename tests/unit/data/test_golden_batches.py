@@ -1,6 +1,6 @@
 """The batches of a run are the same in every release, on every machine.
 
-As a script it prints the digests of a folder, so that another process, as on another host, can be asked for them.
+As a script it prints the digests of a folder, for comparison with another process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
 from pretraining.data.samples import SplitName
 
-# Whatever changes these changes the data of every run that goes on: a new STATE_VERSION, and a reason in the commit.
+# A change here changes the data of every resumed run: it needs a new STATE_VERSION, and a reason in the commit.
 DIGESTS = {
     "train": "4eba7d0407c7 de86c6766ef7 49cd7a9645ce e03d190c0b64 2e2dbe93eaa8 2a744df9c372",
     "held_out": "944c8ed1ba51 681a7d2875e0 41f100b57af0 ac00ee4e4e29 80423081e0d1 18b2bd4c7158",
@@ -110,7 +110,7 @@ def test_global_batches_are_the_same_in_every_release(folder: Path) -> None:
 
 
 def test_the_host_does_not_matter(folder: Path, tmp_path: Path) -> None:
-    """Another locale, hash seed, working folder, time zone and processor, and an index that is made there."""
+    """Another locale, hash seed, working folder, time zone and processor, with a new index."""
     shutil.copytree(folder, tmp_path / "elsewhere", ignore=shutil.ignore_patterns(".index"))
     features = np.show_config(mode="dicts")["SIMD Extensions"]["found"]
     environment = {

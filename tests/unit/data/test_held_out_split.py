@@ -1,4 +1,4 @@
-"""What is held out is never trained on, whatever is added to the data and however it is cut."""
+"""Held-out documents are never trained on, for any additions to the data and any shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Place = tuple[str, str, int]  # dataset, file, row
 
 
 def seen_of(config: DataConfig, split: SplitName) -> set[Place]:
-    """The documents in the first passes over a split; none where it has not enough for a sample."""
+    """The documents in the first passes over a split; none without enough tokens for a sample."""
     datasets = opened(config)
     if any(dataset.tokens(split) <= config.seq_length for dataset in datasets.datasets):
         return set()
@@ -27,7 +27,7 @@ def seen_of(config: DataConfig, split: SplitName) -> set[Place]:
     for dataset, source in zip(datasets.datasets, made.reader.sources, strict=True):
         spans = source.spans(*source.samples(0, dataset.tokens(split)))  # seq_length passes
         for document in sorted(set(spans.documents.tolist())):
-            file, row = dataset.index.place(document)
+            file, row = dataset.index.locate(document)
             seen.add((source.name, dataset.files.paths[file], row))
     return seen
 

@@ -16,9 +16,9 @@ from pretraining.data.dataset import build_loader
 
 def test_memory_is_pinned_in_a_process_that_uses_a_gpu(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # beside --device=cpu
-    assert loader(config, plan(11)).reader._kind["pin_memory"] is False
+    assert loader(config, plan(11)).reader._tensor_options["pin_memory"] is False
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert loader(config, plan(11)).reader._kind["pin_memory"] is True
+    assert loader(config, plan(11)).reader._tensor_options["pin_memory"] is True
 
 
 def test_a_limit_ends_the_iteration_with_threads_too(config: DataConfig) -> None:

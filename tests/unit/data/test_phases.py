@@ -1,4 +1,4 @@
-"""What may change at a resume: weights, datasets and global batch size. Each change begins a phase of the run."""
+"""Changes at a resume: weights, datasets and global batch size. Each change starts a phase."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ STAGES = st.lists(
 @settings(max_examples=80)
 @given(STAGES)
 def test_no_change_makes_a_gap_or_a_repeat(stages: list[tuple[dict[str, int], int, int, int, list[Range]]]) -> None:
-    """Ranges of samples are skipped on the way: steps take those that are left, in their order."""
+    """Steps take the samples that are not skipped, in their order."""
     state, alone = None, None
     skipped: set[int] = set()
     trained: list[int] = []
@@ -104,7 +104,7 @@ def test_no_change_makes_a_gap_or_a_repeat(stages: list[tuple[dict[str, int], in
                 numbers += sorted(number for dataset, number in rows_of_step if dataset == ord(name))
         left_out = sum(each < state["next_sample"] for each in skipped)
         assert sum(state["counts"].values()) == state["next_sample"] == len(trained) + left_out
-        for name, numbers in used.items():  # what is counted is trained on once, or skipped
+        for name, numbers in used.items():  # each counted sample is trained on once, or skipped
             assert numbers == sorted(set(numbers)) and (not numbers or numbers[-1] < state["counts"][name])
     assert trained == [each for each in range(max(trained, default=-1) + 1) if each not in skipped]
 
@@ -146,7 +146,7 @@ def test_steps_before_a_change_are_what_they_were() -> None:
             assert getattr(before, field).tolist() == getattr(after, field).tolist()
     without = numbers_loader({"b": 1}, 4)
     without.load_state_dict(state)
-    with pytest.raises(DataError, match="step 2 is of a"):
+    with pytest.raises(DataError, match=r"step 2 used datasets .* add a to"):
         without.reader.slots(2)
     assert sorted(without.reader.slots(6).samples.tolist()) == [30, 31, 32, 33]
 
@@ -163,7 +163,7 @@ def test_a_dataset_that_comes_back_with_other_files_is_refused(config: DataConfi
     _, state = go_on([loader(only_web, plan(8))], state, 3)
     assert state["counts"]["code"] > 0 and state["datasets"].keys() == {"code", "web"}
     make_root(Path(config.data_path or "") / "code", more=20)
-    go_on([loader(only_web, plan(8))], state, 1)  # what is left out may change meanwhile
+    go_on([loader(only_web, plan(8))], state, 1)  # a removed dataset may change
     with pytest.raises(DataError, match="dataset 'code'"):
         loader(config, plan(8)).load_state_dict(state)
 

@@ -98,7 +98,7 @@ def test_a_damaged_file_is_read_or_named_and_verify_finds_it(tmp_path: Path, bat
 
 @pytest.mark.parametrize("packing", first_quick("best_fit", "stream"))
 def test_a_damaged_index_is_made_anew_and_no_other_tokens_are_read(tmp_path: Path, packing: Packing) -> None:
-    """Nor do damaged counts of bins change any."""
+    """Damaged bin counts change no sample."""
     root = make_root(tmp_path / "data", web=60, code=40)
     config = DataConfig(
         data_path=str(root), seq_length=16, sep_token=999, held_out_fraction=0.1, packing=packing, num_workers=0

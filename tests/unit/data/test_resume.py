@@ -28,7 +28,7 @@ def state(config: DataConfig) -> dict[str, Any]:
 
 
 def refusal(state: dict[str, Any], config: DataConfig, batch: int = 8, seed: int = 7) -> str:
-    """The text with which a loader refuses a state; it stays where it was."""
+    """The error with which a loader refuses a state; the loader keeps its position."""
     made = loader(config, plan(batch), seed=seed)
     next(made)
     with pytest.raises(DataError) as raised:
@@ -85,7 +85,7 @@ def test_a_phase_that_cannot_be_is_damage(config: DataConfig, state: dict[str, A
     refusal(state | damage if damage.keys() <= state.keys() else state | {"phases": [first, second | damage]}, config)
 
 
-# What a state that was damaged, or written by other hands, may hold where a number or a list was.
+# Values that may replace a number or a list in a damaged or foreign state.
 NONSENSE: st.SearchStrategy[Any] = st.sampled_from(
     [None, -1, 0, 1, 2**63, -(2**63), 10**30, 1.5, float("inf"), float("nan"), "5", [], {}, [1]]
 )

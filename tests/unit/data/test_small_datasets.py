@@ -1,4 +1,4 @@
-"""Datasets at the edge: tiny ones over thousands of passes, and files and documents with nothing in them."""
+"""Extreme datasets: tiny ones over thousands of passes, and empty files and documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pretraining.errors import DataError
 
 
 def write_numbered(root: Path, files: list[list[int]], batch_documents: int) -> int:
-    """Files of documents of given lengths, no token twice; returns how many tokens there are."""
+    """Write documents of given lengths without a repeated token; return the number of tokens."""
     token = 0
     for number, lengths in enumerate(files):
         documents = []
@@ -46,7 +46,7 @@ def test_every_token_comes_once_a_pass_whatever_else_is_empty(
         with pytest.raises(DataError):
             loader(asked, plan(1))
         return
-    passes = 2 * seq_length  # then no shard has tokens left over, and a sample has begun at every place
+    passes = 2 * seq_length  # then no shard has tokens left, and a sample has started at every position
     made = loader(asked, plan(total))
     seen = Counter(token for _ in range(2) for row in rows(next(made)) for token in row[:-1])
     assert seen == dict.fromkeys(range(total), passes)

@@ -24,7 +24,7 @@ def write_documents(
     batch_documents: int = 10**9,
     column: str = "tokens",
 ) -> None:
-    """Writes an Arrow file of one column, `batch_documents` rows a record batch, or one where `kind` is no list."""
+    """Write an Arrow file of one column with `batch_documents` rows per record batch, or one if `kind` is no list."""
     kind = kind or pa.list_(pa.uint16())
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     size = batch_documents if is_list else 1
@@ -43,7 +43,7 @@ def random_documents(count: int, seed: int = 0, largest: int = 40, vocab_size: i
 
 
 def make_root(root: Path, seed: int = 0, **datasets: int) -> Path:
-    """A data_path with a dataset of so many documents a keyword, two files each."""
+    """A data_path with one dataset per keyword, which gives its number of documents; two files each."""
     for number, (name, count) in enumerate(datasets.items()):
         documents = random_documents(count, seed + number)
         write_documents(root / name / "one.arrow", documents[: count // 3], batch_documents=7)

@@ -1,4 +1,4 @@
-"""Attention inside documents, against a dense mask of who may look at whom; which kernel a device is given."""
+"""Attention inside documents, against a dense mask; the kernel of each device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from pretraining.model import attention
-from pretraining.model.attention import bounds_of, document_attention, has_kernel_for_documents
+from pretraining.model.attention import document_attention, document_bounds, has_kernel_for_documents
 
 Rows = list[list[int]]  # lengths of the documents of each row
 
@@ -58,7 +58,7 @@ def test_outputs_and_gradients_are_those_of_a_dense_mask(rows: Rows, heads: tupl
 @given(equally_long_rows())
 def test_bounds_are_where_documents_begin_and_room_for_the_longest(rows: Rows) -> None:
     lengths = tuple(length for row in rows for length in row)
-    bounds, longest = bounds_of(lengths)
+    bounds, longest = document_bounds(lengths)
     assert bounds.dtype == torch.int32
     assert bounds.tolist() == [sum(lengths[:number]) for number in range(len(lengths) + 1)]
     assert max(2, max(lengths)) <= longest < 2 * max(2, max(lengths)) and longest.bit_count() == 1
@@ -76,7 +76,7 @@ def kernel_for_documents(q: Tensor, k: Tensor, v: Tensor, *where: Any, window_si
 def kernel_that_groups_heads(
     q: Tensor, k: Tensor, v: Tensor, *where: Any, window_size: Any, enable_gqa: bool = False
 ) -> Tensor:
-    """The same of newer versions."""
+    """`torch.nn.attention.varlen.varlen_attn` of newer versions."""
     assert enable_gqa == (q.size(1) != k.size(1))
     return kernel_for_documents(q, k, v, *where, window_size=window_size)
 
@@ -100,7 +100,7 @@ def test_one_call_does_what_many_calls_do(rows: Rows, heads: tuple[int, int], ke
     given_kernel = create_autospec(kernel, side_effect=kernel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", given_kernel)
-        found = document_attention(*inputs, bounds_of(lengths))
+        found = document_attention(*inputs, document_bounds(lengths))
     assert given_kernel.call_args.args[1].size(1) == heads[kernel is kernel_that_groups_heads]
     assert_same_gradients(found, document_attention(*inputs, lengths), inputs, 1e-6)
 
@@ -147,7 +147,7 @@ def test_heads_are_repeated_where_no_kernel_groups_them(monkeypatch: pytest.Monk
 
 
 def test_the_kernel_for_documents_compiles_as_a_whole_graph_and_few_graphs_serve_all_layouts() -> None:
-    """On meta tensors, since the kernel itself is CUDA's alone; forward and backward, with grouped heads."""
+    """Forward and backward on meta tensors with grouped heads, because the kernel needs CUDA."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -159,7 +159,7 @@ def test_the_kernel_for_documents_compiles_as_a_whole_graph_and_few_graphs_serve
         q, k, v = (
             torch.randn(1, 8, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
         )
-        bounds = bounds_of(lengths)
+        bounds = document_bounds(lengths)
         mixed = compiled(q, k, v, bounds._replace(bounds=bounds.bounds.to("meta")))
         mixed.sum().backward()
         assert mixed.shape == q.shape and k.grad is not None and k.grad.shape == k.shape

@@ -1,4 +1,4 @@
-"""A Llama's config.json: what is written reads back equal, in transformers too; what is no Llama is refused."""
+"""A Llama's config.json reads back equal, in transformers too; other models are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_transformers_read_the_same_from_it(tmp_path: Path) -> None:
         assert str(config.dtype) in ("torch.bfloat16", "bfloat16")
         assert (config.bos_token_id, config.eos_token_id) == (None, 5)
         assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == 5
-        # And what they write is read here.
+        # A config.json of transformers is read here.
         config.save_pretrained(tmp_path)
         assert shape_of_document(json.loads((tmp_path / "config.json").read_text()), "c") == shape
 

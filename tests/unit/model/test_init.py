@@ -27,7 +27,7 @@ def made(shape: LlamaShape = SHAPE, seed: int = 0) -> Llama:
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(float("nan"))  # what memory may hold
+            parameter.fill_(float("nan"))  # uninitialised memory may hold this
     initialize_weights(model, shape, seed, CPU)
     return model
 
@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_generator_alone
 
 
 def test_other_parameters_do_not_matter() -> None:
-    """The first blocks of a deeper model start alike, but for the residual projections' scale."""
+    """The first blocks of a deeper model start alike, except for the scale of residual projections."""
     shallow, deep = initial_weights(), initial_weights(replace(SHAPE, num_hidden_layers=5))
     for name, tensor in shallow.items():
         if standard_deviation(name, SHAPE) == 0.02:
@@ -73,7 +73,7 @@ def test_the_table_holds(layers: int) -> None:
 
 
 def test_golden_values() -> None:
-    """No release changes what a seed means (on a CPU, to the rounding of its cosine and logarithm)."""
+    """No release changes the weights of a seed (on a CPU, up to the rounding of its cosine and logarithm)."""
     assert stream_seed(2023, "model.norm.weight") == GOLDEN_SEED
     values = initial_values("lm_head.weight", torch.Size((4, 8)), SHAPE, 2023, CPU)
     torch.testing.assert_close(values[0, :4], torch.tensor(GOLDEN_VALUES), rtol=1e-4, atol=1e-7)

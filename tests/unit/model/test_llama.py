@@ -1,4 +1,4 @@
-"""The model computes what Hugging Face's Llama computes, from the same weights under the same names."""
+"""The model gives the results of Hugging Face's Llama, from the same weights under the same names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build(shape: LlamaShape, seed: int = 0) -> Llama:
 
 
 def twins(shape: LlamaShape) -> tuple[Any, Llama]:
-    """Hugging Face's model and ours, with equal weights, so large that a wrong one shows in the logits."""
+    """Hugging Face's model and ours with equal weights, large enough that a wrong one shows in the logits."""
     transformers = pytest.importorskip("transformers")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling is not None:
@@ -67,7 +67,7 @@ def draw_tokens(shape: LlamaShape, batch: int, length: int) -> Tensor:
 @every_shape
 def test_logits_loss_and_gradients_equal_hugging_face(shape: LlamaShape) -> None:
     theirs, ours = twins(shape)
-    tokens = draw_tokens(shape, batch=2, length=150)  # longer than the context that scaling begins with
+    tokens = draw_tokens(shape, batch=2, length=150)  # longer than the original context of the scaling
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
 
     loss_sum, valid_count, *_ = ours(tokens[:, :-1], tokens[:, 1:])
@@ -123,6 +123,6 @@ def test_norms_take_their_mean_in_float32() -> None:
 
 
 def test_nothing_but_parameters_is_state() -> None:
-    """So there is nothing to fill after `to_empty` but parameters, and nothing for a checkpoint to forget."""
+    """So `to_empty` loses only parameters, and checkpoints miss nothing."""
     model = build(SHAPES["all_at_once"])
     assert not list(model.buffers())

@@ -34,7 +34,7 @@ def draw_labels(ignored: float = 0.2, seed: int = 0) -> Tensor:
 
 
 def plain_loss(hidden: Tensor, head: Tensor, labels: Tensor, z_loss_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-    """All logits at once: the objective, and the z-loss in it."""
+    """The objective and its z-loss from all logits at once."""
     logits = F.linear(hidden, head).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = labels.flatten()
@@ -71,7 +71,7 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
 
 
 def test_sums_of_parts_add_up_to_the_sum_of_the_whole() -> None:
-    """What lets micro-batches and ranks share a global batch."""
+    """Sums let micro-batches and ranks share a global batch."""
     (hidden, head), labels = draw_inputs(), draw_labels()
     whole = head_loss(hidden, head, labels, z_loss_weight=0.1)
     parts = [head_loss(hidden[i : i + 1], head, labels[i : i + 1], z_loss_weight=0.1) for i in range(B)]
@@ -127,7 +127,7 @@ def test_chunks_are_chosen_by_the_memory_of_their_logits_and_small_on_a_cpu(voca
 
 
 class LargestTensor(TorchDispatchMode):
-    """Keeps the number of elements of the largest tensor that any operation gives."""
+    """Record the number of elements of the largest tensor that any operation returns."""
 
     elements = 0
 

@@ -15,7 +15,7 @@ SHAPE = VARIANTS["llama3_8b"]
 
 @pytest.mark.parametrize("position", [255, 257, 4095, 131071])
 def test_bfloat16_inputs_turn_by_the_exact_angle(position: int) -> None:
-    """bfloat16 cannot hold these positions: rounded, they would turn fast pairs by a random angle."""
+    """Rounded to bfloat16, these positions would rotate fast pairs by a random angle."""
     x = torch.randn(1, 1, 2, SHAPE.head_dim).bfloat16()
     rotation = compute_rotation(SHAPE, torch.tensor([[position]]))
     turned = rotate(x, rotation)

@@ -1,4 +1,4 @@
-"""Metrics of the user's own: what they are called with, what is added up, and what is refused."""
+"""User-defined metrics: their arguments, their sums, and errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_sums_and_counts_are_added_up_by_name() -> None:
     sums: Sums = {}
     for _ in range(3):
         metrics.add(sums, loss, INPUTS)
-    assert list(sums) == ["loss", "rows"] == list(metrics.names)  # in the order in which all ranks send them
+    assert list(sums) == ["loss", "rows"] == list(metrics.names)  # the order on all ranks
     assert summed(sums)["rows"] == [9.0, 3.0] and sums["loss"].dtype == torch.float64
     assert summed(sums)["loss"] == pytest.approx([3 * float(loss.objective_sum.detach()), 3 * int(loss.valid_tokens)])
     assert Ratio.total([Ratio(*each) for each in summed(sums).values()][1:]).value == 3.0
@@ -101,7 +101,7 @@ def test_a_set_gets_what_a_batch_of_its_rows_alone_would_give() -> None:
     assert hidden is not None and INPUTS.document_lengths is not None and INPUTS.positions_BS is not None
     sums: list[Sums] = [{}, {}, {}]
     metrics.add_by_set(sums, loss, INPUTS, MICRO_BATCH)
-    assert sums[2] == {}  # of which there is no row
+    assert sums[2] == {}  # without a row
     for number, rows, documents in ((0, [1], [4]), (1, [0, 2], [2, 2, 3, 1])):
         part = loss.tokens_BS2[rows]
         valid = int((INPUTS.labels_BS[rows] != IGNORED_LABEL).sum())

@@ -73,7 +73,7 @@ def test_the_live_line_advances_with_each_step_but_is_drawn_ten_times_a_second_a
             display.advance(step)
         drawn = [step for step in range(1, 101) if f"step {step}/1000" in screen.getvalue()]
     assert 15 <= len(drawn) <= 20
-    assert "step 100/1000" in screen.getvalue()  # where it ends
+    assert "step 100/1000" in screen.getvalue()  # the end of the bar
 
 
 @pytest.mark.parametrize("name", [None, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"])

@@ -53,7 +53,7 @@ def test_a_start_goes_on_without_git_without_its_folder_and_with_a_damaged_file_
     record_environment(run, 3, "single", ALONE)
     assert [record["git"] for record in records_of(run)] == [None]
     path = run / "logs" / ENVIRONMENT_FILE
-    for content in (b"[{]", b"3", b"[" * 100_000, b"\xff"):  # damage stays as it is
+    for content in (b"[{]", b"3", b"[" * 100_000, b"\xff"):  # a damaged file stays
         path.write_bytes(content)
         record_environment(run, 4, "single", ALONE)
         assert path.read_bytes() == content
@@ -76,4 +76,4 @@ def test_the_commit_is_that_of_this_code_and_changed_files_are_dirt(tmp_path: Pa
     assert _git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     (tmp_path / "code.py").write_text("2")
     assert _git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
-    assert _git_state(tmp_path / "runs") is None  # a folder of another repository is none of this code
+    assert _git_state(tmp_path / "runs") is None  # another repository's folder is not this code

@@ -28,13 +28,13 @@ def test_a_later_start_appends_whatever_step_it_begins_with_and_ends_a_piece_of_
     for step in (30, 10, 20):
         events = opened(tmp_path)
         events.add("restart", step, path="a/b")
-        line = lines_of(tmp_path)[-1]  # it is there at once
+        line = lines_of(tmp_path)[-1]  # written at once
         assert list(line) == ["step", "time", "event", "path"] and line["time"].endswith("Z")
         assert (line["event"], line["path"]) == ("restart", "a/b")
         events.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [30, 10, 20]
     with file_of(tmp_path).open("a") as file:
-        file.write('{"step": 3, "ti')  # what a kill leaves
+        file.write('{"step": 3, "ti')  # an incomplete line after a kill
     opened(tmp_path).add("restart", 2)
     *_, piece, last = file_of(tmp_path).read_text().splitlines()
     assert piece == '{"step": 3, "ti' and json.loads(last)["step"] == 2

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 @dataclass
 class Recorder(Display):
-    """A display, a tracker and a clock that keep what they are told."""
+    """A display, a tracker and a clock that record their calls."""
 
     reports: list[dict[str, Any]] = field(default_factory=list)
     logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -68,7 +68,7 @@ def observe(
     custom: bool = False,
     columns: tuple[str, ...] = (),
 ) -> Recorder:
-    """Observes steps of 10 tokens and 2 seconds with the given mean losses, after some that are done."""
+    """Observe steps of 10 tokens and 2 seconds with the given mean losses, after earlier steps."""
     recorder = Recorder()
     steps = done + len(losses)
     state = TrainState(steps, steps, 10, Progress(done, 10 * done))
@@ -200,7 +200,7 @@ def test_sums_of_scores_go_on_after_a_resume_if_the_same_are_measured(
 def test_rates_mfu_and_time_left_follow_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "flops_per_token", lambda shape, span: span * 1e11)
     monkeypatch.setattr(module, "recomputed_flops_per_token", lambda shape, share, span: span * 0.25e11)
-    recorder = observe([1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0))  # as far as attention reached
+    recorder = observe([1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0))  # by the attention span
     report = recorder.reports[0]
     assert report["step_seconds"] == 2.0
     assert report["tokens_per_second_per_gpu"] == report["tokens_per_second_per_gpu_overall"] == 5.0

@@ -89,7 +89,7 @@ def test_an_error_ends_the_recording_and_leaves_no_trace_of_half_a_range(tmp_pat
     with pytest.raises(KeyError):
         run(tmp_path, "2-5", until=9, error_after=3)
     assert traces(tmp_path) == []
-    run(tmp_path, "2-3", until=4)  # another profiler can begin
+    run(tmp_path, "2-3", until=4)  # another profiler can start
     assert traces(tmp_path) == ["steps_2-3"]
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow: stand-ins for both, then the real packages, where they are installed."""
+"""Weights & Biases and MLflow: stand-ins for both, then the real packages if they are installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pretraining.observability.trackers import Trackers, open_trackers
 
 
 class FakeError(Exception):
-    """As MLflow raises it."""
+    """MLflow's error."""
 
     def __init__(self, text: str, error_code: str = "TEMPORARILY_UNAVAILABLE") -> None:
         super().__init__(text)
@@ -31,10 +31,10 @@ class FakeError(Exception):
 
 @dataclass
 class FakeStore:
-    """A store of MLflow, and the client for it.
+    """A stand-in for MLflow's store and client.
 
     Attributes:
-        away: how often it does not answer from now on.
+        away: number of next calls that fail.
         runs: status by id.
     """
 
@@ -88,7 +88,7 @@ class FakeStore:
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """What `import wandb` finds: it keeps what it is told."""
+    """A stand-in for the package wandb that records its calls."""
     fake = MagicMock(__spec__=ModuleSpec("wandb", None))
     fake.errors.UsageError = KeyError
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -122,7 +122,7 @@ def opened(
 
 
 def start_twice_and_report(service: str, run: Path) -> None:
-    """Starts a run and resumes it from step 2; the ids go from one start to the next."""
+    """Start a run and resume it from step 2; each start passes its ids to the next."""
     ids: dict[str, Any] = {}
     for step in (0, 2):
         trackers = opened(service, run, step, ids)
@@ -166,7 +166,7 @@ def test_an_error_of_the_training_fails_the_run_and_one_that_mlflow_does_not_kno
                 raise ValueError("of the training")
             finally:
                 trackers.close()
-        assert len(failed.traceback) == 1  # it is as it was
+        assert len(failed.traceback) == 1  # unchanged
     wandb.init.return_value.finish.assert_called_once_with(exit_code=1)
     assert store.runs == {tmp_path.name: "FAILED"}
 
@@ -197,7 +197,7 @@ def test_reports_wait_while_a_server_of_mlflow_is_away(
         trackers.log(step, {"loss": float(step)})
     trackers.close()
     assert [step for step, _ in store.metrics] == [1, 2, 3] and store.runs == {tmp_path.name: "FINISHED"}
-    assert store.uris == ["http://server"] and store.experiments == {"llamas": None}  # it keeps artifacts itself
+    assert store.uris == ["http://server"] and store.experiments == {"llamas": None}  # the server stores artifacts
 
 
 @pytest.mark.parametrize("service", ["wandb", "mlflow"])
@@ -211,11 +211,11 @@ def test_a_name_or_a_place_that_a_service_refuses_is_an_error_at_the_start(
     assert error.value.settings == ("tracker",)
 
 
-# The real ones, which read their environment once a process
+# The real packages, which read their environment once per process
 
 
 def train(service: str, run: Path, *flags: str, **environment: str) -> str:
-    """Trains with the real package, in a process of its own; returns what it says on stderr."""
+    """Train with the real package in a new process; return its stderr."""
     pytest.importorskip(service, reason=f"needs the extra {service}")
     common = [*(flag for flag in TINY if not flag.startswith("tracker")), "use_dummy_dataset=true"]
     command = [sys.executable, str(ROOT / "main_training.py"), *common, f"tracker={service},tensorboard", *flags]

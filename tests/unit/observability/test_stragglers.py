@@ -13,27 +13,27 @@ from pretraining.observability.stragglers import StragglerWatch, find_stragglers
 
 
 @pytest.mark.parametrize(
-    ("shares", "looks", "named"),
+    ("shares", "samples", "named"),
     [
         ([0.4, 0.9, 0.4, 0.4], 1000, {1: 0.4}),
         ([0.9, 0.3], 1000, {0: 0.3}),
-        ([0.9, 0.95, 0.92, 0.9], 1000, {}),  # nobody waits for anybody
+        ([0.9, 0.95, 0.92, 0.9], 1000, {}),  # no rank waits
         ([0.4, 0.9, 0.4, 0.8, 0.4], 1000, {1: 0.4, 3: 0.4}),  # the slowest first
-        ([0.01, 0.08, 0.01], 1000, {}),  # eight times, but what the others wait is nothing
+        ([0.01, 0.08, 0.01], 1000, {}),  # eight times, but the others hardly wait
         ([0.30, 0.48], 1000, {1: 0.30}),
-        ([0.30, 0.48], 100, {}),  # chance explains it
+        ([0.30, 0.48], 100, {}),  # within chance
         ([0.0, 0.9], 100, {1: 0.01}),
     ],
 )
 def test_a_process_is_named_whose_share_of_work_stands_out(
-    shares: list[float], looks: int, named: dict[int, float]
+    shares: list[float], samples: int, named: dict[int, float]
 ) -> None:
-    found = find_stragglers(shares, looks, factor=1.5)
+    found = find_stragglers(shares, samples, factor=1.5)
     assert found == pytest.approx(named) and list(found) == list(named)
 
 
 def watch(factor: float | None, monkeypatch: pytest.MonkeyPatch, others: list[list[int]]) -> StragglerWatch:
-    """A watch among other processes with these looks (working, waiting, for data)."""
+    """A straggler watch beside other processes with these samples (working, waiting, for data)."""
 
     def all_gather(everyone: list[torch.Tensor], own: torch.Tensor) -> None:
         for tensor, values in zip(everyone, [own.tolist(), *others], strict=True):
@@ -51,10 +51,10 @@ def test_a_report_names_rank_machine_factor_and_what_it_did(monkeypatch: pytest.
     looked = watch(1.5, monkeypatch, [[100, 100, 0], [180, 20, 90]])
     looked._working, looked._waiting = 100, 100
     assert looked.report(step_seconds=2.0) == [
-        "straggler: rank 2 on node2: 1.800 s of own work a step, 50% of it waiting for data, 1.8 times as much as the "
-        "others, who wait for it (1.000 s)"
+        "straggler: rank 2 on node2: 1.800 s of own work per step, 50% of it waiting for data, 1.8 times as much as "
+        "the other ranks (1.000 s), which wait"
     ]
-    assert looked.report(2.0) == []  # every report is of what was seen since the last one
+    assert looked.report(2.0) == []  # a report counts the samples since the last one
 
 
 @pytest.mark.parametrize(("factor", "processes"), [(None, 2), (1.5, 1)])
@@ -68,7 +68,7 @@ def test_where_nobody_is_to_be_named_nobody_looks(
 
 
 def test_a_look_keeps_nothing_alive_of_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is freed by the thread that looked, while the interpreter ends, aborts the process."""
+    """Freeing a tensor in the sampling thread while Python exits would abort the process."""
     looked = watch(1.5, monkeypatch, [[0, 0, 0]])
     begun, go_on = threading.Event(), threading.Event()
     tensors: list[weakref.ref[torch.Tensor]] = []
@@ -82,13 +82,13 @@ def test_a_look_keeps_nothing_alive_of_what_it_has_seen(monkeypatch: pytest.Monk
     training = threading.Thread(target=train)
     training.start()
     begun.wait()
-    looks = iter((False, True))
+    samples = iter((False, True))
 
     class OneLook:
-        """Lets the thread look once; before it would look again, what it has seen is over."""
+        """Allow one sample; before the next one, the sampled frame has ended."""
 
         def wait(self, seconds: float) -> bool:
-            is_over = next(looks)
+            is_over = next(samples)
             if is_over:
                 go_on.set()
                 training.join()
@@ -96,6 +96,6 @@ def test_a_look_keeps_nothing_alive_of_what_it_has_seen(monkeypatch: pytest.Monk
             return is_over
 
     one_look: Any = OneLook()
-    looked._stopped, looked._watched = one_look, training.ident or 0
-    looked._look_on()
+    looked._stopped, looked._main_thread = one_look, training.ident or 0
+    looked._sample_until_stopped()
     assert looked._working == 1

@@ -4,7 +4,7 @@ from pretraining.observability.throughput import Stopwatch
 
 
 class Clock:
-    """A clock that stands still until it is told."""
+    """A clock that only moves on request."""
 
     def __init__(self) -> None:
         self.now = 100.0

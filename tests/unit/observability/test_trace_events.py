@@ -27,7 +27,7 @@ def event(
 
 
 def test_on_a_gpu_kernels_count_and_ncclS_are_communication_wherever_no_other_kernel_runs() -> None:
-    assert summarise([event("aten::mm", 0, 1)]) is None  # without a whole step
+    assert summarise([event("aten::mm", 0, 1)]) is None  # no complete step
     events = [
         event("ProfilerStep#1", 0, 100, marked=True),
         event("aten::mm", 5, 10),  # a launch, no work
@@ -92,7 +92,7 @@ spans = st.lists(st.tuples(st.integers(-5, 45), st.integers(0, 9)).map(lambda at
 
 
 def moments(stretches: list[tuple[float, float]]) -> set[int]:
-    """The whole microseconds that spans of whole numbers cover inside the window."""
+    """The microseconds of the window that spans with integer bounds cover."""
     return {moment for start, end in stretches for moment in range(int(start), int(end)) if 0 <= moment < 40}
 
 

@@ -41,10 +41,10 @@ def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(
     for step in (10, 20, 30):
         first.log(step, {"loss": float(step), "mfu": None})
     line = {"step": 10, "time": "2001-09-09T01:46:40Z", "loss": 10.0, "mfu": None}
-    assert lines_of(tmp_path / "logs")[0] == line  # readable at once
+    assert lines_of(tmp_path / "logs")[0] == line  # readable immediately
     first.close()
     with (tmp_path / "logs" / METRICS_FILE).open("a") as file:
-        file.write('{"step": "4"}\n' + "[" * 100_000 + '\n{"step": 40, "lo')  # damage, and what a kill leaves
+        file.write('{"step": "4"}\n' + "[" * 100_000 + '\n{"step": 40, "lo')  # damage, a partial line
     resumed = metrics_in(tmp_path / "logs", 20)
     resumed.log(30, {"loss": 0.5})
     resumed.close()
@@ -65,7 +65,7 @@ OWN = "unit.observability.test_trackers:Service"
 
 
 class Service:
-    """A tracker of the user's own that gives the run an id."""
+    """A user-defined tracker that gives the run an id."""
 
     told: TrackedRun
 
@@ -84,9 +84,9 @@ def test_a_tracker_of_the_users_own_gets_settings_name_and_the_id_that_checkpoin
     first = open_trackers(config_of(tmp_path / "mine", OWN), 0, {})
     assert first.state_dict() == {OWN: "id-of-mine"}
     without = open_trackers(config_of(tmp_path / "mine", "tensorboard"), 7, first.state_dict() | {"damaged": 3})
-    assert without.state_dict() == first.state_dict()  # a start without it forgets nothing
+    assert without.state_dict() == first.state_dict()  # a start without it keeps its id
     later = open_trackers(config_of(tmp_path / "moved", OWN), 7, without.state_dict())
-    told = load_plugin("tracker", OWN).told  # of the module as users' code is imported
+    told = load_plugin("tracker", OWN).told  # the module as user code imports it
     assert (told.run_id, told.restored_step, told.name) == ("id-of-mine", 7, "moved") and told.config.report.tracker
     for trackers in (first, without, later):
         trackers.close()
@@ -112,12 +112,12 @@ def test_a_tracker_that_cannot_be_found_is_refused(name: str, tmp_path: Path, mo
     assert error.value.settings == ("tracker",) and threading.active_count() <= before
 
 
-# Disks that are full, services that are away
+# Full disks and missing services
 
 
 @contextmanager
 def no_file_longer_than(size: int) -> Iterator[None]:
-    """What a full disk does: a write goes in as far as there is room, and the next one fails."""
+    """A full disk: a write is cut at the free space, and the next one fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -137,7 +137,7 @@ def test_reports_that_find_no_room_wait_up_to_a_number_and_are_written_once_ther
     most: int, kept: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
-    monkeypatch.setattr(report_file, "MOST_WAITING", most)
+    monkeypatch.setattr(report_file, "MAX_PENDING", most)
     run = TrackedRun(config_of(tmp_path), "run", tmp_path / "logs", 0)
     curves = TensorBoard(run)
     tensorboard = Sink("tensorboard", lambda *report: curves.log(*report[:2]), curves.close)
@@ -151,7 +151,7 @@ def test_reports_that_find_no_room_wait_up_to_a_number_and_are_written_once_ther
     assert len(caplog.messages) == 2 and str(metrics) in caplog.messages[0]  # one of each file
     trackers.log(5, {"loss": 5.0})
     trackers.close()
-    assert len(caplog.messages) == (4 if most == 100 else 6)  # at the end, what is lost
+    assert len(caplog.messages) == (4 if most == 100 else 6)  # lost reports at the end
     assert [line["step"] for line in lines_of(tmp_path / "logs")] == kept
     assert scalars_of(tmp_path / "logs", "loss") == [(step, float(step)) for step in kept]
 
@@ -184,7 +184,7 @@ def test_a_tracker_that_fails_ends_nothing_and_is_one_warning_and_what_it_lacks(
 
 
 class Slow(Service):
-    """A service that answers only once it is let go; it keeps steps and how the run ended."""
+    """A service that only answers once released; it records steps and the run's end."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []
@@ -205,7 +205,7 @@ class Slow(Service):
 def test_a_slow_tracker_is_waited_for_by_its_thread_alone_and_its_queue_has_an_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trackers_module, "MOST_WAITING", 3)
+    monkeypatch.setattr(trackers_module, "MAX_PENDING", 3)
     slow = Slow()
     sink = queued(slow)
     sink.await_start()

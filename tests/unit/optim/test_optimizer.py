@@ -14,7 +14,7 @@ from pretraining.errors import ConfigError
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import materialise_state, parameter_groups, skips_on_device, update
-from pretraining.optim.registry import build_optimizer, own_arguments, try_optimizer
+from pretraining.optim.registry import build_optimizer, try_optimizer, user_defined_arguments
 
 
 def tiny_llama(tied: bool) -> Llama:
@@ -42,7 +42,7 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(tied: bool) -> None:
 
 
 class Signs(torch.optim.Optimizer):
-    """An update by the sign of the gradient, which counts itself; a user's own as simple as it can be."""
+    """A minimal user-defined optimizer: an update by the gradient's sign, and a count of updates."""
 
     def __init__(self, params: Any, lr: float, scale: float = 1.0, bad: str = "") -> None:
         super().__init__(params, {"lr": lr})
@@ -64,7 +64,7 @@ class Signs(torch.optim.Optimizer):
 
 
 class Selecting(Signs):
-    """An update by the gradient, which leaves skipped ones out on the device as it declares."""
+    """An update by the gradient, which skips on the device as declared."""
 
     skips_on_device = True
     found_inf: torch.Tensor
@@ -110,7 +110,7 @@ def test_an_optimizer_of_the_users_own_is_made_with_its_options_and_its_drawback
 
 
 class WithNames(Signs):
-    """Takes settings by their names here, or by those of torch."""
+    """An optimizer with our names of settings, or with torch's."""
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ def test_settings_that_were_given_reach_an_optimizer_of_the_users_own(name: str)
         optimizer=f"{__name__}:{name}", adam_beta2=0.999, adam_epsilon=1e-6, momentum=0.5, weight_decay=0.0
     )
     given = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-6, "momentum": 0.5}
-    assert own_arguments(config) == given
+    assert user_defined_arguments(config) == given
     build_optimizer(dict(nn.Linear(2, 2).named_parameters()), config)
     config = replace(config, adam_beta2=0.95, rms_alpha=0.9, adam_epsilon=1e-8, momentum=None, weight_decay=None)
-    assert own_arguments(config) == {"lr": 3e-4, "rms_alpha" if name == "WithNames" else "alpha": 0.9}
+    assert user_defined_arguments(config) == {"lr": 3e-4, "rms_alpha" if name == "WithNames" else "alpha": 0.9}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The optimizers that ship: by the rules of those they are named after, and untouched by a skipped update."""
+"""Built-in optimizers: they match their reference implementations, and a skipped update changes nothing."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ def test_batches_have_an_end_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_work_is_spread_by_its_amount() -> None:
-    assert muon.spread([1, 1, 1, 1], 2) == [0, 1, 0, 1]
-    assert muon.spread([1, 2, 3, 6], 2) == [1, 1, 1, 0]
-    assert muon.spread([5], 3) == [0]
+    assert muon.balance([1, 1, 1, 1], 2) == [0, 1, 0, 1]
+    assert muon.balance([1, 2, 3, 6], 2) == [1, 1, 1, 0]
+    assert muon.balance([5], 3) == [0]
 
 
 @pytest.mark.parametrize(("factor", "length"), [(10.0, 0.5), (1e-4, 0.5), (1e-24, 0.0)])

@@ -152,7 +152,7 @@ def test_annealing_goes_from_the_peak_straight_to_zero() -> None:
         (("schedule=wsd", "decay_steps=5", "stable_steps=5"), "stable_steps"),
         (("training_stage=annealing", "schedule=linear"), "schedule"),
         (("training_stage=annealing", "warmup_steps=5"), "warmup_steps"),
-        # Parts that are longer than the run.
+        # Parts longer than the run.
         (("schedule=wsd", "decay_steps=98", AFTER_FOUR), "decay_steps"),
         (("schedule=wsd", "stable_steps=97", AFTER_FOUR), "stable_steps"),
         (("schedule=wsd", "warmup_steps=101%"), "warmup_steps"),

@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_evaluated_is_refused(
 
 def test_a_set_shorter_than_one_sample_is_refused(data: Path, tmp_path: Path) -> None:
     more = ["seq_length=4096", "held_out_fraction=0", "datasets=first", "eval_batches=1"]
-    assert "one sample takes" in str(refusal(tmp_path, data, *more))
+    assert "one sample needs" in str(refusal(tmp_path, data, *more))
 
 
 def test_documents_that_the_run_was_trained_on_are_not_evaluated_as_held_out(trained: Path, data: Path) -> None:

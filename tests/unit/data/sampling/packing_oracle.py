@@ -1,4 +1,4 @@
-"""How documents are packed, the slow and obvious way: bins are lists, and every bin is looked at for every item."""
+"""A slow and simple oracle of packing: bins are lists, and each item checks every bin."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Piece = tuple[int, int, int]  # document, first token, tokens
 
 
 def pieces_of(document: int, length: int, seq_length: int) -> list[Piece]:
-    """A document as one item, or cut into items that share a token where they meet."""
+    """A document as one item, or cut into items that overlap by one token."""
     if length <= seq_length + 1:
         return [(document, 0, length)] if length else []
-    starts = range(0, length - 1, seq_length)  # a piece without a label of its own is none
+    starts = range(0, length - 1, seq_length)  # a piece without a label is dropped
     return [(document, start, min(seq_length + 1, length - start)) for start in starts]
 
 
 def pack(lengths: Sequence[int], seq_length: int, packing: Packing) -> list[list[Piece]]:
-    """The bins of a block, in their order, each with its items in their order."""
+    """The bins of a block in order, each with its items in order."""
     capacity = seq_length + 1
     items = [piece for document, length in enumerate(lengths) for piece in pieces_of(document, length, seq_length)]
     bins = [[item] for item in items if item[2] == capacity]
@@ -69,7 +69,7 @@ class PackedOracle:
         ]
 
     def shard_blocks(self) -> list[list[int]]:
-        """A shard begins with the first block whose first bin is at or after its share of all bins."""
+        """A shard starts at the first block whose first bin is at or after its share of all bins."""
         counts = [len(bins) for bins in self.blocks]
         before = [sum(counts[:block]) for block in range(len(counts))]
         shards = max(1, min(self.logical_shards, sum(map(bool, counts)), sum(counts) // 8))

@@ -1,4 +1,4 @@
-"""What a dataset's samples are, the slow and obvious way: lists are made in full, numbers are Python integers."""
+"""A slow and simple oracle of a dataset's samples: complete lists, and Python integers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def as_trained(
     strip_tokens: Collection[int] = (),
     min_length: int = 1,
 ) -> list[int]:
-    """What is trained on of a document."""
+    """The trained tokens of a document."""
     tokens = list(document)
     while tokens and tokens[0] in strip_tokens:
         tokens.pop(0)

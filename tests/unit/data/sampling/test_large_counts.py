@@ -1,4 +1,4 @@
-"""Trillions of tokens and of samples: all stays exact where 32 bits, and the 53 of a float, have long run out."""
+"""Trillions of tokens and samples stay exact, beyond 32 bits and the 53 bits of a float."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATTERN = 300 + np.arange(BLOCK) * 7919 % 2000
 
 
 class Repeated:
-    """Three billion documents, 4.0 trillion tokens, of which only the lengths are known."""
+    """Lengths of three billion documents with 4.0 trillion tokens."""
 
     document_count, block_documents = 3_000_000 * BLOCK, BLOCK
     block_bounds = np.arange(3_000_001, dtype=np.int64) * int(PATTERN.sum())
@@ -33,7 +33,7 @@ STREAM = TokenStream(Repeated(), CUT, SEQ_LENGTH, KEY, order_cache(2**20))
 
 
 def expected_documents(shard: int, number: int) -> tuple[int, list[tuple[int, int]]]:
-    """The pass of a sample, and (document, first token) of its pieces up to the pass's end, in Python's integers."""
+    """The pass of a sample, and (document, first token) of its pieces in this pass, in Python integers."""
     begin, end = (int(bound) for bound in CUT.documents[shard : shard + 2])
     total = sum(int(PATTERN[document % BLOCK]) for document in range(begin, end))
     assert total == int(CUT.tokens[shard])
@@ -60,7 +60,7 @@ def expected_documents(shard: int, number: int) -> tuple[int, list[tuple[int, in
 @pytest.mark.parametrize("sample", first_quick(64 * 10**9, 64 * 10**14, 0, 2**31, 2**38, quick=2))
 def test_samples_are_exact_far_beyond_32_bits_of_samples_and_tokens(sample: int) -> None:
     shards, numbers = ORDER.samples(sample, sample + 1)
-    # Shards are within a document of each other, so all of them are about as far.
+    # Shards differ by less than a document, so all are at about the same position.
     assert abs(int(numbers[0]) - sample / SHARDS) <= 2 + sample * 2300 / int(CUT.token_bounds[-1])
     pass_number, pieces = expected_documents(int(shards[0]), int(numbers[0]))
     assert abs(pass_number - sample * SEQ_LENGTH // int(CUT.token_bounds[-1])) <= 1

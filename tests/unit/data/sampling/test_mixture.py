@@ -106,6 +106,6 @@ def test_each_dataset_keeps_order_and_weight_through_phases(wanted: list[tuple[i
                 assert number == taken[mixture.names[dataset]]  # in order, no gap, no repeat
                 taken[mixture.names[dataset]] += 1
                 given += 1
-                for name in mixture.names:  # no burst either: a dataset owes nothing for the phases before
+                for name in mixture.names:  # no burst: earlier phases leave no debt
                     share = given * phase.weights.get(name, 0) / total
                     assert abs(taken[name] - phase.base_counts.get(name, 0) - share) < 2

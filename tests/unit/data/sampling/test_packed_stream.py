@@ -42,7 +42,7 @@ def test_documents_of_billions_of_tokens_take_no_memory() -> None:
 
 @settings(max_examples=100)
 @given(LENGTHS, st.sampled_from([1, 2, 8, 60]), st.integers(1, 9), st.integers(1, 20), st.sampled_from(PACKINGS))
-@example([5, 5, 5, 3, 9, 2, 2, 6, 3], 60, 1, 4, "greedy")  # exactly a row each, and pieces that leave a bin open
+@example([5, 5, 5, 3, 9, 2, 2, 6, 3], 60, 1, 4, "greedy")  # exactly one row each, and pieces that leave a bin open
 @example([2, 6, 3], 60, 1, 4, "best_fit")  # the last token of the second document is the label of its only piece
 @example([80] * 8 + [1] * 16, 8, 9, 3, "greedy")  # shards without a block
 @example([0, 0, 0, 0, 5, 0, 0, 0], 2, 4, 19, "best_fit")  # blocks without a bin

@@ -29,7 +29,7 @@ def test_any_stretch_is_that_of_the_oracle(tokens: list[int], seq_length: int, a
     passes = min(60, 3 * max(1, seq_length // max(tokens)) + 1)
     expected = in_rounds([[number * of // seq_length for of in tokens] for number in range(passes + 1)], KEY)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_order, "_SHORTEST_STRETCH", at_once)
+        patch.setattr(sample_order, "_MIN_CHUNK_SAMPLES", at_once)
         order = SampleOrder(np.array(tokens), seq_length, KEY)
         borders = [0, *sorted(min(cut, len(expected)) for cut in cuts), len(expected)]
         found = [pair for begin, end in pairwise(borders) for pair in pairs(order, begin, end)]

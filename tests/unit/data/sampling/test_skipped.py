@@ -1,4 +1,4 @@
-"""Ranges of samples that are left out: what was stays, what comes moves up, and `inspect` knows."""
+"""Skipped ranges of samples: earlier steps stay, later samples move up, and `inspect` shows it."""
 
 from __future__ import annotations
 

@@ -85,9 +85,9 @@ def test_many_samples_at_once_are_the_single_ones(lengths: list[int], block: int
     single = [spans_of(made, *pair) for pair in zip(wanted_shards.tolist(), samples.tolist(), strict=True)]
     assert places(spans) == [place for each in single for place in places(each)]
     assert np.diff(spans.first_spans).tolist() == [len(each.documents) for each in single]
-    begins = spans.places(np.arange(len(samples)) * 1000)
+    begins = spans.positions(np.arange(len(samples)) * 1000)
     assert begins.tolist() == [
-        1000 * row + int(place) for row, each in enumerate(single) for place in each.places(np.zeros(1, int))
+        1000 * row + int(place) for row, each in enumerate(single) for place in each.positions(np.zeros(1, int))
     ]
 
 

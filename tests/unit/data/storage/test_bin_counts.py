@@ -24,7 +24,7 @@ SEQ_LENGTH = 30
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(bin_counts, "BLOCKS_A_PROCESS", 1)
+    monkeypatch.setattr(bin_counts, "BLOCKS_PER_PROCESS", 1)
     write_documents(tmp_path / "data/web/x.arrow", random_documents(DOCUMENTS))
     return index_of(config(tmp_path))
 
@@ -74,7 +74,7 @@ def test_any_number_of_processes_counts_the_bins_of_every_block(index: Index, pa
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no header", "of others"])
 def test_damaged_counts_are_made_anew(index: Index, damage: str) -> None:
-    expected = bounds_of(build(index))  # before the file, which is mapped, is written over
+    expected = bounds_of(build(index))  # before the mapped file is overwritten
     content = file_of(index).read_bytes()
     assert find(index, seq_length=31) is None and find(index, packing="greedy") is None
     build(index, "greedy")
@@ -96,7 +96,7 @@ def test_counts_are_valid_for_one_index_only(index: Index, tmp_path: Path) -> No
     counts = build(index)
     more = index_of(config(tmp_path, held_out_fraction=0.3))
     assert find(more) is None
-    # The same documents in another order: names, sizes and tokens of every file stay what they were.
+    # The same documents in another order: names, sizes and tokens of every file stay the same.
     documents = random_documents(DOCUMENTS)
     write_documents(
         tmp_path / "data/web/x.arrow", [*reversed(documents[:BLOCK_DOCUMENTS]), *documents[BLOCK_DOCUMENTS:]]

@@ -1,4 +1,4 @@
-"""Which files a dataset has: found, named, and in one order whatever lists them."""
+"""The listing of a dataset's files: complete, and in one order for any listing order of the system."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_links_are_followed_but_not_round_in_circles(tmp_path: Path) -> None:
     assert listing[0].paths == ("2.arrow", "linked/1.arrow") and pickle.loads(pickle.dumps(listing)) == listing
     gone = tmp_path / "root/web/3.arrow"
     gone.symlink_to(tmp_path / "gone/3.arrow")
-    with pytest.raises(DataError) as raised:  # and not a file less
+    with pytest.raises(DataError) as raised:  # not one file fewer
         list_datasets(config(tmp_path / "root"))
     assert raised.value.path == gone
 
@@ -46,7 +46,7 @@ def test_a_dataset_is_a_sub_folder_with_token_files_or_a_folder_or_file_that_is_
     for name in ("lang=en/x/1.arrow", "lang=en/y/1.arrow", "flat.arrow", ".hidden/x.arrow", "meta/1.arrow"):
         put(tmp_path / name)
     assert [dataset.name for dataset in list_datasets(config(tmp_path))] == ["lang=en", "meta", "web"]
-    put(tmp_path / "meta/combined_counts.csv")  # what lies beside the counts of other tools is no dataset
+    put(tmp_path / "meta/combined_counts.csv")  # the counts of another tool are no dataset
     *_, web = list_datasets(config(tmp_path))
     assert web.paths == ("a.arrow", "a/z.arrow", "b.arrow") and web.path(1) == str(tmp_path / "web/a/z.arrow")
     named = list_datasets(config(tmp_path, datasets=("lang=en/y/", "lang=en/x", "flat.arrow", "web/b.arrow")))

@@ -22,7 +22,7 @@ FEW_TOKENS = st.lists(st.sampled_from([BOS, SEP, PAD, OTHER]), max_size=12)
 
 
 def trained(path: Path, ends: DataConfig) -> list[list[int]]:
-    """What an index says is trained on of a file's documents, virtual tokens put where its flags say."""
+    """The trained tokens of a file's documents by the index, with virtual tokens."""
     layout = ArrowFormat(DataConfig()).documents(str(path))
     documents = documents_as_trained(layout, ends)
     content = path.read_bytes()

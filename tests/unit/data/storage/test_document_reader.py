@@ -89,7 +89,7 @@ def test_rows_are_filled_with_pieces_of_documents_and_their_separators_and_with_
     target: np.ndarray = np.full((len(rows) + 2, width), 77, dtype=dtype)
     numbers = np.roll(np.arange(len(rows)), 1) + 1  # any rows, in any order
     made.read(spans(rows), target, numbers)
-    assert (target[[0, -1]] == 77).all()  # others are left alone
+    assert (target[[0, -1]] == 77).all()  # other rows stay
     for number, pieces in zip(numbers.tolist(), rows, strict=True):
         tokens = [token for document, start, length in pieces for token in [*documents[document], sep][start:][:length]]
         assert target[number].tolist() == tokens + [0] * (width - len(tokens))
@@ -110,7 +110,7 @@ def test_short_documents_that_lie_together_are_read_at_once(tmp_path: Path, monk
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_a_token_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path, kind: pa.DataType, dtype: type) -> None:
     write_documents(tmp_path / "web/a.arrow", [[1, 2], [3]])
-    bad = 65_535 if kind == pa.uint16() else 65_536 + 5  # which would be 5 if it were cut to 16 bits
+    bad = 65_535 if kind == pa.uint16() else 65_536 + 5  # cut to 16 bits, it would be 5
     write_documents(tmp_path / "web/b.arrow", [[4], [1, 2, bad, 3]], pa.list_(kind))
     made = reader(tmp_path)
     assert read(made, [(0, 0, 2), (1, 0, 1), (3, 0, 2)], dtype) == [1, 2, 3, 1, 2]
@@ -129,7 +129,7 @@ def test_a_negative_token_of_any_type_is_a_fault(tmp_path: Path, kinds: tuple[st
     made = reader(tmp_path, sep_token=99, vocab_size=vocab_size)
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
     assert read(made, [(0, 0, 3), (1, 0, 1)], dtype) == [1, 2, 99, 3]
-    for pieces in ([(2, 1, 1)], [(0, 0, 2), (1, 0, 1), (2, 0, 3)]):  # read by itself, and among others at once
+    for pieces in ([(2, 1, 1)], [(0, 0, 2), (1, 0, 1), (2, 0, 3)]):  # one read per piece, and one read per run
         with pytest.raises(DataError, match="token 1 of the document is -100, but") as raised:
             read(made, pieces, dtype)
         assert (raised.value.path, raised.value.row) == (tmp_path / "web/0.npy", 2)
@@ -150,7 +150,7 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
     assert cache.get("a", lambda: held) is held
     cache.get("b", lambda: OpenFile(path, Path(path).stat().st_size, ARROW))
     target = bytearray(6)
-    held.read_into(memoryview(target), 0)  # stays open for its user
+    held.read_into(memoryview(target), 0)  # stays open while it is used
     assert target == b"ARROW1"
 
 

@@ -52,7 +52,7 @@ def test_it_holds_every_document_in_canonical_order(tmp_path: Path) -> None:
     index = build_index(files(tmp_path), CONFIG)
     assert lengths_of(index) == [0, 3, 1, 2, 9]
     assert index.first_documents.tolist() == [0, 2, 4, 4, 5]
-    assert [index.place(document) for document in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)]
+    assert [index.locate(document) for document in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)]
     assert index.split("train").tokens == 15 and index.split("held_out").tokens == 0
 
 
@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_nothing_behind(root: Path, monkeypatch: pytest.Monke
 
 
 def test_the_index_of_the_job_that_is_done_first_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be mapped there: replaced from another machine, a file on a network file system is gone for its users."""
+    """Another machine may have mapped it: replacing a file on a network file system breaks its users."""
     real, places = index_build._write_index, []
 
     def slow(*arguments: Any) -> Any:
@@ -161,7 +161,7 @@ def test_a_document_longer_than_32_bits_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def mapped_bytes(path: Path) -> int:
-    """Memory of this process that is a file's."""
+    """Memory of this process that belongs to a file."""
     resident = 0
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     for line in lines:
@@ -172,7 +172,7 @@ def mapped_bytes(path: Path) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped memory")
 def test_what_was_read_of_an_index_does_not_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_open_indices", weakref.WeakSet())  # those of other tests share the room
+    monkeypatch.setattr(index_module, "_open_indices", weakref.WeakSet())  # indices of other tests share the limit
     write_documents(tmp_path / "web/x.arrow", [[1]] * (40 * BLOCK_DOCUMENTS))
     index = build_index(files(tmp_path), CONFIG)
     monkeypatch.setattr(index_module, "_BLOCKS_MAPPED", 60)

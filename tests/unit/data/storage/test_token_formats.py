@@ -1,4 +1,4 @@
-"""The same documents are the same samples in every format; each format names what is wrong with its files."""
+"""Equal documents give equal samples in every format; each format names the faults of its files."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Documents = Sequence[Sequence[int]]
 
 
 def header(version: int, tokens: int) -> bytes:
-    """As llm.c writes it."""
+    """The header of llm.c."""
     return np.array([BIN_MAGIC, version, tokens, *[0] * 253], "<i4").tobytes()
 
 
 def ended(documents: Documents, dtype: str) -> np.ndarray:
-    """Documents end to end, a separator behind each but the last."""
+    """Documents end to end, with a separator after each except the last."""
     return np.array([token for document in documents for token in (*document, SEP)][:-1], dtype)
 
 
 def write_flat(path: Path, documents: Documents, dtype: str = "<u2", version: int | None = None) -> None:
-    """An array, or a .bin file: with the header of a version, or without one, as of nanoGPT."""
+    """Write an array or a .bin file, with a header of a version or without one as nanoGPT."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tokens = ended(documents, dtype)
     if path.suffix == ".npy":
@@ -48,7 +48,7 @@ def write_flat(path: Path, documents: Documents, dtype: str = "<u2", version: in
         path.write_bytes((b"" if version is None else header(version, len(tokens))) + tokens.tobytes())
 
 
-# The suffix of the files, how they are written, and the settings that they need.
+# Suffix, writer and settings of each format.
 FLAT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "npy": (".npy", {}, {}),
     "npy int32": (".npy", {"dtype": "<i4"}, {"file_type": "npy"}),
@@ -95,7 +95,7 @@ def test_the_scan_finds_what_lies_between_separators(documents: list[list[int]],
         begins, lengths = find_documents(tokens, SEP)
     pairs = zip(begins.tolist(), lengths.tolist(), strict=True)
     found = [tokens[begin : begin + length].tolist() for begin, length in pairs]
-    # Behind the last separator is a document only where there is anything.
+    # Tokens after the last separator are a document too.
     assert found == (documents if documents[-1] else documents[:-1])
 
 
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, wrong: str) -> None
     assert raised.value.path == path
     assert ("token_dtype" in raised.value.settings) == (wrong in list(WRONG_FILES)[9:12])
     assert ("sep_token" in raised.value.settings) == (wrong == "no separator")
-    with pytest.raises(ConfigError):  # no end of documents is known at all
+    with pytest.raises(ConfigError):  # without a separator
         load_format(path.suffix[1:], replace(CONFIG, sep_token=None))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.command_line import load_train_config
-from pretraining.optim.registry import build_optimizer, own_arguments
+from pretraining.optim.registry import build_optimizer, user_defined_arguments
 from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TokenSchedule
 from pretraining.tools.translate.hook import translate_when_needed
@@ -74,7 +74,7 @@ def test_what_a_file_gives_a_users_own_optimizer_are_its_options(
     (tmp_path / "my_package" / "lion.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = load(["composed/config.yaml", "optimizer=mine"], WITHOUT_DATA["composed"]).optimizer
-    assert own_arguments(config) == {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.9, "gamma": 0.3}
+    assert user_defined_arguments(config) == {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.9, "gamma": 0.3}
 
 
 @pytest.mark.parametrize(("warmup", "end"), [(100, 9000), (0, 3000)])
