@@ -41,7 +41,7 @@ def test_a_page_of_a_run_sums_it_up_and_draws_what_it_reported(tmp_path: Path) -
     assert ">restart<" in page and page.count("<svg") == len(titles)
     events = cells_of(page, "Events")
     assert [each[3] for each in events[1:]] == ["start", "phase", "skip", "checkpoint", "restart", "end"]
-    assert ["a", "2", "20", "packages.torch", "2.12", "2.13"] in cells_of(page, "What changed between starts")
+    assert ["a", "2", "20", "packages.torch", "2.12", "2.13"] in cells_of(page, "Changes between starts")
     settings = {row[0]: row[1:] for row in cells_of(page, "Settings that are not defaults")}
     assert settings["model.hidden_size"][0] == "16" and "optimizer.adam_eps" not in settings
 
