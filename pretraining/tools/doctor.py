@@ -157,9 +157,7 @@ def _memory(processes: int) -> Reading:
     memory = machine_memory()
     verdict: Verdict = "good" if memory.available > 2**28 * processes else "bad"
     normal = "0.25 GiB per process, plus the model"
-    return Reading(
-        "host memory", memory.available / GIB, "GiB", normal, verdict, "stop other programs, or request more"
-    )
+    return Reading("host memory", memory.available / GIB, "GiB", normal, verdict, "stop other programs or request more")
 
 
 def _matmuls(device: torch.device, name: str, is_chosen: bool) -> Iterator[Reading]:
@@ -348,9 +346,7 @@ def _same_versions(ranks: Sequence[RankReport]) -> Iterator[Row]:
         places = ", ".join(f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values))
         is_same = len(set(values)) == 1
         found = values[0] if is_same else places
-        yield Row(
-            name, "good" if is_same else "bad", found, "the same on all ranks", "install the same on all machines"
-        )
+        yield Row(name, "good" if is_same else "bad", found, "the same on all ranks", "install the same version")
 
 
 def _judge(ranks: Sequence[RankReport], factor: float) -> Iterator[Row]:

@@ -253,9 +253,7 @@ class Inspector:
             end = min(end, begin + SAMPLES_COUNTED - counted)
             spans = source.spans(*source.samples(begin, end))
             begun = spans.starts == 0
-            if (
-                dataset.counts is None
-            ):  # a stream: a document that begins in the look-ahead token belongs to the next sample
+            if dataset.counts is None:  # stream: the look-ahead token belongs to the next sample
                 begun &= spans.places(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
             documents += int(np.count_nonzero(begun))
             padding += (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())

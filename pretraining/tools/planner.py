@@ -21,6 +21,7 @@ from pretraining.config.strategies import STRATEGIES, mesh_shape
 from pretraining.config.training import ALL_BLOCKS, ParallelConfig, ShardingStrategy
 from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
+from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.devices import GPUS, Gpu
 from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
@@ -80,7 +81,7 @@ def plan(config: PlanConfig) -> None:
     cluster = cluster_of(config)
     plans = search(config, shape, cluster) if options.search else [make_plan(config, shape, cluster)]
     if not plans:
-        raise ConfigError(_nothing_fits(config))
+        raise ConfigError(_nothing_fits(config, shape, cluster))
     if options.json:
         lines: Iterable[str] = (json.dumps(as_document(config, shape, each)) for each in plans)
     else:
@@ -167,9 +168,7 @@ def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterato
             is_new = found.batch.micro_batch_size == size  # otherwise it repeats another size
             if found.memory.total <= ROOM * found.memory_bytes and is_new:
                 yield found
-            elif (
-                found.batch.grad_accum_steps == 1
-            ):  # larger sizes need more; with accumulation, a larger size may need less
+            elif found.batch.grad_accum_steps == 1:  # larger sizes need more; with accumulation, they may need less
                 break
 
 
@@ -279,7 +278,7 @@ def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Lay
     yield f"checkpoint  {format_gib(_checkpoint_bytes(config, shape))} each"
     if not chosen.fits:
         fitting = search(config, shape, cluster)
-        yield "what fits   " + (_flags(config, fitting[0]) if fitting else _nothing_fits(config))
+        yield "what fits   " + (_flags(config, fitting[0]) if fitting else _nothing_fits(config, shape, cluster))
 
 
 def _run(config: PlanConfig, chosen: LayoutEstimate) -> str:
@@ -348,9 +347,30 @@ def _checkpointing(parallel: ParallelConfig) -> str:
     return "full" if parallel.selective_checkpointing == "1" else parallel.selective_checkpointing
 
 
-def _nothing_fits(config: PlanConfig) -> str:
-    gpus = f"{config.plan.gpus} x {config.plan.gpu}"
-    return f"no layout fits on {gpus}: use more GPUs, a smaller --global_batch_size, --seq_length or model"
+def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
+    """Return an error with what fits instead, for the layout that needs least memory."""
+    batch = replace(config.batch, batch_size=1, global_batch_size=None, grad_accum_steps=None)
+    parallel = replace(
+        config.parallel,
+        sharding_strategy="fsdp",
+        fsdp_activation_checkpointing=True,
+        selective_checkpointing=ALL_BLOCKS,
+    )
+    least, limit = replace(config, batch=batch, parallel=parallel), ROOM * cluster.gpu.memory_gib * 2**30
+    problem = f"nothing fits on {cluster.gpus} x {config.plan.gpu} with this global batch"
+    if make_plan(least, shape, cluster).memory.total <= limit:
+        return f"{problem}. It fits with --global_batch_size={cluster.gpus} or less"
+    advice = memory_advice(
+        least,
+        shape,
+        shard_size=cluster.gpus,
+        compute_bytes=_compute_bytes(config),
+        device_type="cuda",
+        limit_bytes=limit,
+        optimizer_state_bytes=config.plan.optimizer_state_bytes,
+    )
+    layout = "--sharding_strategy=fsdp --fsdp_activation_checkpointing=true --batch_size=1"
+    return f"{problem}. With {layout}, this fits: {'; '.join(advice) or 'a smaller model'}"
 
 
 def _checkpoint_bytes(config: PlanConfig, shape: LlamaShape) -> int:

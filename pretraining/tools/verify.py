@@ -76,9 +76,8 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
         faults_before = faults
         written, vocab_size, damaged = _read_record(files)
         vocab_size = config.vocab_size or vocab_size
-        gone = (
-            [] if files.is_file else sorted(written.keys() - set(files.paths))
-        )  # a file as dataset: its folder may hold other files
+        # If a single file is the dataset, prepare.json may list other files.
+        gone = [] if files.is_file else sorted(written.keys() - set(files.paths))
         missing = [DataError(f"is missing: {MANIFEST_FILE} lists it", path=Path(files.folder, name)) for name in gone]
         faults += _print_faults([*damaged, *missing])
         documents = tokens = 0

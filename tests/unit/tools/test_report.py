@@ -65,7 +65,7 @@ def test_a_run_that_has_reported_nothing_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {model_variant: tiny}\n")
     page = page_of(tmp_path)
     assert "first" in str(cells_of(page_of(ROOT / "tests/golden/run/sharded"), "Mixture"))
-    assert "No report can be drawn yet." in page and "There is no logs/metrics.jsonl." in page
+    assert "The runs have no reports yet." in page and "There is no logs/metrics.jsonl." in page
 
 
 def test_a_long_curve_keeps_its_spikes_and_the_page_stays_small(tmp_path: Path) -> None:
