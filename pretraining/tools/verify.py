@@ -30,9 +30,10 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import CheckpointError, DataError
-from pretraining.files import file_checksum, read_json
+from pretraining.files import file_checksum
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_bytes
+from pretraining.tools.prepare.records import read_summary
 from pretraining.tools.prepare.token_files import TokenFile
 
 FAULTS_SHOWN = 100
@@ -115,17 +116,13 @@ def _emptied_datasets(data: DataConfig, listing: tuple[DatasetFiles, ...]) -> li
 
 def _read_record(files: DatasetFiles) -> tuple[dict[str, TokenFile], int | None, list[DataError]]:
     """Return the files and the vocabulary size of prepare.json, and its faults; empty if the file is missing."""
-    path = Path(files.folder) / MANIFEST_FILE
     try:
-        content = read_json(path)
-        entries = [TokenFile(**entry) for entry in content["files"]]
-        if not all(isinstance(entry.name, str) and isinstance(entry.bytes, int) for entry in entries):
-            raise ValueError("a file has no name or no size")
-        return {entry.name: entry for entry in entries}, int(content["tokenizer"]["vocab_size"]), []
+        summary = read_summary(Path(files.folder))
     except FileNotFoundError:
         return {}, None, []
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        return {}, None, [DataError(f"cannot be read ({type(error).__name__}: {error})", path=path)]
+    except DataError as error:
+        return {}, None, [error]
+    return {file.name: file for file in summary.files}, summary.vocab_size, []
 
 
 def check_files(
