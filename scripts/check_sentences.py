@@ -2,10 +2,10 @@
 
     python scripts/check_sentences.py [FILE ...]     # without files: README.md, CONTRIBUTING.md, docs/ and pretraining/
 
-The script flags a sentence with more than 35 words, with a first word "Of", "What", "Who" or "Where", or with a phrase
-that plain English avoids, such as "a row a document" for "a row per document". It skips headings and code blocks. Code
-inside a sentence counts as one word, and a cell of a table is read like a paragraph. In Python files, the script reads
-docstrings, comments and texts of four words and more.
+The script flags a sentence that has more than 35 words, or that begins with "Of", "What", "Who" or "Where". It also
+flags a few phrases that plain English avoids, such as "a row a document" for "a row per document". It skips headings
+and code blocks. Code inside a sentence counts as one word, and a cell of a table is read like a paragraph. In Python
+files, the script reads docstrings, comments and texts of four words and more.
 """
 
 from __future__ import annotations

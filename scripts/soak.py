@@ -9,7 +9,7 @@
 
 A kill is SIGKILL to a rank, SIGKILL to all or SIGTERM to a rank. It happens in start-up, at a step, or soon after a
 save began or was committed. After each kill, every committed checkpoint must be sound, and the newest may not be older
-than before. At the end, checkpoints must be equal bit for bit, and metrics.jsonl must hold each report once, with the same
+than before. At the end, checkpoints must be equal bit for bit, and metrics.jsonl must hold each report once, with equal
 losses. Times and machine data may differ. Runs alternate between asynchronous and synchronous saves. Any other
 --name=value is a setting of training; on GPUs add --deterministic.
 

@@ -182,8 +182,8 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """Return global rank and failure of the worker that made the job fail.
 
     torchrun polls every 100 ms and records whole seconds. SIGKILL comes from outside (out of memory, the scheduler), so
-    among failures in the same second it is the cause; the others are workers that lost their peer. torchrun itself
-    sends SIGTERM to the remaining workers.
+    it is the cause among failures in the same second. The others are workers that lost their peer, or that torchrun
+    stopped with SIGTERM.
     """
     first_rank, first = error.get_first_failure()
     together = {rank: failure for rank, failure in error.failures.items() if failure.timestamp == first.timestamp}

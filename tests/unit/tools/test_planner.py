@@ -77,7 +77,9 @@ def test_a_search_lists_what_fits_the_fastest_first(capsys: pytest.CaptureFixtur
     assert {plan["sharding_strategy"] for plan in plans} >= {"fsdp", "hsdp"}
     lines = said(capsys, *flags).splitlines()
     assert "512 sequences" in lines[1]
-    assert len(lines) == 3 + 15 + 1 and lines[-1].endswith(f"and {len(plans) - 15} slower layouts; --json=true prints all")
+    assert len(lines) == 3 + 15 + 1 and lines[-1].endswith(
+        f"and {len(plans) - 15} slower layouts; --json=true prints all"
+    )
     # The flags of a line are a plan by themselves, with the same numbers.
     shown = lines[3].split("  ")[-1].split()
     (again,) = documents(capsys, "--model_variant=13b", "--gpus=32", *shown)
