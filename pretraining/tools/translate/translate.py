@@ -70,7 +70,7 @@ def detect(keys: Collection[str], name: str) -> str | None:
 
 
 def translate_recipe(
-    path: Path | None, name: str, arguments: Mapping[str, Raw], accepts: Collection[str]
+    path: Path | None, name: str, arguments: Mapping[str, Raw], accepts: Collection[str], kind: str | None = None
 ) -> Recipe | None:
     """Return the recipe of another system's file and of the arguments that set its keys.
 
@@ -79,6 +79,7 @@ def translate_recipe(
         name: name of the file in messages.
         arguments: arguments of the command line, by name.
         accepts: ACCEPT_LLAMA, ACCEPT_UNKNOWN, or both.
+        kind: system of the file; None = detected from its keys.
 
     Returns:
         The recipe; None if the system of the file is unknown.
@@ -87,13 +88,27 @@ def translate_recipe(
         ConfigError: every problem of the file.
     """
     tree = {} if path is None else read_tree(path)
-    kind = "composed" if path is None else detect(flatten(tree), name)
+    kind = "composed" if path is None else kind or detect(flatten(tree), name)
     if kind is None and path is not None and path.suffix in (".toml", ".py"):
-        raise ConfigError(f"{name} belongs to no known system. Known are:\n{_known_systems()}")
+        raise _unknown_system(name)
     if kind is None:
         return None
     translation, used = _translate(path, name, tree, kind, arguments, accepts)
-    return _as_recipe(name, kind, translation, used)
+    recipe = Recipe(
+        name,
+        [],
+        used=frozenset(used),
+        names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].rules),
+        system=kind if translation.notes else "",
+        table=tuple(translation.table()),
+    )
+    for setting, (text, given) in translation.settings.items():
+        is_argument = given.level == ARGUMENT and setting == next(iter(translation.note_of(setting).settings))
+        source = f"command line, {given.key}" if given.level == ARGUMENT else f"translated from {given.key} of {name}"
+        from_file = recipe.defaults if given.level == DEFAULT else recipe.assignments
+        target = recipe.from_arguments if is_argument else from_file
+        target.append(Assignment(setting, text, where=given.quote, flag=given.place, source=source))
+    return recipe
 
 
 def _translate(
@@ -139,24 +154,6 @@ def _text_of(raw: Raw) -> str | None:
     return None if text is None or text.strip().lower() in ("null", "none") else text
 
 
-def _as_recipe(name: str, kind: str, translation: Translation, used: Collection[str]) -> Recipe:
-    recipe = Recipe(
-        name,
-        [],
-        used=frozenset(used),
-        names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].rules),
-        system=kind if translation.notes else "",
-        table=tuple(translation.table()),
-    )
-    for setting, (text, given) in translation.settings.items():
-        is_argument = given.level == ARGUMENT and setting == next(iter(translation.note_of(setting).settings))
-        source = f"command line, {given.key}" if given.level == ARGUMENT else f"translated from {given.key} of {name}"
-        from_file = recipe.defaults if given.level == DEFAULT else recipe.assignments
-        target = recipe.from_arguments if is_argument else from_file
-        target.append(Assignment(setting, text, where=given.quote, flag=given.place, source=source))
-    return recipe
-
-
 def translate(config: TranslateConfig) -> None:
     """Print a table with a line per key, then print or write the recipe.
 
@@ -169,21 +166,18 @@ def translate(config: TranslateConfig) -> None:
         raise ConfigError(f"--output_path={config.output_path}: the name of a recipe must end in {' or '.join(YAML)}")
     if not exists(path):
         raise ConfigError(f"{name}: there is no such file")
-    tree = read_tree(path)
-    if config.kind is None and is_of_ours(tree):
+    if config.kind is None and is_of_ours(read_tree(path)):
         raise ConfigError(f"{name} is already a recipe of this project: train with --recipe={name}")
-    kind = config.kind or detect(flatten(tree), name)
-    if kind is None:
-        raise ConfigError(f"{name} belongs to no known system. Known are:\n{_known_systems()}")
     accepts = [accepted for accepted in (ACCEPT_LLAMA, ACCEPT_UNKNOWN) if getattr(config, accepted)]
-    translation, used = _translate(path, name, tree, kind, {}, accepts)
+    recipe = translate_recipe(path, name, {}, accepts, config.kind)
+    if recipe is None:
+        raise _unknown_system(name)
     reader = Reader(TrainConfig)
-    recipe = _as_recipe(name, kind, translation, used)
     reader.read([*recipe.defaults, *recipe.assignments])
     if reader.problems:
         raise ConfigError(reader.problems)
-    print_text("\n".join([f"{name}: {SYSTEMS[kind].title}\n", *translation.table()]))
-    text = recipe_text(name, kind, translation)
+    print_text("\n".join([f"{name}: {SYSTEMS[recipe.system].title}\n", *recipe.table]))
+    text = recipe_text(recipe)
     if config.output_path is None:
         print_text(f"\n{text}", end="")
         return
@@ -196,20 +190,23 @@ def translate(config: TranslateConfig) -> None:
     print_text(f"\nwritten to {output}. Train with it:\n  {command}")
 
 
-def _known_systems() -> str:
-    return "\n".join(f"  {kind}: {each.title}, with {', '.join(each.signs[:4])}" for kind, each in SYSTEMS.items())
+def _unknown_system(name: str) -> ConfigError:
+    known = [f"  {kind}: {each.title}, with {', '.join(each.signs[:4])}" for kind, each in SYSTEMS.items()]
+    return ConfigError("\n".join([f"{name} belongs to no known system. Known are:", *known]))
 
 
-def recipe_text(name: str, kind: str, translation: Translation) -> str:
-    """Return a recipe by sections, under a table of what became of each key."""
-    lines = [f"{FIRST_WORDS}{name} ({SYSTEMS[kind].title}):", *(f"#{line}" for line in translation.table())]
+def recipe_text(recipe: Recipe) -> str:
+    """Return a recipe by sections, under its table."""
+    values = {given.name: str(given.raw) for given in (*recipe.defaults, *recipe.assignments)}
+    title = f"{FIRST_WORDS}{recipe.name} ({SYSTEMS[recipe.system].title}):"
+    lines = [title, *(f"#{line}" for line in recipe.table)]
     section = None
     for setting in settings_of(TrainConfig).values():
-        if setting.name in translation.settings:
+        if setting.name in values:
             if setting.section != section:
                 section = setting.section
                 lines.append(f"{section}:")
-            lines.append(f"  {setting.name}: {_as_yaml(translation.settings[setting.name][0])}")
+            lines.append(f"  {setting.name}: {_as_yaml(values[setting.name])}")
     return "\n".join(lines) + "\n"
 
 
