@@ -22,7 +22,7 @@ from pretraining.config.training import DataConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import CachedModel, draw_tokens
-from pretraining.files import is_file, read_json
+from pretraining.files import is_file, read_object
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import CONFIG_FILE, GENERATION_CONFIG_FILE
 
@@ -115,11 +115,7 @@ def _ends_of_text(path: Path, settings: DataConfig, tokenizer: Tokenizer | None)
     if settings.sep_token is not None:
         return (settings.sep_token,)
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
-        try:
-            document: Any = read_json(path / name)
-        except (OSError, ValueError):
-            continue  # optional: without an end token, generation stops at max_new_tokens
-        ids = document.get("eos_token_id") if isinstance(document, dict) else None
+        ids: Any = read_object(path / name).get("eos_token_id")
         found = tuple(each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int)
         if found:
             return found

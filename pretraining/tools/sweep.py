@@ -34,7 +34,7 @@ from pretraining.config.command_line import name_first_words, parse_config, read
 from pretraining.config.commands import SweepConfig, SweepSettings
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, Interrupted, Preempted
-from pretraining.files import output_errors, read_json, write_atomic
+from pretraining.files import output_errors, read_object, write_atomic
 from pretraining.launch.signals import ReceivedSignals, end_with_parent
 from pretraining.launch.terminal import outlive_readers, print_text
 from pretraining.observability.trackers import LOGS, METRICS_FILE
@@ -85,7 +85,7 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
     settings, combinations = read_sweep(overrides, flags)
     folder = Path(settings.sweep_path)
     for each in combinations:
-        before = _read(folder / each.name / ARGUMENTS_FILE).get("arguments")
+        before = read_object(folder / each.name / ARGUMENTS_FILE).get("arguments")
         if isinstance(before, list) and (differ := sorted(set(map(str, before)) ^ set(each.arguments))):
             raise ConfigError(
                 f"{folder / each.name} is a run with other settings ({', '.join(differ)}): set another --sweep_path or "
@@ -93,7 +93,7 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
             )
     outlive_readers()
     for number, each in enumerate(combinations):
-        ended = _read(folder / each.name / OUTCOME_FILE).get("status") not in (None, "killed")
+        ended = read_object(folder / each.name / OUTCOME_FILE).get("status") not in (None, "killed")
         if settings.only in (None, number) and not ended:
             log.info("%d of %d  %s", number + 1, len(combinations), each.name)
             _train(each, folder / each.name, settings.processes)
@@ -208,7 +208,7 @@ def _status_of(code: int, run: Path) -> str:
     """Return "finished", "failed" or "killed"; torchrun's exit code does not tell the last two apart."""
     if code == 0:
         return "finished"
-    return "failed" if code == 1 and _read(run / STATUS_FILE).get("status") in (None, "failed") else "killed"
+    return "failed" if code == 1 and read_object(run / STATUS_FILE).get("status") in (None, "failed") else "killed"
 
 
 def _last_error(output: bytes) -> str:
@@ -216,15 +216,6 @@ def _last_error(output: bytes) -> str:
     lines = output.decode(errors="replace").split("\n")
     errors = [line for line in lines if line.startswith("error:")] or [line for line in lines if line.strip()]
     return errors[-1].removeprefix("error:").strip() if errors else ""
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object of a run; empty if it is missing or damaged."""
-    try:
-        document = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
@@ -239,7 +230,7 @@ def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
         pass
     for note in notes:
         log.warning("%s: %s", run, note)
-    outcome = _read(run / OUTCOME_FILE)
+    outcome = read_object(run / OUTCOME_FILE)
     newest["status"] = outcome.get("status", "not finished")
     results = {name: newest.get(name) for name in RESULTS}
     results |= {name: None for name in RESULTS[1:] if not math.isfinite(number_of(results[name]))}

@@ -24,7 +24,7 @@ from pretraining.config.rules import check_config
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import DataError, PretrainError
-from pretraining.files import exists, flush_folder, output_errors, write_atomic, write_flushed
+from pretraining.files import exists, flush_folder, output_errors, read_object, write_atomic, write_flushed
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
@@ -38,7 +38,6 @@ from pretraining.tools.prepare.records import (
     WorkFolder,
     manifest,
     read_finished,
-    read_object,
     read_summary,
 )
 from pretraining.tools.prepare.units import Input, find_input
@@ -142,9 +141,9 @@ class _Job:
         """
         work, config, deadline = self.work, self.config, time.monotonic() + PLAN_SECONDS
         given = self.tokenizer and self.tokenizer.sha256
-        asked = {**self.found.settings, "vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
+        wanted = {**self.found.settings, "vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
         finished = work.dataset / MANIFEST_FILE
-        while (encoder := self._read_plan(asked)) is None and self.rank > 0 and not exists(finished):
+        while (encoder := self._read_plan(wanted)) is None and self.rank > 0 and not exists(finished):
             if time.monotonic() > deadline:
                 raise DataError(
                     f"rank 0 wrote no plan for these settings and this input within {PLAN_SECONDS:.0f} s. Start all "
@@ -156,20 +155,20 @@ class _Job:
             return None
         if self.rank > 0 and encoder is not None:
             return self._encoding(encoder)
+        work.files.mkdir(parents=True, exist_ok=True)
         if self.tokenizer is None and self.found.token_type is None:
             self.tokenizer = trained_tokenizer(config, self.found, work.root)
         encoding = self._encoding(config.encoder)
-        work.files.mkdir(parents=True, exist_ok=True)
         if self.tokenizer is not None:
             self.tokenizer.save(work.path)
-        decided = {"asked": asked, "tokenizer": encoding.tokenizer, "encoder": encoding.encoder or "auto"}
+        decided = {"asked": wanted, "tokenizer": encoding.tokenizer, "encoder": encoding.encoder or "auto"}
         write_atomic(work.plan, json.dumps(decided))
         return encoding
 
-    def _read_plan(self, asked: dict[str, Any]) -> Literal["auto"] | Encoder | None:
+    def _read_plan(self, wanted: dict[str, Any]) -> Literal["auto"] | Encoder | None:
         """Return the encoder of the plan, and load its tokenizer; None if no plan has these settings."""
         plan = read_object(self.work.plan)
-        if plan.get("asked") != asked:
+        if plan.get("asked") != wanted:
             return None
         if plan["tokenizer"] is not None:
             try:

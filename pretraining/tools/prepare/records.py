@@ -26,7 +26,7 @@ import numpy as np
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
-from pretraining.files import entries_of, exists, is_folder, read_json, write_atomic
+from pretraining.files import entries_of, exists, is_folder, read_json, read_object, write_atomic
 from pretraining.tools.prepare.token_files import COLUMN, TokenFile, token_dtype
 from pretraining.tools.prepare.units import Unit
 
@@ -261,15 +261,6 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
                 path=folder / file.name,
             )
     return summary
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object of the work folder; empty if it is missing or damaged."""
-    try:
-        content = read_json(path)
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _size(path: Path) -> int | None:
