@@ -29,12 +29,12 @@ from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, est
 from pretraining.progress import TokenSchedule
 from pretraining.text import count_of, format_gib, format_seconds, format_table
 
-ROOM = 0.9
+USABLE_FRACTION = 0.9
 """Fraction of a GPU's memory that a search fills: allocators keep reserves, and the estimate has an error."""
 CHECKPOINTING = ("none", "op", "1/2", "full")
 """Kinds of activation checkpointing that a search tries."""
 LARGEST_MICRO_BATCH_TOKENS = 2**16
-SHOWN = 15
+ROWS_SHOWN = 15
 """Rows of a search's table."""
 
 
@@ -166,7 +166,7 @@ def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterato
             tried = replace(config, parallel=parallel, batch=replace(config.batch, batch_size=size))
             found = make_plan(tried, shape, cluster)
             is_new = found.batch.micro_batch_size == size  # otherwise it repeats another size
-            if found.memory.total <= ROOM * found.memory_bytes and is_new:
+            if found.memory.total <= USABLE_FRACTION * found.memory_bytes and is_new:
                 yield found
             elif found.batch.grad_accum_steps == 1:  # larger sizes need more; with accumulation, they may need less
                 break
@@ -252,7 +252,7 @@ def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Lay
     yield _heading(config, shape, cluster)
     yield f"layout      {_layout(chosen)}; {chosen.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"
     room = chosen.memory.total / chosen.memory_bytes
-    verdict = "fits" if room <= ROOM else "may fit, with little room" if chosen.fits else "does not fit"
+    verdict = "fits" if room <= USABLE_FRACTION else "may fit, with little room" if chosen.fits else "does not fit"
     needed, available = format_gib(chosen.memory.total), format_gib(chosen.memory_bytes)
     yield f"memory      {needed} of {available} per GPU, {room:.0%}: {verdict}"
     for name, size in asdict(chosen.memory).items():
@@ -295,14 +295,14 @@ def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Seque
     size = plans[0].batch.global_batch_size
     yield f"batch       {size} sequences per step in all rows; set --global_batch_size to change it"
     rows = [("tokens/s per GPU", "MFU", "GiB", "run", "flags")]
-    for each in plans[:SHOWN]:
+    for each in plans[:ROWS_SHOWN]:
         seconds = _length(config, each)["seconds"]
         run = "-" if seconds is None else format_seconds(seconds)
         speed, memory = f"{each.tokens_per_second_per_gpu:,.0f}", f"{each.memory.total / 2**30:.1f}"
         rows.append((speed, f"{each.mfu:.0%}", memory, run, _flags(config, each)))
     yield from format_table(rows, right=range(4))
-    if len(plans) > SHOWN:
-        yield f"and {len(plans) - SHOWN} slower layouts; --json=true prints all"
+    if len(plans) > ROWS_SHOWN:
+        yield f"and {len(plans) - ROWS_SHOWN} slower layouts; --json=true prints all"
 
 
 def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
@@ -356,7 +356,7 @@ def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> st
         fsdp_activation_checkpointing=True,
         selective_checkpointing=ALL_BLOCKS,
     )
-    least, limit = replace(config, batch=batch, parallel=parallel), ROOM * cluster.gpu.memory_gib * 2**30
+    least, limit = replace(config, batch=batch, parallel=parallel), USABLE_FRACTION * cluster.gpu.memory_gib * 2**30
     problem = f"nothing fits on {cluster.gpus} x {config.plan.gpu} with this global batch"
     if make_plan(least, shape, cluster).memory.total <= limit:
         return f"{problem}. It fits with --global_batch_size={cluster.gpus} or less"

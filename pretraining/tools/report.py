@@ -218,7 +218,7 @@ def _curves(plot: Plot, run: RunRecord, axis: str) -> Iterator[tuple[str, NDArra
                 x, y = x[is_known], y[is_known]
                 if y.any() and not any(np.array_equal(y, other) for other in drawn):
                     drawn.append(y)
-                    yield name, *thin(x, y)
+                    yield name, *downsample(x, y)
 
 
 def _label(name: str) -> str:
@@ -229,7 +229,7 @@ def _label(name: str) -> str:
     return part or ("evaluation" if of.startswith("evaluation_") else "training")
 
 
-def thin(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def downsample(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the first and last point of a curve, and the lowest and highest point of each bucket."""
     if len(y) <= 4 * BUCKETS:
         return x, y

@@ -174,8 +174,8 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
             with received.remembering_interrupts():
                 code = _run(command, output, received)
         if received.first is not None:
-            ending = Interrupted if received.first == signal.SIGINT else Preempted
-            raise ending(f"{combination.name} was stopped by {received.first.name}: the same command resumes it")
+            error = Interrupted if received.first == signal.SIGINT else Preempted
+            raise error(f"{combination.name} was stopped by {received.first.name}: the same command resumes it")
         outcome = {"status": _status_of(code, run), "seconds": round(time.monotonic() - begun, 1)}
         if outcome["status"] == "failed":
             outcome["reason"] = _last_error((run / OUTPUT_FILE).read_bytes()[printed:])

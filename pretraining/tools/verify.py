@@ -72,7 +72,7 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
     data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
     listing = list_datasets(data)
     file_count, size = sum(len(files.paths) for files in listing), sum(sum(files.sizes) for files in listing)
-    faults = _print_faults([] if config.datasets else _emptied_datasets(data, listing))
+    faults = _print_faults([] if config.datasets else _datasets_without_files(data, listing))
     for files in listing:
         faults_before = faults
         written, vocab_size, damaged = _read_record(files)
@@ -106,12 +106,12 @@ def _print_faults(faults: list[DataError]) -> int:
     return len(faults)
 
 
-def _emptied_datasets(data: DataConfig, listing: tuple[DatasetFiles, ...]) -> list[DataError]:
+def _datasets_without_files(data: DataConfig, listing: tuple[DatasetFiles, ...]) -> list[DataError]:
     """Return an error per prepared dataset without token files, which `list_datasets` skips."""
     assert data.data_path is not None
     prepared = {path.parent for path in Path(data.data_path).expanduser().absolute().glob(f"[!.]*/{MANIFEST_FILE}")}
-    emptied = sorted(prepared - {Path(files.folder) for files in listing})
-    return [DataError(f"has a {MANIFEST_FILE} but no token files", path=folder) for folder in emptied]
+    empty = sorted(prepared - {Path(files.folder) for files in listing})
+    return [DataError(f"has a {MANIFEST_FILE} but no token files", path=folder) for folder in empty]
 
 
 def _read_record(files: DatasetFiles) -> tuple[dict[str, TokenFile], int | None, list[DataError]]:

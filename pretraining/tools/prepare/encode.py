@@ -244,12 +244,12 @@ def cut(document: Document) -> Iterator[Document]:
 def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Batch], _Encoded]:
     """Return the function that encodes a batch."""
     if encoding.encoder is None:
-        return functools.partial(_take_ids, encoding)
+        return functools.partial(_convert_ids, encoding)
     assert encoding.tokenizer is not None
     by_library, encode = _text_encoders(work.path, encoding.tokenizer, encoding.encoder)
 
     def encode_batch(batch: _Batch) -> _Encoded:
-        texts = [_checked_kind(piece, str, encoding) for piece in batch.pieces]
+        texts = [_content_as(piece, str, encoding) for piece in batch.pieces]
         try:
             ids, lengths = encode(texts)
         except ValueError as error:
@@ -257,7 +257,7 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
                 f"fastokens cannot encode one of the {len(texts)} documents from here ({error}). {_WITHOUT_FASTOKENS}"
             ) from error
         ends = np.cumsum(lengths)
-        for index in _checked(texts, unit.number, batch.number) if encode is not by_library else ():
+        for index in _texts_to_check(texts, unit.number, batch.number) if encode is not by_library else ():
             if not np.array_equal(ids[ends[index] - lengths[index] : ends[index]], by_library([texts[index]])[0]):
                 raise batch.pieces[index].error(
                     f"fastokens {version('fastokens')} encodes this document differently from the reference, "
@@ -279,7 +279,7 @@ def _text_encoders(folder: Path, sha256: str, encoder: Encoder) -> tuple[TextEnc
     return reference, reference if encoder == "tokenizers" else text_encoder(tokenizer, encoder)
 
 
-def _checked(texts: Sequence[str], unit: int, number: int) -> list[int]:
+def _texts_to_check(texts: Sequence[str], unit: int, number: int) -> list[int]:
     """Return the indices of texts to check: the beginning of the unit, and a keyed sample."""
     hashes = hash64(derive_key(Purpose.CHECKED_TEXTS, unit), np.arange(number, number + len(texts)))
     is_checked = hashes % np.uint64(CHECKED_ONE_IN) == 0
@@ -289,12 +289,12 @@ def _checked(texts: Sequence[str], unit: int, number: int) -> list[int]:
     return [int(index) for index in np.flatnonzero(is_checked)]
 
 
-def _take_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
+def _convert_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
     """Return the token ids of a batch in the type of the files; raise a DataError for ids out of range."""
     tokens = []
     for piece in batch.pieces:
         # A column without values has no type.
-        ids = _checked_kind(piece, np.ndarray, encoding) if len(piece.content) else np.zeros(0, encoding.dtype)
+        ids = _content_as(piece, np.ndarray, encoding) if len(piece.content) else np.zeros(0, encoding.dtype)
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
             wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
             raise piece.error(
@@ -306,7 +306,7 @@ def _take_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
     return batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch))
 
 
-def _checked_kind(piece: Document, kind: type, encoding: Encoding) -> Any:
+def _content_as(piece: Document, kind: type, encoding: Encoding) -> Any:
     """Return the content of a piece; raise a DataError for text instead of ids, or ids instead of text."""
     if isinstance(piece.content, kind):
         return piece.content

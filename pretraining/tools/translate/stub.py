@@ -40,7 +40,7 @@ def _combine(translation: Translation) -> None:
         translation.skip(directory, "in front of the prefix")
 
 
-def _head(translation: Translation, key: str) -> None:
+def _head_dim(translation: Translation, key: str) -> None:
     width, heads = translation.number(f"{_MODEL}hidden_size"), translation.number(f"{_MODEL}num_attention_heads")
     if width and heads and translation.number(key) == width / heads:
         translation.set(key, "hidden_size / num_attention_heads, as here")
@@ -86,7 +86,7 @@ _RULES: dict[str, Rule] = {
     f"{_MODEL}hidden_act": not_a_llama("silu", "swish", reason="a Llama's activation is SiLU"),
     **each("attention_bias mlp_bias", rules.NO_BIAS, _MODEL),
     **each("attention_dropout hidden_dropout dropout", rules.NO_DROPOUT, _MODEL),
-    f"{_MODEL}head_dim": _head,
+    f"{_MODEL}head_dim": _head_dim,
     f"{_MODEL}pretraining_tp": not_a_llama("1", reason="matrices are whole here"),
     **each("rope_scaling.* rope_parameters.*", _rope, _MODEL),
     f"{_MODEL}initializer_range": rules.INITIAL_WEIGHTS,

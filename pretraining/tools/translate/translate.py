@@ -142,7 +142,7 @@ def _translate(
     translation = Translation(given, flags, accepts)
     translation.problems += problems
     if path is not None:
-        translation.fill_in(system.defaults(translation))
+        translation.add_defaults(system.defaults(translation))
     translation.apply_rules(system.combine, system.rules)
     translation.finish()
     return translation, used

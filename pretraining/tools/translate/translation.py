@@ -136,7 +136,7 @@ class Translation:
             raise ConfigError(f"{place}: must be a whole number, at least {smallest}")
         return None if number is None else int(number)
 
-    def fill_in(self, defaults: Mapping[str, str]) -> None:
+    def add_defaults(self, defaults: Mapping[str, str]) -> None:
         """Add the other system's defaults for keys that are not given."""
         self.values |= {key: Given(key, text, "", DEFAULT) for key, text in defaults.items() if key not in self}
 

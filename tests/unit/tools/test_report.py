@@ -15,7 +15,7 @@ from unit.tools.run_folders import event, training_report, write_lines, write_ru
 from pretraining.cli import main
 from pretraining.config.commands import PageConfig
 from pretraining.errors import ConfigError
-from pretraining.tools.report import PLOTS, render, report, thin
+from pretraining.tools.report import PLOTS, downsample, render, report
 from pretraining.tools.run_records import read_runs
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'pretraining[report]'")
@@ -72,9 +72,9 @@ def test_a_long_curve_keeps_its_spikes_and_the_page_stays_small(tmp_path: Path) 
     steps = np.arange(50_000.0)
     values = np.sin(steps / 999)
     values[[7, 31_007]] = 99.0, -99.0
-    x, y = thin(steps, values)
+    x, y = downsample(steps, values)
     assert len(x) <= 602 and x[0] == 0 and x[-1] == 49_999 and (y[x == 7], y[x == 31_007]) == (99.0, -99.0)
-    short = thin(steps[:9], values[:9])
+    short = downsample(steps[:9], values[:9])
     assert short[0].tolist() == steps[:9].tolist()
     write_run(tmp_path)
     write_lines(tmp_path / "logs" / "metrics.jsonl", (training_report(step) for step in range(1, 20_000)))
