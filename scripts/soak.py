@@ -259,7 +259,7 @@ class Soak:
         if self._flags.elastic:
             processes = self._random.randint(1, processes + 1)
             settings.append(f"sharding_strategy={self._random.choice(STRATEGIES)}")
-        kill = self._draw(processes) if self._kinds.total() < self._flags.kills else None
+        kill = self._draw_kill(processes) if self._kinds.total() < self._flags.kills else None
         job = self._start(run, processes, settings)
         try:
             is_hit = kill is not None and job.kill(kill, self._last_step)
@@ -280,8 +280,7 @@ class Soak:
                 raise Broken(f"{run} was asked to stop and saved step {newest_step(run)}, but it had reported more")
         return False
 
-    def _draw(self, processes: int) -> Kill:
-        """Return the next kill."""
+    def _draw_kill(self, processes: int) -> Kill:
         draw = self._random
         event = draw.choices(("start-up", "step", "save", "commit"), (2, 3, 4, 2))[0]
         # A save of a small model takes tens of milliseconds; renaming or removing a folder takes a few.

@@ -5,7 +5,7 @@ exits with 1; these hide the error of the worker. This script does the following
 
 - A worker exits with an error code: the worker printed its error, so the job exits with the same code and adds nothing.
 - A signal kills a worker: one line names signal, rank and machine; exit code 128 + number.
-- SIGTERM or SIGUSR1 arrives: the workers receive it and have unlimited time to save. Further signals are ignored. The
+- SIGTERM or SIGUSR1 arrives: the workers receive it and have unlimited time to save. Repeated signals are ignored. The
   exit code is that of the workers: 75 if the run is saved and can be resumed.
 - Ctrl-C: the same, with exit code 130; the second one makes the workers exit at once, the third one kills them.
 - Another signal arrives: the workers receive it and have 30 seconds; exit code 128 + number.
@@ -94,7 +94,7 @@ class Workers(SubprocessContext):
         super().start()
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
-        """Return the result if all workers exited; raise Stop if they stopped on request, so that none is restarted."""
+        """Return the result of exited workers; raise Stop if they stopped on request and must not be restarted."""
         result = super().wait(timeout, period)
         continues = self.are_elastic and not Path(os.environ[TIME_IS_OVER]).exists()
         if result is not None and not continues and are_saved(self.exit_codes()):

@@ -256,7 +256,6 @@ def _model_card(
 
 
 def _markdown_table(rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table; the first row is its head."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(_escape(str(cell)) for cell in cells)} |" for cells in lines)
 

@@ -102,7 +102,6 @@ def _are_token_ids(ids: Any) -> bool:
 
 
 def _license_of(card: Path) -> str | None:
-    """Return the license in the header of a model card; None if there is none."""
     try:
         _, header, _ = read_file(card).decode().split("---\n", 2)
         found = read_yaml(header).get("license")

@@ -248,7 +248,6 @@ def _length(config: PlanConfig, chosen: LayoutEstimate) -> dict[str, Any]:
 
 
 def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: LayoutEstimate) -> Iterator[str]:
-    """Yield the lines about one layout."""
     yield _heading(config, shape, cluster)
     yield f"layout      {_layout(chosen)}; {chosen.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"
     room = chosen.memory.total / chosen.memory_bytes
@@ -290,7 +289,6 @@ def _run(config: PlanConfig, chosen: LayoutEstimate) -> str:
 
 
 def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Sequence[LayoutEstimate]) -> Iterator[str]:
-    """Yield the lines of a search."""
     yield _heading(config, shape, cluster)
     size = plans[0].batch.global_batch_size
     yield f"batch       {size} sequences per step in all rows; set --global_batch_size to change it"

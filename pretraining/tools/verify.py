@@ -85,7 +85,7 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
         for report in check_files(files, load_format(files.file_type, data), written, vocab_size, threads):
             faults += _print_faults(report.faults)
             documents, tokens = documents + report.documents, tokens + report.tokens
-        vocabulary = f"all below {vocab_size:,}" if vocab_size else "vocabulary not checked: give --vocab_size"
+        vocabulary = f"all below {vocab_size:,}" if vocab_size else "vocabulary not checked: set --vocab_size"
         compared = bool(written) and all(entry.crc32 for entry in written.values())
         checksums = f"checksums as in {MANIFEST_FILE}" if compared else f"no checksums in a {MANIFEST_FILE}"
         if faults == faults_before:

@@ -153,7 +153,6 @@ def run_part(part: str, tasks: Sequence[Task], output: Path, preflight: str = PR
 
 
 def _run(task: Task, log: Path, results: Path) -> tuple[Outcome, str]:
-    """Run a command; return its outcome and its output."""
     # Output goes to a file, because a process left behind by a killed command would keep a pipe open.
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(ROOT / "build" / "inductor"),  # commands share compiled code

@@ -242,7 +242,6 @@ def cut(document: Document) -> Iterator[Document]:
 
 
 def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Batch], _Encoded]:
-    """Return the function that encodes a batch."""
     if encoding.encoder is None:
         return functools.partial(_convert_ids, encoding)
     assert encoding.tokenizer is not None

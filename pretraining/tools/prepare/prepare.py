@@ -182,7 +182,6 @@ class _Job:
         return encoder
 
     def _encoding(self, encoder: Literal["auto"] | Encoder) -> Encoding:
-        """Return the encoding of all units."""
         tokenizer, is_text = self.tokenizer, self.found.token_type is None
         vocabulary = tokenizer.vocab_size if tokenizer else self.config.vocab_size
         if vocabulary is None:  # unknown until all is read, so the type of the input gives the width

@@ -209,7 +209,7 @@ def _dataset(translation: Translation, key: str) -> None:
         return
     tokenizer, size = translation.text("tokenizer_path"), translation.text("vocab_size")
     settings = {"data_path": _ROOT, "datasets": _name_of_dataset(text)}
-    if tokenizer is None:  # one is trained
+    if tokenizer is None:  # prepare trains one
         settings |= {"tokenizer_path": _ROOT, "sep_token": "0"}
     is_path = text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
     flags = {

@@ -42,7 +42,7 @@ def skip(reason: str) -> Rule:
 
 
 def combined(translation: Translation, key: str) -> None:
-    """Refuse a key that `combine` resolves together with others, but that has no meaning beside the given ones."""
+    """Refuse a key that `combine` handles together with others, and that has no meaning beside the given ones."""
     if not translation.problems:
         translation.refuse(key, "it has no meaning beside the other settings: delete it")
 

@@ -54,7 +54,6 @@ def _counts_tokens(translation: Translation) -> bool:
 
 
 def _defaults(translation: Translation) -> Mapping[str, str]:
-    """Return the defaults of `train.py`."""
     found = dict(_OF_TOKENS if _counts_tokens(translation) else _OF_STEPS)
     if _counts_tokens(translation):
         has_schedule = "warmup_tokens" in translation or "stable_tokens" in translation

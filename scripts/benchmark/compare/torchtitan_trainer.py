@@ -147,7 +147,6 @@ def _job(config: TrainConfig) -> JobConfig:
 
 
 def _set_weights(trainer: Trainer, config: TrainConfig) -> None:
-    """Load the project's initial weights."""
     state = Llama3StateDictAdapter(trainer.model_args, None).from_hf(initial_model(config).state_dict())
     [model] = trainer.model_parts
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))

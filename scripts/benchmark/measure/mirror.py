@@ -109,7 +109,7 @@ def _measure_rate(config: TrainConfig, rounds: int, steps: int, size: int) -> No
 
 
 class _Turns:
-    """Turns with copies, each until a copy is done, and turns of the same number of steps without copies.
+    """Turns with copies, each until its last copy is done, and turns of the same number of steps without copies.
 
     The first turn of each kind is a warm-up.
 
