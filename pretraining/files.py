@@ -208,6 +208,15 @@ def read_json(path: Path) -> Any:
     return parse_json(read_file(path, LARGEST_JSON_BYTES))
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file is missing or damaged, or holds something else."""
+    try:
+        document = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def parse_json(content: str | bytes, **hooks: Any) -> Any:
     """Parse JSON that may come from anywhere.
 

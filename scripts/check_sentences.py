@@ -2,10 +2,10 @@
 
     python scripts/check_sentences.py [FILE ...]     # without files: README.md, CONTRIBUTING.md, docs/ and pretraining/
 
-The script flags a sentence that has more than 35 words, that begins with "Of", "What", "Who" or "Where", that says "a
-row a document" for "a row per document", or that contains one of a few phrases which plain English avoids. Headings and
-code blocks are left out, code inside a sentence counts as one word, and a cell of a table is read like a paragraph. In
-Python files, the script reads docstrings, comments and texts of four words and more.
+The script flags a sentence that has more than 35 words, or that begins with "Of", "What", "Who" or "Where". It also
+flags a few phrases that plain English avoids, such as "a row a document" for "a row per document". It skips headings
+and code blocks. Code inside a sentence counts as one word, and a cell of a table is read like a paragraph. In Python
+files, the script reads docstrings, comments and texts of four words and more.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def sentences(markdown: str) -> Iterator[str]:
 
 
 def texts(python: str) -> Iterator[str]:
-    """Yield what a Python file says to people: its docstrings, comments and longer texts, as Markdown."""
+    """Yield the docstrings, comments and longer texts of a Python file, as Markdown."""
     tree = ast.parse(python)
     documented = set()
     for node in ast.walk(tree):
@@ -79,7 +79,7 @@ def texts(python: str) -> Iterator[str]:
 
 
 def problem(sentence: str) -> str | None:
-    """Return what is wrong with a sentence, if anything is."""
+    """Return the problem of a sentence; None if it has none."""
     words = len(_WORD.findall(sentence.replace("`", "code")))
     if words > MOST_WORDS:
         return f"{words} words"
@@ -93,7 +93,7 @@ def problem(sentence: str) -> str | None:
 
 
 def main() -> None:
-    """Print each flagged sentence and how long sentences are; exit with 1 if one was flagged."""
+    """Print each flagged sentence; exit with 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -1,9 +1,9 @@
-"""Counts files, lines of code and docstrings of the package.
+"""Count files, lines of code and docstrings of the package.
 
-    python scripts/count_code.py            a line a part
-    python scripts/count_code.py --files    a line a file
+    python scripts/count_code.py            a line per part
+    python scripts/count_code.py --files    a line per file
 
-A line of code is neither blank, nor a comment, nor part of a docstring; ruff formats the code, so the number does not
+A line of code is neither blank, nor a comment, nor part of a docstring. ruff formats the code, so the number does not
 depend on taste.
 """
 
@@ -23,7 +23,7 @@ READING_PATH = re.compile(r"^\| \[`(pretraining/[\w/]+\.py)`\]\([\w/.]+\) \| (\d
 
 @dataclass(frozen=True)
 class Count:
-    """Lines of a file: of code, and of docstrings."""
+    """Lines of code and lines of docstrings in a file."""
 
     code: int
     docstrings: int
@@ -43,13 +43,13 @@ def count(path: Path) -> Count:
 
 
 def reading_path(readme: str) -> dict[str, int]:
-    """Return the files of the README's reading path, in order, with the lines of code that it says."""
+    """Return the files of the README's reading path, in order, with their lines of code according to the README."""
     return {path: int(lines) for path, lines in READING_PATH.findall(readme)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", action="store_true", help="a line a file in place of a line a part")
+    parser.add_argument("--files", action="store_true", help="print a line per file instead of a line per part")
     by_file = parser.parse_args().files
     parts: dict[str, list[Count]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):

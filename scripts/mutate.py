@@ -1,12 +1,11 @@
-"""Changes the core in small ways, one at a time, and says which changes the tests of the changed part catch.
+"""Mutation test: make small changes to the core, one at a time, and report which of them the tests catch.
 
     python scripts/mutate.py                          60 changes, ten in each part; some minutes per part
     python scripts/mutate.py --parts=optim,train --each=5 --seed=2
     python scripts/mutate.py --list                   the changes, without running a test
 
-A change flips a comparison, drops a statement, or changes a constant. A seed draws them from the code as it is, so the
-same code and seed give the same changes. A failing test catches a change, or one that runs out of time.
-The work is done in a copy of the repository's files, so edits meanwhile do no harm.
+A change flips a comparison, drops a statement, or changes a constant. The same code and seed give the same changes. A
+change is caught if a test of its part fails or times out. The script works in a copy of the repository.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ FLIPPED: dict[type[ast.cmpop], str] = {
 
 @dataclass(frozen=True)
 class Change:
-    """Text of a file from `begin` to `end`, and what stands there instead."""
+    """A replacement of the text of a file from `begin` to `end`."""
 
     path: Path
     line: int
@@ -51,7 +50,7 @@ class Change:
 
 
 def changes_of(path: Path, root: Path = ROOT) -> list[Change]:
-    """Return every change that could be made in a file, in the order of the lines."""
+    """Return all possible changes of a file, in the order of the lines."""
     text = (root / path).read_bytes()
     starts = [0]
     for line in text.splitlines(keepends=True):
@@ -63,7 +62,7 @@ def changes_of(path: Path, root: Path = ROOT) -> list[Change]:
         return Change(path, node.lineno, begin, end, new)
 
     found = []
-    for node in _of_interest(ast.parse(text)):
+    for node in _mutable_nodes(ast.parse(text)):
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
             found.append(change(node, f"({left} {FLIPPED[type(node.ops[0])]} {right})"))
@@ -78,8 +77,8 @@ def changes_of(path: Path, root: Path = ROOT) -> list[Change]:
     return found
 
 
-def _of_interest(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk the nodes whose change should change what a program does: no types, decorators, messages or f-strings."""
+def _mutable_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that affect behavior: no types, decorators, messages or f-strings."""
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
@@ -87,7 +86,7 @@ def _of_interest(node: ast.AST) -> Iterator[ast.AST]:
         for child in value if isinstance(value, list) else [value]:
             is_message = isinstance(child, ast.Expr) and ast.unparse(child).startswith(("log.", "yield"))
             if isinstance(child, ast.AST) and not is_message and not isinstance(child, ast.JoinedStr):
-                yield from _of_interest(child)
+                yield from _mutable_nodes(child)
 
 
 def draw(parts: Sequence[str], each: int, seed: int) -> dict[str, list[Change]]:
@@ -101,7 +100,7 @@ def draw(parts: Sequence[str], each: int, seed: int) -> dict[str, list[Change]]:
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy the files of the repository that git knows."""
+    """Copy the files that git tracks."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.splitlines():
         if (ROOT / name).is_file():
@@ -110,7 +109,7 @@ def copy_repository(folder: Path) -> None:
 
 
 def is_caught(folder: Path, part: str, workers: str) -> bool:
-    """Run the tests of a part until the first fails."""
+    """Run the tests of a part until the first failure; return whether there was one."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", workers]
     try:
         done = subprocess.run(
@@ -127,7 +126,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="comma list (default %(default)s)")
     parser.add_argument("--each", type=int, default=10, help="changes in each part (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", default="2", help="of pytest (default %(default)s)")
+    parser.add_argument("--workers", default="2", help="processes of pytest (default %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the changes and run no test")
     flags = parser.parse_args()
     drawn = draw(flags.parts.split(","), flags.each, flags.seed)

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/configurations.md from the dataclasses of the settings.
+"""Generate the tables of docs/configurations.md from the dataclasses of the settings.
 
     python scripts/settings_page.py
 
@@ -26,12 +26,12 @@ SHORT = {
     **{"whole number": "integer", "true or false": "boolean", ", at least": " ≥", ", at most": ", ≤", ", below": ", <"},
     **{f" or {unit}": f", {unit}" for unit in ("tokens", "epochs", "seconds", "percent")},
 }
-"""What the table of values writes in place of the words of `--help`."""
+"""Short forms for the table of values, by words of `--help`."""
 MARK = "<!-- From here on made by `python scripts/settings_page.py`. -->\n"
 
 
 def with_new_tables(page: str) -> str:
-    """Return docs/configurations.md with what follows its mark made again; the text above it is written by hand."""
+    """Return docs/configurations.md with new text after its mark."""
     text, mark, _ = page.partition(MARK)
     return "\n".join([text + mark, *_settings_tables(), *_variants_table(), *_aliases_table(), ""])
 
@@ -42,13 +42,13 @@ def _settings_tables() -> Iterator[str]:
         yield f"\n### {section}\n\n{subject}\n"
         yield "| setting | values [default] | meaning |\n|---|---|---|"
         for setting in members:
-            meaning = setting.help.replace("<", "&lt;")  # a placeholder, which Markdown would take for an element
+            meaning = setting.help.replace("<", "&lt;")  # Markdown would read a placeholder as HTML
             cells = (f"`{setting.name}`", f"{_values(setting)} [`{describe_default(setting)}`]", meaning)
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _values(setting: Setting) -> str:
-    """Return what may be given, without none where the default tells it."""
+    """Return the allowed values, without "none" if it is the default."""
     text = describe_type(setting)
     if setting.choices and all(choice in setting.help for choice in setting.choices):
         text = "see meaning"
@@ -87,7 +87,7 @@ def _dimensions(shape: LlamaShape) -> Iterator[str]:
 
 
 def _aliases_table() -> Iterator[str]:
-    """Tabulate names and values that are understood besides the canonical ones."""
+    """Yield the table of names and values that are accepted besides the canonical ones."""
     yield "\n## Other names\n\n| written | means |\n|---|---|"
     yield f"| `{RECIPE_NAMES[1]}` | {RECIPE_NAMES[0]} |"
     for name, alias in ALIASES.items():

@@ -1,12 +1,10 @@
-"""What the site of docs/ has besides docs/: pages of the repository's top level, and links that leave docs/.
+"""A hook of mkdocs (mkdocs.yml): top-level pages of the repository, and links that leave docs/.
 
     README.md, CONTRIBUTING.md, CHANGELOG.md --> pages of the site
     a link to one of them, or to a page      --> that page
-    a link to another file                   --> the file in the repository, where `repo_url` says where that is; else
-                                                 only its text
+    a link to another file                   --> the file in the repository at `repo_url`; without it, only the text
 
-So links are written as the repository's own page view wants them. A hook of mkdocs (mkdocs.yml), which calls the `on_…`
-functions.
+Links are written for the page view of the repository. mkdocs calls the `on_…` functions.
 """
 
 from __future__ import annotations
@@ -25,23 +23,23 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = "docs/"
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
-"""Files of the top level, and the pages that they are."""
+"""Pages of the site, by top-level file."""
 
 STYLE = """\
 .md-grid { max-width: 72rem }
 .md-typeset thead:not(:has(th:not(:empty))) { display: none }
 """
-"""Room for tables, and none for headings that are empty; `extra_css` in mkdocs.yml names it."""
+"""Wide tables without empty headings; `extra_css` in mkdocs.yml names this file."""
 
 LINK = re.compile(
-    r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]"  # pictures stay
+    r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]"  # not pictures
     r"\((?!https?://|mailto:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
 )
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
-    """Add the pages of the top level, and the style."""
+    """Add the top-level pages and the style."""
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "site.css", content=STYLE))
@@ -57,13 +55,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     path = page.file.src_uri
     source = next((file for file, made in PAGES.items() if made == path), DOCS + path)
     try:
-        return outside_of_code(markdown, lambda piece: site_links(piece, source, config.repo_url or ""))
+        return map_outside_code(markdown, lambda piece: site_links(piece, source, config.repo_url or ""))
     except LookupError as error:
         raise PluginError(str(error)) from error
 
 
-def outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
-    """Change what stands outside of blocks of code."""
+def map_outside_code(markdown: str, change: Callable[[str], str]) -> str:
+    """Apply a function to the text outside of code blocks."""
     pieces, begin = [], 0
     for block in CODE.finditer(markdown):
         pieces += [change(markdown[begin : block.start()]), block[0]]
@@ -75,17 +73,17 @@ def site_links(markdown: str, source: str, repository: str) -> str:
     """Turn links of the repository's page view into links of the site.
 
     Args:
-        source: the file that they stand in, from the repository's root.
-        repository: its address; "" = not known.
+        source: file with the links, relative to the root of the repository.
+        repository: address of the repository; "" = unknown.
 
     Raises:
-        LookupError: a link leads nowhere.
+        LookupError: the target of a link does not exist.
     """
 
     def turn(link: re.Match[str]) -> str:
         target = os.path.normpath(PurePosixPath(source).parent / link["path"])
         if not (ROOT / target).exists():
-            raise LookupError(f"{source} links to {link['path']}, and there is no {target} in the repository")
+            raise LookupError(f"{source} links to {link['path']}, but the repository has no {target}")
         page, anchor = page_of(target), link["anchor"] or ""
         if page is not None:
             folder = PurePosixPath(page_of(source) or "").parent
@@ -97,5 +95,5 @@ def site_links(markdown: str, source: str, repository: str) -> str:
 
 
 def page_of(path: str) -> str | None:
-    """Return the page, or the file, of the site that a file of the repository is; None where it is none."""
+    """Return the path on the site of a file of the repository; None if the site does not have the file."""
     return PAGES.get(path) or (path.removeprefix(DOCS) if path.startswith(DOCS) else None)

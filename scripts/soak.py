@@ -1,20 +1,20 @@
-"""Kill a training run at random moments, again and again, and compare its end with that of an uninterrupted run.
+"""Kill a training run at random moments, and compare its result with that of an uninterrupted run.
 
     python -m scripts.soak                                        # 200 kills, 2 processes, a tiny model on the CPU
-    python -m scripts.soak --kills=1000 --folder=/shared/scratch  # on the file system that is to be trusted
-    python -m scripts.soak --elastic                              # other processes, another strategy at each start
+    python -m scripts.soak --kills=1000 --folder=/shared/scratch  # on the file system of your runs
+    python -m scripts.soak --elastic                              # new process count and strategy at each start
 
-    reference  a run to its end, twice: equal, or nothing below would mean anything
-    killed     start -> kill -> check its checkpoints -> start again -> ... -> the end -> compare; a new run, until N
+    reference  two complete runs, which must be equal
+    killed     start -> kill -> check checkpoints -> start again -> ... -> finish -> compare; repeated until N kills
 
-A kill is SIGKILL to a rank, SIGKILL to all or SIGTERM to a rank, in start-up, at a step, or a moment after a save began
-or was committed. After each kill, every committed checkpoint must be sound, and the newest no older than before. At the
-end checkpoints must be equal bit for bit, and every loss be there once and the same; what the clock or the machine
-decides may differ. Runs with asynchronous saves and without come in turn. Any other --name=value is a setting of
-training; on GPUs add --deterministic.
+A kill is SIGKILL to a rank, SIGKILL to all or SIGTERM to a rank. It happens in start-up, at a step, or soon after a
+save began or was committed. After each kill, every committed checkpoint must be sound, and the newest may not be older
+than before. At the end, checkpoints must be equal bit for bit, and metrics.jsonl must hold each report once, with equal
+losses. Times and machine data may differ. Runs alternate between asynchronous and synchronous saves. Any other
+--name=value is a setting of training; on GPUs add --deterministic.
 
-A kill takes some 2 seconds on two cores. Exit code 0: all was equal. Otherwise the script says what was not, and keeps
-the folders, with the output of each start.
+A kill takes about 2 seconds on two cores. The exit code is 0 if everything was equal. Otherwise the script prints the
+differences, and keeps the folders with the output of each start.
 """
 
 from __future__ import annotations
@@ -58,32 +58,32 @@ RUN = (
 )
 KINDS = ("SIGKILL to a rank", "SIGKILL to all", "SIGTERM to a rank")
 STRATEGIES = ("fsdp", "ddp", "zero2")
-PREEMPTED = 75  # the exit code of a run that has saved because it was told to stop
+PREEMPTED = 75  # exit code of a run that saved and stopped on request
 POLL_SECONDS = 0.001
 STEP_NAME = re.compile(r"step_(\d+)_ckp")
 REPORTED_STEP = re.compile(r"^step (\d+)/", re.MULTILINE)
 
 IN_MANIFESTS = ("step", "tokens_seen", "loss", "evaluation_loss", "best_evaluation_loss", "data", "state")
 IN_METRICS = ("tokens_seen", "loss", "learning_rate", "grad_norm", "skipped_updates", "evaluation_loss")
-# Where the layout changes, sums are taken in another order: a few 1e-7 after 40 steps in float32.
+# Another layout sums in another order, which changes losses by a few 1e-7 after 40 steps in float32.
 LOSS_TOLERANCE = 1e-5
 TENSOR_TOLERANCE = 1e-4
 
 
 class Broken(Exception):
-    """A promise was broken; the message says which, and where to look."""
+    """A check failed; the message names the check and the place."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill to come.
+    """A planned kill.
 
     Attributes:
         kind: one of `KINDS`.
-        rank: that is hit, unless all are.
-        event: what it waits for: "start-up", a "step" that is reported, a "save" that begins, a "commit".
-        count: how many of them in this start.
-        delay_seconds: from then on.
+        rank: rank to kill, unless all are killed.
+        event: event to wait for: "start-up", a reported "step", the begin of a "save", a "commit".
+        count: number of events to wait for in this start.
+        delay_seconds: delay after the event.
     """
 
     kind: str
@@ -94,15 +94,15 @@ class Kill:
 
 
 class Job:
-    """The processes of one start; end them with `close`.
+    """The processes of one start; `close` kills them.
 
-    The processes are forked from one that has imported everything, so a start takes half a second.
+    The processes are forked from one with all imports done, so a start takes half a second.
 
     Args:
         run: folder of the run.
-        logs: a file for each process's output.
-        settings: of training, `name=value`.
-        limit_seconds: a job that takes longer hangs, and is killed.
+        logs: output file per process.
+        settings: settings of training, `name=value`.
+        limit_seconds: time after which a job counts as hanging and is killed.
     """
 
     def __init__(self, run: Path, logs: list[Path], settings: list[str], limit_seconds: float = math.inf) -> None:
@@ -110,7 +110,7 @@ class Job:
         self._run, self._log = run, logs[0]
         self._checkpoints_before = set(self._checkpoint_names())
         context = multiprocessing.get_context("forkserver")
-        # The last one is imported at some later point of every run, and takes longer than all the rest.
+        # Every run imports the last module later, and it takes longer than all others.
         context.set_forkserver_preload([__name__, "pretraining.train.run", "pyarrow", "torch._dynamo"])
         port = free_port()
         self._processes: list[BaseProcess] = [
@@ -121,11 +121,11 @@ class Job:
             process.start()
 
     def reported_steps(self) -> list[int]:
-        """Return the steps that this start has reported."""
+        """Return the steps that this start reported."""
         return [int(step) for step in REPORTED_STEP.findall(self._log.read_text() if self._log.exists() else "")]
 
     def wait_for(self, happened: Callable[[], bool]) -> bool:
-        """Wait until something has happened; return False if the processes end before, or hang."""
+        """Wait for an event; return False if the processes stop earlier or hang."""
         while any(process.is_alive() for process in self._processes) and time.monotonic() < self._limit:
             if happened():
                 return True
@@ -133,7 +133,7 @@ class Job:
         return False
 
     def kill(self, kill: Kill, last_step: int) -> bool:
-        """Wait for the kill's moment; return whether there was anybody left to hit."""
+        """Wait for the event, then kill; return whether any process was still running."""
         if not self.wait_for(lambda: self._has_happened(kill, last_step)):
             return False
         time.sleep(kill.delay_seconds)
@@ -147,7 +147,7 @@ class Job:
         return True
 
     def await_end(self, patience_seconds: float = math.inf) -> list[int]:
-        """Return exit codes; a process that does not end within that time is killed."""
+        """Wait for the processes and return their exit codes; kill those that run longer than `patience_seconds`."""
         deadline = min(time.monotonic() + patience_seconds, self._limit)
         for process in self._processes:
             process.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
@@ -155,13 +155,13 @@ class Job:
         return [process.exitcode or 0 for process in self._processes]
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """Kill all processes."""
         for process in self._processes:
             process.kill()
             process.join()
 
     def _has_happened(self, kill: Kill, last_step: int) -> bool:
-        """Return whether a kill's event is over; after the save of the last step none is to come."""
+        """Return whether a kill's event has happened, or can no longer happen after the save of the last step."""
         if kill.event == "start-up":
             return True
         if kill.event == "step":
@@ -171,21 +171,21 @@ class Job:
         return len(steps) >= kill.count or last_step in steps
 
     def _checkpoint_names(self) -> list[tuple[str, int]]:
-        """Return the names in the folder of checkpoints, unfinished ones included, with their steps."""
+        """Return names and steps of all checkpoints, also of unfinished ones."""
         folder = self._run / CHECKPOINTS
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         return [(name, int(match[1])) for name in names if (match := STEP_NAME.match(name))]
 
 
 def _train(rank: int, world_size: int, port: int, log: Path, settings: list[str]) -> None:
-    """Run a process of the job, as a launcher would start it."""
+    """Run a process of the job, with the environment that a launcher sets."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that kills
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     from pretraining.cli import main
 
     torch.set_num_threads(1)
@@ -193,7 +193,7 @@ def _train(rank: int, world_size: int, port: int, log: Path, settings: list[str]
 
 
 class Soak:
-    """A reference, runs that are killed, and what was counted."""
+    """A reference run, runs that are killed, and counts of both."""
 
     def __init__(self, flags: argparse.Namespace, settings: list[str], root: Path) -> None:
         self._flags, self._settings, self._root = flags, settings, root
@@ -206,15 +206,15 @@ class Soak:
         self._preempted = 0
 
     def run(self) -> None:
-        """Make the reference, then kill runs until the number is reached.
+        """Train the reference, then kill runs until the number of kills is reached.
 
         Raises:
-            Broken: a promise was broken.
+            Broken: a check failed.
         """
         write_dataset(self._root / "data" / "documents")
         reference, again = self._root / "reference", self._root / "again"
         self._run_reference(reference, asynchronous=False)
-        self._run_reference(again, asynchronous=True)  # everything is imported now: times are what they will be
+        self._run_reference(again, asynchronous=True)  # all imports are done, so its times are those of later starts
         self._compare(reference, again)
         seconds = f"{self._start_up_seconds:.1f} s to the first"
         print(f"reference: {self._last_step} steps, {seconds}; twice, equal", flush=True)
@@ -227,14 +227,14 @@ class Soak:
             print(self.summary(), flush=True)
 
     def summary(self) -> str:
-        """Return what was done, in a line."""
+        """Return a line with the counts."""
         seconds = time.monotonic() - self._began
-        done = f"{self._kinds.total()} kills in {self._starts} starts; {self._runs} runs ended equal, {seconds:.0f} s"
+        done = f"{self._kinds.total()} kills in {self._starts} starts; {self._runs} runs were equal, {seconds:.0f} s"
         kinds = ", ".join(f"{kind} {count}" for kind, count in self._kinds.most_common())
-        return f"{done}; {kinds}; {self._preempted} saved and ended with {PREEMPTED}"
+        return f"{done}; {kinds}; {self._preempted} saved and exited with {PREEMPTED}"
 
     def _run_reference(self, run: Path, asynchronous: bool) -> None:
-        """Train without a kill, and measure how long things take."""
+        """Train without a kill, and measure the time of start-up and of a step."""
         began = time.monotonic()
         job = self._start(run, self._flags.processes, [f"async_save={asynchronous}"])
         try:
@@ -244,22 +244,22 @@ class Soak:
         finally:
             job.close()
         if any(codes):
-            raise Broken(f"{run}, which nothing was done to, ended with {codes}: see {run / 'starts'}")
+            raise Broken(f"{run}, which was not killed, exited with {codes}: see {run / 'starts'}")
         self._limit_seconds = 120 + 20 * (time.monotonic() - began)
         self._last_step = newest_step(run)
         self._step_seconds = (time.monotonic() - began - self._start_up_seconds) / self._last_step
 
     def _start_and_kill(self, run: Path, asynchronous: bool) -> bool:
-        """Start a run, kill it if kills are left, check its checkpoints; return whether it came to its end.
+        """Start a run, kill it if kills are left, check its checkpoints; return whether the run finished.
 
         Raises:
-            Broken: the run failed by itself, was told to stop and lost a step, or its checkpoints are not sound.
+            Broken: the run failed by itself, lost a step although it was asked to stop, or has a bad checkpoint.
         """
         before, processes, settings = newest_step(run), self._flags.processes, [f"async_save={asynchronous}"]
         if self._flags.elastic:
             processes = self._random.randint(1, processes + 1)
             settings.append(f"sharding_strategy={self._random.choice(STRATEGIES)}")
-        kill = self._draw(processes) if self._kinds.total() < self._flags.kills else None
+        kill = self._draw_kill(processes) if self._kinds.total() < self._flags.kills else None
         job = self._start(run, processes, settings)
         try:
             is_hit = kill is not None and job.kill(kill, self._last_step)
@@ -268,7 +268,7 @@ class Soak:
             job.close()
         check_checkpoints(run, before)
         if not any(codes):
-            return True  # a kill that came was too late
+            return True  # a kill was too late
         if kill is None or not is_hit:
             raise Broken(
                 f"start {self._starts} of {run} failed by itself, with {codes} (-9: it hung): see {run / 'starts'}"
@@ -277,14 +277,13 @@ class Soak:
         if PREEMPTED in codes:
             self._preempted += 1
             if newest_step(run) < max(job.reported_steps(), default=0):
-                raise Broken(f"{run} was told to stop and saved step {newest_step(run)}, though it had reported more")
+                raise Broken(f"{run} was asked to stop and saved step {newest_step(run)}, but it had reported more")
         return False
 
-    def _draw(self, processes: int) -> Kill:
-        """Return the next kill."""
+    def _draw_kill(self, processes: int) -> Kill:
         draw = self._random
         event = draw.choices(("start-up", "step", "save", "commit"), (2, 3, 4, 2))[0]
-        # A save of a small model takes tens of milliseconds; to rename a folder, or remove one, takes a few.
+        # A save of a small model takes tens of milliseconds; renaming or removing a folder takes a few.
         delay_seconds = {
             "start-up": draw.uniform(0, self._start_up_seconds),
             "step": draw.uniform(0, 2 * self._step_seconds),
@@ -298,13 +297,13 @@ class Soak:
         self._starts += 1
         logs = run / "starts"
         logs.mkdir(parents=True, exist_ok=True)
-        # Each run makes its own index: a kill may come then, too.
+        # Each run builds its own index, so that a kill may interrupt this, too.
         places = [f"data_path={self._root / 'data'}", f"ckpt_save_path={run}", f"index_path={run / 'index'}"]
         names = [logs / f"{self._starts}-rank-{rank}.log" for rank in range(processes)]
         return Job(run, names, [*RUN, *settings, *self._settings, *places], self._limit_seconds)
 
     def _compare(self, reference: Path, run: Path) -> None:
-        """Check that two runs are equal, and remove the second."""
+        """Check that two runs are equal, and delete the second."""
         if faults := differences(reference, run, exact=not self._flags.elastic):
             raise Broken(f"{run} differs from {reference} in {len(faults)} ways:\n  " + "\n  ".join(faults[:20]))
         shutil.rmtree(run)
@@ -316,16 +315,12 @@ def newest_step(run: Path) -> int:
 
 
 def check_checkpoints(run: Path, before: int) -> None:
-    """Check that every committed checkpoint of a run is sound, and the newest no older than step `before`.
-
-    Raises:
-        Broken: one is not.
-    """
+    """Raise Broken unless all committed checkpoints are sound and the newest is not older than step `before`."""
     paths = [each.path for each in committed_checkpoints(run)]
     faults = [fault for path in paths for fault in faults_of(path)]
     best = run / CHECKPOINTS / BEST
     if best.is_symlink() and not (best.is_dir() and best.resolve().name in {path.name for path in paths}):
-        faults.append(f"{best} leads to {best.readlink()}, which is no checkpoint")
+        faults.append(f"{best} points to {best.readlink()}, which is no checkpoint")
     if newest_step(run) < before:
         faults.append(f"the newest checkpoint of {run} was of step {before}, and is now of {newest_step(run)}")
     if faults:
@@ -333,29 +328,27 @@ def check_checkpoints(run: Path, before: int) -> None:
 
 
 def differences(reference: Path, run: Path, exact: bool = True) -> list[str]:
-    """Return what is different at the end of two runs, a line per difference.
+    """Return a line per difference between two finished runs.
 
     Args:
-        reference: folder of a run.
-        run: folder of the other.
-        exact: tensors and losses have to be equal bit for bit; otherwise to rounding, and all the rest exactly.
+        exact: compare tensors and losses bit for bit; otherwise up to rounding. The rest is always compared exactly.
     """
     theirs, ours = ({each.step: each.path for each in committed_checkpoints(folder)} for folder in (reference, run))
     if max(theirs) not in ours:
         return [f"there is no checkpoint of the last step, {max(theirs)}"]
-    faults = [f"checkpoints of {sorted(ours)} in place of {sorted(theirs)}"] if len(ours) > len(theirs) else []
+    faults = [f"checkpoints of {sorted(ours)} instead of {sorted(theirs)}"] if len(ours) > len(theirs) else []
     both = theirs.keys() & ours.keys()
     expected = _facts(reference, {step: theirs[step] for step in both}, exact)
     found = _facts(run, {step: ours[step] for step in both}, exact)
     for what in sorted(expected.keys() | found.keys()):
         value, other = expected.get(what), found.get(what)
         if not _is_same(what, value, other, exact):
-            faults.append(what if isinstance(value, torch.Tensor) else f"{what}: {other} in place of {value}")
+            faults.append(what if isinstance(value, torch.Tensor) else f"{what}: {other} instead of {value}")
     return faults
 
 
 def _facts(run: Path, checkpoints: dict[int, Path], exact: bool) -> dict[str, Any]:
-    """Return every value of a run that neither the clock nor the machine decides, by what it is."""
+    """Return every value of a run that does not depend on time or machine, by its description."""
     facts: dict[str, Any] = {"the best": (run / CHECKPOINTS / BEST).resolve().name} if exact else {}
     lines: Counter[str] = Counter()
     for text in (run / "logs" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -386,7 +379,7 @@ def _is_same(what: str, value: Any, other: Any, exact: bool) -> bool:
 
 
 def write_dataset(folder: Path, documents: int = 2000) -> None:
-    """Write documents whose next token mostly follows from the last one: something to learn."""
+    """Write documents whose next token mostly follows from the last one, so that a model can learn."""
     generator = np.random.default_rng(0)
     folder.mkdir(parents=True)
     rows = []
@@ -400,19 +393,19 @@ def write_dataset(folder: Path, documents: int = 2000) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Kill a training run at random and compare.", allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=200, help="how many (default 200)")
-    parser.add_argument("--processes", type=int, default=2, help="of the run (default 2)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to make a folder for the runs")
-    parser.add_argument("--patience", type=float, default=10, help="seconds for peers of a killed rank to notice")
-    parser.add_argument("--elastic", action="store_true", help="change processes and strategy at each start")
+    parser.add_argument("--kills", type=int, default=200, help="number of kills (default 200)")
+    parser.add_argument("--processes", type=int, default=2, help="processes of a run (default 2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random kills (default 0)")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="parent of the folder for the runs")
+    parser.add_argument("--patience", type=float, default=10, help="seconds in which peers must notice a killed rank")
+    parser.add_argument("--elastic", action="store_true", help="change process count and strategy at each start")
     flags, settings = parser.parse_known_args(arguments)
     root = Path(tempfile.mkdtemp(prefix="soak-", dir=flags.folder))
     soak = Soak(flags, [setting.lstrip("-") for setting in settings], root)
     try:
         soak.run()
     except Broken as broken:
-        sys.exit(f"{soak.summary()}\nBROKEN: {broken}\nThe runs, and what each start printed, are kept in {root}")
+        sys.exit(f"{soak.summary()}\nBROKEN: {broken}\nThe runs and the output of each start are kept in {root}")
     print(soak.summary())
     shutil.rmtree(root)
 

@@ -1,10 +1,10 @@
-"""Write an export as one GGUF file, for llama.cpp and what is built on it (needs `pip install gguf safetensors`).
+"""Convert an export to a GGUF file for llama.cpp (needs `pip install gguf safetensors`).
 
     pretrain export runs/mine --output_path=exported --dtype=float32
     python scripts/to_gguf.py exported mine.gguf
 
-llama.cpp has a converter of its own, which knows tokenizers by name. A tokenizer that was trained here has none, so
-this one says by itself how text is split. Weights keep their dtype; llama.cpp's `llama-quantize` makes them smaller.
+llama.cpp's own converter identifies tokenizers by name. A tokenizer trained here has no name, so this script writes how
+it splits text. Weights keep their dtype; llama.cpp's `llama-quantize` makes them smaller.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pretraining.files import read_json
 from pretraining.model.hf import CONFIG_FILE, shape_of_document
 from pretraining.model.rope import rotary_frequencies
 
-# How llama.cpp calls the ways to split text into words before pairs of bytes are merged.
+# llama.cpp's names for the rules that split text into words before byte-pair merges.
 GPT2_SPLIT = "gpt-2"
 LLAMA3_SPLIT = "llama-bpe"
 
 
 def convert(folder: Path, output: Path) -> None:
-    """Write the file beside its place first: what is there stays until the new one is whole.
+    """Convert a folder; an existing file is replaced when the new one is complete.
 
     Raises:
         SystemExit: the folder is no export of a Llama with a tokenizer, or the file cannot be written.
@@ -71,8 +71,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any])
     document = read_json(folder / "tokenizer.json")
     model = document["model"]
     if model["type"] != "BPE":
-        raise SystemExit(f"{folder}/tokenizer.json is of the kind {model['type']}, and this writes byte-level BPE.")
-    # The model's vocabulary may be larger than the tokenizer's: rows that no text leads to.
+        raise SystemExit(f"{folder}/tokenizer.json has the type {model['type']}; only byte-level BPE is supported.")
+    # The model's vocabulary may be larger than the tokenizer's; the other rows are unused.
     tokens = [f"[UNUSED_{number}]" for number in range(config["vocab_size"])]
     kinds = [gguf.TokenType.UNUSED] * config["vocab_size"]
     for token, number in model["vocab"].items():
@@ -96,7 +96,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any])
 
 
 def split_of(pre_tokenizer: dict[str, Any]) -> str:
-    """Return the name that llama.cpp has for a tokenizer's way to split text."""
+    """Return llama.cpp's name for the way in which a tokenizer splits text."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]:
@@ -104,7 +104,7 @@ def split_of(pre_tokenizer: dict[str, Any]) -> str:
     pattern = steps[0].get("pattern", {}).get("Regex", "")
     if kinds == ["Split", "ByteLevel"] and r"\p{N}{1,3}" in pattern and "(?i:'s|'t|'re|'ve|'m|'ll|'d)" in pattern:
         return LLAMA3_SPLIT
-    raise SystemExit(f"The tokenizer splits text by {' + '.join(kinds)}: known here are GPT-2's and Llama 3's way.")
+    raise SystemExit(f"The tokenizer splits text by {' + '.join(kinds)}; supported are GPT-2's and Llama 3's rules.")
 
 
 def add_weights(writer: gguf.GGUFWriter, folder: Path, shape: LlamaShape) -> None:
@@ -123,7 +123,7 @@ def add_weights(writer: gguf.GGUFWriter, folder: Path, shape: LlamaShape) -> Non
 
 
 def with_neighbours_as_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows of a head in llama.cpp's order: it turns dims 2i and 2i+1 together, Hugging Face's layout i and i + E/2."""
+    """Reorder the rows of each head: llama.cpp rotates dims 2i and 2i+1 together, Hugging Face i and i + E/2."""
     # (H E) D -> H 2 E/2 D -> H E/2 2 D -> (H E) D
     return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
@@ -132,7 +132,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None
     if tensor.dtype == torch.bfloat16 and tensor.dim() > 1:
         raw = tensor.contiguous().view(torch.uint8).numpy()
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    else:  # what has one dim stays in float32, as llama.cpp computes it
+    else:  # tensors of one dim are float32, as llama.cpp requires
         writer.add_tensor(name, tensor.float().numpy())
 
 

@@ -1,1 +1,1 @@
-"""Commands beside training: nothing that trains imports them."""
+"""Commands besides training; the code of training does not import them."""

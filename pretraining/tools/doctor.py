@@ -1,9 +1,9 @@
-"""`pretrain doctor`: measures the machines that a run would use, and says what is normal and what to do.
+"""`pretrain doctor`: measurements of the machines of a job, with verdicts and advice.
 
     each rank: versions, cores, device, disk --+
-    all ranks: all-reduce, neighbours, saves --+--> Reading each --judge--> Row each: check, verdict, what to do
+    all ranks: all-reduce, messages, saves   --+--> Readings --judge--> Rows: check, verdict, advice
 
-All ranks measure at the same time, as they train. A rank is named if it is slower than the median of the others.
+All ranks measure at the same time, as in training. A rank is reported if it is slower than the median of the others.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ MESSAGE_MIB = {"cpu": 16, "cuda": 256}
 REPEATS, BUDGET_SECONDS = 5, 0.3
 SAVE_SECONDS, SAVED_TENSOR_BYTES = 8, 2**24
 BAD_TIMES = 3.0
-"""How many times slower than the others is bad, rather than worth a look."""
+"""A rank that is slower than the others by this factor is "bad" rather than "look at"."""
 LOW_SHARE_OF_PEAK, SLOW_DISK_GIB, SLOW_BFLOAT16 = 0.4, 0.1, 1.5
 HOT_CELSIUS = 88.0
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A number that one rank measured; the higher, the better.
+    """A number that one rank measured; higher is better.
 
     Attributes:
-        normal: what is normal, in words; empty if only the other ranks can tell.
-        verdict: by what is normal.
-        advice: what to do if it is not.
+        normal: expected value, as text; empty if only the other ranks give a reference.
+        verdict: result of comparing `value` with `normal`.
+        advice: remedy if the verdict is not "good".
     """
 
     check: str
@@ -83,7 +83,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the result. `found` is the median over ranks, or what is unusual about some."""
+    """A line of the result. `found` is the median over ranks, or an unusual value."""
 
     check: str
     verdict: Verdict
@@ -94,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank measured."""
+    """The readings of one rank."""
 
     host: str
     versions: dict[str, str]
@@ -102,11 +102,11 @@ class RankReport:
 
 
 def doctor(config: DoctorConfig) -> None:
-    """Measure and print, in every process of a job.
+    """Measure the machines of a job and print the result; every process calls this.
 
     Raises:
-        ConfigError: a folder cannot be used.
-        SystemExit: something is bad, in all processes alike.
+        ConfigError: a folder cannot be written.
+        SystemExit: a verdict is "bad"; raised in all processes.
     """
     layout = resolve_layout(os.environ)
     with join_processes(layout, parallel=config.parallel) as processes:
@@ -124,11 +124,11 @@ def doctor(config: DoctorConfig) -> None:
         sys.exit(FAILED)
 
 
-# What each rank measures by itself
+# Measurements of each rank by itself
 
 
 def _examine(config: DoctorConfig, processes: Processes) -> RankReport:
-    device, asked = processes.device, config.doctor
+    device, options = processes.device, config.doctor
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     versions = {"Python": platform.python_version(), "torch": torch.__version__, "device": name}
     if device.type == "cuda":
@@ -139,15 +139,15 @@ def _examine(config: DoctorConfig, processes: Processes) -> RankReport:
     readings += _copies(device, processes.local_world_size)
     if device.type == "cuda":
         readings += _gpu_health(str(torch.cuda.get_device_properties(device).uuid))
-    if asked.disk_path is not None and processes.local_rank == 0:
-        readings += _disk(Path(asked.disk_path), asked.disk_mib, f".pretrain_doctor_{processes.rank}_{os.getpid()}")
+    if options.disk_path is not None and processes.local_rank == 0:
+        readings += _disk(Path(options.disk_path), options.disk_mib, f".pretrain_doctor_{processes.rank}_{os.getpid()}")
     return RankReport(socket.gethostname(), versions, readings)
 
 
 def _cores(processes: int) -> Reading:
     cores, threads = usable_cores(), torch.get_num_threads()
     is_bad, is_crowded = cores < processes, cores < threads * processes
-    advice = "ask for more cores (--cpus-per-task)" if is_bad else f"set OMP_NUM_THREADS={max(1, cores // processes)}"
+    advice = "request more cores (--cpus-per-task)" if is_bad else f"set OMP_NUM_THREADS={max(1, cores // processes)}"
     verdict: Verdict = "bad" if is_bad else "look at" if is_crowded else "good"
     normal = f"at least {processes} processes x {threads} threads"
     return Reading("cores", cores, "cores", normal, verdict, advice)
@@ -156,8 +156,8 @@ def _cores(processes: int) -> Reading:
 def _memory(processes: int) -> Reading:
     memory = machine_memory()
     verdict: Verdict = "good" if memory.available > 2**28 * processes else "bad"
-    normal = "0.25 GiB per process, and the model"
-    return Reading("host memory", memory.available / GIB, "GiB", normal, verdict, "end what else runs, or ask for more")
+    normal = "0.25 GiB per process, plus the model"
+    return Reading("host memory", memory.available / GIB, "GiB", normal, verdict, "stop other programs or request more")
 
 
 def _matmuls(device: torch.device, name: str, is_chosen: bool) -> Iterator[Reading]:
@@ -166,7 +166,7 @@ def _matmuls(device: torch.device, name: str, is_chosen: bool) -> Iterator[Readi
         rates[dtype] = matmul_tflops(device, dtype, size)
     half, full = rates[torch.bfloat16], rates[torch.float32]
     peak, verdict, normal = peak_tflops(name), "good", ""
-    advice = "look at its clocks, and for other programs on it (nvidia-smi)"
+    advice = "check the GPU's clocks and other programs on it (nvidia-smi)"
     if peak is not None:
         verdict = "good" if half >= LOW_SHARE_OF_PEAK * peak else "look at"
         normal = f"at least {LOW_SHARE_OF_PEAK:.0%} of the peak of {peak:g}"
@@ -178,7 +178,7 @@ def _matmuls(device: torch.device, name: str, is_chosen: bool) -> Iterator[Readi
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Return the rate of a product of two square matrices, 2 x size^3 operations."""
+    """Return the rate of multiplying two square matrices: 2 x size^3 operations."""
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(one)
     return 2 * size**3 / seconds_of(lambda: torch.mm(one, other, out=out), device) / 1e12
@@ -188,7 +188,7 @@ def _copies(device: torch.device, processes: int) -> Iterator[Reading]:
     is_gpu = device.type == "cuda"
     room = torch.cuda.mem_get_info(device)[0] // 8 if is_gpu else machine_memory().total // 16 // processes
     size = min(COPY_BYTES[device.type], max(MIB, room))
-    # Written first: untouched memory is one page of zeros to the system, and that page is in the cache.
+    # `ones` writes every page: the system maps untouched memory to one page of zeros, which stays in the cache.
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     yield Reading("memory copy", 2 * size / GIB / seconds_of(lambda: target.copy_(source), device), "GiB/s")
@@ -201,7 +201,7 @@ def _copies(device: torch.device, processes: int) -> Iterator[Reading]:
 
 
 def _gpu_health(uuid: str) -> Iterator[Reading]:
-    """Yield what nvidia-smi knows of a GPU; nothing if there is no nvidia-smi."""
+    """Yield temperature and memory errors of a GPU; nothing without nvidia-smi."""
     query = "temperature.gpu,ecc.errors.uncorrected.volatile.total"
     command = ["nvidia-smi", f"--id=GPU-{uuid.removeprefix('GPU-')}", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
@@ -219,11 +219,7 @@ def _gpu_health(uuid: str) -> Iterator[Reading]:
 
 
 def _disk(folder: Path, mib: int, name: str) -> Iterator[Reading]:
-    """Write a file with fsync and read it again past the page cache.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Write a file with fsync, then read it without the page cache; a ConfigError if the folder cannot be used."""
     path, block = folder / name, os.urandom(MIB)
     try:
         began = time.perf_counter()
@@ -241,7 +237,7 @@ def _disk(folder: Path, mib: int, name: str) -> Iterator[Reading]:
         read = time.perf_counter() - began
     except OSError as error:
         raise ConfigError(
-            f"--disk_path={folder} cannot be written and read ({error}): name another folder, or give --disk_path=none"
+            f"--disk_path={folder} cannot be written and read ({error}): set another folder or --disk_path=none"
         ) from None
     finally:
         with suppress(OSError):
@@ -250,14 +246,14 @@ def _disk(folder: Path, mib: int, name: str) -> Iterator[Reading]:
         rate = mib / 1024 / seconds
         verdict: Verdict = "good" if rate >= SLOW_DISK_GIB else "look at"
         normal = f"at least {SLOW_DISK_GIB:g} GiB/s"
-        yield Reading(check, rate, "GiB/s", normal, verdict, "keep data and checkpoints on another disk")
+        yield Reading(check, rate, "GiB/s", normal, verdict, "put data and checkpoints on a faster disk")
 
 
-# What ranks measure together
+# Measurements of all ranks together
 
 
 def _measure_links(config: DoctorConfig, processes: Processes) -> list[Reading]:
-    """Measure the all-reduce, and messages to the next rank and to the next machine; a collective call."""
+    """Measure the all-reduce and messages to the next rank and the next machine; all ranks must call this."""
     if processes.world_size == 1:
         return []
     device, ranks = processes.device, processes.world_size
@@ -265,7 +261,7 @@ def _measure_links(config: DoctorConfig, processes: Processes) -> list[Reading]:
     sent = torch.zeros(size // 4, device=device)
     received = torch.empty_like(sent)
     seconds = seconds_of(lambda: dist.all_reduce(sent), device, together=True)
-    bus = size / GIB / seconds * 2 * (ranks - 1) / ranks  # what each link carries, as nccl-tests counts
+    bus = size / GIB / seconds * 2 * (ranks - 1) / ranks  # traffic of each link, as nccl-tests counts it
     found = [Reading("all-reduce", bus, "GiB/s of bus")]
     small = torch.zeros(256, device=device)
     calls = 1 / seconds_of(lambda: dist.all_reduce(small), device, together=True)
@@ -279,7 +275,7 @@ def _measure_links(config: DoctorConfig, processes: Processes) -> list[Reading]:
 
 
 def exchange_seconds(sent: torch.Tensor, received: torch.Tensor, rank: int, ranks: int, shift: int) -> float:
-    """Return the seconds of a message to rank + shift and one from rank - shift, at the same time."""
+    """Return the seconds to send to rank + shift and receive from rank - shift at the same time."""
 
     def exchange() -> None:
         to, of = (rank + shift) % ranks, (rank - shift) % ranks
@@ -291,9 +287,9 @@ def exchange_seconds(sent: torch.Tensor, received: torch.Tensor, rank: int, rank
 
 
 def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Row]:
-    """Save a checkpoint, or some seconds' worth of one, where --ckpt_save_path says; a collective call.
+    """Write a checkpoint, or a few seconds of one, into --ckpt_save_path; all ranks must call this.
 
-    It is written by the code of training. The values are those of one buffer, so that no memory of that size is needed.
+    The code of training writes it. All tensors share one buffer, so memory stays small.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -315,7 +311,7 @@ def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Ro
     plan = plan_save({f"layers.{number}.weight": buffer for number in range(pieces)})
     where = on_rank_zero(lambda: _temporary_folder(folder))
     try:
-        dist.all_reduce(torch.zeros(1))  # all begin at the same time
+        dist.all_reduce(torch.zeros(1))  # a barrier: all ranks start at the same time
         began = time.perf_counter()
         on_every_rank(lambda: plan.write(where))
         rate = buffer.nbytes * pieces / GIB / _slowest(time.perf_counter() - began)
@@ -324,13 +320,13 @@ def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Ro
     finally:
         on_rank_zero(lambda: shutil.rmtree(where, ignore_errors=True))
     if not is_named:
-        return [Row("saves", "good", f"{rate:.3g} GiB/s, {free / GIB:,.1f} GiB free; a model says how large a save is")]
+        return [Row("saves", "good", f"{rate:.3g} GiB/s, {free / GIB:,.1f} GiB free; name a model to see the size")]
     verdict: Verdict = "bad" if free < size else "look at" if free < 3 * size else "good"
-    room = f"{free / GIB:,.1f} GiB free, {size / GIB:,.2f} a checkpoint"
-    saves = f"{rate:.3g} GiB/s: {size / GIB / rate:,.1f} s a checkpoint"
+    room = f"{free / GIB:,.1f} GiB free, {size / GIB:,.2f} per checkpoint"
+    saves = f"{rate:.3g} GiB/s: {size / GIB / rate:,.1f} s per checkpoint"
     return [
-        Row("room for checkpoints", verdict, room, "three checkpoints", "make room, or give --keep_last=1"),
-        Row("saves", "look at" if size / GIB / rate > 300 else "good", saves, "below 5 minutes", "a faster disk"),
+        Row("room for checkpoints", verdict, room, "three checkpoints", "free disk space, or set --keep_last=1"),
+        Row("saves", "look at" if size / GIB / rate > 300 else "good", saves, "below 5 minutes", "use a faster disk"),
     ]
 
 
@@ -350,11 +346,11 @@ def _same_versions(ranks: Sequence[RankReport]) -> Iterator[Row]:
         places = ", ".join(f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values))
         is_same = len(set(values)) == 1
         found = values[0] if is_same else places
-        yield Row(name, "good" if is_same else "bad", found, "the same on all ranks", "make them the same")
+        yield Row(name, "good" if is_same else "bad", found, "the same on all ranks", "install the same version")
 
 
 def _judge(ranks: Sequence[RankReport], factor: float) -> Iterator[Row]:
-    """Yield a row for each check, and one for each rank that is unusual or slow."""
+    """Yield a row per check, and one per unusual or slow rank."""
     by_check: dict[str, dict[int, Reading]] = {}
     for rank, report in enumerate(ranks):
         for reading in report.readings:
@@ -372,12 +368,12 @@ def _judge(ranks: Sequence[RankReport], factor: float) -> Iterator[Row]:
         for rank, times in (find_slow(values, factor) if is_rate else {}).items():
             verdict: Verdict = "bad" if times >= BAD_TIMES else "look at"
             where = f"rank {rank} on {ranks[rank].host}: {values[rank]:.3g} {first.unit}, {times:.1f} times slower"
-            advice = "leave the machine out, or look for what else runs there"
-            yield Row(check, verdict, where, f"like the others' {median:.3g}", advice)
+            advice = "look for other programs on the machine, or leave it out"
+            yield Row(check, verdict, where, f"like the median of {median:.3g}", advice)
 
 
 def find_slow(values: dict[int, float], factor: float) -> dict[int, float]:
-    """Return the ranks that are `factor` times slower than the median of the others, with how many times."""
+    """Return the slowdown of each rank that is at least `factor` times slower than the median of the others."""
     found = {}
     for rank, value in values.items():
         others = [other for each, other in values.items() if each != rank]
@@ -403,13 +399,12 @@ def _table(ranks: Sequence[RankReport], rows: Sequence[Row]) -> Iterator[str]:
 
 
 def seconds_of(function: Callable[[], object], device: torch.device, together: bool = False) -> float:
-    """Return the seconds of a call: the median of `REPEATS` runs of calls that take about `BUDGET_SECONDS` in all.
+    """Return the seconds of a call: the median of `REPEATS` timed runs, about `BUDGET_SECONDS` in all.
 
-    The median, not the best: a device that is slow now and then is slow in training.
+    The median rather than the minimum, because a device that is slow at times slows training down.
 
     Args:
-        device: that the function works on.
-        together: all ranks measure at once and make the same number of calls, as collectives need.
+        together: all ranks make the same number of calls, as collectives require.
     """
 
     def run(calls: int) -> float:
@@ -420,7 +415,7 @@ def seconds_of(function: Callable[[], object], device: torch.device, together: b
         _synchronize(device)
         return time.perf_counter() - began
 
-    run(1)  # chooses algorithms, makes buffers and connections
+    run(1)  # warm-up: chooses algorithms, makes buffers and connections
     calls = 1
     while calls < 2**14 and (_slowest(run(calls)) if together else run(calls)) <= BUDGET_SECONDS / REPEATS / 2:
         calls *= 2

@@ -1,11 +1,11 @@
-"""`pretrain train --dry_run=true`: what a start would do, of which nothing is done.
+"""`pretrain train --dry_run=true`: the report of what a start would do.
 
-    settings, and the assignments that they come from -> a table with sources
-    train/plan.py's plan of the run                   -> the lines of a start: model, data, memory, start point, length
-    the plan's loader                                 -> Inspector -> what the next step trains on
+    settings and their assignments -> table of settings with sources
+    Plan (train/plan.py)           -> the lines of a start: model, data, memory, start point, length
+    loader of the plan             -> Inspector -> samples of the next step
 
-All processes of a job take part and check what a start checks, with the same messages. No tensor is made or read, and
-what is written (indices that the data does not have yet) goes to a temporary folder.
+All processes of a job take part and run the checks of a start, with the same messages. No tensor is made or read.
+Missing indices of the data are built in a temporary folder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, re
 log = logging.getLogger(__name__)
 
 SLOTS_SHOWN = 16
-"""Of the first batch; a summary stands for more."""
+"""Slots of the next step that are listed; a summary follows for larger batches."""
 _LINE = 118
 
 
@@ -54,11 +54,11 @@ def dry_run(
     stop_requests: StopRequests | None = None,
     threads: CpuThreads | None = None,
 ) -> None:
-    """Show what `train` would do with these settings, in every process of a job; arguments are as there.
+    """Print what `train` would do with the same arguments; every process of a job calls this.
 
     Raises:
-        Preempted: a signal came.
-        PretrainError: what `train` would refuse before it makes a tensor.
+        Preempted: a signal arrived.
+        PretrainError: any error that `train` raises before it makes a tensor.
     """
     requests = stop_requests or StopRequests()
     with (
@@ -67,7 +67,7 @@ def dry_run(
     ):
         config, start = resolve_run(resolved.config)
         if start is None and config.checkpoint.ckpt_mirror_path is not None:
-            log.warning("a dry run does not look into --ckpt_mirror_path: a start resumes from a checkpoint there")
+            log.warning("a dry run does not read --ckpt_mirror_path: a start resumes from a checkpoint there")
         if processes.is_main:
             _print(describe_settings(config, resolved, start))
         on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
@@ -83,7 +83,7 @@ def dry_run(
 
 
 def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> None:
-    """Refuse a start whose folder does not let it."""
+    """Raise if the lease or the start counter of the run's folder forbids a start."""
     run, step = config.checkpoint.folder, start.step if start is not None else 0
     must_wait_for_lease(run)
     previous = read_status(run / STATUS_FILE) or RunStatus()
@@ -94,12 +94,12 @@ def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> None:
 def describe_settings(
     config: TrainConfig, resolved: ResolvedConfig[TrainConfig], found: CheckpointRef | None
 ) -> Iterator[str]:
-    """Yield a table of the settings that something has set, each with its source, and the defaults by section.
+    """Yield a table of the settings that were given or adopted, with their sources; then the defaults by section.
 
     Args:
-        config: as the run takes it, with what it adopts from its start point.
-        resolved: as it was given.
-        found: what the run starts from.
+        config: settings of the run, with values adopted from its start point.
+        resolved: settings as given.
+        found: checkpoint that the run starts from.
     """
     settings, values, given = settings_of(TrainConfig), values_of(config), values_of(resolved.config)
     sources = {
@@ -126,7 +126,7 @@ def _describe_source(name: str, chosen: Mapping[str, Assignment]) -> str:
 
 
 def _describe_derived(name: str, found: CheckpointRef | None) -> str:
-    """Say where a value comes from that nobody has given: the model is that of the start, documents end as there."""
+    """Return the source of a value that was not given: a checkpoint gives the model and `sep_token`."""
     is_adopted = name == "sep_token" or settings_of(TrainConfig)[name].section == "model"
     if found is None or not is_adopted or (name == "sep_token" and found.weights_only):
         return "follows from other settings or the data"
@@ -134,10 +134,10 @@ def _describe_derived(name: str, found: CheckpointRef | None) -> str:
 
 
 def _describe_next_step(plan: Plan) -> Iterator[str]:
-    """Yield what the first step of this start trains on, and what comes of a start without `dry_run`."""
+    """Yield the samples of the next step, and the closing line of a dry run."""
     state, data = plan.state, plan.config.data
     if state.step >= state.total_steps:
-        yield f"dry run     nothing was written; the run is at step {state.step} of {state.total_steps}: none is left"
+        yield f"dry run     nothing was written; the run is finished: step {state.step} of {state.total_steps}"
         return
     step = state.step + 1
     inspector = Inspector(plan.loader.reader, plan.data, data.seq_length, data.bad_documents == "quarantine")
@@ -147,9 +147,9 @@ def _describe_next_step(plan: Plan) -> Iterator[str]:
         yield from slot.describe(None)
     if slots > SLOTS_SHOWN:
         more = slots - SLOTS_SHOWN
-        yield f"and {more} slots more, which `pretrain inspect` with these settings and --step={step} shows; in all:"
+        yield f"and {more} more slots: `pretrain inspect --step={step}` with these settings lists them. In all:"
         yield from describe_summaries(step, step, data.seq_length, inspector.summary(step, step))
-    yield f"dry run     nothing was written; without --dry_run the same command begins with step {step}"
+    yield f"dry run     nothing was written; without --dry_run the same command starts with step {step}"
 
 
 def _print(lines: Iterator[str]) -> None:
@@ -158,7 +158,7 @@ def _print(lines: Iterator[str]) -> None:
 
 @contextmanager
 def _temporary_folder(processes: Processes) -> Iterator[str]:
-    """Give all processes the path of a folder of their own on each machine, for the time of a `with` block."""
+    """Provide one path to all processes: a temporary folder on each machine."""
     folder = on_rank_zero(lambda: tempfile.mkdtemp(prefix="pretrain-dry-run-"))
     try:
         yield folder

@@ -1,12 +1,11 @@
-"""A checkpoint in a form that other programs read: `pretrain export`.
+"""`pretrain export`: conversion of a checkpoint for other programs.
 
-    checkpoint, sharded or full -> a tensor at a time, put together -> hf    config.json, safetensors, tokenizer, README
-                                                                    -> full  four .pt files and a manifest
+    checkpoint, sharded or full -> whole tensors, one at a time -> hf    config.json, safetensors, tokenizer, README
+                                                                -> full  four .pt files and a manifest
 
-It takes one process, no GPU, and the memory of one tensor (--format=full: of all). The folder appears complete or not
-at all. Weights in Hugging Face's form fill files of a bounded size, in the model's order, and an index says what is
-where. README.md is what the Hugging Face hub shows: nothing that only holds on the machine that trained the model, such
-as a path, is in it. The license is that of an imported model; the license of any other model is the user's to choose.
+Export needs one process, no GPU, and the memory of one tensor (--format=full: of all tensors). The output folder is
+renamed into place when it is complete. The Hugging Face hub shows README.md, so it holds no paths. It names a license
+only if the run began with an imported model that has one.
 """
 
 from __future__ import annotations
@@ -63,20 +62,20 @@ from pretraining.text import count_of, format_bytes
 log = logging.getLogger(__name__)
 
 ORIGIN_FILE = "imported.json"
-"""In the folder of a run that `pretrain import` has made: what exports keep of the imported model."""
+"""File that `pretrain import` writes into a run's folder: data of the imported model that exports keep."""
 _MORE_TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "vocab.json", "merges.txt"),
 )
-"""What AutoTokenizer reads beside tokenizer.json and tokenizer_config.json."""
+"""Files that AutoTokenizer reads besides tokenizer.json and tokenizer_config.json."""
 
 
 def export(config: ExportConfig) -> None:
-    """Write a checkpoint as `config` says.
+    """Convert the newest good checkpoint at `config.ckpt_load_path`.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or nothing can be written.
-        ConfigError, DataError: the settings or the tokenizer cannot be used.
+        CheckpointError: no checkpoint, a damaged one, or an output folder that cannot be written.
+        ConfigError, DataError: unusable settings or tokenizer.
     """
     if is_address(config.ckpt_load_path):
         from pretraining.checkpoint.object_store import local_view
@@ -84,10 +83,10 @@ def export(config: ExportConfig) -> None:
         with local_view(config.ckpt_load_path, with_files=True) as run:
             export(replace(config, ckpt_load_path=str(run)))
         return
-    max_bytes = config.max_shard_bytes  # first: a size that is none should not wait for the checkpoint
+    max_bytes = config.max_shard_bytes  # parsed first, to report a wrong size before the checkpoint is read
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
-        log.info("%s: passed over", damaged)
+        log.info("%s: skipped", damaged)
     tensors = open_tensors(checkpoint.path, checkpoint.files)
     faults = tensor_faults(tensors, checkpoint.manifest)
     if faults:
@@ -133,8 +132,8 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
     begin = None if tokenizer is None else tokenizer.begin_of_text
     if begin is not None and settings.data.bos_token is None and is_trained:
         log.warning(
-            "the tokenizer puts token %d before every text, and the run had no bos_token: unless it stood in the token "
-            "files, the model has never seen it. Give tokenizers of transformers add_special_tokens=False",
+            "the tokenizer puts token %d before every text, but the run had no bos_token: unless the token files "
+            "contain it, the model has never seen it. Call tokenizers of transformers with add_special_tokens=False",
             begin,
         )
 
@@ -144,14 +143,14 @@ def _first_known(*values: Any) -> Any:
 
 
 def _read_origin(checkpoint: CheckpointRef) -> dict[str, Any]:
-    """Return what `pretrain import` has noted of the model that the checkpoint's run began with, if it has."""
+    """Return what `pretrain import` stored about the model that the run began with; empty if nothing."""
     path = checkpoint.path.parent.parent / ORIGIN_FILE
     try:
         return dict(read_json(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"cannot be read ({error}). Remove it to export without it", path=path) from error
+        raise CheckpointError(f"cannot be read ({error}). Delete it to export without it", path=path) from error
 
 
 def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors) -> None:
@@ -171,10 +170,10 @@ def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: Store
 
 
 def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaShape) -> Tokenizer | None:
-    """Return the tokenizer of `config`, else of the run; None, with a message, if there is none.
+    """Return the tokenizer of `config`, else of the run; None, with a warning, if there is none.
 
     Raises:
-        ConfigError, DataError: the tokenizer of `config` cannot be used, or either one does not fit the model.
+        ConfigError, DataError: the tokenizer of `config` cannot be read, or the tokenizer does not fit the model.
     """
     named = config.tokenizer_path or settings.data.tokenizer_path
     try:
@@ -185,11 +184,11 @@ def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaSha
         log.warning("%s", error)
         tokenizer = None
     if tokenizer is None:
-        log.warning("no tokenizer is exported: give --tokenizer_path to put one in")
+        log.warning("no tokenizer is exported: set --tokenizer_path to include one")
     elif tokenizer.vocab_size > shape.vocab_size:
         raise ConfigError(
             f"--tokenizer_path={named} has {tokenizer.vocab_size} entries, more than the model's {shape.vocab_size}: "
-            "give the tokenizer that made the data"
+            "name the tokenizer that encoded the data"
         )
     return tokenizer
 
@@ -203,7 +202,7 @@ def _copy_tokenizer_files(named: str, folder: Path) -> None:
 
 
 def plan_files(kinds: Kinds, max_bytes: int) -> dict[str, Kinds]:
-    """Return what goes into which file, by name; a tensor larger than a file may be has a file of its own."""
+    """Return the tensors of each file, by file name; a tensor larger than `max_bytes` gets a file of its own."""
     files: list[dict[str, Any]] = [{}]
     used = 0
     for name, kind in kinds.items():
@@ -232,10 +231,10 @@ def _index_document(files: dict[str, Kinds]) -> dict[str, Any]:
 def _model_card(
     name: str, manifest: Manifest, settings: TrainConfig, dtype: str, origin: Mapping[str, Any], has_tokenizer: bool
 ) -> str:
-    """Return the README.md of a model: what it is, what it was trained on and how well, how to load it.
+    """Return the README.md of a model: shape, training, data, and how to load it.
 
     Args:
-        origin: of the imported model that the run began with: license and base_model, if they are known.
+        origin: license and base_model of the imported model that the run began with, if known.
     """
     shape = shape_of(manifest)
     header = [f"{key}: {json.dumps(origin[key])}" for key in ("license", "base_model") if origin.get(key)]
@@ -257,13 +256,12 @@ def _model_card(
 
 
 def _markdown_table(rows: Sequence[Sequence[object]]) -> str:
-    """Return a table whose first row is its head."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(_escape(str(cell)) for cell in cells)} |" for cells in lines)
 
 
 def _escape(text: str) -> str:
-    """Return a text on one line that ends no cell of a table, and that is neither Markdown nor HTML."""
+    """Return a text on one line, with characters of Markdown, HTML and table cells escaped."""
     return html.escape(re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(text.split())), quote=False)
 
 
@@ -285,7 +283,7 @@ def _training_rows(manifest: Manifest, settings: TrainConfig) -> list[tuple[str,
 
 
 def _data_rows(manifest: Manifest) -> list[tuple[str, ...]]:
-    """Return the datasets with their newest weights and what was trained on of each."""
+    """Return rows of the datasets, with their newest weights and the tokens trained on."""
     counts, weights = manifest.data["counts"], manifest.data["phases"][-1]["weights"]
     rows: list[tuple[str, ...]] = [("dataset", "weight", "tokens trained on")]
     for name, samples in counts.items():

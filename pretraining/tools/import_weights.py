@@ -1,9 +1,9 @@
-"""A run made of a Hugging Face Llama: `pretrain import`.
+"""`pretrain import`: a run made from a Hugging Face Llama.
 
-    config.json, safetensors -> checked, a tensor at a time to float32 -> <run>/checkpoints/step_0_ckp
+    config.json, safetensors -> checks -> float32, one tensor at a time -> <run>/checkpoints/step_0_ckp
 
-The checkpoint holds weights alone. Training that finds it begins with them at step 0; `pretrain train
---ckpt_load_path=<the folder>` does the same without this step.
+The checkpoint holds weights only, and training starts from it at step 0. `pretrain train --ckpt_load_path=<folder>`
+starts from the same weights without an import.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ _WORD = re.compile(r"[\w.-]+")
 
 
 def import_weights(config: ImportConfig) -> None:
-    """Make a run's first checkpoint of the weights in a folder.
+    """Write the first checkpoint of a run from the weights in a folder.
 
     Raises:
-        CheckpointError: the folder holds no Llama that can be trained here, the run has checkpoints already, or it
-            cannot be written.
+        CheckpointError: no Llama that can be trained here, a run with checkpoints, or a folder that cannot be written.
     """
     run = Path(config.ckpt_save_path)
     if committed_checkpoints(run):
         raise CheckpointError(
-            "holds checkpoints already: training would resume from those. Give another folder", path=run
+            "has checkpoints already, and training would resume from them. Name another folder", path=run
         )
     source = from_hub(config.input_path, MODEL_FILES, CheckpointError)
     shape, stored = open_folder(source)
@@ -69,7 +68,7 @@ def import_weights(config: ImportConfig) -> None:
 
 
 def _settings(source: Path, shape: LlamaShape, run: Path) -> str:
-    """Return what is known of the run's settings: its model, and the tokenizer if the folder has one."""
+    """Return the known settings of the run: its model, its folder, and the tokenizer if the source has one."""
     tokenizer = str(source.resolve()) if is_file(source / TOKENIZER_FILE) else None
     return dump_config(
         TrainConfig(
@@ -81,13 +80,13 @@ def _settings(source: Path, shape: LlamaShape, run: Path) -> str:
 
 
 def _origin_of(path: Path, name: str) -> dict[str, Any]:
-    """Return what exports of a model keep of the folder it came from; None = not known.
+    """Return what exports keep of the imported model; None = not known.
 
     Args:
-        name: as the user named the model.
+        name: path or Hub name that the user gave.
 
     Returns:
-        bos_token_id and eos_token_id of config.json, license of the README.md, and base_model, its name on the Hub.
+        bos_token_id and eos_token_id of config.json, license of README.md, and base_model, the name on the Hub.
     """
     config = read_json_of(path, CONFIG_FILE)
     tokens = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
@@ -97,16 +96,15 @@ def _origin_of(path: Path, name: str) -> dict[str, Any]:
 
 
 def _are_token_ids(ids: Any) -> bool:
-    """Return whether an entry is a token id, or a list of some, as ends of a text may be."""
+    """Return whether an entry is a token id or a list of token ids, as `eos_token_id` may be."""
     several = ids if isinstance(ids, list) else [ids]
     return len(several) > 0 and all(type(each) is int and each >= 0 for each in several)
 
 
 def _license_of(card: Path) -> str | None:
-    """Return the license in the header of a model card."""
     try:
         _, header, _ = read_file(card).decode().split("---\n", 2)
         found = read_yaml(header).get("license")
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        return None  # a text for people, or none
+        return None  # no card, or no valid header
     return found if isinstance(found, str) and _WORD.fullmatch(found) else None

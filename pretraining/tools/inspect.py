@@ -1,9 +1,9 @@
-"""What a step trains on, without training: `pretrain inspect`.
+"""`pretrain inspect`: the samples that a step trains on, found without training.
 
-    settings, state of a checkpoint -> the loader that training would open -> slots of a step -> spans of documents
+    settings, data state of a checkpoint -> loader of training -> slots of a step -> spans of documents
 
-Nothing is read ahead and no step before is visited: a step of any number takes the same time. Steps are numbered as
-reports do, from 1: step N is the batch that update N trained on, which the loader, counting from 0, calls N - 1.
+No earlier step is visited, so every step takes the same time. Steps count from 1, as in reports: step N is the batch of
+update N, which the loader (counting from 0) calls N - 1.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from pretraining.tools.translate.hook import translate_when_needed
 log = logging.getLogger(__name__)
 
 SAMPLES_COUNTED = 20_000
-"""Samples of a dataset in which a summary counts documents one by one: a second or two."""
+"""Samples of a dataset in which a summary counts documents exactly; this takes a second or two."""
 
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 200
 
 
 def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
-    """Show what steps train on: those of the run that `train` would start or resume, or of a named checkpoint.
+    """Print the samples of steps of the run that `train` would start or resume, or of a named checkpoint.
 
     Args:
         overrides, flags: words and flags of the command line.
 
     Raises:
-        PretrainError: any mistake of the user.
+        PretrainError: unusable settings, data or checkpoint.
     """
     given, named = read_given(overrides, flags, translate_when_needed), None
     for name in ("resume_from_checkpoint", "ckpt_load_path"):
         is_named = given.values.get(name) and given.chosen[name].source.startswith(COMMAND_LINE)
-        if is_named and not given.values.get("weights_only"):  # otherwise a new run begins with them
+        if is_named and not given.values.get("weights_only"):  # with weights_only, a new run starts
             named = given.values[name]
     if named is not None and is_address(named):
         from pretraining.checkpoint.object_store import local_view
@@ -71,7 +71,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         with local_view(named, with_files=False) as run:
             inspect_command(overrides, {**flags, "ckpt_load_path": str(run)})
         return
-    # What steps train on stands in the manifest; whether the tensors are whole does not matter here.
+    # The manifest alone determines the samples: a checkpoint with damaged tensors can be inspected.
     if named is None:
         config = parse_config(InspectConfig, overrides, flags, translate=translate_when_needed)
         path = config.checkpoint.ckpt_save_path
@@ -84,32 +84,32 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         config = parse_config(InspectConfig, overrides, flags, settings, translate_when_needed)
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
         config = adopt_settings(config, start)
-    # If the weights alone are taken, the data begins with them.
+    # A run that takes only the weights starts its data from the beginning.
     manifest = start.manifest if start and not start.weights_only else None
     state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
     inspect(config, state, size)
 
 
 def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, restored_batch: int | None = None) -> None:
-    """Show what steps of a run train on.
+    """Print the samples of steps of a run.
 
     Args:
-        state, restored_batch: data state and global batch size of the checkpoint that it resumes from.
+        state, restored_batch: data state and global batch size of the checkpoint that the run resumes from.
 
     Raises:
-        ConfigError: the settings contradict each other.
-        DataError: the data cannot be read, or is not in the order that the checkpoint was trained in.
+        ConfigError: contradictory settings.
+        DataError: data that cannot be read, or whose order differs from that of the checkpoint.
     """
     check_config(config)
-    asked = config.inspect
+    options = config.inspect
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
         inspector = _open(config, state, restored_batch)
-    if asked.steps is None:
+    if options.steps is None:
         _print_slots(config, inspector)
         return
-    first, last = asked.step_range
+    first, last = options.step_range
     summaries = inspector.summary(first, last)
-    if asked.json:
+    if options.json:
         lines = [json.dumps({"first_step": first, "last_step": last, **asdict(each)}) for each in summaries]
     else:
         lines = describe_summaries(first, last, config.data.seq_length, summaries)
@@ -117,13 +117,13 @@ def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, resto
 
 
 def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch: int | None) -> Inspector:
-    """Open the batches that training would read."""
+    """Return an Inspector of the batches that training would read."""
     ranks, batch = config.inspect.world_size or 1, config.batch
-    size = batch.global_batch_size or restored_batch  # the order of precedence is that of `resolve_batch_sizes`
+    size = batch.global_batch_size or restored_batch  # same precedence as `resolve_batch_sizes`
     if size is None:
         size = batch.batch_size * (batch.grad_accum_steps or 1) * ranks
         if config.inspect.world_size is None:
-            text = "A step is %d sequences, as on one GPU: give --world_size or --global_batch_size if it is not."
+            text = "A step is taken as %d sequences, the batch of one GPU: set --world_size or --global_batch_size."
             log.info(text, size)
     opened = None
     if not config.data.use_dummy_dataset:
@@ -133,47 +133,47 @@ def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch
     vocab_size = resolve_shape(config.model).vocab_size
     loader = build_loader(opened, config.data, _plan_of(size, ranks), 0, config.run.seed, vocab_size)
     if state is not None:
-        loader.load_state_dict(state)  # refuses another order
+        loader.load_state_dict(state)  # raises if the order differs
     quarantine = config.data.bad_documents == "quarantine"
     return Inspector(loader.reader, opened, config.data.seq_length, quarantine=quarantine)
 
 
 def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
-    asked, ranks, step = config.inspect, config.inspect.world_size or 1, config.inspect.step
+    options, ranks, step = config.inspect, config.inspect.world_size or 1, config.inspect.step
     if step is None:
-        assert asked.sample_id is not None  # check_config asks for one of them
-        step = inspector.step_of_sample(asked.sample_id)
+        assert options.sample_id is not None  # check_config asks for one of them
+        step = inspector.step_of_sample(options.sample_id)
     size = inspector.global_batch_size(step)
-    share = _plan_of(size, ranks).share(asked.rank) if asked.rank is not None else None
+    share = _plan_of(size, ranks).share(options.rank) if options.rank is not None else None
     decode = None
-    if asked.tokens and not asked.json and config.data.tokenizer_path is not None:
+    if options.tokens and not options.json and config.data.tokenizer_path is not None:
         decode = load_tokenizer(config.data.tokenizer_path).decode
-    if not asked.json:
-        place = f"rank {asked.rank} of {ranks}" if asked.rank is not None else "all ranks"
+    if not options.json:
+        place = f"rank {options.rank} of {ranks}" if options.rank is not None else "all ranks"
         print_text(heading(step, place, size, config.data.seq_length))
     shown = 0
-    for slot in inspector.slots(step, share, asked.sample_id, asked.tokens):
+    for slot in inspector.slots(step, share, options.sample_id, options.tokens):
         shown += 1
-        print_text(json.dumps(slot.document()) if asked.json else "\n".join(slot.describe(decode)))
-    if asked.sample_id is not None and not shown:
-        step = inspector.step_of_sample(asked.sample_id)
-        raise ConfigError(f"--sample_id={asked.sample_id} is in step {step}: leave out another --step, or --rank")
+        print_text(json.dumps(slot.document()) if options.json else "\n".join(slot.describe(decode)))
+    if options.sample_id is not None and not shown:
+        step = inspector.step_of_sample(options.sample_id)
+        raise ConfigError(f"--sample_id={options.sample_id} is in step {step}: drop --step and --rank")
 
 
 def heading(step: int, place: str, slots: int, seq_length: int) -> str:
-    """Return the line above the slots of a step that some ranks train on."""
-    return f"step {step}, {place}: the global batch has {count_of(slots, 'slot')} of {seq_length} tokens and one more"
+    """Return the line above the slots of a step; `place` names the ranks."""
+    return f"step {step}, {place}: the global batch has {count_of(slots, 'slot')} of {seq_length} + 1 tokens"
 
 
 def _plan_of(size: int, ranks: int) -> BatchSizes:
-    """Return how ranks share a global batch; micro-batches do not change which slots they take."""
+    """Return how ranks share a global batch; micro-batches do not change the slots of a rank."""
     return BatchSizes(size, -(-size // ranks), 1, ranks)
 
 
 class Inspector:
-    """Looks into the batches of a run; steps count from 1.
+    """A view of the batches of a run; steps count from 1.
 
-    With `quarantine` a sample that cannot be read is shown as such; otherwise it is an error.
+    With `quarantine`, a sample that cannot be read is marked; otherwise it is an error.
     """
 
     def __init__(
@@ -185,14 +185,14 @@ class Inspector:
         self._seq_length = seq_length
 
     def step_of_sample(self, sample_id: int) -> int:
-        """Return the step that trains on a sample; a ConfigError if it is skipped."""
+        """Return the step that trains on a sample; raise a ConfigError if --skip_samples skips it."""
         mixture = self._reader.mixture
         if not mixture.skipped.count(sample_id, sample_id + 1):
             raise ConfigError(f"--sample_id={sample_id} is skipped (see --skip_samples): no step trains on it")
         return mixture.step_of_sample(sample_id) + 1
 
     def global_batch_size(self, step: int) -> int:
-        """Return the number of slots of a step: a run's phases may differ."""
+        """Return the number of slots of a step, which may differ between phases of a run."""
         return self._reader.mixture.global_batch_size(step - 1)
 
     def slots(
@@ -201,9 +201,9 @@ class Inspector:
         """Yield the slots of a step, in the order in which ranks take them.
 
         Args:
-            share: slots [begin, end) to show; None = all.
-            sample_id: show only this sample.
-            tokens: whether to read the ids.
+            share: slots [begin, end) to yield; None = all.
+            sample_id: the only sample to yield.
+            tokens: read the token ids.
         """
         slots = self._reader.slots(step - 1)
         begin, end = share or (0, len(slots.samples))
@@ -212,7 +212,7 @@ class Inspector:
                 yield self._slot(step, slots, slot, tokens)
 
     def summary(self, first: int, last: int) -> list[DatasetSummary]:
-        """Sum up what each dataset gives to steps `first` to `last`, both included."""
+        """Summarize the samples of each dataset in steps `first` to `last`, both included."""
         mixture = self._reader.mixture
         taken = list(mixture.taken(first - 1, last))
         phase_samples = [sum(end - begin for begin, end in ranges.values()) for _, ranges in taken]
@@ -247,13 +247,13 @@ class Inspector:
         return summaries
 
     def _count(self, source: Samples, dataset: OpenedDataset, taken: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-        """Return how many samples were looked at, documents that begin in them, and tokens of padding."""
+        """Return the number of samples counted, of documents that begin in them, and of padding tokens."""
         counted = documents = padding = 0
         for begin, end in taken:
             end = min(end, begin + SAMPLES_COUNTED - counted)
             spans = source.spans(*source.samples(begin, end))
             begun = spans.starts == 0
-            if dataset.counts is None:  # streamed: a document in the last token counts for the next sample
+            if dataset.counts is None:  # stream: the look-ahead token belongs to the next sample
                 begun &= spans.positions(np.zeros(len(spans.first_spans) - 1, dtype=np.int64)) < self._seq_length
             documents += int(np.count_nonzero(begun))
             padding += (self._seq_length + 1) * (end - begin) - int(spans.lengths.sum())
@@ -279,7 +279,7 @@ class Inspector:
 
 
 def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
-    """Yield where the pieces of a sample are on disk."""
+    """Yield the place on disk of each piece of a sample."""
     files = dataset.index.files_of(spans.documents)
     rows = spans.documents - dataset.index.first_documents[files]
     documents = dataset.index.documents[spans.documents]
@@ -296,9 +296,8 @@ class SpanPlace:
 
     Attributes:
         file: absolute path.
-        start: first token of the piece in the document as it is trained on: `bos_token` counts, what `strip_tokens`
-            removes does not.
-        length: tokens of the piece, the document's virtual separator included.
+        start: first token of the piece in the document as trained on: with `bos_token`, without stripped tokens.
+        length: tokens of the piece, with the virtual separator of the document.
     """
 
     file: str
@@ -313,11 +312,11 @@ class InspectedSlot:
     """A slot of a global batch.
 
     Attributes:
-        slot: place in the global batch.
-        sample_id: global index of its sample.
-        spans: in order, S + 1 tokens, or fewer if documents are packed; empty if samples are made up.
-        ids: the tokens of the spans; None if they were not asked for, or cannot be read.
-        problem: why they cannot be read, if that quarantines the sample.
+        slot: index in the global batch.
+        sample_id: global index of the sample.
+        spans: pieces in order, S + 1 tokens, or fewer with packing; empty for dummy data.
+        ids: tokens of the spans; None if not requested or not readable.
+        problem: why the tokens cannot be read, if the sample is quarantined.
     """
 
     step: int
@@ -329,7 +328,7 @@ class InspectedSlot:
     problem: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON object of `--json`, an interface: fields are added, never renamed."""
+        """Return the JSON object of `--json`. Its format is an interface: fields are added, never renamed."""
         fields = asdict(self)
         for span in fields["spans"]:
             del span["ends_document"]
@@ -339,7 +338,7 @@ class InspectedSlot:
         return fields
 
     def describe(self, decode: Callable[[Sequence[int]], str] | None) -> Iterator[str]:
-        """Yield lines for people: where each piece is and the ends of its text (or, without `decode`, of its ids)."""
+        """Yield lines with the place of each piece and the two ends of its text (without `decode`, of its ids)."""
         yield f"slot {self.slot}  sample {self.sample_id}  dataset {self.dataset}"
         if self.problem is not None:
             yield f"  quarantined, no labels: {self.problem}"
@@ -359,13 +358,12 @@ class DatasetSummary:
     """The samples of a dataset in steps A to B.
 
     Attributes:
-        asked, realised: its weight as a fraction, and its fraction of the samples.
-        tokens: S per sample, of which `padding_tokens` are ignored labels, as packed documents leave room.
-        fill: the fraction of tokens that are not padding; None without a sample.
-        documents: that begin in these samples, once each pass.
-        documents_are_exact: False if documents and padding were counted in the first `SAMPLES_COUNTED` samples and
-            scaled.
-        passes: over the dataset that are done before step A, and after step B; None if it has no end.
+        asked, realised: fraction by weight, and fraction of the samples.
+        tokens: S per sample, with `padding_tokens`, whose labels are ignored.
+        fill: fraction of tokens that are not padding; None without a sample.
+        documents: documents that begin in these samples, counted once per pass.
+        documents_are_exact: False if documents and padding are scaled from the first `SAMPLES_COUNTED` samples.
+        passes: passes over the dataset done before step A, and after step B; None for endless data.
     """
 
     dataset: str
@@ -381,7 +379,7 @@ class DatasetSummary:
 
 
 def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequence[DatasetSummary]) -> list[str]:
-    """Return a table with a line per dataset, and totals above it."""
+    """Return a line of totals and a table with a row per dataset."""
     samples = sum(each.samples for each in summaries)
     table = [("dataset", "asked", "realised", "samples", "tokens", "padding", "fill", "documents", "passes")]
     for each in summaries:
@@ -404,7 +402,7 @@ def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequen
 
 
 def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> str:
-    """Return the text of ids in quotes, or ids, on one line, the middle of long ones left out."""
+    """Return the quoted text of ids, or the ids, on one line without the middle part of long ones."""
     if decode is None:
         ends = [ids] if len(ids) <= _IDS_SHOWN else [ids[: _IDS_SHOWN // 2], ids[-_IDS_SHOWN // 2 :]]
         return " … ".join(" ".join(map(str, end)) for end in ends)

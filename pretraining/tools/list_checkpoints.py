@@ -1,4 +1,4 @@
-"""What checkpoints a run has, as a table: `pretrain list`. Manifests and sizes are read, no tensors."""
+"""`pretrain list`: a table of the checkpoints of a run, from manifests and file sizes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ class Row:
     """A checkpoint.
 
     Attributes:
-        name: of its folder.
-        state: "complete"; "incomplete": left by an interrupted save, or being written; "damaged": names or sizes of its
-            files are wrong.
-        kind: why it was saved, as in its manifest; "import" for weights that were not trained here.
-        best: whether the run's link `best` leads here.
-        bytes: of all its files.
-        age_seconds: since its newest file was written.
-        fault: what is wrong with a damaged one.
+        name: folder name.
+        state: "complete"; "incomplete" (an interrupted save, or one in progress); "damaged" (wrong names or sizes).
+        kind: reason for the save, from the manifest; "import" for imported weights.
+        best: whether the link `best` of the run points to this checkpoint.
+        bytes: size of all files.
+        age_seconds: time since the newest file was written.
+        fault: what is damaged.
     """
 
     name: str
@@ -47,11 +46,7 @@ class Row:
 
 
 def list_checkpoints(config: ListConfig) -> None:
-    """Print the checkpoints of a run.
-
-    Raises:
-        CheckpointError: there is no run.
-    """
+    """Print the checkpoints of a run; raise a CheckpointError if there is no run."""
     if is_address(config.run_path):
         from pretraining.checkpoint.object_store import local_view
 
@@ -61,7 +56,7 @@ def list_checkpoints(config: ListConfig) -> None:
         source = Path(config.run_path)
         run = run_of(source)
         if not is_folder(run / CHECKPOINTS):
-            raise CheckpointError(f"--run_path is no run: it has no folder {CHECKPOINTS}", path=source)
+            raise CheckpointError(f"--run_path is not a run: it has no folder {CHECKPOINTS}", path=source)
         rows, place = rows_of(run), str(run / CHECKPOINTS)
     if config.json:
         lines = [json.dumps(asdict(row)) for row in rows]
@@ -73,7 +68,7 @@ def list_checkpoints(config: ListConfig) -> None:
 
 
 def rows_of(run: Path) -> list[Row]:
-    """Return every checkpoint of a run, complete ones by step, then what interrupted saves have left."""
+    """Return a row per checkpoint of a run: committed checkpoints by step, then unfinished saves."""
     link = run / CHECKPOINTS / BEST
     best = real_path(link) if link.is_symlink() else None
     committed = [_row(each.path, "complete", best) for each in committed_checkpoints(run)]
@@ -83,7 +78,7 @@ def rows_of(run: Path) -> list[Row]:
 def _row(path: Path, state: str, best: Path | None) -> Row:
     size, newest = 0, 0.0
     for file in (path, *entries_of(path)):
-        with suppress(OSError):  # a save may be changing them
+        with suppress(OSError):  # a running save may rename or remove files
             status = file.stat()
             size += status.st_size if stat.S_ISREG(status.st_mode) else 0
             newest = max(newest, status.st_mtime)

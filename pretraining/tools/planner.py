@@ -1,10 +1,10 @@
-"""`pretrain plan`: what a run takes of GPUs and how long it takes, before any is paid for.
+"""`pretrain plan`: an estimate of the memory and the time of a run, made without a GPU.
 
     settings + GPUs -> mesh, batch -> memory of a GPU (estimate/memory.py) -> fits?
                                    -> time of a step (estimate/step_time.py) -> tokens/s, days, GPU-hours
 
-With `search`, the same for every strategy, group, checkpointing and micro-batch that fits, the fastest first. All of
-them learn the same: the global batch is that of the settings.
+With `search`, the command estimates every strategy, group size, checkpointing and micro-batch, and lists those that
+fit, fastest first. The global batch stays that of the settings, so all of them learn the same.
 """
 
 from __future__ import annotations
@@ -29,27 +29,26 @@ from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, est
 from pretraining.progress import TokenSchedule
 from pretraining.text import count_of, format_gib, format_seconds, format_table
 
-ROOM = 0.9
-"""Share of a GPU's memory that a search fills: allocators keep reserves, and the estimate may be wrong."""
+USABLE_FRACTION = 0.9
+"""Fraction of a GPU's memory that a search fills: allocators keep reserves, and the estimate has an error."""
 CHECKPOINTING = ("none", "op", "1/2", "full")
-"""What a search tries of activation checkpointing."""
+"""Kinds of activation checkpointing that a search tries."""
 LARGEST_MICRO_BATCH_TOKENS = 2**16
-SHOWN = 15
-"""Lines of a search's table."""
+ROWS_SHOWN = 15
+"""Rows of a search's table."""
 
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """What one way to lay a run out comes to.
+    """Memory and speed of a run with one parallel layout.
 
     Attributes:
         shard_size: GPUs that share one copy of the model.
-        parallel: how it is laid out.
-        memory: of one GPU.
-        memory_bytes: that one GPU has.
-        tokens: that a step trains on.
-        step: its time.
-        mfu: share of the GPUs' peak.
+        memory: estimate for one GPU.
+        memory_bytes: memory of one GPU.
+        tokens: tokens of a step.
+        step: time of a step.
+        mfu: model FLOPs utilization, a fraction of the GPUs' peak.
     """
 
     shard_size: int
@@ -68,45 +67,45 @@ class LayoutEstimate:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Of the training, without evaluations and saves."""
+        """Training speed, without evaluations and saves."""
         return self.tokens / self.step.total / self.batch.data_parallel_ranks
 
 
 def plan(config: PlanConfig) -> None:
-    """Print the plan of a run, or those that fit.
+    """Print the estimate of a run, or of all layouts that fit.
 
     Raises:
-        ConfigError: GPUs do not make groups, nothing fits, or flags ask for what does not go together.
+        ConfigError: the GPUs do not divide into groups, nothing fits, or flags contradict each other.
     """
-    asked, shape = config.plan, resolve_shape(config.model)
+    options, shape = config.plan, resolve_shape(config.model)
     cluster = cluster_of(config)
-    plans = search(config, shape, cluster) if asked.search else [make_plan(config, shape, cluster)]
+    plans = search(config, shape, cluster) if options.search else [make_plan(config, shape, cluster)]
     if not plans:
         raise ConfigError(_nothing_fits(config, shape, cluster))
-    if asked.json:
+    if options.json:
         lines: Iterable[str] = (json.dumps(as_document(config, shape, each)) for each in plans)
     else:
-        lines = _table(config, shape, cluster, plans) if asked.search else _account(config, shape, cluster, plans[0])
+        lines = _table(config, shape, cluster, plans) if options.search else _report(config, shape, cluster, plans[0])
     print("\n".join(lines))
 
 
 def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> LayoutEstimate:
-    """Work out what the settings come to on a cluster.
+    """Estimate memory and speed of the settings on a cluster.
 
     Raises:
-        ConfigError: GPUs do not make groups, or the batch does not fit the number of GPUs.
+        ConfigError: the GPUs do not divide into groups, or the batch does not fit the number of GPUs.
     """
     nodes, left = divmod(cluster.gpus, cluster.gpus_per_node)
     on_nodes = [cluster.gpus_per_node] * (nodes * cluster.gpus_per_node) + [left] * left
     _, shard_size = mesh_shape(config.parallel, on_nodes)
     batch = resolve_batch_sizes(config.batch, cluster.gpus)
-    as_cut = replace(
+    resolved = replace(
         config.batch,
         batch_size=batch.micro_batch_size,
         grad_accum_steps=batch.grad_accum_steps,
         global_batch_size=None,
     )
-    config = replace(config, batch=as_cut)
+    config = replace(config, batch=resolved)
     memory = estimate_memory(
         config, shape, shard_size=shard_size, compute_bytes=_compute_bytes(config), device_type="cuda"
     )
@@ -134,25 +133,25 @@ def _compute_bytes(config: PlanConfig) -> int:
 
 
 def not_counted(config: PlanConfig) -> list[str]:
-    """Return a line for each setting that a run would feel, and of which a plan's numbers know nothing."""
+    """Return a line for each setting that changes memory or speed of a run but not the estimate."""
     parallel = config.parallel
     lines = {
-        "--mixed_precision=false is counted in the memory, and not in the time: float32 is slower": (
+        "--mixed_precision=false is counted in memory but not in time: float32 is slower": (
             parallel.mixed_precision is False
         ),
-        f"--float8={parallel.float8} is not counted: memory and time are those without it": bool(parallel.float8),
-        "--document_mask=true is not counted: attention is taken to cover whole sequences": config.data.document_mask,
+        f"--float8={parallel.float8} is not counted: memory and time are without it": bool(parallel.float8),
+        "--document_mask=true is not counted: attention covers whole sequences": config.data.document_mask,
         "--deterministic=true is not counted: its kernels are slower": config.run.deterministic,
         "--low_cpu_fsdp=false is not counted: each GPU holds the whole model at the start": not parallel.low_cpu_fsdp,
-        "--device=cpu is not counted: a plan is of GPUs": parallel.device == "cpu",
+        "--device=cpu is not counted: a plan assumes GPUs": parallel.device == "cpu",
     }
     return [line for line, is_set in lines.items() if is_set]
 
 
 def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[LayoutEstimate]:
-    """Return what fits of all strategies, groups, kinds of checkpointing and micro-batches, the fastest first.
+    """Return the layouts that fit: all strategies, group sizes, kinds of checkpointing and micro-batches.
 
-    All have the global batch of the settings. Of those that are equally fast, the one that takes least memory is first.
+    All have the global batch of the settings. The fastest is first; among equals, the one with least memory.
     """
     batch = config.batch
     size = batch.global_batch_size or batch.batch_size * (batch.grad_accum_steps or 1) * cluster.gpus
@@ -166,15 +165,15 @@ def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterato
         for size in _micro_batches(config, cluster):
             tried = replace(config, parallel=parallel, batch=replace(config.batch, batch_size=size))
             found = make_plan(tried, shape, cluster)
-            is_new = found.batch.micro_batch_size == size  # else another size gives the same
-            if found.memory.total <= ROOM * found.memory_bytes and is_new:
+            is_new = found.batch.micro_batch_size == size  # otherwise it repeats another size
+            if found.memory.total <= USABLE_FRACTION * found.memory_bytes and is_new:
                 yield found
-            elif found.batch.grad_accum_steps == 1:  # larger ones take more; with accumulation, smaller ones may, too
+            elif found.batch.grad_accum_steps == 1:  # larger sizes need more; with accumulation, they may need less
                 break
 
 
 def _micro_batches(config: PlanConfig, cluster: Cluster) -> list[int]:
-    """Return powers of two, and what divides a GPU's share of the global batch."""
+    """Return powers of two and the divisors of a GPU's share of the global batch."""
     largest = max(1, LARGEST_MICRO_BATCH_TOKENS // config.data.seq_length)
     share = -(-(config.batch.global_batch_size or 1) // cluster.gpus)
     divisors = {size for size in range(1, min(share, largest) + 1) if share % size == 0}
@@ -207,18 +206,14 @@ def _strategies(cluster: Cluster) -> Iterator[tuple[ShardingStrategy, int | None
 
 def cluster_of(config: PlanConfig) -> Cluster:
     """Return the GPUs that a plan is for."""
-    asked = config.plan
-    gpu: Gpu = GPUS[asked.gpu]
-    return Cluster(
-        gpu,
-        asked.gpus,
-        min(asked.gpus, asked.gpus_per_node),
-        gpu.network_gbits if asked.network is None else asked.network,
-    )
+    options = config.plan
+    gpu: Gpu = GPUS[options.gpu]
+    network = gpu.network_gbits if options.network is None else options.network
+    return Cluster(gpu, options.gpus, min(options.gpus, options.gpus_per_node), network)
 
 
 def as_document(config: PlanConfig, shape: LlamaShape, chosen: LayoutEstimate) -> dict[str, object]:
-    """Return a plan as what `--json` prints; seconds and bytes."""
+    """Return the JSON object of an estimate, in seconds and bytes."""
     return {
         "model": name_of_model(config.model),
         "parameters": parameter_count(shape),
@@ -243,7 +238,7 @@ def as_document(config: PlanConfig, shape: LlamaShape, chosen: LayoutEstimate) -
 
 
 def _length(config: PlanConfig, chosen: LayoutEstimate) -> dict[str, Any]:
-    """Return steps, tokens, seconds and GPU-hours of a run; None if it is in epochs, which only the data could tell."""
+    """Return steps, tokens, seconds and GPU-hours of a run; None if num_steps is in epochs, which needs the data."""
     if config.run.num_steps.unit == "epochs":
         return dict.fromkeys(("steps", "tokens", "seconds", "gpu_hours"))
     steps = config.run.num_steps.to_steps(TokenSchedule.steady(chosen.tokens), None)
@@ -252,29 +247,29 @@ def _length(config: PlanConfig, chosen: LayoutEstimate) -> dict[str, Any]:
     return {"steps": steps, "tokens": steps * chosen.tokens, "seconds": seconds, "gpu_hours": gpu_hours}
 
 
-def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: LayoutEstimate) -> Iterator[str]:
-    """Yield the lines about one plan."""
+def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: LayoutEstimate) -> Iterator[str]:
     yield _heading(config, shape, cluster)
     yield f"layout      {_layout(chosen)}; {chosen.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"
     room = chosen.memory.total / chosen.memory_bytes
-    verdict = "fits" if room <= ROOM else "may fit, with little room" if chosen.fits else "does not fit"
+    verdict = "fits" if room <= USABLE_FRACTION else "may fit, with little room" if chosen.fits else "does not fit"
     needed, available = format_gib(chosen.memory.total), format_gib(chosen.memory_bytes)
-    yield f"memory      {needed} of {available} a GPU, {room:.0%}: {verdict}"
+    yield f"memory      {needed} of {available} per GPU, {room:.0%}: {verdict}"
     for name, size in asdict(chosen.memory).items():
         if name != "later_gradients":
             yield f"  {name.replace('_', ' '):16}{format_gib(size):>12}"
     if chosen.memory.later_gradients:
         later = format_gib(-chosen.memory.later_gradients)
-        yield f"  {'not at once':16}{later:>12}  of gradients: they come after the peak"
+        yield f"  {'not at once':16}{later:>12}  gradients that are made after the peak"
     if config.plan.optimizer_state_bytes is None and config.optimizer.optimizer not in OPTIMIZERS:
-        yield "  (the optimizer is counted as AdamW: give --optimizer_state_bytes)"
+        yield "  (the optimizer is counted as AdamW: set --optimizer_state_bytes)"
     step = chosen.step
     yield f"step        {step.total:.3g} s on {chosen.tokens:,} tokens"
-    yield f"  compute         {step.compute:9.3f} s" + (f", {step.recompute:.3f} s of it again" * bool(step.recompute))
+    recomputed = f", {step.recompute:.3f} s of it recomputation" if step.recompute else ""
+    yield f"  compute         {step.compute:9.3f} s{recomputed}"
     yield f"  not hidden      {step.unhidden:9.3f} s of gathers, reductions, optimizer and launches"
-    yield f"  communication   {step.exposed:9.3f} s exposed, {step.hidden:.3f} s behind computation"
+    yield f"  communication   {step.exposed:9.3f} s exposed, {step.hidden:.3f} s overlapped with computation"
     yield (
-        f"speed       {chosen.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, "
+        f"speed       {chosen.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, "
         f"{chosen.tokens_per_second_per_gpu * cluster.gpus:,.0f} in all; MFU {chosen.mfu:.0%} of "
         f"{cluster.gpu.peak_tflops:g} TFLOP/s"
     )
@@ -288,25 +283,24 @@ def _account(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: La
 def _run(config: PlanConfig, chosen: LayoutEstimate) -> str:
     length = _length(config, chosen)
     if length["steps"] is None:
-        return f"{config.run.num_steps} are passes over the data, which a plan does not read: give steps or tokens"
+        return f"{config.run.num_steps} are passes over the data, which a plan does not read: use steps or tokens"
     size = f"{count_of(length['steps'], 'step')}, {length['tokens']:,} tokens"
     return f"{size}: {format_seconds(length['seconds'])}, {length['gpu_hours']:,.1f} GPU-hours"
 
 
 def _table(config: PlanConfig, shape: LlamaShape, cluster: Cluster, plans: Sequence[LayoutEstimate]) -> Iterator[str]:
-    """Yield the lines of a search."""
     yield _heading(config, shape, cluster)
     size = plans[0].batch.global_batch_size
-    yield f"batch       {size} sequences a step in each row; --global_batch_size sets another"
-    rows = [("tokens/s a GPU", "MFU", "GiB", "run", "flags")]
-    for each in plans[:SHOWN]:
+    yield f"batch       {size} sequences per step in all rows; set --global_batch_size to change it"
+    rows = [("tokens/s per GPU", "MFU", "GiB", "run", "flags")]
+    for each in plans[:ROWS_SHOWN]:
         seconds = _length(config, each)["seconds"]
         run = "-" if seconds is None else format_seconds(seconds)
         speed, memory = f"{each.tokens_per_second_per_gpu:,.0f}", f"{each.memory.total / 2**30:.1f}"
         rows.append((speed, f"{each.mfu:.0%}", memory, run, _flags(config, each)))
     yield from format_table(rows, right=range(4))
-    if len(plans) > SHOWN:
-        yield f"and {len(plans) - SHOWN} slower ones; --json=true prints all"
+    if len(plans) > ROWS_SHOWN:
+        yield f"and {len(plans) - ROWS_SHOWN} slower layouts; --json=true prints all"
 
 
 def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
@@ -330,7 +324,7 @@ def _layout(chosen: LayoutEstimate) -> str:
 
 
 def _flags(config: PlanConfig, chosen: LayoutEstimate) -> str:
-    """Write the flags that make a layout of the settings as they are given, whatever these say of it."""
+    """Return the flags that select a layout if they are added to the given settings."""
     given, parallel = config.parallel, chosen.parallel
     flags = [f"--sharding_strategy={parallel.sharding_strategy}"]
     if parallel.hsdp_group_size != given.hsdp_group_size or parallel.hsdp_group_size is not None:
@@ -352,7 +346,7 @@ def _checkpointing(parallel: ParallelConfig) -> str:
 
 
 def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
-    """Return what would fit instead, from the layout that shards most, with one sequence at a time."""
+    """Return an error with what fits instead, for the layout that needs least memory."""
     batch = replace(config.batch, batch_size=1, global_batch_size=None, grad_accum_steps=None)
     parallel = replace(
         config.parallel,
@@ -360,10 +354,10 @@ def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> st
         fsdp_activation_checkpointing=True,
         selective_checkpointing=ALL_BLOCKS,
     )
-    least, limit = replace(config, batch=batch, parallel=parallel), ROOM * cluster.gpu.memory_gib * 2**30
-    where = f"nothing fits on {cluster.gpus} x {config.plan.gpu} with this global batch"
+    least, limit = replace(config, batch=batch, parallel=parallel), USABLE_FRACTION * cluster.gpu.memory_gib * 2**30
+    problem = f"nothing fits on {cluster.gpus} x {config.plan.gpu} with this global batch"
     if make_plan(least, shape, cluster).memory.total <= limit:
-        return f"{where}. What would fit: --global_batch_size={cluster.gpus} or less"
+        return f"{problem}. It fits with --global_batch_size={cluster.gpus} or less"
     advice = memory_advice(
         least,
         shape,
@@ -373,10 +367,8 @@ def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> st
         limit_bytes=limit,
         optimizer_state_bytes=config.plan.optimizer_state_bytes,
     )
-    return (
-        f"{where}. What would fit: {'; '.join(advice) or 'a smaller model'}, with one sequence per GPU at a time and "
-        "--sharding_strategy=fsdp --fsdp_activation_checkpointing=true"
-    )
+    layout = "--sharding_strategy=fsdp --fsdp_activation_checkpointing=true --batch_size=1"
+    return f"{problem}. With {layout}, this fits: {'; '.join(advice) or 'a smaller model'}"
 
 
 def _checkpoint_bytes(config: PlanConfig, shape: LlamaShape) -> int:

@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints in an object store, made by hand: `pretrain push`."""
+"""`pretrain push`: a copy of the checkpoints of a run to an object store."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pretraining.text import count_of
 
 
 def push(config: PushConfig) -> None:
-    """Copy every checkpoint of a run that its mirror lacks, the oldest first.
+    """Copy every checkpoint that the mirror of a run lacks, oldest first.
 
     Raises:
         ConfigError: no run or no address is named.
-        CheckpointError: another process writes into the run, a checkpoint is damaged, or the store cannot be used.
+        CheckpointError: another process writes to the run, a checkpoint is damaged, or the store cannot be used.
     """
     run = Path(config.paths[0])
     settings = load_config(run / CONFIG_FILE).checkpoint
@@ -40,14 +40,14 @@ def push(config: PushConfig) -> None:
         step = newest_good_step(run)
         newer = [folder for folder, manifest in checkpoints_in(store).items() if manifest.step > step]
         if newer:
-            raise CheckpointError(f"holds {newer[-1]}, which is newer than what is in {run}", path=store.address)
+            raise CheckpointError(f"has {newer[-1]}, which is newer than all checkpoints of {run}", path=store.address)
         mirror = Mirror(settings, step)
         missing = [path for path in checkpoints if mirror.lacks(path)]
         for path in missing:
             mirror.copy(path)
             mirror.finish(threading.TIMEOUT_MAX)
             if mirror.lacks(path):
-                raise CheckpointError("is not copied; the line above says why", path=path)
+                raise CheckpointError("is not copied; the line above gives the reason", path=path)
         print_text(f"{count_of(len(missing), 'checkpoint')} copied, {len(checkpoints)} are in {store.address}")
     finally:
         lease.release()

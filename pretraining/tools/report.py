@@ -1,9 +1,9 @@
-"""A page about a run, or about several side by side: `pretrain report`.
+"""`pretrain report`: a page about one run, or about several runs side by side.
 
-    runs' folders --read_runs--> RunRecord each --draw, tables--> report.html, one file that needs no network
+    folders of runs --read_runs--> RunRecords --draw, tables--> report.html, one file that needs no network
 
-Curves are SVG by matplotlib, with an axis of steps for one run and of tokens for several. Whatever comes from a file is
-escaped. Folders are only read, so a run that is under way may be looked at.
+matplotlib draws the curves as SVG, over steps for one run and over tokens for several. All text from files is escaped.
+The folders are only read, so the page of a running run can be made at any time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAGE = "report.html"
 BUCKETS = 300
 MOST_ROWS, MOST_MARKS = 200, 12
 MARKED = ("restart", "rollback", "phase")
-INK = "#123456"  # becomes the page's own colour of text, light or dark
+INK = "#123456"  # placeholder that becomes the page's colour of text, light or dark
 
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
@@ -57,11 +57,7 @@ td { overflow-wrap: anywhere; min-width: 4rem; font-variant-numeric: tabular-num
 
 @dataclass(frozen=True)
 class Plot:
-    """Numbers that share axes.
-
-    Attributes:
-        numbers: names in metrics.jsonl, as a pattern.
-    """
+    """A plot of numbers that share axes; `numbers` is a pattern of names in metrics.jsonl."""
 
     title: str
     unit: str
@@ -83,14 +79,14 @@ PLOTS = (
 
 
 def report(config: PageConfig) -> None:
-    """Write the page, and the picture of the losses if one is asked for.
+    """Write the page, and the picture of the losses if `picture` is set.
 
     Raises:
-        ConfigError: a folder is no run, an ending is wrong, or matplotlib is missing.
+        ConfigError: a folder is not a run, a file ending is wrong, or matplotlib is missing.
         DataError: a file cannot be written.
     """
     if not config.run_path:
-        raise ConfigError("--run_path is empty: name a run's folder")
+        raise ConfigError("--run_path is empty: name the folder of a run")
     picture = None if config.picture is None else Path(config.picture)
     if picture is not None and picture.suffix not in (".png", ".svg"):
         raise ConfigError(f"--picture={picture} must end in .png or .svg")
@@ -121,7 +117,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """Return the page of at least one run."""
+    """Return the HTML page of one or more runs."""
     title = escape(", ".join(run.name for run in runs))
     notes = "".join(f"<li>{escape(run.name)}: {escape(note)}</li>" for run in runs for note in run.notes)
     colours: dict[str, str] = {}
@@ -129,11 +125,11 @@ def render(runs: Sequence[RunRecord]) -> str:
     sections = [
         ("", f"<ul>{notes}</ul>" if notes else ""),
         ("Summary", _table(_summary(runs))),
-        ("Curves", f'<div class="plots">{"".join(figures)}</div>' if any(figures) else "No report can be drawn yet."),
+        ("Curves", f'<div class="plots">{"".join(figures)}</div>' if any(figures) else "The runs have no reports yet."),
         ("Mixture", _table(_mixture(runs))),
         ("Events", _table(_events(runs))),
         ("Settings that differ" if len(runs) > 1 else "Settings that are not defaults", _table(_settings(runs))),
-        ("What changed between starts", _table(_changes(runs))),
+        ("Changes between starts", _table(_changes(runs))),
     ]
     body = "".join(f"<h2>{heading}</h2>{content}" if heading else content for heading, content in sections if content)
     return (
@@ -145,7 +141,7 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 
 def _table(rows: Iterable[Sequence[object]]) -> str:
-    """Return a table whose first row is its head; nothing if no other row follows."""
+    """Return an HTML table, whose head is the first row; empty if there are no other rows."""
     head, *body = rows
     cells = ["".join(f"<th>{escape(str(cell))}</th>" for cell in head)]
     cells += ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in body]
@@ -157,7 +153,7 @@ def _table(rows: Iterable[Sequence[object]]) -> str:
 
 
 def _custom_plots(runs: Sequence[RunRecord]) -> list[Plot]:
-    """Return a plot of each metric of the user's own, in training and in evaluations."""
+    """Return a plot per custom metric, of training and evaluations."""
     names = dict.fromkeys(
         match[1]
         for run in runs
@@ -168,7 +164,7 @@ def _custom_plots(runs: Sequence[RunRecord]) -> list[Plot]:
 
 
 def _figure(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str]) -> str:
-    """Return a plot as HTML; nothing if no run has one of its numbers."""
+    """Return a plot as HTML; empty if no run has any of its numbers."""
     if not any(True for run in runs for _ in _curves(plot, run, "step")):
         return ""
     svg = _draw(plot, runs, colours, "svg", INK).decode()
@@ -179,8 +175,8 @@ def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: 
     """Return a plot as "svg" or "png".
 
     Args:
-        colours: by label, for all plots of a page: what is new is added.
-        ink: colour of text and axes. With `INK` the background is transparent.
+        colours: colour by label, shared by all plots of a page; new labels are added.
+        ink: colour of text and axes; with `INK`, the background is transparent.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -212,7 +208,7 @@ def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: 
 
 
 def _curves(plot: Plot, run: RunRecord, axis: str) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
-    """Yield name, x and y of a plot's numbers, without those that are 0 throughout or repeat another."""
+    """Yield name, x and y of each curve of a plot, except curves that are all 0 or repeat another curve."""
     drawn: list[NDArray[Any]] = []
     for reports in (run.training, run.evaluations):
         for name in reports:
@@ -222,19 +218,19 @@ def _curves(plot: Plot, run: RunRecord, axis: str) -> Iterator[tuple[str, NDArra
                 x, y = x[is_known], y[is_known]
                 if y.any() and not any(np.array_equal(y, other) for other in drawn):
                     drawn.append(y)
-                    yield name, *thin(x, y)
+                    yield name, *downsample(x, y)
 
 
 def _label(name: str) -> str:
-    """Return what a curve is called: the dataset or set if the name ends in one."""
+    """Return the label of a curve: its dataset or evaluation set, else "training" or "evaluation"."""
     if name.removeprefix("evaluation_").startswith("custom/"):
         name = name.replace("custom/", "", 1)
     of, _, part = name.partition("/")
     return part or ("evaluation" if of.startswith("evaluation_") else "training")
 
 
-def thin(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the points of a curve that a plot can show: first, last, lowest and highest of each bucket."""
+def downsample(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the first and last point of a curve, and the lowest and highest point of each bucket."""
     if len(y) <= 4 * BUCKETS:
         return x, y
     edges = np.linspace(0, len(y), BUCKETS + 1).astype(int)
@@ -246,7 +242,7 @@ def thin(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _mark(axes: Axes, run: RunRecord, axis: str, is_named: bool, ink: str) -> None:
-    """Draw a line at the newest restarts, rollbacks and changes of the mixture."""
+    """Draw a vertical line at the newest restarts, rollbacks and changes of the mixture."""
     marked = [each for each in run.events if each.get("event") in MARKED and number_of(each["step"]) > 0]
     steps, positions = run.training["step"], run.training[axis]
     for event in marked[-MOST_MARKS:]:
@@ -258,7 +254,7 @@ def _mark(axes: Axes, run: RunRecord, axis: str, is_named: bool, ink: str) -> No
             axes.text(positions[place], 0.98, text, transform=across, rotation=90, va="top", size=6, color=ink)
 
 
-# Tables: the first row is the head
+# Tables: each function yields the head first
 
 
 def _summary(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
@@ -310,8 +306,8 @@ def _events(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
     for run in runs:
         for event in run.events[-MOST_ROWS:]:
             details = {name: value for name, value in event.items() if name not in ("step", "time", "event")}
-            told = ", ".join(f"{name}={value}" for name, value in details.items() if value not in (None, ""))
-            yield run.name, event.get("time", ""), event["step"], event.get("event", ""), told
+            text = ", ".join(f"{name}={value}" for name, value in details.items() if value not in (None, ""))
+            yield run.name, event.get("time", ""), event["step"], event.get("event", ""), text
 
 
 def _settings(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
@@ -327,7 +323,7 @@ def _settings(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
 
 
 def _canonical(text: str) -> str:
-    """Return a number with an exponent in one form: YAML has 1.0e-08 where Python has 1e-08."""
+    """Return a number with an exponent in one form: YAML writes 1.0e-08, Python 1e-08."""
     try:
         return str(float(text)) if "e" in text.lower() else text
     except ValueError:
@@ -335,7 +331,7 @@ def _canonical(text: str) -> str:
 
 
 def _changes(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
-    yield ("run", "start", "at step", "what", "before", "from here on")
+    yield ("run", "start", "at step", "property", "before", "after")
     for run in runs:
         for number, (before, now) in enumerate(itertools.pairwise(run.environments), 2):
             for name in dict.fromkeys((*before, *now)):

@@ -1,13 +1,14 @@
-"""What a run's folder holds, as plain data. The run may be under way, killed at any moment, or damaged.
+"""Records of a run, read from its folder. The run may be running, killed or damaged.
 
-    run_status.json, lease.json   its state
+    run_status.json, lease.json   state
     logs/metrics.jsonl            columns of numbers, of training and of evaluations
-    logs/events.jsonl             what happened
-    logs/environment.json         what each start ran on
+    logs/events.jsonl             events
+    logs/environment.json         environment of each start
     config.yaml                   settings
-    checkpoints/                  the newest one knows the mixture
+    checkpoints/                  mixture, from the newest checkpoint
 
-A missing or damaged file costs what it holds, and adds a line to `RunRecord.notes`. Nothing here needs torch.
+A missing or damaged file leaves its part of the record empty, and adds a line to `RunRecord.notes`. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ENVIRONMENT_FILE = "environment.json"  # as in observability/environment.py, whi
 
 
 class Columns:
-    """Numbers of reports by name. `columns[name]` is [reports] float64, NaN where a report has none."""
+    """Numbers of reports by name. `columns[name]` is [reports] float64, with NaN for missing numbers."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array[float]] = {}
@@ -63,7 +64,7 @@ class Columns:
         return np.append(known, np.full(self._reports - len(known), np.nan))
 
     def add(self, report: Mapping[str, Any]) -> None:
-        """Add a report. A time becomes seconds since 1970; what is no number is left out."""
+        """Add the numbers of a report; its time becomes seconds since 1970."""
         for name, value in report.items():
             number = seconds_of(value) if name == "time" else number_of(value)
             if not math.isnan(number):
@@ -80,12 +81,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class MixturePart:
-    """What a dataset gave in a phase of the run.
+    """The share of a dataset in a phase of the run.
 
     Attributes:
-        first_step, end_step: of the phase, the end not included.
-        asked: its share by the weights.
-        realised: its share of the samples that were trained on.
+        first_step, end_step: steps of the phase, end excluded.
+        asked: share by the weights.
+        realised: share of the samples trained on.
     """
 
     first_step: int
@@ -98,16 +99,16 @@ class MixturePart:
 
 @dataclass
 class RunRecord:
-    """Everything that is known of a run.
+    """The contents of a run's folder.
 
     Attributes:
-        name: of the folder.
+        name: folder name.
         state: finished, preempted, failed, running, killed or unknown.
-        reason: why it ended.
+        reason: why the run stopped.
         events: objects of events.jsonl.
-        settings: as text, by `section.name`.
-        environments: what each start ran on, as text by dotted names.
-        notes: what could not be read.
+        settings: text by `section.name`.
+        environments: environment of each start, text by dotted name.
+        notes: problems with reading the folder.
     """
 
     path: Path
@@ -124,15 +125,11 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:
-    """Read the folders of runs.
-
-    Raises:
-        ConfigError: a folder is no run.
-    """
+    """Read the folders of runs; raise a ConfigError if a folder is not a run."""
     folders = [run_of(Path(path)) for path in paths]
     parts = (CONFIG_FILE, STATUS_FILE, CHECKPOINTS, f"{LOGS}/{METRICS_FILE}")
     problems = [
-        f"--run_path={folder} is no run: it has none of {', '.join(parts)}"
+        f"--run_path={folder} is not a run: it has none of {', '.join(parts)}"
         for folder in folders
         if not any(exists(folder / part) for part in parts)
     ]
@@ -141,45 +138,47 @@ def read_runs(paths: Sequence[str]) -> list[RunRecord]:
     names = [folder.absolute().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    # A name need not be UTF-8, and what draws it takes nothing else.
+    # Folder names may not be UTF-8, which matplotlib requires.
     names = [os.fsencode(name).decode("utf-8", "replace") for name in names]
     return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
 def read_run(folder: Path, name: str) -> RunRecord:
-    """Read a run's folder. What cannot be read is a note."""
+    """Read a run's folder; a file that cannot be read becomes a note."""
     run = RunRecord(folder, name)
 
-    def or_note(what: str, read: Callable[[Path], T], missing: T) -> T:
+    def try_read(name: str, read: Callable[[Path], T], default: T) -> T:
         try:
-            return read(folder / what)
+            return read(folder / name)
         except FileNotFoundError:
-            run.notes.append(f"There is no {what}.")
+            run.notes.append(f"There is no {name}.")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, PretrainError) as error:
-            run.notes.append(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}.")
-        return missing
+            run.notes.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}.")
+        return default
 
-    status = or_note(STATUS_FILE, read_status, None)
+    status = try_read(STATUS_FILE, read_status, None)
     if status is None:
         run.notes.append(f"The run's state is unknown: {STATUS_FILE} is missing or damaged.")
     else:
         run.state, run.reason = status.status or "unknown", status.reason
         if run.state == "running":
             run.state, run.reason = "running" if _is_held(folder) else "killed", ""
-    or_note(f"{LOGS}/{METRICS_FILE}", lambda path: _read_metrics(path, run), None)
-    run.events = or_note(f"{LOGS}/{EVENTS_FILE}", lambda path: list(read_lines(path, run.notes)), [])
-    run.settings = or_note(CONFIG_FILE, _read_settings, {})
-    run.environments = or_note(f"{LOGS}/{ENVIRONMENT_FILE}", _read_environments, [])
+    try_read(f"{LOGS}/{METRICS_FILE}", lambda path: _read_metrics(path, run), None)
+    run.events = try_read(f"{LOGS}/{EVENTS_FILE}", lambda path: list(read_lines(path, run.notes)), [])
+    run.settings = try_read(CONFIG_FILE, _read_settings, {})
+    run.environments = try_read(
+        f"{LOGS}/{ENVIRONMENT_FILE}", lambda path: [flatten(record) for record in read_json(path)], []
+    )
     if is_folder(folder / CHECKPOINTS):
-        run.mixture = or_note(CHECKPOINTS, lambda _: _newest_mixture(folder), [])
+        run.mixture = try_read(CHECKPOINTS, lambda _: _newest_mixture(folder), [])
     return run
 
 
 def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines that have a step; the number of other lines is added to `notes`.
+    """Yield the objects of a JSON lines file that have a step; add the number of other lines to `notes`.
 
     Raises:
-        OSError: the file cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     check_regular(path)
     damaged = 0
@@ -198,17 +197,17 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def number_of(value: Any) -> float:
-    """Return a JSON number as a float; NaN if it is none, or is too large."""
+    """Return a JSON number as a float; NaN for other values and for numbers that are too large."""
     try:
         return float(value) if type(value) in (int, float) else math.nan
     except OverflowError:
         return math.nan
 
 
-def seconds_of(written: Any) -> float:
-    """Return seconds since 1970 of a time as files of a run have it; NaN if it is none."""
+def seconds_of(text: Any) -> float:
+    """Return seconds since 1970 of an ISO time; NaN for other values."""
     try:
-        return datetime.fromisoformat(written).timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -220,7 +219,7 @@ def _read_metrics(path: Path, run: RunRecord) -> None:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return whether a process renewed the run's lease a moment ago."""
+    """Return whether the lease of the run was renewed recently."""
     try:
         return time.time() - (folder / LEASE_FILE).stat().st_mtime < LEASE_STALE_SECONDS
     except OSError:
@@ -237,12 +236,8 @@ def _read_settings(path: Path) -> dict[str, str]:
     return texts
 
 
-def _read_environments(path: Path) -> list[dict[str, str]]:
-    return [flatten(record) for record in read_json(path)]
-
-
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the values of a JSON object as text, by dotted names; a list is one text."""
+    """Return the values of a JSON object as text by dotted name; a list becomes one text."""
     texts: dict[str, str] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
@@ -256,16 +251,16 @@ def _newest_mixture(folder: Path) -> list[MixturePart]:
     for each in reversed(committed_checkpoints(folder)):
         try:
             return mixture_of(read_document(each.path))
-        except CheckpointError:  # `pretrain verify` says what is wrong with it
+        except CheckpointError:  # `pretrain verify` reports the fault
             continue
     return []
 
 
 def mixture_of(manifest: Manifest) -> list[MixturePart]:
-    """Return what each dataset was to give and has given up to a checkpoint; nothing if there is one dataset.
+    """Return the planned and realised share of each dataset up to a checkpoint; empty with a single dataset.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError, IndexError: the state of the data is damaged.
+        KeyError, TypeError, ValueError, AttributeError, IndexError: damaged data state.
     """
     if not manifest.data:
         return []

@@ -1,7 +1,7 @@
-"""A prompt that a trained model continues: `pretrain sample`.
+"""`pretrain sample`: text that a trained model generates from a prompt.
 
-checkpoint, run or Hugging Face folder -> model, tokenizer, which tokens begin and end a text
-prompt -> token ids -> one token after the other, until the text ends -> stdout, as it comes
+checkpoint, run or Hugging Face folder -> model, tokenizer, tokens that begin and end a text
+prompt -> token ids -> new tokens, one by one, until the text ends -> stdout
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pretraining.config.training import DataConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import CachedModel, draw_tokens
-from pretraining.files import is_file, read_json
+from pretraining.files import is_file, read_object
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import CONFIG_FILE, GENERATION_CONFIG_FILE
 
 UNFINISHED_CHARACTER = "\ufffd"
-"""What a tokenizer shows for bytes that are no character, or not yet."""
+"""Replacement character that tokenizers return for bytes that do not form a character yet."""
 
 
 def sample(config: SampleConfig) -> None:
-    """Print a prompt and what a model continues it with, a token at a time; raises as `continue_prompt`."""
+    """Print a prompt and its continuation, token by token; errors as in `continue_prompt`."""
     found = continue_prompt(config, "cuda" if torch.cuda.is_available() else "cpu")
     if config.prompt_tokens:
         pieces: Iterable[str] = chain([",".join(map(str, found.prompt))], (f",{token}" for token in found.new))
@@ -44,12 +44,12 @@ def sample(config: SampleConfig) -> None:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and what a model continues it with.
+    """A prompt and the tokens that a model adds.
 
     Attributes:
-        prompt: its tokens, with those that begin a text.
-        new: the tokens that follow, until the text ends or enough are drawn; each is drawn when it is asked for.
-        tokenizer: of their text; None if there is none, which a prompt of token ids does not need.
+        prompt: prompt tokens, with the token that begins a text.
+        new: new tokens, drawn lazily until the text ends or the limit is reached.
+        tokenizer: None only if the prompt was given as token ids.
     """
 
     prompt: list[int]
@@ -57,17 +57,17 @@ class Continuation:
     tokenizer: Tokenizer | None
 
     def text(self) -> Iterator[str]:
-        """Return the text of the new tokens, in pieces, as they are drawn."""
-        assert self.tokenizer is not None  # there was a prompt to encode
+        """Yield the text of the new tokens in pieces, as they are drawn."""
+        assert self.tokenizer is not None  # it encoded the prompt
         return stream_text(self.tokenizer.decode, self.prompt, self.new)
 
 
 def continue_prompt(config: SampleConfig, device: str) -> Continuation:
-    """Load a model, in bfloat16 on a GPU, and have it continue a prompt.
+    """Load a model (on a GPU in bfloat16) and continue a prompt.
 
     Raises:
-        CheckpointError: there is no model, it is damaged, or its weights are not finite.
-        ConfigError, DataError: the prompt or the tokenizer cannot be used.
+        CheckpointError: a missing or damaged model, or weights that are not finite.
+        ConfigError, DataError: unusable prompt or tokenizer.
     """
     place, dtype = torch.device(device), torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint, model = load_model(config.ckpt_load_path, place, dtype)
@@ -81,10 +81,10 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
     prompt = list(config.prompt_tokens)
     if tokenizer is not None and not prompt:
         prompt = [*([] if begin is None else [begin]), *tokenizer.encode(config.prompt or "")]
-        prompt = prompt or [next(iter(ends), 0)]  # what stands before a document
+        prompt = prompt or [next(iter(ends), 0)]  # the token before a document
     if not prompt:
         raise ConfigError(
-            f"{config.ckpt_load_path} comes without a tokenizer: give --tokenizer_path, or the prompt as token ids "
+            f"{config.ckpt_load_path} has no tokenizer: set --tokenizer_path, or give the prompt as token ids "
             "(--prompt_tokens=1,2,3)"
         )
     if max(prompt) >= model.shape.vocab_size:
@@ -104,22 +104,18 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
 
 
 def _find_tokenizer(config: SampleConfig, path: Path, settings: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer that is named, or that of the folder or of the run, if the prompt needs one."""
+    """Return the tokenizer of `config`; else, if the prompt is text, that of the folder or of the run."""
     own = str(path) if is_file(path / TOKENIZER_FILE) else settings.tokenizer_path
     named = config.tokenizer_path or (own if not config.prompt_tokens else None)
     return None if named is None else load_tokenizer(named)
 
 
 def _ends_of_text(path: Path, settings: DataConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: the run's, those that a Hugging Face folder names, or the tokenizer's."""
+    """Return the tokens that end a text: from the run's settings, the Hugging Face folder or the tokenizer."""
     if settings.sep_token is not None:
         return (settings.sep_token,)
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
-        try:
-            document: Any = read_json(path / name)
-        except (OSError, ValueError):
-            continue  # none is needed: the text then ends where enough is drawn
-        ids = document.get("eos_token_id") if isinstance(document, dict) else None
+        ids: Any = read_object(path / name).get("eos_token_id")
         found = tuple(each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int)
         if found:
             return found
@@ -128,8 +124,8 @@ def _ends_of_text(path: Path, settings: DataConfig, tokenizer: Tokenizer | None)
 
 
 def stream_text(decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens that follow a prompt as they come: each character once all of its bytes are there."""
-    known, new = list(prompt[-1:]), []  # what a token reads like may depend on the one before it
+    """Yield the text of tokens that follow a prompt; a character is yielded when all of its bytes are there."""
+    known, new = list(prompt[-1:]), []  # the text of a token may depend on the previous token
     for token in tokens:
         new.append(token)
         text = decode([*known, *new])[len(decode(known)) :]

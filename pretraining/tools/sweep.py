@@ -1,13 +1,13 @@
-"""A grid of runs, one after the other, and a table of their losses.
+"""`pretrain sweep`: a grid of runs, trained one after the other, and a table of their losses.
 
     pretrain sweep --recipe=demo --learning_rate=1e-4,3e-4 --optimizer=adamw,muon --sweep_path=runs/lr
-        runs/lr/learning_rate=1e-4,optimizer=adamw/     a run as any other; output.log has what it printed
-        runs/lr/…/outcome.json                          how it ended: such a combination is not started again
+        runs/lr/learning_rate=1e-4,optimizer=adamw/     a normal run; output.log holds its output
+        runs/lr/…/outcome.json                          result of a finished or failed run, which is not started again
         runs/lr/sweep.csv                               a row per combination, written after each run
 
-Several values of a setting are a comma list; values of a list or of free text stand between semicolons. Each run is a
-process of its own: one that diverges or crashes is a row, and the next one begins. A sweep that is killed takes its run
-with it, and the same command resumes that run.
+Commas separate the values of a setting; semicolons do so for settings that are lists or free text. Each run is a
+separate process: if it diverges or crashes, the table says so and the next run starts. Killing a sweep kills its run,
+and the same command resumes that run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pretraining.config.command_line import name_first_words, parse_config, read
 from pretraining.config.commands import SweepConfig, SweepSettings
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, Interrupted, Preempted
-from pretraining.files import output_errors, read_json, write_atomic
+from pretraining.files import output_errors, read_object, write_atomic
 from pretraining.launch.signals import ReceivedSignals, end_with_parent
 from pretraining.launch.terminal import outlive_readers, print_text
 from pretraining.observability.trackers import LOGS, METRICS_FILE
@@ -57,8 +57,8 @@ class Combination:
     """One run of a sweep.
 
     Attributes:
-        values: of the settings that vary, as text.
-        arguments: of `pretrain train`, without the run's folder.
+        values: text of the settings that vary.
+        arguments: words for `pretrain train`, without the run's folder.
     """
 
     values: Mapping[str, str]
@@ -75,29 +75,29 @@ class Combination:
 
 
 def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
-    """Train every combination that has not ended yet, and write the table.
+    """Train every combination without an outcome, and write the table.
 
     Raises:
-        ConfigError: the command line is no sweep, or a folder has a run of other settings.
-        Preempted: a signal came; the run under way is saved.
+        ConfigError: no setting varies, a setting is wrong, or a folder has a run with other settings.
+        Preempted: a signal arrived, and the current run was saved.
         DataError: the sweep's folder cannot be written.
     """
     settings, combinations = read_sweep(overrides, flags)
     folder = Path(settings.sweep_path)
     for each in combinations:
-        before = _read(folder / each.name / ARGUMENTS_FILE).get("arguments")
+        before = read_object(folder / each.name / ARGUMENTS_FILE).get("arguments")
         if isinstance(before, list) and (differ := sorted(set(map(str, before)) ^ set(each.arguments))):
             raise ConfigError(
-                f"{folder / each.name} is a run of other settings ({', '.join(differ)}): give another --sweep_path, or "
-                "remove the folder"
+                f"{folder / each.name} is a run with other settings ({', '.join(differ)}): set another --sweep_path or "
+                "delete the folder"
             )
     outlive_readers()
     for number, each in enumerate(combinations):
-        ended = _read(folder / each.name / OUTCOME_FILE).get("status") not in (None, "killed")
+        ended = read_object(folder / each.name / OUTCOME_FILE).get("status") not in (None, "killed")
         if settings.only in (None, number) and not ended:
             log.info("%d of %d  %s", number + 1, len(combinations), each.name)
             _train(each, folder / each.name, settings.processes)
-            if settings.only is None:  # otherwise other jobs may write it at the same time
+            if settings.only is None:  # with --only, other jobs may write it at the same time
                 _write_csv(combinations, folder)
     if settings.only is None:
         _write_csv(combinations, folder)
@@ -106,11 +106,7 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
 
 
 def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[SweepSettings, list[Combination]]:
-    """Read a command line into a grid, and check the settings of each combination.
-
-    Raises:
-        ConfigError: with all problems.
-    """
+    """Return the combinations of a command line; raise a ConfigError with all problems of their settings."""
     assignments, problems = read_arguments(*name_first_words(SweepConfig, overrides, flags))
     fixed, varied = [], dict[str, list[str]]()
     for given in assignments:
@@ -118,13 +114,13 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
         if len(values) == 1:
             fixed.append(given)
         elif name in varied or len(set(values)) < len(values):
-            problems.append(f"{given.where}: two grids for {name}, or a value twice: keep one")
+            problems.append(f"{given.where}: {name} is given twice, or has a value twice: remove one")
         else:
             varied[name] = values
         if name in NOT_IN_A_SWEEP:
-            problems.append(f"--{name}: a sweep trains each run to its end, in a folder of its own: leave it out")
+            problems.append(f"--{name}: remove it; a sweep trains each run to its end, in its own folder")
     if not varied and not problems:
-        problems.append("nothing varies: give values as in --learning_rate=1e-4,3e-4; of lists and text as in 'a;b'")
+        problems.append("no setting has several values: write --learning_rate=1e-4,3e-4, or 'a;b' for lists and text")
     own = {setting.name for setting in settings_of(SweepConfig).values() if setting.section == "sweep"}
     arguments = [f"{given.name}={given.raw}" for given in fixed]
     trained = [text for text, given in zip(arguments, fixed, strict=True) if given.section_and_name[1] not in own]
@@ -140,14 +136,14 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
         except ConfigError as error:
             problems += [f"{','.join(varying)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):
-        problems.append(f"--only={settings.only}: the combinations are numbered 0 to {len(combinations) - 1}")
+        problems.append(f"--only={settings.only} is no combination: the numbers are 0 to {len(combinations) - 1}")
     if problems:
         raise ConfigError(problems)
     return settings, combinations
 
 
 def _values_of(given: Assignment) -> tuple[str, list[str]]:
-    """Return the setting that an assignment is for, under its own name, and its values."""
+    """Return the canonical name and the values of an assignment."""
     settings, name = settings_of(SweepConfig), given.section_and_name[1]
     alias = Reader(SweepConfig).aliases.get(name)
     setting = settings.get(alias.target if alias is not None else name)
@@ -160,10 +156,10 @@ def _values_of(given: Assignment) -> tuple[str, list[str]]:
 
 
 def _train(combination: Combination, run: Path, processes: int) -> None:
-    """Train a combination in a process of its own, and write how it ended unless it was stopped from outside.
+    """Train a combination in a separate process, and write its outcome unless it was killed.
 
     Raises:
-        Preempted: a signal came, and was passed on.
+        Preempted: a signal arrived and was forwarded.
         DataError: the run's folder cannot be written.
     """
     command = [sys.executable, "-m", "pretraining", "train", *combination.arguments, f"ckpt_save_path={run}"]
@@ -178,8 +174,8 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
             with received.remembering_interrupts():
                 code = _run(command, output, received)
         if received.first is not None:
-            ending = Interrupted if received.first == signal.SIGINT else Preempted
-            raise ending(f"{combination.name} was stopped by {received.first.name}: the same command resumes it")
+            error = Interrupted if received.first == signal.SIGINT else Preempted
+            raise error(f"{combination.name} was stopped by {received.first.name}: the same command resumes it")
         outcome = {"status": _status_of(code, run), "seconds": round(time.monotonic() - begun, 1)}
         if outcome["status"] == "failed":
             outcome["reason"] = _last_error((run / OUTPUT_FILE).read_bytes()[printed:])
@@ -190,7 +186,7 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
 
 
 def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -> int:
-    """Run a command to its end and return its exit code; the first signal is passed on, and ends it in its own way."""
+    """Run a command and return its exit code; forward the first signal, so that the command saves and stops."""
     child = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent
     )
@@ -201,7 +197,7 @@ def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -
                 child.send_signal(received.first)
                 is_sent = True
             time.sleep(POLL_SECONDS)
-    except KeyboardInterrupt:  # the second Ctrl-C, which ends the run at once, too
+    except KeyboardInterrupt:  # a second Ctrl-C stops the run at once
         child.send_signal(signal.SIGINT)
         child.wait()
         raise
@@ -209,10 +205,10 @@ def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -
 
 
 def _status_of(code: int, run: Path) -> str:
-    """Return what an exit code means: finished, failed by itself, or killed, which torchrun does not tell."""
+    """Return "finished", "failed" or "killed"; torchrun's exit code does not tell the last two apart."""
     if code == 0:
         return "finished"
-    return "failed" if code == 1 and _read(run / STATUS_FILE).get("status") in (None, "failed") else "killed"
+    return "failed" if code == 1 and read_object(run / STATUS_FILE).get("status") in (None, "failed") else "killed"
 
 
 def _last_error(output: bytes) -> str:
@@ -222,17 +218,8 @@ def _last_error(output: bytes) -> str:
     return errors[-1].removeprefix("error:").strip() if errors else ""
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object of a run; nothing if it is missing or damaged."""
-    try:
-        document = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
 def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
-    """Return a combination's row of the table; None for what is not known."""
+    """Return a combination's row of the table, with None for unknown values."""
     run = folder / combination.name
     newest: dict[str, Any] = {}
     notes: list[str] = []
@@ -243,7 +230,7 @@ def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
         pass
     for note in notes:
         log.warning("%s: %s", run, note)
-    outcome = _read(run / OUTCOME_FILE)
+    outcome = read_object(run / OUTCOME_FILE)
     newest["status"] = outcome.get("status", "not finished")
     results = {name: newest.get(name) for name in RESULTS}
     results |= {name: None for name in RESULTS[1:] if not math.isfinite(number_of(results[name]))}
@@ -263,7 +250,7 @@ def _write_csv(combinations: Sequence[Combination], folder: Path) -> None:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table, the lowest loss first: that of evaluations if every finished run has one."""
+    """Return a table sorted by loss: the evaluation loss if every finished run has one, else the training loss."""
     finished = [row for row in rows if row["status"] == "finished"]
     kind = "evaluation_loss" if finished and all(row["evaluation_loss"] is not None for row in finished) else "loss"
     varied = list(rows[0])[: list(rows[0]).index("status")]

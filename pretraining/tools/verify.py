@@ -1,12 +1,11 @@
-"""Reads token files or checkpoints wholly and names every fault: `pretrain verify`.
+"""`pretrain verify`: a full check of token files or checkpoints that reports every fault.
 
-    token files  listing, prepare.json -> on threads, a file at a time: checksum -> structure -> tokens
-    checkpoints  manifest -> on threads, a file at a time: checksum -> headers -> every element once
+    token files  listing, prepare.json -> threads, one file each: checksum -> structure -> tokens
+    checkpoints  manifest -> threads, one file each: checksum -> headers -> every element once
 
-Training checks of token files only what it touches: names and sizes at the start, the footer when a file is opened,
-bounds and vocabulary when a document is read. Of a file with a damaged structure only the first fault is named, as what
-follows cannot be trusted. A start checks all of a checkpoint with the same functions, and so takes nothing that this
-refuses.
+Training checks token files only as it reads them: names and sizes at the start, the footer when it opens a file, bounds
+and vocabulary when it reads a document. For a file with a damaged structure, only the first fault is reported. A start
+checks its checkpoint with the functions used here.
 """
 
 from __future__ import annotations
@@ -31,23 +30,24 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.errors import CheckpointError, DataError
-from pretraining.files import file_checksum, read_json
+from pretraining.files import file_checksum
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_bytes
+from pretraining.tools.prepare.records import read_summary
 from pretraining.tools.prepare.token_files import TokenFile
 
 FAULTS_SHOWN = 100
-"""Rows of a file that are named one by one; nearly all rows of a file of another tokenizer would be."""
+"""Rows reported per file. In a file of another tokenizer, nearly every row has a wrong token."""
 _TOKENS_AT_ONCE = 1 << 22
 _SHARED_SETTINGS = ("data_path", "datasets", "file_type", "col_name", "sep_token", "token_dtype")
-"""Settings that mean the same for training."""
+"""Settings that VerifyConfig shares with DataConfig."""
 
 
 def verify(config: VerifyConfig) -> None:
-    """Check the token files of datasets, or the checkpoints of a run, and print faults as they are found.
+    """Check token files or checkpoints, and print faults as they are found.
 
     Raises:
-        DataError, CheckpointError: there are faults, or there is nothing to check.
+        DataError, CheckpointError: faults were found, or there is nothing to check.
     """
     threads = config.num_workers or min(32, os.cpu_count() or 1)
     if config.ckpt_path is None:
@@ -61,7 +61,7 @@ def verify(config: VerifyConfig) -> None:
 
 @dataclass
 class FileReport:
-    """What a token file holds, and what is wrong with it."""
+    """The size and the faults of a token file."""
 
     faults: list[DataError] = field(default_factory=list)
     documents: int = 0
@@ -72,19 +72,20 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
     data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
     listing = list_datasets(data)
     file_count, size = sum(len(files.paths) for files in listing), sum(sum(files.sizes) for files in listing)
-    faults = _print_faults([] if config.datasets else _emptied_datasets(data, listing))
+    faults = _print_faults([] if config.datasets else _datasets_without_files(data, listing))
     for files in listing:
         faults_before = faults
         written, vocab_size, damaged = _read_record(files)
         vocab_size = config.vocab_size or vocab_size
-        gone = [] if files.is_file else sorted(written.keys() - set(files.paths))  # a file has others beside it
-        missing = [DataError(f"is gone, but {MANIFEST_FILE} names it", path=Path(files.folder, name)) for name in gone]
+        # If a single file is the dataset, prepare.json may list other files.
+        gone = [] if files.is_file else sorted(written.keys() - set(files.paths))
+        missing = [DataError(f"is missing: {MANIFEST_FILE} lists it", path=Path(files.folder, name)) for name in gone]
         faults += _print_faults([*damaged, *missing])
         documents = tokens = 0
         for report in check_files(files, load_format(files.file_type, data), written, vocab_size, threads):
             faults += _print_faults(report.faults)
             documents, tokens = documents + report.documents, tokens + report.tokens
-        vocabulary = f"all below {vocab_size:,}" if vocab_size else "vocabulary not checked: give --vocab_size"
+        vocabulary = f"all below {vocab_size:,}" if vocab_size else "vocabulary not checked: set --vocab_size"
         compared = bool(written) and all(entry.crc32 for entry in written.values())
         checksums = f"checksums as in {MANIFEST_FILE}" if compared else f"no checksums in a {MANIFEST_FILE}"
         if faults == faults_before:
@@ -105,27 +106,23 @@ def _print_faults(faults: list[DataError]) -> int:
     return len(faults)
 
 
-def _emptied_datasets(data: DataConfig, listing: tuple[DatasetFiles, ...]) -> list[DataError]:
-    """Find prepared datasets that have lost all their token files, which a listing passes over."""
+def _datasets_without_files(data: DataConfig, listing: tuple[DatasetFiles, ...]) -> list[DataError]:
+    """Return an error per prepared dataset without token files, which `list_datasets` skips."""
     assert data.data_path is not None
     prepared = {path.parent for path in Path(data.data_path).expanduser().absolute().glob(f"[!.]*/{MANIFEST_FILE}")}
-    emptied = sorted(prepared - {Path(files.folder) for files in listing})
-    return [DataError(f"has a {MANIFEST_FILE}, but its token files are gone", path=folder) for folder in emptied]
+    empty = sorted(prepared - {Path(files.folder) for files in listing})
+    return [DataError(f"has a {MANIFEST_FILE} but no token files", path=folder) for folder in empty]
 
 
 def _read_record(files: DatasetFiles) -> tuple[dict[str, TokenFile], int | None, list[DataError]]:
-    """Return the files that prepare.json names, its vocabulary's size, and what is wrong with it; it may be missing."""
-    path = Path(files.folder) / MANIFEST_FILE
+    """Return the files and the vocabulary size of prepare.json, and its faults; empty if the file is missing."""
     try:
-        content = read_json(path)
-        entries = [TokenFile(**entry) for entry in content["files"]]
-        if not all(isinstance(entry.name, str) and isinstance(entry.bytes, int) for entry in entries):
-            raise ValueError("a file has no name or no size")
-        return {entry.name: entry for entry in entries}, int(content["tokenizer"]["vocab_size"]), []
+        summary = read_summary(Path(files.folder))
     except FileNotFoundError:
         return {}, None, []
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        return {}, None, [DataError(f"cannot be read ({type(error).__name__}: {error})", path=path)]
+    except DataError as error:
+        return {}, None, [error]
+    return {file.name: file for file in summary.files}, summary.vocab_size, []
 
 
 def check_files(
@@ -135,19 +132,19 @@ def check_files(
     vocab_size: int | None,
     threads: int,
 ) -> Iterator[FileReport]:
-    """Read the token files of a dataset wholly, and yield a report of each, in their order.
+    """Read all token files of a dataset, and yield their reports in order.
 
     Args:
-        written: the files that prepare.json names; empty if there is none.
-        vocab_size: every token is below it; None = only negative tokens are faults.
+        written: files listed in prepare.json; empty without prepare.json.
+        vocab_size: upper bound of tokens; None = only negative tokens are faults.
     """
 
     def check(number: int) -> FileReport:
         path, name, report = files.path(number), files.paths[number], FileReport()
         if written and name not in written:
-            report.faults.append(DataError(f"not made by `pretrain prepare`: {MANIFEST_FILE} lacks it", path=path))
+            report.faults.append(DataError(f"is not listed in {MANIFEST_FILE}", path=path))
         try:
-            # By reads, before it is mapped: what the disk cannot give is an error here and not a crash.
+            # Read before it is mapped: a disk error raises here, but kills a process that uses a mapped file.
             checksum, size = file_checksum(Path(path))
         except OSError as error:
             report.faults.append(DataError(f"cannot be read: {error.strerror or error}", path=path))
@@ -173,14 +170,14 @@ def check_files(
 
 
 def _wrong_tokens(path: str, layout: DocumentLayout, vocab_size: int | None) -> list[DataError]:
-    """Name the rows with tokens that are negative, or beyond the vocabulary, and the first such token of each."""
+    """Return an error per row with a negative token or one beyond the vocabulary; it names the first such token."""
     largest = np.iinfo(layout.tokens.dtype).max
     end = largest + 1 if vocab_size is None else min(vocab_size, largest + 1)
     unsigned = np.dtype(f"<u{layout.width}")
     rows = np.flatnonzero(layout.lengths)
     if end > np.iinfo(unsigned).max or not len(rows):
         return []
-    tokens = layout.tokens.view(unsigned)  # negative tokens are beyond all others
+    tokens = layout.tokens.view(unsigned)  # negative tokens become the largest
     rows = rows[np.argsort(layout.offsets[rows], kind="stable")]
     begins = layout.offsets[rows] // layout.width
     ends = begins + layout.lengths[rows]
@@ -188,7 +185,7 @@ def _wrong_tokens(path: str, layout: DocumentLayout, vocab_size: int | None) -> 
     for at in range(int(begins[0]), int(ends[-1]), _TOKENS_AT_ONCE):
         places = at + np.flatnonzero(tokens[at : at + _TOKENS_AT_ONCE] >= end)
         owners = np.searchsorted(begins, places, side="right") - 1
-        inside = places < ends[owners]  # between record batches is no document
+        inside = places < ends[owners]  # bytes between record batches belong to no document
         found, first = np.unique(owners[inside], return_index=True)
         for owner, place in zip(found[: FAULTS_SHOWN + 1], places[inside][first], strict=False):
             firsts.setdefault(int(rows[owner]), int(place))
@@ -212,8 +209,8 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
     paths, damaged = checkpoints_at(source)[::-1], 0
     if not paths:
         raise CheckpointError(
-            f"neither a checkpoint (a folder with {MANIFEST}, or four .pt files) nor a run with some in "
-            f"{CHECKPOINTS}/. Give token files with --data_path",
+            f"neither a checkpoint (a folder with {MANIFEST}, or four .pt files) nor a run with checkpoints in "
+            f"{CHECKPOINTS}/. To check token files, set --data_path",
             path=source,
         )
     for path in paths:
@@ -223,13 +220,13 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
         for fault in faults or [_describe(path)]:
             print_text(fault)
     for path in unfinished_saves(run_of(source)):
-        print_text(f"{path} is incomplete: never read, and no fault")
+        print_text(f"{path} is an unfinished save: training ignores it, and it is no fault")
     if damaged:
         raise CheckpointError(f"damaged: {damaged} of {count_of(len(paths), 'checkpoint')}; faults are listed above")
 
 
 def _describe(path: Path) -> str:
-    """Describe a checkpoint without faults."""
+    """Return the line about a checkpoint without faults."""
     manifest = read_document(path)
     files = CheckpointRef(path, manifest).files
     size = format_bytes(sum((path / name).stat().st_size for name in files))
@@ -237,7 +234,7 @@ def _describe(path: Path) -> str:
 
 
 def faults_of(path: Path, threads: int = 1) -> list[str]:
-    """Return what is wrong with a checkpoint, a line per fault; everything in it is read, on as many threads."""
+    """Read everything in a checkpoint on `threads` threads, and return a line per fault."""
     try:
         manifest = read_document(path)
         shape_of(manifest)
@@ -247,7 +244,7 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
     misnamed = list(misnamed_files(path, manifest))
     own = {name: entry for name, entry in files.items() if Path(name).name == name}
     faults = file_faults(path, own, threads)
-    try:  # What a bad file holds would be missed everywhere.
+    try:  # the tensors are checked only if all files are good: a bad file would make each of its tensors a fault
         return misnamed + (faults or tensor_faults(read_headers(path, own), manifest))
     except CheckpointError as error:
         return [*misnamed, str(error)]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: settings from flags, the machine in words, the project's training loop, tables."""
+"""Parts that the benchmarks share: settings from flags, a line about the machine, the training loop, tables."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from pretraining.train.run_status import RunStatusWriter
 from scripts.benchmark.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
-"""The repository, from where every benchmark runs."""
+"""Root of the repository; every benchmark runs from here."""
 RESULTS = "BENCHMARK_RESULTS"
-"""Variable that names a file of JSON lines, to which every row of a table is added as soon as it is there."""
+"""Environment variable with the path of a JSON lines file; every row of a table is appended there when it is ready."""
 PRETRAIN = (sys.executable, "-c", "from pretraining.cli import main; main()")
 """The command `pretrain`, with this interpreter."""
 LENGTH = ("num_steps", "run_steps", "ckpt_save_path")
-"""Settings of training that a benchmark chooses itself: how long it trains, and where."""
+"""Settings of training that a benchmark sets itself: length and folder of a run."""
 
 
 class Over(Exception):
-    """Enough was measured; a contender that it passes through saves nothing."""
+    """The measurement is complete; a contender that it passes through saves nothing."""
 
 
 class Number(NamedTuple):
@@ -62,37 +62,37 @@ class Number(NamedTuple):
 
 
 def flag_parser(description: str, **numbers: Number) -> argparse.ArgumentParser:
-    """Return a parser of integer flags, which refuses what is too small before anything is measured."""
+    """Return a parser of integer flags with lower limits."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     for name, (default, text, least) in numbers.items():
         parser.add_argument(f"--{name}", type=_at_least(least), default=default, help=f"{text} (default {default:,})")
-    parser.add_argument("--check_flags", action="store_true", help="check the flags, and measure nothing")
+    parser.add_argument("--check_flags", action="store_true", help="check the flags without measuring anything")
     return parser
 
 
 def parse_with_settings(
     parser: argparse.ArgumentParser, own: Sequence[str] = LENGTH
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return a benchmark's flags, and the rest as settings of training, `name=value`; those in `own` are refused."""
+    """Return a benchmark's flags, and the rest as settings of training, `name=value`, except those in `own`."""
     parser.epilog = "Any other --name=value is a setting of training, as in `pretrain train --help`."
     flags, rest = parser.parse_known_args()
     settings = [argument.lstrip("-") for argument in rest]
     for name in map(setting_name, settings):
         if name in own:
-            parser.error(f"--{name} is the benchmark's own choice: leave it out")
+            parser.error(f"--{name}: remove it; the benchmark sets it itself")
     return flags, settings
 
 
 def setting_name(setting: str) -> str:
-    """Return the setting that `name=value` is about, in whatever form it is named."""
+    """Return the canonical name of the setting in `name=value`."""
     name = setting.partition("=")[0].rpartition(".")[2].replace("-", "_")
     return ALIASES[name].target if name in ALIASES else name
 
 
 def read_settings(settings: Sequence[str], processes: int = 1) -> TrainConfig:
-    """Return the configuration of a run; a mistake in it, or a batch that cannot be split, ends the benchmark."""
+    """Return the configuration of a run; exit if it is wrong, or if the batch cannot be split."""
     try:
-        config = load_train_config(["ckpt_save_path=run", *settings])  # a benchmark puts its own folder there
+        config = load_train_config(["ckpt_save_path=run", *settings])  # each benchmark replaces the folder
         resolve_batch_sizes(config.batch, processes)
     except ConfigError as error:
         sys.exit(f"error: {error}")
@@ -100,38 +100,38 @@ def read_settings(settings: Sequence[str], processes: int = 1) -> TrainConfig:
 
 
 def announce(flags: argparse.Namespace) -> None:
-    """Print on what this runs, and what was typed; a benchmark has checked its flags when it calls this."""
-    end_if_checked(flags)
+    """Print machine and command; exit first if only the flags were to be checked."""
+    exit_if_checked(flags)
     print(f"machine   {machine()}")
     print(f"command   {command()}", flush=True)
 
 
-def end_if_checked(flags: argparse.Namespace) -> None:
-    """End the process, with success, if `--check_flags` asked for no more."""
+def exit_if_checked(flags: argparse.Namespace) -> None:
+    """Exit successfully if `--check_flags` is set."""
     if flags.check_flags:
         print("flags     are fine; nothing is measured")
         sys.exit()
 
 
 def describe(config: TrainConfig, processes: int) -> str:
-    """Return the model, the precision and the work of a step, in a line."""
+    """Return a line about the model, the precision and the work of a step."""
     shape, plan = resolve_shape(config.model), resolve_batch_sizes(config.batch, processes)
     precision = str(compute_dtype(config.parallel, device())).removeprefix("torch.")
     number = "1 micro-batch" if plan.grad_accum_steps == 1 else f"{plan.grad_accum_steps} micro-batches"
-    of_each = f" on each of {processes} processes" if processes > 1 else ""
+    on_each = f" on each of {processes} processes" if processes > 1 else ""
     return (
         f"{config.model.model_variant}, {parameter_count(shape):,} parameters, {precision}; a step is "
-        f"{number} of {plan.micro_batch_size} x {config.data.seq_length} tokens{of_each}"
+        f"{number} of {plan.micro_batch_size} x {config.data.seq_length} tokens{on_each}"
     )
 
 
 def command() -> str:
-    """Return what was typed."""
+    """Return the command line."""
     return " ".join(["python", *sys.orig_argv[1:]])
 
 
 def machine() -> str:
-    """Return GPU, CPU, cores, threads and versions, in a line."""
+    """Return a line about GPU, CPU, cores, threads and versions."""
     cores = len(os.sched_getaffinity(0))
     parts = [
         f"{_cpu_name()}, {cores} cores, {torch.get_num_threads()} threads",
@@ -150,19 +150,19 @@ def device() -> torch.device:
 
 
 def synchronize() -> None:
-    """Wait until the GPU has done what it was given."""
+    """Wait for the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def place() -> tuple[int, int]:
-    """Return the rank of this process and the number of all: one, unless a race has started several."""
+    """Return rank and number of processes; (0, 1) unless a race started several."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def join() -> Iterator[Processes]:
-    """Join the other processes of a contender, all of which are on this machine."""
+    """Join the other processes of a contender, all on this machine."""
     with join_processes(resolve_layout()) as joined:
         yield joined
 
@@ -175,11 +175,10 @@ def start_run(config: TrainConfig, processes: Processes) -> Run:
 
 
 def train_project(config: TrainConfig, before_step: Callable[[float | None], None]) -> None:
-    """Train with the project's own loop and everything that belongs to it.
+    """Train with the project's loop and all of its components.
 
     Args:
-        config: the settings.
-        before_step: called before each step with the loss that was last reported; may end the run with `Over`.
+        before_step: called before each step with the last reported loss; may raise `Over` to stop.
     """
     with join() as processes:
         run = start_run(config, processes)
@@ -187,7 +186,7 @@ def train_project(config: TrainConfig, before_step: Callable[[float | None], Non
 
 
 def train_paced(run: Run, before_step: Callable[[], None]) -> None:
-    """Train a run with a call before each step, which may end it with `Over`."""
+    """Train a run with a call before each step, which may raise `Over` to stop."""
 
     def paced() -> Generator[StepBatch, None, None]:
         with closing(run.batches) as batches:
@@ -200,7 +199,7 @@ def train_paced(run: Run, before_step: Callable[[], None]) -> None:
 
 
 def initial_model(config: TrainConfig) -> Llama:
-    """Return the whole model where contenders compute, with the weights that the project starts from."""
+    """Return the unsharded model on the contenders' device, with the project's initial weights."""
     shape = resolve_shape(config.model)
     with torch.device("meta"):
         model = Llama(shape, config.loss)
@@ -212,7 +211,7 @@ def initial_model(config: TrainConfig) -> Llama:
 def batches_in_memory(
     config: TrainConfig, shape: LlamaShape, rank: int = 0, processes: int = 1
 ) -> list[list[MicroBatch]]:
-    """Return the micro-batches of every step that `train_project` takes on a rank, made in advance."""
+    """Return the micro-batches of all steps of `train_project` on a rank, made in advance."""
     plan = resolve_batch_sizes(config.batch, processes)
     data = replace(config.data, num_workers=0)
     with build_loader(None, data, plan, rank, config.run.seed, shape.vocab_size) as loader:
@@ -220,31 +219,27 @@ def batches_in_memory(
 
 
 class Table:
-    """A table that grows as it is measured: a row that is there is not lost with those that are not.
-
-    Args:
-        header: names of the columns; the first is what a row is about.
-    """
+    """A table whose rows are stored as they are measured, so that an interruption loses only later rows."""
 
     def __init__(self, *header: str) -> None:
         self.header = header
         self.rows: list[Sequence[str]] = []
 
     def add(self, *row: str) -> None:
-        """Add a row, and keep it in the file of results, if there is one."""
+        """Add a row, also to the file of results if there is one."""
         self.rows.append(row)
         if path := os.environ.get(RESULTS):
-            kept = {"command": command(), "machine": machine(), "row": dict(zip(self.header, row, strict=True))}
+            result = {"command": command(), "machine": machine(), "row": dict(zip(self.header, row, strict=True))}
             with Path(path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(kept) + "\n")
+                file.write(json.dumps(result) + "\n")
 
     def print(self) -> None:
-        """Print what is there, for documents."""
+        """Print the table as Markdown."""
         print("\n" + markdown_table(self.header, self.rows), flush=True)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table whose rows came all at once, and keep them."""
+    """Print a table and store its rows."""
     table = Table(*header)
     for row in rows:
         table.add(*row)
@@ -262,7 +257,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def spread(values: list[float], form: str) -> tuple[str, str]:
-    """Return the median, and the first to third quartile."""
+    """Return the median, and the first and third quartiles."""
     if len(values) < 2:
         return f"{values[0]:{form}}", "-"
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""Made-up documents for the benchmarks of loaders, and one core to read them on."""
+"""Random documents for the benchmarks of loaders."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ BATCH_DOCUMENTS = 8192
 
 
 def use_one_core() -> None:
-    """Bind the process, with all its threads, to one core."""
+    """Bind the process and its threads to one core."""
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def write_documents(folder: Path, mean_tokens: int, tokens: int, vocabulary: int = VOCABULARY) -> None:
-    """Write a dataset of random tokens, unless it is there: `FILES` Arrow files, one row a document.
+    """Write a dataset of random tokens, unless it exists: `FILES` Arrow files with a row per document.
 
     Lengths are log-normal with sigma 1: the median is 0.61 of the mean, and one document in sixteen is longer than
     2.8 times the mean.
 
     Args:
-        folder: of the dataset.
-        mean_tokens: of a document.
-        tokens: in all, about.
-        vocabulary: token ids are below it; at most 65,536.
+        mean_tokens: mean length of a document.
+        tokens: approximate total.
+        vocabulary: upper bound of token ids, at most 65,536.
     """
     if folder.exists():
         return
@@ -54,12 +53,12 @@ def write_documents(folder: Path, mean_tokens: int, tokens: int, vocabulary: int
 
 
 def token_files(folder: Path) -> list[Path]:
-    """Return the files of a dataset."""
+    """Return the files of a dataset, in order."""
     return sorted(folder.glob("*.arrow"))
 
 
 def read_documents(files: Iterable[Path]) -> Iterator[np.ndarray]:
-    """Yield the documents of files in order, uint16 each."""
+    """Yield the documents of files in order, as uint16 arrays."""
     for path in files:
         with pa.memory_map(str(path)) as source:
             reader = pa.ipc.open_file(source)

@@ -1,13 +1,13 @@
-"""What waits for a GPU, in parts of at most nine minutes, without a network.
+"""Tests and benchmarks that need a GPU, in parts of at most nine minutes, without a network.
 
     bash scripts/benchmark/on_gpu.sh --list
     bash scripts/benchmark/on_gpu.sh throughput --output=results
 
-    part -> is there a GPU, and does the project run on it? -> its commands, each with a time limit
-         -> PART.log what they printed, PART.jsonl their results as they came, PART.md the tables made from these
+    part -> check that the project runs on a GPU -> commands of the part, each with a time limit
+         -> PART.log (output), PART.jsonl (results as they are measured), PART.md (tables)
 
-A command that fails, or runs out of time, is named with the reason, and the next one goes on; what was measured is
-kept. No command is tried where none could run: without a GPU, or where the project cannot be imported.
+If a command fails or times out, the script reports the reason, keeps the results and runs the next command. It runs no
+command without a GPU, or if the project cannot be imported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PREFLIGHT_SECONDS = 90
 
 @dataclass(frozen=True)
 class Task:
-    """A command of a part: the arguments of `python -m`, and the seconds after which it is ended."""
+    """A command of a part: arguments of `python -m`, and a time limit in seconds."""
 
     seconds: int
     arguments: str
@@ -58,7 +58,7 @@ PYTEST = "pytest -p no:cacheprovider -v --durations=5"
 SMALL = "--model_variant=125m --seq_length=1024"
 ONE_B = "--model_variant=1b --seq_length=4096"
 EIGHT_B = "--model_variant=llama3_8b --num_hidden_layers=8 --seq_length=8192"
-"""As wide as 8b and as deep as one GPU holds with its optimizer."""
+"""The width of 8b, and the depth that fits on one GPU with the optimizer."""
 COMPILED, CHECKPOINTED = "--use_torch_compile=true", "--fsdp_activation_checkpointing=true"
 SCALINGS = ("none", "tensorwise", "rowwise")
 MEASURE, COMPARE = "scripts.benchmark.measure", "scripts.benchmark.compare"
@@ -72,7 +72,7 @@ PARTS = {
         ),
         Task(300, f"{PYTEST} tests/gpu/test_whole_runs.py"),
     ),
-    # What compiles has a part of its own: a first time takes minutes.
+    # Tests that compile are separate parts: the first compilation takes minutes.
     "levers_tests": (Task(540, f"{PYTEST} tests/gpu/test_levers.py"),),
     "float8_tests": (Task(540, f"{PYTEST} tests/gpu/test_float8.py"),),
     "throughput": (
@@ -101,9 +101,9 @@ PARTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="What waits for a GPU.", allow_abbrev=False)
-    parser.add_argument("part", nargs="?", choices=PARTS, help="what to run")
-    parser.add_argument("--list", action="store_true", help="print the commands of a part, or of all, and run none")
+    parser = argparse.ArgumentParser(description="Tests and benchmarks that need a GPU.", allow_abbrev=False)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="part to run")
+    parser.add_argument("--list", action="store_true", help="print the commands of one part or all, and run none")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/on_gpu"), help="folder for results (default %(default)s)"
     )
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for task in PARTS[part]:
                 print(" ".join(task.command()))
     elif flags.part is None:
-        parser.error(f"which part? One of {', '.join(PARTS)}")
+        parser.error(f"name a part: {', '.join(PARTS)}")
     else:
         sys.exit(run_part(flags.part, PARTS[flags.part], flags.output))
 
@@ -124,10 +124,10 @@ def run_part(part: str, tasks: Sequence[Task], output: Path, preflight: str = PR
 
     Args:
         output: folder of the files, which have the name of the part.
-        preflight: a program that has to end well before any command is tried.
+        preflight: Python program that must succeed before the first command.
 
     Returns:
-        The exit code: 0 only if every command ended well.
+        The exit code: 0 only if every command succeeded.
     """
     command = ["timeout", str(PREFLIGHT_SECONDS), sys.executable, "-c", preflight]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -147,16 +147,15 @@ def run_part(part: str, tasks: Sequence[Task], output: Path, preflight: str = PR
             file.write(json.dumps(asdict(outcome)) + "\n")
         (output / f"{part}.md").write_text(report(results.read_text(encoding="utf-8").splitlines()))
         print("\n".join(printed.splitlines()[-SHOWN_LINES:]))
-        print(f"{outcome.seconds:.0f} s  {outcome.failure or 'ended well'}", flush=True)
-    print(f"\n{part}: {len(tasks) - failed} of {len(tasks)} commands ended well; results are in {output}")
+        print(f"{outcome.seconds:.0f} s  {outcome.failure or 'succeeded'}", flush=True)
+    print(f"\n{part}: {len(tasks) - failed} of {len(tasks)} commands succeeded; results are in {output}")
     return int(failed > 0)
 
 
 def _run(task: Task, log: Path, results: Path) -> tuple[Outcome, str]:
-    """Run a command to its end, and return how it ended and what it printed."""
-    # Into a file: a process that a killed command leaves behind would keep a pipe open.
+    # Output goes to a file, because a process left behind by a killed command would keep a pipe open.
     environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(ROOT / "build" / "inductor"),  # what one command compiles serves the next
+        "TORCHINDUCTOR_CACHE_DIR": str(ROOT / "build" / "inductor"),  # commands share compiled code
         **os.environ,
         "BENCHMARK_RESULTS": str(results.absolute()),
         "PYTHONUNBUFFERED": "1",
@@ -173,14 +172,14 @@ def _run(task: Task, log: Path, results: Path) -> tuple[Outcome, str]:
 
 
 def _reason_of_failure(code: int, printed: str) -> str:
-    """Return why a command failed: what its time limit did, or the line of its output that says why."""
-    if code == 124:  # of `timeout`
-        return "it ran past its time"
+    """Return why a command failed: its time limit, or the error line of its output."""
+    if code == 124:  # exit code of `timeout`
+        return "it exceeded its time limit"
     if code in (137, -signal.SIGKILL):
-        return "it was killed, for memory perhaps"
+        return "it was killed, perhaps out of memory"
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"error:|torch\.OutOfMemoryError|[\w.]+Error:|FAILED |ERROR ", line)]
-    return (errors or lines[-1:] or ["failed without a word"])[0].removeprefix("error: ").replace("|", "/")
+    return (errors or lines[-1:] or ["failed without output"])[0].removeprefix("error: ").replace("|", "/")
 
 
 if __name__ == "__main__":

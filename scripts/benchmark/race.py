@@ -1,13 +1,12 @@
-"""Races between programs that train, for the benchmarks that compare two of them.
+"""Races between two programs that train.
 
-A race starts each contender in processes of its own and lets them train in turns, a few steps each, while the others
-wait: A B A B ... Whatever else the machine does then slows down both, and the ratio of neighbouring turns means
-something even where the absolute numbers do not.
+A race starts each contender in its own processes. The contenders train in turns of a few steps: A B A B ... Other load
+on the machine then slows both down, so the ratio of neighbouring turns is meaningful even if the absolute numbers vary.
 
     referee --True--> every process of A --(seconds, loss)--> referee --True--> every process of B --> ...
 
-Each process has a pipe to the referee, and sleeps in it until its next turn: who waits uses no core, whatever library
-would wait for its peers with a busy loop. A turn lasts until the last of a contender's processes has done its steps.
+Each process waits for its next turn by reading from a pipe, which uses no core, unlike the busy loops of some
+libraries. A turn lasts until the last process of a contender has done its steps.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from scripts.benchmark.common import (
     Table,
     announce,
     describe,
-    end_if_checked,
+    exit_if_checked,
     flag_parser,
     parse_with_settings,
     read_settings,
@@ -46,17 +45,17 @@ from scripts.benchmark.common import (
 
 ON_GPU = ("model_variant=125m", "seq_length=1024", "batch_size=16")
 ON_CPU = ("model_variant=tiny", "vocab_size=4096", "seq_length=256", "batch_size=2", "global_batch_size=4")
-# A constant learning rate and no decay: contenders whose schedules and parameter groups differ in details then still
-# do the same updates, and their losses can be compared. Nothing is evaluated or saved before the race is over.
+# With a constant learning rate and no weight decay, details of schedules and parameter groups do not matter: all
+# contenders do the same updates, and their losses can be compared. There are no evaluations and no saves.
 RACE = ("use_dummy_dataset=true", "warmup_steps=0", "min_lr_ratio=1", "weight_decay=0", "report_interval=10")
 
 
 class Turn:
-    """The side of a race that one of a contender's processes sees.
+    """A contender's process in a race.
 
     Args:
-        connection: to the referee.
-        steps: of a turn.
+        connection: pipe to the referee.
+        steps: steps of a turn.
     """
 
     def __init__(self, connection: Connection, steps: int) -> None:
@@ -66,13 +65,13 @@ class Turn:
         self._began = 0.0
 
     def before_step(self, loss: float | None) -> None:
-        """Before each optimizer step: report a finished turn to the referee, and wait for the next one.
+        """Report a finished turn to the referee and wait for the next turn; called before each optimizer step.
 
         Args:
-            loss: the mean loss that was last reported, if any; rank 0's is shown.
+            loss: last reported mean loss, if any; the result shows that of rank 0.
 
         Raises:
-            Over: there is no next turn.
+            Over: the race is over.
         """
         if self._steps % self._steps_of_turn == 0:
             if self._steps:
@@ -92,8 +91,8 @@ class Lane:
     """A contender's results.
 
     Attributes:
-        seconds: of each turn, the first (warm-up) left out.
-        loss: that was last reported before the last turn was over.
+        seconds: seconds per turn, without the first turn (warm-up).
+        loss: last reported loss.
     """
 
     seconds: list[float]
@@ -101,33 +100,33 @@ class Lane:
 
 
 def project(config: TrainConfig, turn: Turn) -> None:
-    """Train as a contender with the project's own loop and everything that belongs to it."""
+    """Train as a contender with the project's loop and all of its components."""
     train_project(config, turn.before_step)
 
 
 def parse_race(description: str, processes: int = 1) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of a race, and settings of training. `processes`: of each contender, by default."""
+    """Return the flags of a race, and settings of training; `processes` is the default per contender."""
     parser = flag_parser(
         description,
-        rounds=Number(16, "turns of each that count"),
-        steps=Number(10, "optimizer steps of a turn"),
-        processes=Number(processes, "of each contender, on this machine"),
+        rounds=Number(16, "measured turns per contender"),
+        steps=Number(10, "optimizer steps per turn"),
+        processes=Number(processes, "processes per contender, on this machine"),
     )
     return parse_with_settings(parser)
 
 
 def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: argparse.Namespace) -> None:
-    """Let two contenders train in turns, and print their speeds, their ratio and their losses.
+    """Let two contenders train in turns, and print their speeds, the ratio of speeds and their losses.
 
     Args:
-        contenders: name -> function that trains, with a call of `turn.before_step` before each step; the first one's
-            speed is given relative to the second's. Functions of a module, since they run in new processes.
-        settings: of training, on top of the defaults above.
-        flags: those of `parse_race`; one more turn of each comes before those that count, to warm up.
+        contenders: name -> function that trains and calls `turn.before_step` before each step. The functions run in new
+            processes, so they must be defined in a module. The ratio is the first speed over the second.
+        settings: settings of training, which override the defaults above.
+        flags: flags of `parse_race`; each contender has an additional first turn as warm-up.
     """
     rounds, steps, processes = flags.rounds, flags.steps, flags.processes
     config = race_settings(settings, flags)
-    end_if_checked(flags)
+    exit_if_checked(flags)
     if processes > 1:
         _share_cores(processes)
     announce(flags)
@@ -148,10 +147,10 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: ar
 
 
 def race_settings(settings: Sequence[str], flags: argparse.Namespace) -> TrainConfig:
-    """Return the configuration of a race; one that cannot be raced ends the benchmark."""
+    """Return the configuration of a race; exit if it is unsuitable."""
     rounds, steps = flags.rounds, flags.steps
     if torch.cuda.is_available() and flags.processes > torch.cuda.device_count():
-        sys.exit(f"error: --processes={flags.processes}: each takes a GPU, and there are {torch.cuda.device_count()}")
+        sys.exit(f"error: --processes={flags.processes}: each needs a GPU, and there are {torch.cuda.device_count()}")
     defaults = ON_GPU if torch.cuda.is_available() else ON_CPU
     total = f"num_steps={(rounds + 1) * steps + 1}"
     config = read_settings([*RACE, *defaults, total, *settings], flags.processes)
@@ -180,9 +179,9 @@ def run_race(
             for end in teams[name]:
                 end.send(False)
     except (EOFError, ConnectionError):
-        for child in multiprocessing.active_children():  # those that wait for the one that has ended
+        for child in multiprocessing.active_children():  # the others would wait forever
             child.terminate()
-        sys.exit(f"a contender ended early: {name}. Its error stands above.")
+        sys.exit(f"a contender failed: {name}. See its error above.")
     finally:
         for team in teams.values():
             for end in team:
@@ -195,7 +194,7 @@ def run_race(
 def _start(contender: Contender, config: TrainConfig, steps: int, processes: int, log: Path) -> list[Connection]:
     """Start a contender's processes; return the referee's ends of their pipes, in the order of ranks."""
     context = multiprocessing.get_context("spawn")
-    port = port_of_name(str(log))  # the folder is new, and outgoing connections are given none of these ports
+    port = port_of_name(str(log))  # a new folder gives a new port, outside the range of outgoing connections
     ends: list[Connection] = []
     for rank in range(processes):
         end, other_end = context.Pipe()
@@ -208,12 +207,12 @@ def _start(contender: Contender, config: TrainConfig, steps: int, processes: int
 
 
 def _take_turn(team: list[Connection]) -> tuple[float, float | None]:
-    """Let a contender train; return the seconds until its last process was done, and the loss that rank 0 reported."""
+    """Let a contender train; return the seconds until its last process was done, and the loss of rank 0."""
     for end in team:
         end.send(True)
     outcomes: dict[Connection, tuple[float, float | None]] = {}
     while len(outcomes) < len(team):
-        # The one that is done, or gone, first: a process whose peer is gone may not be done for long.
+        # Take any process that is done or dead: if one died, its peers may hang.
         ready = wait([end for end in team if end not in outcomes])
         outcomes |= {end: end.recv() for end in team if end in ready}
     return max(seconds for seconds, _ in outcomes.values()), outcomes[team[0]][1]
@@ -222,20 +221,20 @@ def _take_turn(team: list[Connection]) -> tuple[float, float | None]:
 def _contend(
     contender: Contender, config: TrainConfig, connection: Connection, steps: int, variables: dict[str, str], log: Path
 ) -> None:
-    """Run a contender's process; what it prints goes to a file, on both sides alike."""
+    """Run a contender's process with its output in a file."""
     os.environ.update(variables)
     with log.open("w") as file, redirect_stdout(file):
         try:
             contender(config, Turn(connection, steps))
-        except (Over, EOFError, BrokenPipeError):  # the last two: the referee has gone
+        except (Over, EOFError, BrokenPipeError):  # the last two: the referee exited
             file.flush()
-            # While it is taken apart, DistributedDataParallel may wait for a thread of gloo, which waits for Python's
-            # lock (seen with torch 2.13).
+            # Skip the destructor of DistributedDataParallel: it may deadlock with a thread of gloo that waits for
+            # Python's lock (seen with torch 2.13).
             os._exit(0)
 
 
 def _launcher_variables(rank: int, processes: int, port: int) -> dict[str, str]:
-    """Return what torchrun would set; nothing for one process, which is started without it."""
+    """Return the environment variables that torchrun sets; empty for one process."""
     if processes == 1:
         return {}
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
@@ -246,6 +245,6 @@ def _launcher_variables(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 def _share_cores(processes: int) -> None:
-    """Share out threads: a contender's processes compute at the same time, with as many together as one would have."""
+    """Divide the threads among a contender's processes, which compute at the same time."""
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
     torch.set_num_threads(int(threads))

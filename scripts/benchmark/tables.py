@@ -1,7 +1,7 @@
-"""Tables for documents, from cells and from files of results.
+"""Markdown tables, from cells and from files of results.
 
-A file of results has a JSON object a line: the rows of a benchmark's tables as they were measured, and after those of
-each command how it ended.
+A file of results has a JSON object per line: the rows of a benchmark's tables as they were measured, and after the rows
+of each command its outcome.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended.
+    """The outcome of a command.
 
     Attributes:
-        command: as it was typed.
-        failure: why it failed; None = it did not.
-        last: its last line.
+        command: command line.
+        failure: reason of a failure; None = success.
+        last: last line of the output.
     """
 
     command: str
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table for documents; the first column is aligned left, numbers right."""
+    """Return a Markdown table; the first column is aligned left, the others right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
 
@@ -42,7 +42,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def report(lines: Iterable[str]) -> str:
-    """Return a file of results as text for documents: each command, its tables, and how it ended."""
+    """Return a file of results as Markdown: each command, its tables and its outcome."""
     parts: list[str] = []
     rows: list[dict[str, Any]] = []
     machine = None
@@ -57,7 +57,7 @@ def report(lines: Iterable[str]) -> str:
         ended = f"ended early: {result['failure']}" if result["failure"] else f"ended with: {result['last']}"
         parts.append(f"{result['seconds']:.0f} s, {ended}")
         rows = []
-    return "\n\n".join([*parts, *_tables(rows)]) + "\n"  # the last rows are of a command that was cut off
+    return "\n\n".join([*parts, *_tables(rows)]) + "\n"  # the last rows belong to an interrupted command
 
 
 def _tables(results: Iterable[dict[str, Any]]) -> Iterator[str]:

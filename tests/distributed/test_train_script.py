@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_is_named(stand_in: StandIn) -> None:
     done = train(stand_in, "--killed=1", "--wait")
     assert done.returncode == 128 + signal.SIGKILL
     worker = f"rank 1 (local rank 1) on {socket.gethostname()}"
-    assert said_of_the_end(done.stderr) == [f"error: {worker} was ended by signal 9 (SIGKILL)"]
+    assert said_of_the_end(done.stderr) == [f"error: {worker} was killed by signal 9 (SIGKILL)"]
 
 
 def torchrun(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ SHORT = ["--num_steps=12", "--kills=2"]
 
 def assert_ended_equal(said: str, folder: Path) -> None:
     assert said.startswith("reference: 12 steps")
-    assert re.search(r"^2 kills in \d+ starts; \d+ runs ended equal", said, re.MULTILINE)
+    assert re.search(r"^2 kills in \d+ starts; \d+ runs were equal", said, re.MULTILINE)
     assert list(folder.iterdir()) == []
 
 
@@ -32,4 +32,4 @@ def test_the_same_with_other_processes_at_each_start_ends_equal_to_rounding(
 def test_twenty_kills_end_equal(tmp_path: Path) -> None:
     command: list[str | Path] = [sys.executable, "-m", "scripts.soak", f"--folder={tmp_path}", "--kills=20", "--seed=1"]
     said = run_command(command).stdout
-    assert re.search(r"^20 kills in \d+ starts; \d+ runs ended equal", said, re.MULTILINE)
+    assert re.search(r"^20 kills in \d+ starts; \d+ runs were equal", said, re.MULTILINE)

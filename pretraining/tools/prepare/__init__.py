@@ -1,1 +1,1 @@
-"""`pretrain prepare`: text, or token ids of other tools, to token files and a tokenizer."""
+"""`pretrain prepare`: conversion of text, or of token ids, into token files and a tokenizer."""

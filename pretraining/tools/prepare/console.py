@@ -1,4 +1,4 @@
-"""What `pretrain prepare` shows: a line now and then; at its end the dataset and how to train on it."""
+"""Terminal output of `pretrain prepare`: progress lines, and a summary with the command to train on the dataset."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TOKENS_PER_PARAMETER = 20
 
 
 class Progress:
-    """Logs now and then what was encoded since it began, how fast, and the time left.
+    """A counter of encoded documents that regularly logs speed and remaining time.
 
     Args:
         total_bytes: size of the input on disk; 0 = unknown.
-        done_bytes: of it, done by an earlier call.
+        done_bytes: part of the input that an earlier call encoded.
     """
 
     def __init__(self, title: str, total_bytes: int, done_bytes: int) -> None:
@@ -35,7 +35,7 @@ class Progress:
         self._began = self._shown_at = time.monotonic()
 
     def add(self, more: Counts) -> None:
-        """Count what was done since the last call."""
+        """Add the counts since the last call."""
         self.done += more
         now = time.monotonic()
         if now - self._shown_at < LINE_INTERVAL_SECONDS:
@@ -47,18 +47,18 @@ class Progress:
             share = f"{read_bytes / self._total_bytes:.0%} of the input, "
             left_seconds = (self._total_bytes - read_bytes) * seconds / max(done.input_bytes, 1)
             left = f", {format_seconds(max(left_seconds, 0))} left"
-        speed = f", {done.text_bytes / seconds / 1e6:,.1f} MB/s" if done.text_bytes else ""  # token ids are no text
+        speed = f", {done.text_bytes / seconds / 1e6:,.1f} MB/s" if done.text_bytes else ""  # 0 for token ids
         documents = f"{count_of(done.documents, 'document')} ({done.documents / seconds:,.0f}/s)"
         tokens = f"{done.tokens:,} tokens ({done.tokens / seconds:,.0f}/s)"
         log.info("%s: %s%s, %s%s%s", self._title, share, documents, tokens, speed, left)
 
 
 def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: float = 0.0) -> None:
-    """Print a dataset, and how to train on it.
+    """Print a dataset, and the command to train on it.
 
     Args:
-        done: what this process encoded of it; None if it was there already.
-        seconds: that this took.
+        done: counts of this process; None if the dataset existed before.
+        seconds: duration of the call.
     """
     empty = f" ({summary.empty_documents:,} empty ones left out)" if summary.empty_documents else ""
     length = f"{summary.tokens / max(summary.documents, 1):,.0f} per document"
@@ -72,16 +72,16 @@ def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: 
         rates = f"{done.documents / seconds:,.0f} documents/s, {done.tokens / seconds:,.0f} tokens/s"
         lines.append(f"  time       {seconds:,.1f} s ({rates})")
     if summary.end_of_text is None:
-        lines.append("  No end-of-text token is known: choose a --sep_token, or nothing stands between documents.")
+        lines.append("  No end-of-text token is known: without --sep_token, nothing separates documents.")
     begin = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent).begin_of_text
     command = ["pretrain", "train", *training_flags(summary, begin)]
     print_text("\n".join([*lines, "Train on it with:", f"  {shlex.join(command)}"]), flush=True)
 
 
 def suggested_variant(tokens: int, vocab_size: int) -> str:
-    """Return the largest model for which the tokens are enough: `tiny` at least.
+    """Return the largest variant for which the tokens are enough, or `tiny`.
 
-    Enough are 20 tokens per parameter (Hoffmann et al. 2022, Training Compute-Optimal Large Language Models, table 3).
+    Enough is 20 tokens per parameter (Hoffmann et al. 2022, Training Compute-Optimal Large Language Models, table 3).
     """
     for name in SUGGESTED_VARIANTS:
         shape = resolve_shape(ModelConfig(model_variant=name, vocab_size=vocab_size))
@@ -91,10 +91,10 @@ def suggested_variant(tokens: int, vocab_size: int) -> str:
 
 
 def training_flags(summary: PrepareSummary, begin_of_text: int | None) -> list[str]:
-    """Return the flags to train on a dataset, with a model that suits it.
+    """Return the flags to train on a dataset, with a model of suitable size.
 
     Args:
-        begin_of_text: the token that its tokenizer begins texts with, if any.
+        begin_of_text: token that the tokenizer puts before a text, if any.
     """
     root = summary.folder.parent
     variant = suggested_variant(summary.tokens, summary.vocab_size)

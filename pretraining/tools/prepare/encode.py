@@ -1,15 +1,14 @@
-"""Units of the input to token files, over the cores of a machine.
+"""Encoding of units into token files, on the cores of a machine.
 
-    unit --read--> documents --cut--> pieces --encode, on threads--> token ids --join--> documents --> files, done file
+    unit --read--> documents --cut--> pieces --encode on threads--> token ids --join--> documents --> files, done file
 
-Threads encode pieces a batch at a time (both libraries work outside Python's lock). Documents are written in the order
-they were read, so that the files are a function of the unit and the encoding alone. A Python process hands tokens over
-one thread at a time, which about a dozen cores fill: beyond a few threads, units go to processes with threads of their
-own.
+Threads encode batches of pieces; both libraries release Python's lock. Documents are written in the order of the input,
+so the files depend on the unit and the encoding only. Python's lock limits a process to about a dozen cores, so units
+are spread over processes with a few threads each.
 
-fastokens (extra `fast`) reads the same tokenizer.json as the tokenizers library, which is the reference, and gives the
-same ids, many times as fast. Nothing is taken on trust: the first texts of every unit, and a keyed sample of one in
-`CHECKED_ONE_IN` of all others, are encoded by both, and a difference is an error that names the document.
+fastokens (extra `fast`) reads the same tokenizer.json as the reference, the tokenizers library, and gives the same ids
+many times as fast. Its output is checked: both encode the first texts of every unit, and a keyed sample of one in
+`CHECKED_ONE_IN` of the others. A difference is an error that names the document.
 """
 
 from __future__ import annotations
@@ -47,26 +46,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 THREADS_PER_PROCESS: dict[Encoder | None, int] = {"fastokens": 2, "tokenizers": 8, None: 8}
-"""Two threads of fastokens encode more than one thread of Python reads and writes."""
+"""Two threads of fastokens encode faster than one Python thread can read and write."""
 BATCH_CHARACTERS = 1 << 19
-"""Text that a thread encodes at once: long enough to hand over cheaply, short enough to share a small corpus evenly."""
+"""Text of a batch: large enough for a small overhead, small enough to spread a small corpus over threads."""
 _CHARACTERS_PER_TOKEN = 4
 CHECKED_ONE_IN = 1000
 CHECKED_FIRST_CHARACTERS = 1 << 17
-"""How much of the beginning of a unit is checked: the library takes some 60 ms for it."""
-_WITHOUT_FASTOKENS = "Start the command again with --encoder=tokenizers, which is slower"
+"""Text at the beginning of a unit that is checked; the reference takes about 60 ms for it."""
+_WITHOUT_FASTOKENS = "Run the command again with --encoder=tokenizers, which is slower"
 
 Report = Callable[[Counts], None]
-"""Takes what was done since it was last called."""
+"""Receives the counts since its last call."""
 TextEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
-"""Takes N texts; gives the ids of all, one text after the other, [T], and how many each has, [N]."""
+"""Takes N texts; returns their concatenated ids [T], and the number of ids of each text [N]."""
 
 
 def choose_encoder(tokenizer: Tokenizer, wanted: Literal["auto"] | Encoder) -> Encoder:
-    """Return fastokens if it is installed and takes the tokenizer, unless the user wants the library; log if not.
+    """Return the encoder to use; "auto" is fastokens if it is installed and supports the tokenizer.
 
     Raises:
-        DataError: fastokens is wanted, and is not installed or does not take the tokenizer.
+        DataError: fastokens is requested, but it is not installed or does not support the tokenizer.
     """
     if wanted == "tokenizers":
         return wanted
@@ -74,17 +73,17 @@ def choose_encoder(tokenizer: Tokenizer, wanted: Literal["auto"] | Encoder) -> E
         _load_fastokens(tokenizer.definition)
         return "fastokens"
     except (ImportError, ValueError) as error:
-        reason = f"does not take this tokenizer ({error})"
+        reason = f"does not support this tokenizer ({error})"
         if isinstance(error, ImportError):
             reason = f"is not installed ({error}; pip install 'pretraining[fast]')"
         if wanted == "fastokens":
-            raise DataError(f"--encoder=fastokens: it {reason}. Drop the flag, and tokenizers encodes") from error
+            raise DataError(f"--encoder=fastokens: it {reason}. Drop the flag to encode with tokenizers") from error
         log.info("fastokens %s: the tokenizers library encodes, many times slower.", reason)
         return "tokenizers"
 
 
 def text_encoder(tokenizer: Tokenizer, encoder: Encoder) -> TextEncoder:
-    """Return a function that encodes texts, on the thread that calls it; fastokens raises a ValueError at times."""
+    """Return a function that encodes texts on the calling thread; fastokens may raise a ValueError."""
 
     def by_library(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         ids = [np.array(one, np.uint32) for one in tokenizer.encode_batch(texts)]
@@ -102,10 +101,10 @@ def text_encoder(tokenizer: Tokenizer, encoder: Encoder) -> TextEncoder:
 
 @functools.lru_cache(maxsize=1)
 def _load_fastokens(definition: bytes) -> fastokens.Tokenizer:
-    """Read a tokenizer.json with fastokens; a ValueError says why it does not take it, an ImportError that it lacks."""
+    """Load a tokenizer.json; raise a ValueError if fastokens does not support it, an ImportError without fastokens."""
     import fastokens
 
-    # It starts threads of its own otherwise. It reads the variable when it first encodes.
+    # Keeps fastokens from starting its own threads; it reads the variable at its first encoding.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     library = fastokens.Tokenizer.from_json_str(definition.decode("utf-8"))
     library.no_truncation()
@@ -113,19 +112,19 @@ def _load_fastokens(definition: bytes) -> fastokens.Tokenizer:
     return library
 
 
-# Over processes
+# Processes
 
 
 def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> None:
     """Write the token files of units.
 
     Args:
-        work: has the tokenizer of the encoding.
-        threads: that encode, over all processes.
-        report: is told what was done.
+        work: folder with the tokenizer of the encoding.
+        threads: encoding threads, over all processes.
+        report: called with counts as units progress.
 
     Raises:
-        DataError: the input cannot be read, or holds what cannot be written; or a process was killed.
+        DataError: unreadable or unsuitable input, or a killed process.
         OSError: the output cannot be written.
     """
     processes = min(len(units), -(-threads // THREADS_PER_PROCESS[encoding.encoder]))
@@ -142,21 +141,21 @@ def encode_units(units: Sequence[Unit], encoding: Encoding, work: WorkFolder, th
             report(done.result())
     except BrokenProcessPool:
         raise DataError(
-            "a process that encodes was killed. The same command goes on; if memory ran out, give fewer --num_workers"
+            "an encoding process was killed. Run the command again to continue; if memory ran out, lower --num_workers"
         ) from None
     finally:
-        ours.close()  # ends the processes at once, in the middle of a unit too
+        ours.close()  # stops the processes at once, even within a unit
         theirs.close()
         pool.shutdown(cancel_futures=True)
 
 
 def _begin_process(parent: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends its processes
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and stops its processes
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: Connection) -> None:
-    """End this process when the parent closes its end of the connection, or is gone."""
+def _exit_with(parent: Connection) -> None:
+    """Exit when the parent closes its end of the connection or dies."""
     parent.poll(None)
     os._exit(0)
 
@@ -170,13 +169,13 @@ def _encode_in_process(unit: Unit, encoding: Encoding, work: WorkFolder, threads
 
 
 def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, report: Report) -> Counts:
-    """Write the token files of a unit, and last its done file; return what was done."""
+    """Write the token files of a unit, then its done file; return the counts."""
     work.clear(unit)
     record = UnitRecord(encoding.key(unit))
     documents = chain.from_iterable(read_part(part, encoding.text_field) for part in unit.parts)
     writer = TokenWriter(work.files, encoding.dtype, encoding.tokens_per_file, f"part_{unit.number:06d}_")
-    begun: list[np.ndarray] = []  # tokens of the document whose end has not come
-    # A thread per batch, not the library's own threads: then the number of threads means what it says.
+    begun: list[np.ndarray] = []  # tokens of the document that is not complete yet
+    # One thread per batch, without the library's own threads, keeps the number of threads exact.
     with writer, library_threads(False):
         for batch, tokens, lengths, counts in map_in_order(
             _encoder(unit, encoding, work), _batches(documents), threads
@@ -190,7 +189,7 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
                 raise batch.pieces[-1].error(
                     f"a document here, or shortly before, has more than {LARGEST_DOCUMENT_TOKENS:,} tokens: split it"
                 )
-            if len(ends):  # a long document is put together once, at its end
+            if len(ends):  # a long document is concatenated once, at its end
                 tokens = np.concatenate(begun) if len(begun) > 1 else tokens
                 begun = [tokens[end:]] if end < held else []
             written = lengths[lengths > 0]
@@ -205,25 +204,25 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
 
 
 class _Batch(NamedTuple):
-    """Pieces of documents, each at most `PIECE_CHARACTERS`, and the number of the first of them in the unit."""
+    """Pieces of documents, each at most `PIECE_CHARACTERS`; `number` is the index of the first piece in the unit."""
 
     number: int
     pieces: list[Document]
 
 
 _Encoded = tuple[_Batch, np.ndarray, np.ndarray, Counts]
-"""A batch, its tokens, [T], the tokens of each piece, [P], and what was read."""
+"""A batch, its tokens [T], the number of tokens of each piece [P], and counts of the input."""
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
-    """Group pieces to about `BATCH_CHARACTERS` of text."""
+    """Group pieces into batches of about `BATCH_CHARACTERS`."""
     batch: list[Document] = []
     number = characters = 0
     for document in documents:
         is_text = isinstance(document.content, str)
         for piece in cut(document):
             batch.append(piece)
-            # Empty documents must not pile up either.
+            # 1 per document, so that empty documents fill a batch, too.
             characters += 1 + len(piece.content) * (1 if is_text else _CHARACTERS_PER_TOKEN)
             if characters >= BATCH_CHARACTERS:
                 yield _Batch(number, batch)
@@ -233,7 +232,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
 
 
 def cut(document: Document) -> Iterator[Document]:
-    """Cut a document into parts that end where no word goes across; one is the rule."""
+    """Yield the parts of a document, cut between words; most documents are one part."""
     text, begin = document.content, 0
     while isinstance(text, str) and len(text) - begin > PIECE_CHARACTERS:
         end = end_of_piece(text, begin, PIECE_CHARACTERS)
@@ -243,26 +242,25 @@ def cut(document: Document) -> Iterator[Document]:
 
 
 def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Batch], _Encoded]:
-    """Return the function that makes tokens of a batch of pieces."""
     if encoding.encoder is None:
-        return functools.partial(_take_ids, encoding)
+        return functools.partial(_convert_ids, encoding)
     assert encoding.tokenizer is not None
     by_library, encode = _text_encoders(work.path, encoding.tokenizer, encoding.encoder)
 
     def encode_batch(batch: _Batch) -> _Encoded:
-        texts = [_checked_kind(piece, str, encoding) for piece in batch.pieces]
+        texts = [_content_as(piece, str, encoding) for piece in batch.pieces]
         try:
             ids, lengths = encode(texts)
         except ValueError as error:
             raise batch.pieces[0].error(
-                f"fastokens cannot encode one of {len(texts)} documents from here on ({error}). {_WITHOUT_FASTOKENS}"
+                f"fastokens cannot encode one of the {len(texts)} documents from here ({error}). {_WITHOUT_FASTOKENS}"
             ) from error
         ends = np.cumsum(lengths)
-        for index in _checked(texts, unit.number, batch.number) if encode is not by_library else ():
+        for index in _texts_to_check(texts, unit.number, batch.number) if encode is not by_library else ():
             if not np.array_equal(ids[ends[index] - lengths[index] : ends[index]], by_library([texts[index]])[0]):
                 raise batch.pieces[index].error(
-                    f"fastokens {version('fastokens')} encodes this document differently from tokenizers "
-                    f"{version('tokenizers')}, which is right by definition. {_WITHOUT_FASTOKENS}"
+                    f"fastokens {version('fastokens')} encodes this document differently from the reference, "
+                    f"tokenizers {version('tokenizers')}. {_WITHOUT_FASTOKENS}"
                 )
         text_bytes = sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
         counts = Counts(characters=sum(map(len, texts)), text_bytes=text_bytes, input_bytes=_bytes_read(batch))
@@ -273,15 +271,15 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
 
 @functools.lru_cache(maxsize=1)
 def _text_encoders(folder: Path, sha256: str, encoder: Encoder) -> tuple[TextEncoder, TextEncoder]:
-    """Return the reference and the function that encodes."""
+    """Return the reference encoder and the chosen encoder."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer.sha256 == sha256
     reference = text_encoder(tokenizer, "tokenizers")
     return reference, reference if encoder == "tokenizers" else text_encoder(tokenizer, encoder)
 
 
-def _checked(texts: Sequence[str], unit: int, number: int) -> list[int]:
-    """Choose the texts that are encoded by both: those at the beginning of the unit, and of all the keyed sample."""
+def _texts_to_check(texts: Sequence[str], unit: int, number: int) -> list[int]:
+    """Return the indices of texts to check: the beginning of the unit, and a keyed sample."""
     hashes = hash64(derive_key(Purpose.CHECKED_TEXTS, unit), np.arange(number, number + len(texts)))
     is_checked = hashes % np.uint64(CHECKED_ONE_IN) == 0
     if number == 0:
@@ -290,29 +288,29 @@ def _checked(texts: Sequence[str], unit: int, number: int) -> list[int]:
     return [int(index) for index in np.flatnonzero(is_checked)]
 
 
-def _take_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
-    """Take token ids that were given, in the files' type; of them there is no text."""
+def _convert_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
+    """Return the token ids of a batch in the type of the files; raise a DataError for ids out of range."""
     tokens = []
     for piece in batch.pieces:
-        # Rows of a column without any value have no type.
-        ids = _checked_kind(piece, np.ndarray, encoding) if len(piece.content) else np.zeros(0, encoding.dtype)
+        # A column without values has no type.
+        ids = _content_as(piece, np.ndarray, encoding) if len(piece.content) else np.zeros(0, encoding.dtype)
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
             wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
             raise piece.error(
                 f"token {wrong:,} of the document is {int(ids[wrong])}, but ids go from 0 to "
-                f"{encoding.largest_vocabulary - 1}: give the right --vocab_size or --tokenizer_path"
+                f"{encoding.largest_vocabulary - 1}: correct --vocab_size or --tokenizer_path"
             )
         tokens.append(ids.astype(encoding.dtype))
     lengths = np.array([len(ids) for ids in tokens])
     return batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch))
 
 
-def _checked_kind(piece: Document, kind: type, encoding: Encoding) -> Any:
-    """Return the content of a piece; a DataError if it is text where ids are expected, or the other way round."""
+def _content_as(piece: Document, kind: type, encoding: Encoding) -> Any:
+    """Return the content of a piece; raise a DataError for text instead of ids, or ids instead of text."""
     if isinstance(piece.content, kind):
         return piece.content
     raise piece.error(
-        f"{encoding.text_field!r} holds text in some inputs, token ids in others: prepare them as two datasets"
+        f"{encoding.text_field!r} holds text in some inputs and token ids in others: prepare two datasets"
     )
 
 

@@ -1,8 +1,7 @@
-"""Hugging Face datasets as documents, through the `datasets` library (extra `hf`): by name, or a local folder.
+"""Reader of Hugging Face datasets, through the `datasets` library (extra `hf`): by name, or a local folder.
 
-A dataset of the Hub and a folder of data files are streamed, a shard (a data file) at a time, so that nothing is
-downloaded before it is encoded and nothing is stored; a folder that `save_to_disk` wrote is read in place, in ranges of
-rows. Either way documents come in the library's order.
+A dataset of the Hub, or a folder of data files, is streamed shard by shard (a shard is a data file) and never stored. A
+folder that `save_to_disk` wrote is read in place, in ranges of rows. Documents keep the order of the library.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a dataset, by its name on the Hub or a local folder; config is None where there is only one."""
+    """A split of a dataset on the Hub or in a local folder; config is None if there is only one."""
 
     path: str
     config: str | None
@@ -42,16 +41,16 @@ class HubSplit:
 
 
 def shards_of(split: HubSplit, wanted_bytes: int) -> tuple[list[tuple[int, int, int]], str]:
-    """Find out how a split can be cut; ranges of rows have about the wanted bytes.
+    """Cut a split into shards (streamed) or ranges of rows (saved to disk) of about `wanted_bytes`.
 
     Returns:
-        (begin, end, bytes) of each shard or range of rows, 0 bytes if the size is unknown; and a hash of the files with
-        their sizes and of the revision of the Hub.
+        (begin, end, bytes) of each shard or range, with 0 bytes for an unknown size; and a hash of the file names with
+        their sizes and the revision on the Hub.
 
     Raises:
         DataError: the library is missing, or there is no such dataset, configuration or split.
     """
-    _open_split.cache_clear()  # it may have changed since an earlier call in this process
+    _open_split.cache_clear()  # the dataset may have changed since an earlier call in this process
     opened = _open_split(split)
     if not _is_streamed(opened):
         size = sum(Path(file["filename"]).stat().st_size for file in opened.cache_files)
@@ -72,10 +71,10 @@ def column_type_of(split: HubSplit, column: str) -> pa.DataType:
 
 
 def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -> Iterator[Document]:
-    """Read some shards (streamed) or rows (saved to disk) of a split; they are `size` bytes on disk.
+    """Yield the documents of shards (streamed) or rows (saved to disk) of a split, `size` bytes on disk.
 
     Raises:
-        DataError: they cannot be read, or the column holds neither text nor token ids.
+        DataError: the split cannot be read, or the column holds neither text nor token ids.
     """
     opened = _open_split(split)
     if _is_streamed(opened):
@@ -89,8 +88,8 @@ def read_shards(split: HubSplit, column: str, begin: int, end: int, size: int) -
 
 
 def _columns(split: HubSplit, opened: Dataset | IterableDataset, column: str, count: int) -> Iterator[pa.Array]:
-    """Read the column of a split, some rows at a time."""
-    if opened.features is not None:  # else the first rows tell
+    """Yield a column of a split, `count` rows at a time."""
+    if opened.features is not None:  # otherwise the first rows give the type
         field_type(opened.features.arrow_schema, column, str(split))
     with _errors_named(split, "it cannot be read"):
         for table in opened.select_columns([column]).with_format("arrow").iter(batch_size=count):
@@ -99,7 +98,7 @@ def _columns(split: HubSplit, opened: Dataset | IterableDataset, column: str, co
 
 @contextmanager
 def _errors_named(split: HubSplit, problem: str) -> Iterator[None]:
-    """Turn any error into one for users: the library, its file formats and the Hub raise errors of many kinds."""
+    """Turn any error into a DataError: the library, its file formats and the Hub raise many kinds of errors."""
     try:
         yield
     except Exception as error:
@@ -110,7 +109,7 @@ def _errors_named(split: HubSplit, problem: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4)
 def _open_split(split: HubSplit) -> Any:
-    """Open a split: a `Dataset` if it was saved to disk, else a streamed `IterableDataset`."""
+    """Return a `Dataset` if the split was saved to disk, else a streamed `IterableDataset`."""
     try:
         import datasets
     except ImportError as error:
@@ -122,12 +121,12 @@ def _open_split(split: HubSplit) -> Any:
         if not any(exists(folder / name) for name in _SAVED_TO_DISK):
             return datasets.load_dataset(_place(split), split.config, split=split.split, streaming=True)
         loaded = datasets.load_from_disk(str(folder))
-        # A single split is taken whatever it was called.
+        # A folder with a single Dataset has no split names.
         return loaded if isinstance(loaded, datasets.Dataset) else loaded[split.split]
 
 
 def _data_files(split: HubSplit) -> list[tuple[str, int]]:
-    """List names and sizes of the files of a streamed split, in order; a file of the Hub is named with its revision."""
+    """Return names and sizes of the files of a streamed split, in order; names on the Hub hold the revision."""
     import datasets
     import fsspec
 

@@ -1,10 +1,10 @@
-"""Which files there are to read, and in which order.
+"""List of the input files, in a fixed order.
 
     inputs (files, folders, globs; or Python's standard library) --> [InputFile]
 
-The order is a function of the inputs and the files' names only, never of the file system's. What is in a file follows
-from its ending: `.jsonl` and `.ndjson` hold a document a line, `.parquet`, `.arrow` and `.feather` a document a row,
-any other file is one document. `.gz` and `.zst` behind the ending of a text are unpacked on the way.
+The order depends on the inputs and the file names only, not on the file system. The ending of a file tells its format:
+`.jsonl` and `.ndjson` hold a document per line, `.parquet`, `.arrow` and `.feather` a document per row, and any other
+file is one document. Text files may be compressed (`.gz`, `.zst`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder
 
 SMALLEST_MODULE_BYTES = 200
-"""Empty `__init__.py` files and one-line stubs teach nothing."""
+"""Smaller modules, such as empty `__init__.py` files, are left out."""
 
-# Tests (long tables of cases), and modules that are data rather than code: they are unlike the rest and would be a
-# fifth of the text.
+# Tests and modules of data would be a fifth of the text, and are unlike the rest.
 LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "msilib"}
 LEFT_OUT_FILES = {"html/entities.py", "this.py"}
 WILDCARDS = set("*?[")
@@ -40,8 +39,8 @@ class InputFile:
     """A file of documents.
 
     Attributes:
-        name: path below the input that it was found under, with `/`: the same on every machine.
-        size: in bytes, on disk.
+        name: path relative to the input, with `/`; the same on every machine.
+        size: bytes on disk.
     """
 
     path: Path
@@ -56,7 +55,7 @@ class InputFile:
 
     @property
     def kind(self) -> str:
-        """`lines` (a JSON object a line), `parquet`, `arrow`, or `text` (one document)."""
+        """`lines` (a JSON object per line), `parquet`, `arrow`, or `text` (one document)."""
         name = self.name.lower()
         if name.endswith(".parquet"):
             return "parquet"
@@ -68,15 +67,15 @@ class InputFile:
 
 
 def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFile]:
-    """Find the files of some inputs: in the order of the inputs, inside a folder or glob by name, each file once.
+    """Return each file of the inputs once: in the order of the inputs, and by name within a folder or glob.
 
     Args:
-        inputs: files, folders (walked to the bottom, following links, without hidden names and prepared datasets)
-            and globs.
-        extensions: endings, without the first dot, of the files to take from folders; `.gz` and `.zst` may follow.
+        inputs: files, globs, and folders (walked recursively, following links, without hidden names and prepared
+            datasets).
+        extensions: endings of files to take from folders, without the first dot; `.gz` and `.zst` may follow.
 
     Raises:
-        DataError: an input does not exist, cannot be read, or gives no file.
+        DataError: an input does not exist, cannot be read, or has no files.
     """
     plain = [f".{extension.lower().lstrip('.')}" for extension in extensions]
     endings = tuple(ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS))
@@ -93,53 +92,53 @@ def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFi
                     files.append(InputFile(path, name, status.st_size))
         except OSError as error:
             raise DataError(
-                f"--input_path: it cannot be read: {error.strerror}. Mend it, or leave it out",
+                f"--input_path: it cannot be read: {error.strerror}. Repair it, or leave it out",
                 path=error.filename or given,
             ) from error
         if len(files) == before:
             raise DataError(
-                "--input_path: there is no such file or folder, or no text in it that is not listed already. Folders "
-                f"are searched for {', '.join(plain)} (--extensions); for a comma in a name write ?",
+                "--input_path: no such file or folder, or no new file in it. Folders are searched for "
+                f"{', '.join(plain)} (--extensions); for a comma in a name write ?",
                 path=given,
             )
     return files
 
 
 def fingerprint(names_and_sizes: Sequence[tuple[str, int]]) -> str:
-    """Hash names, sizes and order: what an input is recognised by without reading it."""
+    """Return a hash of names, sizes and order, which identifies an input without reading it."""
     listing = "".join(f"{name}\0{size}\n" for name, size in names_and_sizes)
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def even_cuts(length: int, pieces: int) -> list[tuple[int, int]]:
-    """Cut a length into (begin, end) of almost equal ranges."""
+    """Return (begin, end) of `pieces` almost equal ranges of a length."""
     return list(pairwise(length * i // pieces for i in range(pieces + 1)))
 
 
 def _paths_of(path: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-    """List paths of one input with their names below it."""
+    """Yield the paths of one input with their names relative to it."""
     if is_folder(path):
         yield from sorted(_walk(path, endings))
     elif exists(path):
         yield path, path.name
     elif WILDCARDS.intersection(str(path)):
-        # Names start below the last folder without a wildcard.
+        # Names are relative to the last folder without a wildcard.
         fixed = next(parent for parent in path.parents if not WILDCARDS.intersection(str(parent)))
-        # Unlike Path.glob, glob.glob takes absolute patterns and passes hidden names over.
+        # Unlike Path.glob, glob.glob takes absolute patterns and skips hidden names.
         for match in sorted(Path(found) for found in glob.glob(str(path), recursive=True)):  # noqa: PTH207
             yield match, match.relative_to(fixed).as_posix()
 
 
 def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-    """List files below a folder with one of the endings."""
+    """Yield the files below a folder with one of the endings."""
 
-    def refuse(error: OSError) -> None:  # os.walk passes over what it cannot read unless told otherwise
+    def fail(error: OSError) -> None:  # by default, os.walk skips folders that it cannot read
         raise error
 
     visited: set[tuple[int, int]] = set()
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=fail):
         status = Path(folder).stat()
-        # A link back to a folder above; or token files that were made here, of an output below the input.
+        # Skip links to a folder that was visited, and datasets that prepare wrote below the input.
         if (status.st_dev, status.st_ino) in visited or (MANIFEST_FILE in names and Path(folder) != root):
             folders.clear()
             continue
@@ -150,17 +149,16 @@ def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
 
 
 def standard_library_files(root: Path | None = None) -> list[InputFile]:
-    """List the modules of Python's standard library worth learning from, by name: text that every machine has.
+    """Return the modules of Python's standard library, sorted by name: text that every machine has.
 
-    It is for trying things out: some ten megabytes of well-written code and English, on which a model of a few million
-    parameters visibly learns within minutes on a CPU. One module is one document. The text depends on the version of
-    Python. Only modules that Python names as its own are taken, no packages installed beside them.
+    About ten megabytes of code and English, on which a model of a few million parameters learns visibly within minutes
+    on a CPU. A module is a document. The text depends on the Python version. Installed packages are left out.
 
     Args:
-        root: the library's folder; None = the running Python's.
+        root: folder of the library; None = that of the running Python.
 
     Raises:
-        DataError: there is no text, as in a Python that came without sources.
+        DataError: this Python has no source files.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     files = [
@@ -178,5 +176,5 @@ def standard_library_files(root: Path | None = None) -> list[InputFile]:
     ]
     if not modules:
         problem = "--source=stdlib: this Python came without its sources"
-        raise DataError(f"{problem}. Install them, or give text with --input_path", path=root)
+        raise DataError(f"{problem}. Install them, or set --input_path", path=root)
     return modules

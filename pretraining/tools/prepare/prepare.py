@@ -1,12 +1,11 @@
-"""Text, or token ids of other tools, to token files: what `pretrain prepare` does.
+"""`pretrain prepare`: conversion of text, or of token ids of other tools, into token files.
 
-    settings --find_input--> units --encode, each on its own--> token files --finish--> dataset
+    settings --find_input--> units --encode, one by one--> token files --finish--> dataset
 
-Process r of n takes units r, r + n, …, so that no claims are needed. Rank 0 decides the encoding, trains the tokenizer
-if there is none, and writes both into a hidden work folder. Each unit gives token files of its own there, and last a
-done file; after an interruption the same call goes on with the units that have none. The process that finds all done
-writes prepare.json and renames the work folder's files into place: a dataset folder is there completely or not at all,
-and no file that was not made here is ever changed or removed.
+Process r of n encodes units r, r + n, … Rank 0 chooses the encoding, trains a tokenizer if there is none, and writes
+both to a hidden work folder. Each unit writes its own token files there, then a done file; after an interruption, the
+same call continues with the units that have no done file. The process that finds all units done writes prepare.json and
+renames the files into place, so a dataset folder is complete or absent. Files of other origin are never changed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pretraining.config.rules import check_config
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import DataError, PretrainError
-from pretraining.files import exists, flush_folder, output_errors, write_atomic, write_flushed
+from pretraining.files import exists, flush_folder, output_errors, read_object, write_atomic, write_flushed
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
@@ -39,7 +38,6 @@ from pretraining.tools.prepare.records import (
     WorkFolder,
     manifest,
     read_finished,
-    read_object,
     read_summary,
 )
 from pretraining.tools.prepare.units import Input, find_input
@@ -49,7 +47,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 PLAN_SECONDS = 1800.0
-"""How long other processes wait for rank 0, which may train a tokenizer for some minutes."""
+"""Time that other processes wait for rank 0, which may train a tokenizer for minutes."""
 
 
 def prepare_in_job(config: PrepareConfig) -> None:
@@ -64,8 +62,8 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None) -> PrepareSumma
 def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> PrepareSummary | None:
     """Make a dataset of token files, and a tokenizer if there is none.
 
-    A call on a finished dataset with the same settings returns at once. In a job of several processes each returns when
-    its own share is done; the one that finds the shares of all done puts the dataset together and prints what is in it.
+    A call for a finished dataset with the same settings returns at once. In a job, each process returns when its own
+    units are done; the process that finds all units done finishes the dataset and prints a summary.
 
     Args:
         layout: None = the only process.
@@ -74,9 +72,8 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
         The dataset; None if another process finishes it.
 
     Raises:
-        ConfigError: the settings contradict each other.
-        DataError: the input or the tokenizer cannot be read, the output cannot be written, or the dataset is there
-            already with other settings.
+        ConfigError: contradictory settings.
+        DataError: an input, tokenizer or output that cannot be used, or a dataset that exists with other settings.
     """
     check_config(config)
     rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
@@ -89,18 +86,18 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
             try:
                 return _Job(config, found, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
             except PretrainError as error:
-                error.rank = rank or None  # the other processes do not know of it
+                error.rank = rank or None  # other processes do not report this error
                 raise
         if rank == 0:
             work.remove()
-            log.info("%s is prepared already: nothing to do.", work.dataset)
+            log.info("%s is already prepared: nothing to do.", work.dataset)
             print_summary(finished)
         return finished
 
 
 @dataclass
 class _Job:
-    """What one of `size` processes does; `tokenizer` is the one given or in the root, then that of the plan."""
+    """The work of one of `size` processes; `tokenizer` is given or found in the root, else set from the plan."""
 
     config: PrepareConfig
     found: Input
@@ -110,14 +107,14 @@ class _Job:
     size: int
 
     def run(self, cores: int) -> PrepareSummary | None:
-        """Encode the units of this process that are not done, and finish the dataset if all others are."""
+        """Encode the remaining units of this process, and finish the dataset if all units are done."""
         began, found, work = time.monotonic(), self.found, self.work
         share = found.units[self.rank :: self.size]
         encoding = self._plan() if share else None
         if encoding is None:
             return None
         left = [unit for unit in share if work.read_record(unit, encoding) is None]
-        if left and exists(work.dataset / MANIFEST_FILE):  # another process has finished it, and removed the records
+        if left and exists(work.dataset / MANIFEST_FILE):  # another process finished it and removed the done files
             return None
         done = f" ({len(share) - len(left):,} are done)" if len(left) < len(share) else ""
         log.info("Encoding %s into %s%s.", count_of(len(left), "unit"), work.dataset, done)
@@ -133,24 +130,24 @@ class _Job:
                 print_summary(summary, progress.done, time.monotonic() - began)
             return summary
         done = f"{len(complete):,} of {count_of(len(records), 'unit')} are done"
-        log.info("%s: the last process finishes the dataset. If none does, start the same command again.", done)
+        log.info("%s: the last process finishes the dataset. If none does, run the same command again.", done)
         return None
 
     def _plan(self) -> Encoding | None:
-        """Agree on the tokenizer and the encoding: rank 0 decides and writes them, the others wait for that.
+        """Return the encoding, which rank 0 chooses and writes; None if the dataset was finished meanwhile.
 
-        The tokenizer that an interrupted job has trained for the same input and settings is as good. Returns None if
-        the dataset has been finished meanwhile.
+        Other ranks wait for rank 0. The tokenizer that an interrupted job trained for the same input and settings is
+        reused.
         """
         work, config, deadline = self.work, self.config, time.monotonic() + PLAN_SECONDS
         given = self.tokenizer and self.tokenizer.sha256
-        asked = {**self.found.settings, "vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
+        wanted = {**self.found.settings, "vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
         finished = work.dataset / MANIFEST_FILE
-        while (encoder := self._read_plan(asked)) is None and self.rank > 0 and not exists(finished):
+        while (encoder := self._read_plan(wanted)) is None and self.rank > 0 and not exists(finished):
             if time.monotonic() > deadline:
                 raise DataError(
-                    f"rank 0 has decided nothing for these settings and this input within {PLAN_SECONDS:.0f} s. Start "
-                    "all processes together, with the same flags, input and --output_path",
+                    f"rank 0 wrote no plan for these settings and this input within {PLAN_SECONDS:.0f} s. Start all "
+                    "processes together, with the same flags, input and --output_path",
                     path=work.plan,
                 )
             time.sleep(POLL_SECONDS)
@@ -158,25 +155,25 @@ class _Job:
             return None
         if self.rank > 0 and encoder is not None:
             return self._encoding(encoder)
+        work.files.mkdir(parents=True, exist_ok=True)
         if self.tokenizer is None and self.found.token_type is None:
             self.tokenizer = trained_tokenizer(config, self.found, work.root)
         encoding = self._encoding(config.encoder)
-        work.files.mkdir(parents=True, exist_ok=True)
         if self.tokenizer is not None:
             self.tokenizer.save(work.path)
-        decided = {"asked": asked, "tokenizer": encoding.tokenizer, "encoder": encoding.encoder or "auto"}
+        decided = {"asked": wanted, "tokenizer": encoding.tokenizer, "encoder": encoding.encoder or "auto"}
         write_atomic(work.plan, json.dumps(decided))
         return encoding
 
-    def _read_plan(self, asked: dict[str, Any]) -> Literal["auto"] | Encoder | None:
-        """Read a plan: take its tokenizer, and return its encoder; None if there is none for this."""
+    def _read_plan(self, wanted: dict[str, Any]) -> Literal["auto"] | Encoder | None:
+        """Return the encoder of the plan, and load its tokenizer; None if no plan has these settings."""
         plan = read_object(self.work.plan)
-        if plan.get("asked") != asked:
+        if plan.get("asked") != wanted:
             return None
         if plan["tokenizer"] is not None:
             try:
                 tokenizer = load_tokenizer(self.work.path)
-            except DataError:  # a failing disk has spoilt it
+            except DataError:  # the file is damaged
                 return None
             if tokenizer.sha256 != plan["tokenizer"]:
                 return None
@@ -185,10 +182,9 @@ class _Job:
         return encoder
 
     def _encoding(self, encoder: Literal["auto"] | Encoder) -> Encoding:
-        """Return how units become tokens."""
         tokenizer, is_text = self.tokenizer, self.found.token_type is None
         vocabulary = tokenizer.vocab_size if tokenizer else self.config.vocab_size
-        if vocabulary is None:  # only the data itself tells, so files are as wide as its own type asks for
+        if vocabulary is None:  # unknown until all is read, so the type of the input gives the width
             vocabulary = 1 << 16 if str(self.found.token_type) in ("uint8", "int8", "uint16", "int16") else 1 << 32
         return Encoding(
             text_field=self.config.text_field,
@@ -199,22 +195,22 @@ class _Job:
         )
 
     def _finish(self, encoding: Encoding, records: list[UnitRecord]) -> PrepareSummary | None:
-        """Make the dataset of all units, and put its tokenizer into the root; None if another process was faster.
+        """Make the dataset, and save its tokenizer in the root; return None if another process was faster.
 
-        Two processes may find all units done at the same moment. Both write the same bytes, each file by a rename of
-        its own; the last rename has one winner.
+        Two processes may find all units done at the same time. Both write the same bytes and rename each file into
+        place; only one of them succeeds in renaming the folder.
         """
         work, tokenizer = self.work, self.tokenizer
         if not any(record.files for record in records):
             work.remove()
             named = self.config.hf_dataset or ", ".join(self.config.input_path)
-            raise DataError("no document has any text, there is nothing to train on", path=named)
+            raise DataError("all documents are empty: there is nothing to train on", path=named)
         largest_token = max(record.largest_token for record in records)
         vocab_size = tokenizer.vocab_size if tokenizer else self.config.vocab_size or largest_token + 1
         content = manifest(self.found.settings, tokenizer, vocab_size, encoding.dtype.name, records)
         kept = {MANIFEST_FILE, *(file.name for record in records for file in record.files)}
         try:
-            for leftover in {path.name for path in work.files.iterdir()} - kept:  # of other settings, or half written
+            for leftover in {path.name for path in work.files.iterdir()} - kept:  # from other settings, or incomplete
                 (work.files / leftover).unlink(missing_ok=True)
             with TemporaryDirectory(dir=work.path, ignore_cleanup_errors=True) as own:
                 write_flushed(Path(own, MANIFEST_FILE), content)
@@ -225,7 +221,7 @@ class _Job:
                         Path(own, name).replace(work.root / name)
             if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:
                 raise DataError(
-                    "another tokenizer has come there meanwhile: start the same command again to encode with that one",
+                    "another process wrote another tokenizer meanwhile: run the command again to encode with it",
                     path=work.root / TOKENIZER_FILE,
                 )
             flush_folder(work.files)
@@ -240,7 +236,7 @@ class _Job:
 
 
 def _cores_of_this_process(layout: ProcessLayout | None) -> int:
-    """Return the cores that it may run on; it shares a whole machine's with the other processes there."""
+    """Return the usable cores; without core binding, divided by the processes of the machine."""
     cores = usable_cores()
     if layout is not None and cores == os.cpu_count():
         return max(cores // layout.local_world_size, 1)

@@ -1,15 +1,14 @@
-"""What is written about a dataset beside its tokens: prepare.json, and the done files of a call that is under way.
+"""Records of a prepared dataset: prepare.json, and the done files of a running call.
 
-    <output_path>/<dataset>/prepare.json       what the folder holds and what it was made from
+    <output_path>/<dataset>/prepare.json       content of the folder and its source
     <output_path>/.<dataset>.preparing/        the work folder
-      plan.json, tokenizer.json, …             what rank 0 has decided; no tokenizer if the input holds token ids
-      unit_000003.json                         a done file: unit 3 is complete; its token files, and what was read
+      plan.json, tokenizer.json, …             choices of rank 0; no tokenizer if the input holds token ids
+      unit_000003.json                         a done file: unit 3 is complete; its token files, and counts
       files/part_000003_000000.arrow           the first token file of unit 3
       files/prepare.json                       written last; then `files` is renamed to the dataset's folder
 
-A done file appears only once all token files of its unit are on disk: a call that was stopped at any moment goes on
-with the units that have none. prepare.json does not say when, where and how fast the dataset was made, so the same
-input gives the same file.
+A done file is written when all token files of its unit are on disk. After an interruption, a call continues with the
+units that have no done file. The file `prepare.json` holds no times and no paths: the same input gives the same file.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ import numpy as np
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
-from pretraining.files import entries_of, exists, is_folder, read_json, write_atomic
+from pretraining.files import entries_of, exists, is_folder, read_json, read_object, write_atomic
 from pretraining.tools.prepare.token_files import COLUMN, TokenFile, token_dtype
 from pretraining.tools.prepare.units import Unit
 
 FORMAT_VERSION = 1
-"""Of prepare.json."""
+"""Format of prepare.json."""
 _RECORD_FORMAT = 3
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
 
@@ -41,12 +40,12 @@ Encoder = Literal["fastokens", "tokenizers"]
 
 @dataclass
 class Counts:
-    """How much was read and written.
+    """Amounts read and written.
 
     Attributes:
-        empty_documents: without any text; they are not written.
-        characters, text_bytes: of the text encoded; the bytes in UTF-8.
-        input_bytes: on disk, read for it.
+        empty_documents: documents without text; they are not written.
+        characters, text_bytes: size of the encoded text, and as UTF-8.
+        input_bytes: bytes read from disk.
     """
 
     documents: int = 0
@@ -62,12 +61,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What the tokens of a unit depend on, besides its input.
+    """Everything besides the input that the tokens of a unit depend on.
 
     Attributes:
-        largest_vocabulary: every id is below it.
-        tokenizer: its hash; None if ids are taken as they are, without one.
-        encoder: None if ids are taken as they are. What one has made is not taken for the other's.
+        largest_vocabulary: upper bound of ids.
+        tokenizer: hash of the tokenizer; None if the input holds token ids of an unknown tokenizer.
+        encoder: None if the input holds token ids. Units of one encoder are not reused for the other.
     """
 
     text_field: str
@@ -78,22 +77,22 @@ class Encoding:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the tokens in the files."""
+        """Type of the tokens in the files."""
         return token_dtype(self.largest_vocabulary)
 
     def key(self, unit: Unit) -> str:
-        """Hash all that decides what the unit's token files hold."""
+        """Return a hash of everything that the unit's token files depend on."""
         text = json.dumps([_RECORD_FORMAT, asdict(self), [(part.name, part.size) for part in unit.parts]])
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 @dataclass
 class UnitRecord:
-    """What was made of a unit.
+    """The result of a unit.
 
     Attributes:
-        key: of the unit and its encoding.
-        largest_token: -1 if no token is written.
+        key: hash of the unit and its encoding.
+        largest_token: -1 without tokens.
     """
 
     key: str
@@ -103,7 +102,7 @@ class UnitRecord:
 
 
 class WorkFolder:
-    """The hidden folder in which a dataset is made; its `files` become the dataset's folder."""
+    """A hidden folder in which a dataset is made; its `files` are renamed to the dataset's folder."""
 
     def __init__(self, root: Path, dataset: str) -> None:
         self.root = root
@@ -113,17 +112,17 @@ class WorkFolder:
         self.plan = self.path / "plan.json"
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Delete the folder and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self, unit: Unit) -> None:
-        """Remove what an interrupted call left of a unit."""
+        """Delete the files that an interrupted call left of a unit."""
         self.files.mkdir(parents=True, exist_ok=True)
         for leftover in [*self.files.glob(f"*part_{unit.number:06d}_*"), self._record(unit)]:
             leftover.unlink(missing_ok=True)
 
     def read_record(self, unit: Unit, encoding: Encoding) -> UnitRecord | None:
-        """Return what was made of a unit; None if it is not done, or of other input, or files are gone."""
+        """Return the record of a unit; None if it is not done, has another key, or files are missing."""
         content = read_object(self._record(unit))
         if content.get("key") != encoding.key(unit):
             return None
@@ -142,15 +141,15 @@ class WorkFolder:
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """A prepared dataset, as its prepare.json has it.
+    """A prepared dataset, as recorded in prepare.json.
 
     Attributes:
-        folder: in the root that training takes as data_path; the root has the tokenizer.
-        settings: what the content depends on besides the tokenizer; an equal call has equal ones.
-        empty_documents: those without any text; they are in no file.
-        characters, text_bytes: of the text, the bytes in UTF-8; 0 if the input was token ids.
-        tokenizer: its hash; None if token ids came without one.
-        vocab_size: every id is below it.
+        folder: sub-folder of the root (data_path of training), which holds the tokenizer.
+        settings: everything besides the tokenizer that the content depends on.
+        empty_documents: documents without text; they are not written.
+        characters, text_bytes: size of the text, and as UTF-8; 0 if the input was token ids.
+        tokenizer: hash of the tokenizer; None if the input was token ids of an unknown tokenizer.
+        vocab_size: upper bound of ids.
     """
 
     folder: Path
@@ -174,11 +173,7 @@ class PrepareSummary:
 def manifest(
     settings: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, dtype: str, records: Sequence[UnitRecord]
 ) -> str:
-    """Return the content of prepare.json.
-
-    Args:
-        tokenizer: None if the input was token ids of an unknown one.
-    """
+    """Return the content of prepare.json; `tokenizer` is None for token ids of an unknown tokenizer."""
     counts = sum((record.counts for record in records), Counts())
     content = {
         "format_version": FORMAT_VERSION,
@@ -204,8 +199,8 @@ def read_summary(folder: Path) -> PrepareSummary:
     """Read a dataset's prepare.json.
 
     Raises:
-        DataError: it cannot be read.
-        FileNotFoundError, NotADirectoryError: there is none.
+        DataError: the file is damaged or of another format.
+        FileNotFoundError, NotADirectoryError: there is no such file.
     """
     file = folder / MANIFEST_FILE
     try:
@@ -224,21 +219,20 @@ def read_summary(folder: Path) -> PrepareSummary:
         )
         numbers = [*(content[name] for name in _NUMBERS), summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
-            raise ValueError("a value is of another type")
+            raise ValueError("a value has a wrong type")
         return summary
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"it cannot be read ({type(error).__name__}: {error})"
-        raise DataError(f"{problem}. {_way_out(folder)}", path=file) from error
+        raise DataError(f"{problem}. {_remedy(folder)}", path=file) from error
 
 
 def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> PrepareSummary | None:
-    """Read a finished dataset made with the same settings; None if the folder is not there, or empty.
+    """Read a finished dataset with the same settings; None if the folder is missing or empty.
 
     Raises:
-        DataError: the folder holds something else, was made with other settings, or has changed since (by names and
-            sizes).
+        DataError: the folder holds something else, has other settings, or files that changed in name or size.
     """
     try:
         summary = read_summary(folder)
@@ -246,41 +240,32 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
         is_empty = is_folder(folder) and not entries_of(folder)
         if is_empty or not (exists(folder) or folder.is_symlink()):
             return None
-        problem = f"it is there already and was not made by `pretrain prepare` (it has no {MANIFEST_FILE})"
+        problem = f"it exists and was not made by `pretrain prepare` (it has no {MANIFEST_FILE})"
         raise DataError(f"{problem}. Choose another --dataset or --output_path", path=folder) from None
     made, wanted = dict(summary.settings), dict(settings)
     if summary.tokenizer is not None:
         made["tokenizer"] = summary.tokenizer
         wanted["tokenizer"] = None if tokenizer is None else tokenizer.sha256
     differences = [
-        f"  {name}: it has {made.get(name)}, asked for is {value}"
+        f"  {name}: it has {made.get(name)}, requested is {value}"
         for name, value in wanted.items()
         if made.get(name) != value
     ]
     if differences:
         problem = "it was prepared from other text or with other settings:"
-        raise DataError("\n".join([problem, *differences, _way_out(folder)]), path=folder)
+        raise DataError("\n".join([problem, *differences, _remedy(folder)]), path=folder)
     for file in summary.files:
         if _size(folder / file.name) != file.bytes:
             raise DataError(
-                f"it is gone, or has not the {file.bytes:,} bytes that were written. {_way_out(folder)}",
+                f"it is missing, or does not have the {file.bytes:,} bytes that were written. {_remedy(folder)}",
                 path=folder / file.name,
             )
     return summary
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object that was written here; empty if it is missing, or a failing disk has spoilt it."""
-    try:
-        content = read_json(path)
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if exists(path) else None
 
 
-def _way_out(folder: Path) -> str:
+def _remedy(folder: Path) -> str:
     return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"

@@ -1,7 +1,7 @@
-"""Parquet and Arrow files as documents, one per row, in one column.
+"""Reader of documents in Parquet and Arrow files: one column, a document per row.
 
-A column of strings is text; a column of lists of integers is token ids, which are taken as they are. Rows without a
-value (null) are empty documents. Files are read a few rows at a time, and only that column of them.
+A column of strings holds text; a column of integer lists holds token ids, which are kept unchanged. A null is an empty
+document. Only this column is read, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.inputs import InputFile
 
 ROWS_AT_ONCE = 128
-"""Small enough that rows of megabytes fit into memory, large enough that rows of tokens cost little."""
+"""Few enough that rows of megabytes fit into memory, enough that short rows have little overhead."""
 _READ_BYTES = 1 << 20
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
 _LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 def read_table(file: InputFile, column: str, begin: int = 0, end: int | None = None) -> Iterator[Document]:
-    """Read the documents of a table, or of its row groups (Parquet) or record batches (Arrow) from begin to end.
+    """Yield the documents of a table, from row group (Parquet) or record batch (Arrow) `begin` to `end`, excluded.
 
     Raises:
-        DataError: the file cannot be read, has no such column, or the column holds something else.
+        DataError: the file cannot be read, or the column is missing or holds something else.
     """
     path, row = str(file.path), 0
     with _open_table(file, column) as table:
@@ -57,18 +57,18 @@ def read_table(file: InputFile, column: str, begin: int = 0, end: int | None = N
 
 
 def column_type(file: InputFile, column: str) -> pa.DataType:
-    """Return the type of a table's column; a DataError says that there is none, or that the file cannot be read."""
+    """Return the type of a table's column; raise a DataError if it is missing or the file cannot be read."""
     with _open_table(file, column) as table:
         return field_type(_schema_of(table), column, file.path)
 
 
 def ranges_of_table(file: InputFile, wanted_bytes: int) -> list[tuple[int, int | None, int]]:
-    """Cut a table into (begin, end, bytes), each of about the wanted bytes on disk; one range if it cannot be cut.
+    """Cut a table into ranges (begin, end, bytes) of about `wanted_bytes` on disk; a stream is one range.
 
     Raises:
         DataError: the file cannot be read.
     """
-    weights: list[int] = []  # a stream does not know its record batches
+    weights: list[int] = []  # a stream has no list of record batches
     with _open_table(file) as table:
         if isinstance(table, pq.ParquetFile):
             weights = _rows_of_groups(table)
@@ -79,41 +79,41 @@ def ranges_of_table(file: InputFile, wanted_bytes: int) -> list[tuple[int, int |
         return [(0, None, file.size)]
     ends = np.cumsum(weights)
     total = max(int(ends[-1]), 1)
-    # After the last group that ends within the first i-th of the rows; wide groups may leave ranges empty.
+    # Range i begins after the last group that ends within the first i/pieces of the rows; a set drops empty ranges.
     cuts = sorted({0, len(weights), *(int(np.searchsorted(ends, total * i // pieces, "right")) for i in range(pieces))})
     bytes_before = [0, *(int(end) * file.size // total for end in ends)]
     return [(begin, end, bytes_before[end] - bytes_before[begin]) for begin, end in pairwise(cuts)]
 
 
 def field_type(schema: pa.Schema, column: str, path: str | Path) -> pa.DataType:
-    """Return the type of a column; a DataError if none or several have that name."""
+    """Return the type of a column; raise a DataError if no column or several columns have this name."""
     if schema.names.count(column) != 1:
         columns = ", ".join(f"{field.name!r} ({field.type})" for field in schema) or "none"
         count = "several columns" if column in schema.names else "no column"
-        raise DataError(f"{count} {column!r}. The columns are: {columns}; name one by --text_field", path=path)
+        raise DataError(f"{count} {column!r}. The columns are: {columns}; set --text_field", path=path)
     return schema.field(column).type
 
 
 def token_type(kind: pa.DataType, column: str, path: str | Path) -> pa.DataType | None:
-    """Return the type of the token ids in a column; None if it holds text; a DataError if it holds neither."""
+    """Return the type of the token ids in a column, or None for text; raise a DataError for other types."""
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if any(is_text(value) for is_text in _TEXT_TYPES):
         return None
     if any(is_list(kind) for is_list in _LIST_TYPES) and pa.types.is_integer(kind.value_type):
         return kind.value_type
     expected = "neither text (string) nor token ids (lists of integers)"
-    raise DataError(f"column {column!r} holds {kind}, {expected}. Name another one by --text_field", path=path)
+    raise DataError(f"column {column!r} holds {kind}, {expected}. Set another --text_field", path=path)
 
 
 def documents_of_rows(rows: pa.Array, column: str, path: str, first_row: int, bytes_read: int) -> Iterator[Document]:
-    """Make documents of some rows of a column.
+    """Yield the documents of some rows of a column.
 
     Args:
-        first_row: its number, for messages.
+        first_row: number of the first row, for messages.
         bytes_read: size of the rows on disk.
 
     Raises:
-        DataError: a row is no text, or has missing tokens.
+        DataError: a row is not UTF-8, or has null tokens.
     """
     read_rows = _texts if token_type(rows.type, column, path) is None else _token_lists
     for row, content in enumerate(read_rows(rows, path, first_row), start=first_row):
@@ -131,7 +131,7 @@ def _texts(rows: pa.Array, path: str, first_row: int) -> Iterator[str | np.ndarr
 
 def _token_lists(rows: pa.Array, path: str, first_row: int) -> Iterator[str | np.ndarray]:
     lengths = pc.fill_null(pc.list_value_length(rows), 0).to_numpy(zero_copy_only=False)
-    values = rows.flatten()  # without what lies under null rows
+    values = rows.flatten()  # skips values under null rows
     ends = np.cumsum(lengths)
     if values.null_count:
         missing = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
@@ -152,15 +152,15 @@ def _schema_of(table: Any) -> pa.Schema:
 
 @contextmanager
 def _open_table(file: InputFile, column: str | None = None) -> Iterator[Any]:
-    """Open a table, or one column of it: a ParquetFile, or an Arrow reader of a file or of a stream.
+    """Open a table, or one column of it, as a ParquetFile or an Arrow reader.
 
     Raises:
-        DataError: there is no such column, or the file cannot be read, also while the table is used.
+        DataError: the column is missing, or the file cannot be read, also inside the `with` block.
     """
     try:
         with ExitStack() as stack:
             if file.kind == "parquet":
-                # Without pre_buffer and with a buffer, a column is read page by page and not a row group at once.
+                # These two options read a column page by page rather than a row group at once.
                 table = stack.enter_context(pq.ParquetFile(file.path, buffer_size=_READ_BYTES, pre_buffer=False))
             else:
                 with file.path.open("rb") as opened:
@@ -169,11 +169,11 @@ def _open_table(file: InputFile, column: str | None = None) -> Iterator[Any]:
             if column is not None:
                 field_type(_schema_of(table), column, file.path)
             if column is not None and file.kind != "parquet":
-                # Other columns may be compressed: they are not even unpacked.
+                # Keeps Arrow from unpacking other columns that are compressed.
                 options = pa.ipc.IpcReadOptions(included_fields=[table.schema.get_field_index(column)])
                 table = stack.enter_context(open_arrow(pa.memory_map(str(file.path)), options=options))
             yield table
     except (pa.ArrowException, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        problem = f"it cannot be read, or is damaged, or no {file.kind} file ({reason})"
+        problem = f"it is not a readable {file.kind} file ({reason})"
         raise DataError(f"{problem}. Fetch or write it again", path=file.path) from error

@@ -1,7 +1,7 @@
-"""Token files: documents in, Arrow IPC files out.
+"""Writer of token files: Arrow IPC files with a document per row.
 
-One row per document, one column `tokens` (list of uint16 or uint32), uncompressed, so that training maps the files into
-memory and reads any document in place. A file gets its name once it is complete and on disk.
+The files have one column `tokens` (list of uint16 or uint32), uncompressed, so training can map them into memory and
+read any document in place. A file is renamed to its final name when it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pretraining.files import file_checksum, flush_folder
 
 COLUMN = "tokens"
 BATCH_TOKENS = 1 << 21
-"""Tokens per record batch: 4 or 8 MB, small enough to skip to a document, large enough that a file has few."""
+"""Tokens of a record batch: 4 or 8 MB, so that a file has few batches."""
 LARGEST_DOCUMENT_TOKENS = 2**31 - 1 - BATCH_TOKENS
-"""So that a batch that holds it stays within Arrow's 32-bit list offsets."""
+"""Limit that keeps a batch within Arrow's 32-bit list offsets."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A finished file, with its checksum as eight hexadecimal digits; None if an older release wrote it."""
+    """A finished file; crc32 has eight hexadecimal digits, and is None if an older release wrote the file."""
 
     name: str
     documents: int
@@ -35,12 +35,12 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Writes documents to `<prefix>000000.arrow`, `<prefix>000001.arrow`, … in a folder.
+    """A writer of documents to `<prefix>000000.arrow`, `<prefix>000001.arrow`, … in a folder.
 
-    It is a context: leaving it finishes the last file, or removes it after an error. `files` are the finished ones.
+    Leaving its `with` block finishes the last file, or deletes it after an error. `files` lists the finished files.
 
     Args:
-        tokens_per_file: a file is finished once it holds this many.
+        tokens_per_file: size at which a file is finished.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, tokens_per_file: int, prefix: str = "part_") -> None:
@@ -49,19 +49,19 @@ class TokenWriter:
         self._tokens_per_file = tokens_per_file
         self._prefix = prefix
         self._schema = pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(dtype)))])
-        # Of this writer alone: a worker may outlive its killed parent for a moment.
+        # A random name, because a worker may outlive its killed parent for a moment.
         self._temporary = folder / f".{prefix}{secrets.token_hex(4)}.tmp"
         self._writer: pa.RecordBatchFileWriter | None = None
-        self._documents = self._tokens = 0  # of the file
+        self._documents = self._tokens = 0  # in the current file
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._pending_room = 0
 
     def write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Add documents: all their tokens, [T], and the length of each, [D]."""
+        """Add documents: their concatenated tokens [T] and their lengths [D]."""
         while len(lengths):
             if self._writer is None:
                 self._writer = pa.ipc.new_file(str(self._temporary), self._schema)
-            ends, room = np.cumsum(lengths), np.cumsum(lengths + 1)  # an offset takes room too
+            ends, room = np.cumsum(lengths), np.cumsum(lengths + 1)  # an offset counts as a token
             full_batch = np.searchsorted(room, BATCH_TOKENS - self._pending_room)
             full_file = np.searchsorted(ends, self._tokens_per_file - self._tokens)
             last = min(int(full_batch), int(full_file), len(lengths) - 1)
@@ -94,7 +94,7 @@ class TokenWriter:
             self._pending, self._pending_room = [], 0
 
     def _finish_file(self) -> None:
-        """Close the current file, flush it to disk and give it its name."""
+        """Close the current file, flush it to disk and rename it."""
         if self._writer is None:
             return
         self._flush()
@@ -111,5 +111,5 @@ class TokenWriter:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the narrowest type that holds every id: uint16 up to 65536 entries, else uint32, as the library's ids."""
+    """Return the narrowest type for all ids: uint16 up to 65536 entries, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)

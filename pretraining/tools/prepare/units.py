@@ -1,10 +1,9 @@
-"""The input cut into units: what processes and machines share out, and where a call goes on after a stop.
+"""Units of the input: the pieces of work that processes share, and that survive an interruption.
 
     config --find_input--> Input: units --read_part--> documents
 
-A unit is about 256 MB of the input: many small files, or a range of a large one where that can be cut (tables, and
-JSON lines that are not compressed). The cuts are a function of the input's names and sizes alone. So the token files of
-a unit are the same on any process, after any number of interruptions.
+A unit is about 256 MB of input: many small files, or a range of a large table or of uncompressed JSON lines. The cuts
+depend only on names and sizes of the input, so the token files of a unit are the same on every process.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pretraining.tools.prepare.inputs import InputFile, even_cuts, fingerprint, 
 from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
 
 UNIT_BYTES = 1 << 28
-"""Input of a unit, in bytes on disk: a token file of some hundred megabytes, encoded by eight cores in ten seconds."""
+"""Input of a unit in bytes on disk; eight cores encode a unit in about ten seconds."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,9 @@ class Part:
 
     Attributes:
         begin: byte (JSON lines), row group (Parquet), record batch (Arrow), shard or row (Hugging Face).
-        end: the one after the last; None = to the end.
-        size: bytes on disk; 0 where that is unknown.
-        version: of the source, where name and size do not tell.
+        end: end of the range, excluded; None = end of the source.
+        size: bytes on disk; 0 if unknown.
+        version: hash of the version of a Hugging Face dataset.
     """
 
     source: InputFile | HubSplit
@@ -44,37 +43,37 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The same on every machine."""
+        """Name of the part, the same on every machine."""
         name = self.source.name if isinstance(self.source, InputFile) else f"{self.source}\0{self.version}"
         return name if (self.begin, self.end) == (0, None) else f"{name}\0{self.begin}-{self.end}"
 
     @property
     def is_plain(self) -> bool:
-        """Whether the size is that of text."""
+        """Whether `size` is the size of the text."""
         source = self.source
         return isinstance(source, InputFile) and source.kind in ("text", "lines") and source.compression is None
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Some parts, at least one, one after the other; numbered from 0 in the order of the input."""
+    """One or more consecutive parts; `number` counts units from 0 in the order of the input."""
 
     number: int
     parts: tuple[Part, ...]
 
     @property
     def size(self) -> int:
-        """Return its bytes on disk."""
+        """Bytes on disk."""
         return sum(part.size for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Input:
-    """Everything that is to be read.
+    """The whole input.
 
     Attributes:
-        token_type: of the token ids that it holds; None where it holds text.
-        settings: what the dataset depends on besides the tokenizer, for prepare.json.
+        token_type: type of the token ids; None if the input is text.
+        settings: everything besides the tokenizer that the dataset depends on, for prepare.json.
     """
 
     units: tuple[Unit, ...]
@@ -84,11 +83,7 @@ class Input:
 
 
 def find_input(config: PrepareConfig) -> Input:
-    """Find what the settings name, and cut it.
-
-    Raises:
-        DataError: there is nothing to read, or it cannot be read.
-    """
+    """Find the input that the settings name and cut it into units; raise a DataError if it cannot be read."""
     column = config.text_field
     if config.hf_dataset is not None:
         split = HubSplit(config.hf_dataset, config.hf_config, config.hf_split)
@@ -112,12 +107,12 @@ def find_input(config: PrepareConfig) -> Input:
         "tokens_per_file": config.tokens_per_file,
     }
     if tokens is not None:
-        settings["vocab_size"] = config.vocab_size  # of text it is the tokenizer's
+        settings["vocab_size"] = config.vocab_size  # for text, the tokenizer determines it
     return Input(tuple(cut_units(parts)), size, tokens, settings)
 
 
 def read_part(part: Part, text_field: str) -> Iterator[Document]:
-    """Read the documents of a part; a DataError says where it cannot be read."""
+    """Yield the documents of a part; raise a DataError if it cannot be read."""
     source = part.source
     if isinstance(source, HubSplit):
         assert part.end is not None
@@ -130,7 +125,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Document]:
 
 
 def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
-    """Put neighbouring parts together while they fit into a unit; a part of unknown size is a unit by itself."""
+    """Group consecutive parts into units of at most `UNIT_BYTES`; a part of unknown size fills a unit."""
     number, together, size = 0, list[Part](), 0
     for part in parts:
         is_unknown = part.size == 0 and isinstance(part.source, HubSplit)
@@ -145,7 +140,7 @@ def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
 
 
 def _parts_of(file: InputFile) -> list[Part]:
-    """Cut a file into ranges if it is large and can be cut."""
+    """Cut a file into ranges if it is large and its format allows it."""
     if file.size > UNIT_BYTES and file.kind == "lines" and file.compression is None:
         cuts = even_cuts(file.size, -(-file.size // UNIT_BYTES))
         return [Part(file, begin, end, end - begin) for begin, end in cuts]
@@ -155,6 +150,6 @@ def _parts_of(file: InputFile) -> list[Part]:
 
 
 def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:
-    """Return the type of the token ids in the files, from the first table; None if they hold text."""
+    """Return the type of the token ids in the first table; None if the files hold text."""
     table = next((file for file in files if file.kind in ("parquet", "arrow")), None)
     return None if table is None else token_type(column_type(table, column), column, table.path)

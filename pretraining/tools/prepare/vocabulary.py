@@ -1,6 +1,6 @@
 """The tokenizer of a root folder: found, or trained on the input.
 
-All datasets of a root share it; once it is there it is used and never replaced.
+All datasets of a root share one tokenizer, which is never replaced.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 DEFAULT_VOCABULARY = 32_000
 LARGEST_TRAINED_VOCABULARY = 2**22
-"""Many times that of any tokenizer in use: the library makes room for all of it, and panics if it cannot."""
+"""Far above any tokenizer in use: the library allocates memory for all entries, and panics if it cannot."""
 TRAINING_SAMPLE_CHARACTERS = 256 * 10**6
-"""Text that a tokenizer is trained on at most: more changes little, and a minute is enough for it."""
+"""Largest sample that a tokenizer is trained on, in about a minute; more text changes little."""
 
 
 def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
-    """Return the tokenizer given, or the one in the root; None if there is neither.
+    """Return the tokenizer of `config`, or the one in the root; None if there is neither.
 
     Raises:
-        DataError: it cannot be read, or the root has another one.
+        DataError: the tokenizer cannot be read, or differs from the one in the root.
     """
     given = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
     if not exists(root / TOKENIZER_FILE):
@@ -46,17 +46,17 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     elif config.vocab_size not in (None, present.vocab_size):
         wrong = f"it has {present.vocab_size} entries, not --vocab_size={config.vocab_size}"
     if wrong:
-        remedy = "All datasets of a root share one tokenizer: drop the flag, or give another --output_path"
+        remedy = "All datasets of a root share one tokenizer: drop the flag, or set another --output_path"
         raise DataError(f"{wrong}. {remedy}", path=root / TOKENIZER_FILE)
     return present
 
 
 def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokenizer:
-    """Train a tokenizer on the input, or on a sample if it is long.
+    """Train a tokenizer on the input, or on a sample of a large input.
 
     Raises:
-        ConfigError: the vocabulary asked for is too small for any text, or larger than any tokenizer has.
-        DataError: it is too large for this text, or the root holds token ids of another tokenizer.
+        ConfigError: --vocab_size is out of range.
+        DataError: --vocab_size is too large for this text, or the root holds token ids of an unknown tokenizer.
     """
     wanted = config.vocab_size or DEFAULT_VOCABULARY
     if not SMALLEST_VOCABULARY <= wanted <= LARGEST_TRAINED_VOCABULARY:
@@ -65,7 +65,7 @@ def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokeni
     for path in sorted(root.glob(f"*/{MANIFEST_FILE}")):
         if read_summary(path.parent).tokenizer is None:
             raise DataError(
-                "it holds token ids of an unknown tokenizer: give that by --tokenizer_path, or another --output_path",
+                "it holds token ids of an unknown tokenizer: set --tokenizer_path to it, or another --output_path",
                 path=path.parent,
             )
     log.info("Training a tokenizer of %s entries (byte-level BPE) on the text.", f"{wanted:,}")
@@ -73,15 +73,15 @@ def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokeni
         tokenizer = train_tokenizer(training_sample(found, config.text_field), wanted)
     if tokenizer.vocab_size < wanted and config.vocab_size is not None:
         raise DataError(
-            f"--vocab_size={wanted}: the text gives no more than {tokenizer.vocab_size} entries. Give as many, or less"
+            f"--vocab_size={wanted}: the text yields only {tokenizer.vocab_size} entries. Set at most that many"
         )
     return tokenizer
 
 
 def training_sample(found: Input, text_field: str, characters: int = TRAINING_SAMPLE_CHARACTERS) -> Iterator[str]:
-    """Give text to train on: all if that fits, else the beginning of each part, parts in the order of a hash.
+    """Yield text to train on: all if it fits, else the beginning of each part, with parts in the order of a hash.
 
-    Texts come in pieces of `PIECE_CHARACTERS`, cut where encoding cuts them.
+    Texts are cut into pieces as for encoding.
     """
     parts = [part for unit in found.units for part in unit.parts]
     everything_fits = found.size <= characters and all(part.is_plain for part in parts)
@@ -91,7 +91,7 @@ def training_sample(found: Input, text_field: str, characters: int = TRAINING_SA
         part_left = share
         for piece in chain.from_iterable(map(cut, read_part(part, text_field))):
             if not isinstance(piece.content, str):
-                break  # encoding will say what is wrong with it
+                break  # encoding reports the error
             text = piece.content[: min(part_left, left)]
             part_left -= len(text)
             left -= len(text)

@@ -1,1 +1,1 @@
-"""Files of settings in the forms of other systems, read as settings of this one."""
+"""`pretrain translate`: conversion of other systems' settings files into recipes."""

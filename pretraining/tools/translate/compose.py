@@ -1,12 +1,12 @@
-"""One mapping made of a main file, the files that its `defaults:` name, and choices on the command line.
+"""Composition of a main file, the files in its `defaults:`, and choices on the command line into one mapping.
 
     conf/config.yaml            defaults: [optimizer: adamw, model: small, train, logging]
-    conf/optimizer/adamw.yaml   lands under `optimizer`; may have defaults of its own
-    conf/train.yaml             lands under `train`, with or without that word above its lines
-    optimizer=sgdm              chooses conf/optimizer/sgdm.yaml
+    conf/optimizer/adamw.yaml   goes to the section `optimizer`; may have its own defaults
+    conf/train.yaml             goes to the section `train`, whether or not its lines stand under `train:`
+    optimizer=sgdm              selects conf/optimizer/sgdm.yaml
 
-Files are merged in the order of `defaults:`, later ones over earlier ones; a file's own lines come where `_self_`
-stands, or last. These are the rules of Hydra 1.1 and later.
+Files are merged in the order of `defaults:`, and later files win. A file's own lines are merged at `_self_`, or last.
+These are the rules of Hydra 1.1 and later.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from pretraining.tools.translate.parse import flatten
 from pretraining.tools.translate.translation import Given
 
 _SECTIONS = ("optimizer", "train", "dataset", "model", "logging", "checkpoint", "experimental", "test")
-"""A plain file that is called like one lands under it."""
+"""Sections that a plain file of the same name belongs to."""
 _NAMED = {"optimizer": "optimizer.name", "optimizer/lr_config": "optimizer.lr_config.schedule"}
-"""By group, the key that says what is chosen where the file does not."""
+"""Per group, the key for the name of the chosen file, if no file sets it."""
 _CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 _PACKAGE = re.compile(r"(?:^#.*\n|^\s*\n)*?#\s*@package:?\s+(\S+)")
 
 
 class Composition:
-    """The settings of all files, in the order in which they win over each other.
+    """The merged settings of all files, as `values`.
 
     Args:
-        path: of the main file.
-        arguments: of the command line; those that choose a group's file are `choices`.
+        path: main file.
+        arguments: arguments of the command line; `choices` are those that select a group's file.
 
     Raises:
-        ConfigError: a file is missing or not valid, or an argument chooses one that is not there.
+        ConfigError: a missing or invalid file, or an argument for a group that no `defaults:` name.
     """
 
     def __init__(self, path: Path, arguments: Mapping[str, str | None]) -> None:
         self.values: dict[str, Given] = {}
-        self._folder, self._met = path.parent, set[str]()
+        self._folder, self._groups = path.parent, set[str]()
         self.choices = {name: value for name, value in arguments.items() if self._is_choice(name, value)}
         self._add(path, "", "", ())
-        for name in sorted(self.choices.keys() - self._met):
-            raise ConfigError(f"{name}={self.choices[name]}: no `defaults:` of {path} choose from {name}")
+        for name in sorted(self.choices.keys() - self._groups):
+            raise ConfigError(f"{name}={self.choices[name]}: `defaults:` of {path} have no group {name}")
 
     def _is_choice(self, name: str, value: str | None) -> bool:
-        """Return whether an argument chooses a group's file; others, and settings of this project, choose none."""
+        """Return whether an argument selects a group's file, rather than a value or a setting of this project."""
         if not _CHOICE.fullmatch(name) or not is_folder(self._folder / name):
             return False
         return value is None or setting_named(name) is None or is_file(self._path_of(f"{name}/{value}"))
 
     def _add(self, path: Path, group: str, package: str, above: tuple[Path, ...]) -> None:
-        """Merge a file and what its `defaults:` name.
+        """Merge a file and the files in its `defaults:`.
 
         Args:
-            group: the folder that it is in, from the main file's.
-            package: the dotted key that its content lands under.
-            above: the files whose defaults lead to it.
+            group: folder of the file, relative to the main file.
+            package: dotted key of the section that the file sets.
+            above: files whose defaults include this file.
         """
         if path in above:
-            raise ConfigError(f"{path}: its defaults lead back to it")
+            raise ConfigError(f"{path}: its defaults include the file itself")
         content = read_text(path, str(path))
         tree = parse_tree(content, str(path)) or {}
         if not isinstance(tree, dict):
-            raise ConfigError(f"{path} holds no settings: write name: value on each line")
+            raise ConfigError(f"{path} has no settings: write `name: value` on each line")
         header = _PACKAGE.match(content)
         if header:
             package = header[1].replace("_group_", group.replace("/", ".")).removeprefix("_global_").lstrip(".")
@@ -87,7 +87,7 @@ class Composition:
             self._put(Given(_NAMED[group], path.stem, str(path)))
 
     def _add_entry(self, path: Path, entry: Any, inside: tuple[str, str], above: tuple[Path, ...]) -> None:
-        """Merge the file that a line of `defaults:` names, or the command line chooses for it."""
+        """Merge the file of an entry of `defaults:`; a choice on the command line wins."""
         name, chosen = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (entry, "")
         if isinstance(name, str) and "hydra/" in name:
             return
@@ -95,17 +95,17 @@ class Composition:
             raise ConfigError(f"{path}: defaults: {entry}: write `- group: name` or `- name`")
         group, package = inside
         place = f"{group}/{name}" if group else name
-        if chosen == "":  # a file beside, without a group of its own
+        if chosen == "":  # a file in the same folder, without a group
             self._add(self._path_of(place), group, package, above)
             return
-        self._met.add(place)
+        self._groups.add(place)
         chosen = self.choices.get(place, chosen)
         if chosen is not None:
             target = ".".join(filter(None, [package if group else "", *name.split("/")]))
             self._add(self._path_of(f"{place}/{chosen}"), place, target, above)
 
     def _put(self, given: Given) -> None:
-        """Set a key; a value takes the place of a section, and a section of a value."""
+        """Set a key; a value replaces a section, and a section replaces a value."""
         others = self.values.items()
         kept = {name: value for name, value in others if not f"{name}.".startswith(f"{given.key}.")}
         self.values = {name: value for name, value in kept.items() if not given.key.startswith(f"{name}.")}

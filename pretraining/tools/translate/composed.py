@@ -1,7 +1,7 @@
-"""The fields of a pipeline with composed configs: optimizer.lr_config.lr, train.max_steps, checkpoint.save_path.
+"""Rules for a pipeline with composed configs: optimizer.lr_config.lr, train.max_steps, checkpoint.save_path.
 
-They come from a folder of files, which `compose` merges, and from the command line, where they are understood without
-any file, too: `optimizer=sgdm optimizer.lr_config.lr=1.0 train.max_steps=100`.
+The keys come from a folder of files, which `compose` merges, or from the command line alone:
+`optimizer=sgdm optimizer.lr_config.lr=1.0 train.max_steps=100`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES
 from pretraining.config.variants import VARIANTS
 from pretraining.files import is_file, is_folder
 from pretraining.tools.translate import key_rules as rules
-from pretraining.tools.translate.key_rules import decimal, each, left, not_a_llama, off, only, renamed, row, when
+from pretraining.tools.translate.key_rules import decimal, each, not_a_llama, off, only, renamed, row, skip, when
 from pretraining.tools.translate.translation import Rule, System, Translation, plain
 
 _SIGNS = (
@@ -29,7 +29,7 @@ _OPTIMIZER_NAMES = {name: name for name in OPTIMIZERS} | {
     **{"muon_adamw": "muon", "muon_adam": "muon", "muon_og": "muon"},
 }
 _DECOUPLED = ("adamw", "nadam", "muon", "normalized_sgdm")
-"""Weight decay beside the update; the other optimizers here add it to the gradient."""
+"""Optimizers with decoupled weight decay; the others add it to the gradient."""
 _RATIOS, _RATES = f"{_LR}min_lr_ratio {_LR}min_lr_factor", f"{_LR}min_lr {_LR}end_lr {_LR}final_lr"
 _ENDS = (*_RATIOS.split(), *_RATES.split())
 _WARM_UPS, _CLIPPING = (f"{_LR}warmup", f"{_LR}warmup_steps"), "gradient_clip_val grad_clip max_grad_norm"
@@ -39,12 +39,12 @@ _NULL_IS_ZERO = ("optimizer.momentum", f"{_LR}decay", *(f"train.{name}" for name
 
 
 def _name_of(key: str) -> str:
-    """Return the field that a key or an argument sets; without the group's file, a choice names what is chosen."""
+    """Return the key that a key or an argument sets; a choice without a group's file sets the name."""
     return {"optimizer/lr_config": _SCHEDULE, "dataset": "dataset.name"}.get(key, key)
 
 
 def _defaults(translation: Translation) -> dict[str, str]:
-    """Return what holds if the files are silent: a constant rate, nothing clipped or decayed, float32."""
+    """Return the pipeline's defaults: a constant rate, no clipping, no weight decay, float32."""
     has_phases = any(key.startswith(_LR) and key in translation for key in translation.values if key != f"{_LR}lr")
     schedule = "trapezoid" if f"{_LR}decay" in translation else "linear" if has_phases else "constant"
     found = {_SCHEDULE: schedule, "train.use_amp": "true" if "train.precision" in translation else "false"}
@@ -56,13 +56,13 @@ def _defaults(translation: Translation) -> dict[str, str]:
 
 
 def _combine(translation: Translation) -> None:
-    """Refuse what is computed; settle the optimizer's options, the lengths, and what is saved and loaded."""
+    """Refuse references; resolve the optimizer's options, the lengths, saves and loads."""
     for key, given in translation.values.items():
         text = given.text or ""
         if key.endswith("_target_"):
-            translation.refuse(key, "no objects are built: name the optimizer, as package.module:Class, or take it out")
+            translation.refuse(key, "objects are not built: name the optimizer as package.module:Class, or delete this")
         elif ("${" in text or text == "???") and not key.startswith("hydra."):
-            translation.refuse(key, "references are not followed: write the value itself")
+            translation.refuse(key, "references are not resolved: write the value itself")
     if translation.problems:
         return
     _own_options(translation)
@@ -79,23 +79,23 @@ def _combine(translation: Translation) -> None:
 
 
 def _optimizer(translation: Translation) -> str | None:
-    """Return the optimizer that a flag of ours names, or that of the files, under its name here."""
+    """Return our name of the optimizer, from --optimizer or the files."""
     name = translation.flags.get("optimizer") or translation.text(_NAME)
     return None if name is None else _OPTIMIZER_NAMES.get(name.strip().lower().replace("-", "_"), name)
 
 
 def _own_options(translation: Translation) -> None:
-    """Hand the options of a user's own optimizer over to it."""
+    """Turn the keys of a user-defined optimizer into `optimizer_options`."""
     options = {}
     if OWN.fullmatch(_optimizer(translation) or ""):
         for key, given in translation.values.items():
             is_option = key.startswith(_OPTIMIZER) and not key.startswith(_LR) and given.text is not None
             if is_option and key not in (_NAME, f"{_OPTIMIZER}lr", _DECAY, f"{_OPTIMIZER}betas"):
                 options[key] = f"{key.removeprefix(_OPTIMIZER)}={given.text}"
-                translation.left(key, "an option of your own optimizer")
+                translation.skip(key, "an option of a user-defined optimizer")
     if options:
         translation.set(
-            list(options)[-1], "options of your own optimizer", optimizer_options=",".join(options.values())
+            list(options)[-1], "options of a user-defined optimizer", optimizer_options=",".join(options.values())
         )
 
 
@@ -104,11 +104,11 @@ def _name(translation: Translation, key: str) -> None:
     if word in _OPTIMIZER_NAMES or OWN.fullmatch(text):
         translation.set(key, optimizer=_OPTIMIZER_NAMES.get(word, text))
     else:
-        translation.refuse(key, f"one of {', '.join(OPTIMIZERS)} or package.module:Class is needed", "optimizer")
+        translation.refuse(key, f"must be one of {', '.join(OPTIMIZERS)}, or package.module:Class", "optimizer")
 
 
 def _rate(translation: Translation, key: str) -> None:
-    """Take the peak; with `beta` the momentum there is a mean of gradients, and a sum here."""
+    """Set the peak rate; with `beta`, their momentum is a mean of gradients, ours a sum."""
     rate, beta, remark = translation.text(key), translation.number(_BETA), ""
     if _optimizer(translation) == "muon":
         remark = rules.RATE_OF_MUON
@@ -119,34 +119,34 @@ def _rate(translation: Translation, key: str) -> None:
 
 
 def _momentum(translation: Translation, key: str) -> None:
-    """Take the one decay of an optimizer: of the squares in rmsprop, of the momentum in others."""
+    """Set the decay of the squares for rmsprop, of the momentum for the others."""
     if _optimizer(translation) == "rmsprop":
-        translation.set(key, "the decay of the mean of squares", rms_alpha=translation.text(key))
+        translation.set(key, "decay of the mean of squares", rms_alpha=translation.text(key))
     else:
         translation.set(key, momentum=translation.text(key))
 
 
 def _decoupling(translation: Translation, key: str) -> None:
-    """Accept the weight decay that the optimizer has here, beside the update or in the gradient."""
+    """Accept the kind of weight decay that our optimizer has: decoupled, or added to the gradient."""
     name, decouples = _optimizer(translation), translation.is_on(key)
     if not translation.number(_DECAY) or name not in OPTIMIZERS or decouples == (name in _DECOUPLED):
         translation.set(key, "as here, or there is no weight decay")
     else:
-        here = "beside the update" if name in _DECOUPLED else "added to the gradient"
-        translation.refuse(key, f"weight decay of {name} is {here} here: change it, or write optimizer.weight_decay=0")
+        here = "decoupled" if name in _DECOUPLED else "added to the gradient"
+        translation.refuse(key, f"weight decay of {name} is {here} here: change it, or set optimizer.weight_decay=0")
 
 
 # The schedule and lengths
 
 
 def _schedule(translation: Translation, key: str) -> None:
-    """Take a schedule with what it implies there: no warm-up unless one is given, and an end at zero."""
+    """Set a schedule with their defaults: no warm-up, and an end at zero."""
     name = translation.word(key)
     if OWN.fullmatch(translation.text(key) or ""):
         translation.set(key, schedule=translation.text(key))
         return
     if name not in SCHEDULES:
-        translation.refuse(key, f"one of {', '.join(SCHEDULES)} or package.module:function is needed", "schedule")
+        translation.refuse(key, f"must be one of {', '.join(SCHEDULES)}, or package.module:function", "schedule")
         return
     ends_at_zero = name != "constant" and not any(end in translation for end in _ENDS)
     has_warmup = any(warmup in translation for warmup in _WARM_UPS)
@@ -161,33 +161,33 @@ def _schedule(translation: Translation, key: str) -> None:
 
 
 def _piecewise(translation: Translation) -> None:
-    """Make points of a line from lr1 at start_steps to lr2, max_steps later."""
+    """Set the points of a line from lr1 at start_steps to lr2, max_steps later."""
     keys = [f"{_LR}{name}" for name in ("lr1", "lr2", "start_steps", "max_steps")]
     first, second, start, length = (translation.number(key) for key in keys)
     peak = max(first or Fraction(0), second or Fraction(0))
     if first is None or second is None or length is None or peak <= 0:
-        problem = f"a line needs {', '.join(keys)}, and a rate above 0; for more lines there is schedule_points"
+        problem = f"a line needs {', '.join(keys)}, and a rate above 0; for several lines set --schedule_points"
         translation.refuse(_SCHEDULE, problem, "schedule")
         return
     begin = int(start or 0)
     points = f"{begin}:{decimal(first / peak)},{begin + int(length)}:{decimal(second / peak)}"
     translation.set(_SCHEDULE, schedule="piecewise_linear", schedule_points=points)
     for key in keys:
-        translation.left(key, "in the points")
+        translation.skip(key, "in the points")
     for key in (*_WARM_UPS, f"{_LR}lr"):
-        translation.left(key, "piecewise_linear does not read it")
+        translation.skip(key, "piecewise_linear does not read it")
     _rate(translation, keys[0] if first >= second else keys[1])
 
 
 def _lengths(translation: Translation) -> None:
-    """Settle where the schedule ends, which is the run's length here, and where this invocation stops."""
+    """Resolve num_steps, where the schedule ends, and run_steps, where this invocation stops."""
     is_constant = translation.word(_SCHEDULE) == "constant"
     if _HORIZON not in translation.notes and is_constant and _STEPS in translation:
-        translation.left(_HORIZON, "a constant rate has no end")
+        translation.skip(_HORIZON, "a constant rate has no end")
     lengths = {key: translation.count(key) for key in (_HORIZON, _STEPS, _SEGMENT) if key not in translation.notes}
     horizon, steps = lengths.get(_HORIZON), lengths.get(_STEPS)
     if horizon and steps and horizon < steps and any(end in translation for end in _ENDS):
-        problem = f"the schedule ends before, {_HORIZON}={horizon}: give both the same number"
+        problem = f"the schedule ends earlier, at {_HORIZON}={horizon}: set both to the same number"
         translation.refuse(_STEPS, problem, "num_steps")
         return
     whole = horizon or steps
@@ -198,9 +198,9 @@ def _lengths(translation: Translation) -> None:
         if length == whole:
             translation.set(key, num_steps=length)
         elif length == stop:
-            translation.set(key, "stops there; the schedule goes on", run_steps=length)
+            translation.set(key, "stops there, before the end of the schedule", run_steps=length)
         else:
-            translation.left(key, "the rate is zero from the end of the schedule on, or the run stops before")
+            translation.skip(key, "the rate is zero after the schedule, or the run stops earlier")
 
 
 # Runs
@@ -210,28 +210,28 @@ def _saves(translation: Translation) -> None:
     switch, path, steps = "checkpoint.save", "checkpoint.save_path", "checkpoint.save_steps"
     text = translation.text(steps) or ""
     if translation.is_on(switch) is False:
-        translation.set(switch, "the end of the run is kept all the same", checkpoint_interval="0")
-        translation.left(path, f"{switch} is false")
-        translation.left(steps, f"{switch} is false")
+        translation.set(switch, "the final checkpoint is saved anyway", checkpoint_interval="0")
+        translation.skip(path, f"{switch} is false")
+        translation.skip(steps, f"{switch} is false")
     elif "," in text or text.startswith("["):
         translation.set(steps, "and at the end", checkpoint_steps=text, checkpoint_interval="0")
 
 
 def _loads(translation: Translation) -> None:
-    """Settle what a run starts from: a run's folder, or the step of one."""
+    """Resolve the start point: a run's folder, or a step of a run."""
     switch, path, file = "checkpoint.load", "checkpoint.load_path", "checkpoint.load_file"
     loads, place = translation.is_on(switch), translation.text(path)
     if loads is False:
         for key in (path, file, "checkpoint.overwrite_optimizer"):
-            translation.left(key, "nothing is loaded")
+            translation.skip(key, "nothing is loaded")
     elif loads and place is None:
-        translation.refuse(switch, f"from where? write {path}=…", "ckpt_load_path")
+        translation.refuse(switch, f"needs {path}", "ckpt_load_path")
     elif place is not None:
         whole = Path(place, translation.text(file) or "")
         step = _STEP.fullmatch(whole.name)
         start = whole.parent / "checkpoints" / f"step_{int(step[1])}_ckp" if step else whole
         if is_file(whole):
-            translation.refuse(path, f"{whole} is a checkpoint of another system, which is not read", "ckpt_load_path")
+            translation.refuse(path, f"{whole} is a checkpoint of another system and cannot be read", "ckpt_load_path")
         else:
             translation.set(path, "the step in its name" if step else "", ckpt_load_path=start)
 
@@ -245,7 +245,7 @@ def _amp(translation: Translation, key: str) -> None:
 
 
 def _width(translation: Translation, key: str) -> None:
-    """Take the width; without a feed-forward width, that is 8/3 of it."""
+    """Set the width, and without a feed-forward width 8/3 of it."""
     number = translation.number(key)
     has_own = any(f"model.{name}" in translation for name in _FEED_FORWARD.split())
     width = None if has_own or number is None else rules.gated_width(number, 256)
@@ -258,7 +258,7 @@ def _name_model(translation: Translation, key: str) -> None:
     if name in VARIANTS:
         translation.set(key, model_variant=name)
     elif name.startswith("llama"):
-        translation.left(key, "as here")
+        translation.skip(key, "as here")
     else:
         rules.refuse_model(translation, key, "it is no Llama: RMSNorm, SwiGLU, rotary positions")
 
@@ -269,15 +269,15 @@ def _name_data(translation: Translation, key: str) -> None:
     if roots and is_folder(Path(roots[0]) / name):
         translation.set(key, datasets=name)
     else:
-        translation.left(key, "data is a folder of token files: give --data_path (pretrain prepare makes one)")
+        translation.skip(key, "data is a folder of token files: give --data_path (pretrain prepare makes one)")
 
 
 def _experiment(translation: Translation, key: str) -> None:
     switch = f"{key.rpartition('.')[0]}.use"
     if "false" in (translation.word(switch), translation.word(key)) or translation.word(key) in ("0", "0.0"):
-        translation.left(key, "off")
+        translation.skip(key, "off")
     else:
-        translation.refuse(key, "experiments of that pipeline are not here: take it out, or write null")
+        translation.refuse(key, "experiments of that pipeline do not exist here: delete it, or write null")
 
 
 _NOT_HERE = """
@@ -306,15 +306,15 @@ _RULES: dict[str, Rule] = {
         when(
             lambda t: t.word(_SCHEDULE) in ("trapezoid", "wsd", ""),
             row("decay_steps", rules.part_of_run),
-            "the decay lasts the whole run",
+            "the decay covers the whole run",
         ),
         _LR,
     ),
     f"{_LR}power": row("decay_power"),
     **each(_RATIOS, row("min_lr_ratio")),
     **each(_RATES, rules.lowest_rate(f"{_LR}lr")),
-    **each("lr1 lr2 start_steps", left("piecewise_linear alone reads it"), _LR),
-    **each(f"{_HORIZON} {_STEPS} {_SEGMENT} checkpoint.load_path", rules.settled),
+    **each("lr1 lr2 start_steps", skip("only piecewise_linear reads it"), _LR),
+    **each(f"{_HORIZON} {_STEPS} {_SEGMENT} checkpoint.load_path", rules.combined),
     _NAME: _name,
     **each("beta momentum", _momentum, _OPTIMIZER),
     **each("beta1 adam_beta1", row("adam_beta1"), _OPTIMIZER),
@@ -365,15 +365,15 @@ _RULES: dict[str, Rule] = {
     **renamed("logging.", wandb_name="tracker_run_name", wandb_runid="tracker_run_id"),
     **each("train.log_interval logging.log_interval logging.log_steps", row("report_interval")),
     **renamed("checkpoint.", save_path="ckpt_save_path", save_steps="checkpoint_interval"),
-    "checkpoint.save": left("runs are always saved"),
-    **each("load load_file", left("checkpoint.load_path says from where"), "checkpoint."),
-    "checkpoint.overwrite_config": left("settings given here always count; --recipe=<run>/config.yaml takes the run's"),
+    "checkpoint.save": skip("runs are always saved"),
+    **each("load load_file", skip("checkpoint.load_path says from where"), "checkpoint."),
+    "checkpoint.overwrite_config": skip("given settings always apply; --recipe=<run>/config.yaml reads the run's"),
     "checkpoint.overwrite_optimizer": row("load_optimizer", rules.choice(true="false", false="true")),
     **each("keep_last max_to_keep", row("keep_last"), "checkpoint."),
     "experimental.*": _experiment,
-    **each(_NOT_HERE, off("it changes what is learned, and is not here")),
-    **each(_ALWAYS_ON, only("true", reason="adam, adamw and nadam are here: write true")),
-    **each(_IGNORED, left("not translated: nothing that is learned depends on it")),
+    **each(_NOT_HERE, off("it changes what is learned, and does not exist here")),
+    **each(_ALWAYS_ON, only("true", reason="adam, adamw and nadam have it always on: write true")),
+    **each(_IGNORED, skip("not translated: nothing that is learned depends on it")),
 }
-_WHAT = "a folder of composed configs (defaults, optimizer.lr_config, …)"
-SYSTEM = System(_WHAT, _SIGNS, _RULES, _defaults, _combine, _name_of)
+_TITLE = "a folder of composed configs (defaults, optimizer.lr_config, …)"
+SYSTEM = System(_TITLE, _SIGNS, _RULES, _defaults, _combine, _name_of)

@@ -1,12 +1,12 @@
-"""The JSON that DeepSpeed is configured with: batch, optimizer, schedule, precision and ZeRO stage.
+"""Rules for the JSON of DeepSpeed: batch, optimizer, schedule, precision and ZeRO stage.
 
-It stands alone, or the file of a guide names or holds it; that file's settings then fill in "auto" and what is missing.
+The JSON stands alone, or a guide's file names or contains it. The guide then replaces "auto" and missing keys.
 """
 
 from __future__ import annotations
 
 from pretraining.tools.translate import key_rules as rules
-from pretraining.tools.translate.key_rules import each, left, off, only, renamed, row
+from pretraining.tools.translate.key_rules import each, off, only, renamed, row, skip
 from pretraining.tools.translate.translation import Rule, System, Translation
 
 _SIGNS = (
@@ -17,11 +17,11 @@ BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu
 _TYPE, _PARAMS, _SCHEDULE = "optimizer.type", "optimizer.params.", "scheduler.params."
 _PEAK = f"{_SCHEDULE}warmup_max_lr"
 _PRECISIONS = {"fp16.enabled": "float16", "bf16.enabled": "bfloat16", "bfloat16.enabled": "bfloat16"}
-_OWN = "or your own as --optimizer=package.module:Class"
+_OWN = "or a user-defined one, --optimizer=package.module:Class"
 
 
 def _defaults(translation: Translation) -> dict[str, str]:
-    """Return what DeepSpeed takes if its file gives nothing: no schedule, no clipping, float32."""
+    """Return DeepSpeed's defaults: no schedule, no clipping, float32."""
     found = {"gradient_clipping": "0"}
     if not any(key in translation for key in _PRECISIONS):
         found["bf16.enabled"] = "false"
@@ -41,47 +41,47 @@ def _defaults(translation: Translation) -> dict[str, str]:
 
 
 def _combine(translation: Translation) -> None:
-    """Leave "auto" to the settings here, and make the batch of a step."""
+    """Leave "auto" to our settings, and resolve the global batch size."""
     for key, given in translation.values.items():
         if given.text == "auto":
             reason = "another system's settings fill it in: give a flag, or leave it to the default here"
-            translation.left(key, reason)
+            translation.skip(key, reason)
     keys = (BATCH, MICRO, ACCUMULATION)
     size, micro, steps = (None if key in translation.notes else translation.count(key) for key in keys)
     if size is None:
         return
     if size % ((micro or 1) * (steps or 1)):
-        problem = f"{MICRO} {micro or 1} x {ACCUMULATION} {steps or 1} x GPUs is never {size}: change one of them"
+        problem = f"{MICRO} {micro or 1} x {ACCUMULATION} {steps or 1} x GPUs cannot be {size}: change one of them"
         translation.refuse(BATCH, problem, "global_batch_size")
     else:
         translation.set(BATCH, "on any number of GPUs", global_batch_size=size)
     if steps is not None:
-        translation.left(ACCUMULATION, f"follows from {BATCH}, batch_size and the number of GPUs")
+        translation.skip(ACCUMULATION, f"follows from {BATCH}, batch_size and the number of GPUs")
 
 
 def _optimizer(translation: Translation, key: str) -> None:
     name = translation.word(key)
-    if name == "adam":  # DeepSpeed's Adam decouples weight decay unless it is told otherwise
+    if name == "adam":  # DeepSpeed's Adam decouples weight decay by default
         name = "adam" if translation.is_on(f"{_PARAMS}adam_w_mode") is False else "adamw"
     elif name == "sgd" and translation.number(f"{_PARAMS}momentum"):
         name = "sgdm"
     if name in ("adam", "adamw", "sgd", "sgdm", "muon"):
         translation.set(key, optimizer=name)
     else:
-        translation.refuse(key, f"of DeepSpeed's optimizers Adam, AdamW, SGD and Muon are here, {_OWN}", "optimizer")
+        translation.refuse(key, f"must be Adam, AdamW, SGD or Muon, {_OWN}", "optimizer")
 
 
 def _rate(translation: Translation, key: str) -> None:
-    """Take the optimizer's rate, unless the schedule or Muon's own rates say another peak."""
+    """Set the optimizer's rate, unless the schedule or Muon's own rates give the peak."""
     rate = translation.text(key)
     if translation.text(_PEAK) not in (None, "auto"):
-        translation.left(key, f"{_PEAK} takes its place")
+        translation.skip(key, f"{_PEAK} replaces it")
     elif f"{_PARAMS}muon_lr" not in translation:
         translation.set(key, learning_rate=rate)
     elif f"{_PARAMS}adam_lr" not in translation:
-        translation.set(key, "of all but the hidden matrices", muon_adam_learning_rate=rate)
+        translation.set(key, "for all but the hidden matrices", muon_adam_learning_rate=rate)
     else:
-        translation.left(key, "muon_lr and adam_lr take its place")
+        translation.skip(key, "muon_lr and adam_lr replace it")
 
 
 def _precision(translation: Translation, key: str) -> None:
@@ -122,7 +122,7 @@ _IGNORED = """
     seq_parallel_communication_data_type
 """
 _RULES: dict[str, Rule] = {
-    BATCH: rules.settled,
+    BATCH: rules.combined,
     **renamed(**{MICRO: "batch_size", ACCUMULATION: "grad_accum_steps", "gradient_clipping": "grad_clip_thresh"}),
     _TYPE: _optimizer,
     f"{_PARAMS}lr": _rate,
@@ -134,7 +134,7 @@ _RULES: dict[str, Rule] = {
     "scheduler.type": row("schedule", rules.choice(**_SCHEDULES)),
     **renamed(_SCHEDULE, warmup_max_lr="learning_rate", warmup_num_steps="warmup_steps"),
     **renamed(_SCHEDULE, total_num_steps="num_steps", cos_min_ratio="min_lr_ratio"),
-    **each("warmup_type warmup_min_lr warmup_min_ratio", left("the warm-up is a line from near zero"), _SCHEDULE),
+    **each("warmup_type warmup_min_lr warmup_min_ratio", skip("the warm-up is a line from near zero"), _SCHEDULE),
     **dict.fromkeys(_PRECISIONS, _precision),
     **each("zero_optimization.stage zero_optimization", row("sharding_strategy", rules.choice(**_STAGES))),
     **each("partition_activations cpu_checkpointing number_checkpoints", _recompute, "activation_checkpointing."),
@@ -142,9 +142,9 @@ _RULES: dict[str, Rule] = {
     "compile.deepcompile": row("use_torch_compile", rules.choice(true="true", false="false")),
     **each(
         "tensor_parallel.autotp_size sequence_parallel_size pipeline.stages",
-        only("1", "0", "auto", reason="models are laid out by --sharding_strategy alone: take it out"),
+        only("1", "0", "auto", reason="--sharding_strategy is the only parallelism here: delete it"),
     ),
-    **each(_NOT_HERE, off("it is not here")),
-    **each(_IGNORED, left("not translated: about speed, memory, reports, or how numbers are stored")),
+    **each(_NOT_HERE, off("it does not exist here")),
+    **each(_IGNORED, skip("not translated: about speed, memory, reports, or how numbers are stored")),
 }
 SYSTEM = System("the JSON that DeepSpeed is configured with", _SIGNS, _RULES, _defaults, _combine)

@@ -1,6 +1,6 @@
-"""The JSON of a training guide: sections model, training and data, or all of their keys flat.
+"""Rules for the JSON of a training guide: sections model, training and data, or all of their keys flat.
 
-Its text is tokenized as it trains; here `pretrain prepare` does that first, with the command that the table shows.
+The guide tokenizes text while it trains. Here `pretrain prepare` does so first, with the command in the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pretraining.files import exists, is_file
 from pretraining.progress import parse_number
 from pretraining.tools.translate import deepspeed
 from pretraining.tools.translate import key_rules as rules
-from pretraining.tools.translate.key_rules import each, left, not_a_llama, off, only, renamed, row, when
+from pretraining.tools.translate.key_rules import each, not_a_llama, off, only, renamed, row, skip, when
 from pretraining.tools.translate.parse import parse
 from pretraining.tools.translate.translation import DEFAULT, Given, Rule, System, Translation
 
@@ -41,7 +41,7 @@ def _name_of(key: str) -> str:
 
 
 def _defaults(translation: Translation) -> dict[str, str]:
-    """Return the guide's own values, where they decide on learning."""
+    """Return those of the guide's defaults that change what is learned."""
     found = {
         **{"batch_size": "32", "learning_rate": "1e-4", "weight_decay": "0.01", "num_epochs": "10"},
         **{"lr_scheduler": "cosine", "optimizer": "adamw", "max_grad_norm": "1.0", "use_amp": "true"},
@@ -58,7 +58,7 @@ def _defaults(translation: Translation) -> dict[str, str]:
 
 
 def _combine(translation: Translation) -> None:
-    """Make the batch of a step and the precision, and refuse half a model; read the DeepSpeed file that is named."""
+    """Read the DeepSpeed file, resolve the global batch size and the precision, and refuse an incomplete model."""
     _include_deepspeed(translation)
     _batch(translation)
     _precision(translation)
@@ -66,11 +66,11 @@ def _combine(translation: Translation) -> None:
     missing = [name for name in _SIZES if name not in given and _SIZES[name] not in translation.flags]
     if given and missing and "model_variant" not in translation.flags:
         flags = " and ".join(f"--{_SIZES[name]}" for name in missing)
-        translation.refuse(given[0], f"{' and '.join(missing)} of this model are missing: add them, or give {flags}")
+        translation.refuse(given[0], f"the model also needs {' and '.join(missing)}: add them, or set {flags}")
 
 
 def _batch(translation: Translation) -> None:
-    """Multiply the batch of a rank by accumulation and ranks, unless the DeepSpeed file has the product."""
+    """Set the global batch size from batch, accumulation and ranks, unless the DeepSpeed file sets it."""
     settings, accumulation = translation.settings, "gradient_accumulation_steps"
     ranks = translation.count("world_size")
     if ranks and "global_batch_size" not in settings:
@@ -81,19 +81,19 @@ def _batch(translation: Translation) -> None:
         remark = f"{size} x {steps} x {ranks}; accumulation follows from the ranks that are there"
         translation.set("world_size", remark, global_batch_size=size * steps * ranks)
     else:
-        translation.left("world_size", "the launcher says how many processes there are")
+        translation.skip("world_size", "the launcher sets the number of processes")
     if "global_batch_size" in settings:
         settings.pop("grad_accum_steps", None)
-        translation.left(accumulation, "follows from the batch of a step")
+        translation.skip(accumulation, "follows from the batch of a step")
 
 
 def _include_deepspeed(translation: Translation) -> None:
-    """Read the DeepSpeed file that a key names, or the settings that stand under it."""
+    """Translate the DeepSpeed file that `deepspeed_config` names, or the settings below this key."""
     key = "deepspeed_config"
     inside = {name: given for name, given in translation.values.items() if name.startswith(f"{key}.")}
     if translation.is_on("use_deepspeed") is False:
         for name in (*inside, key):
-            translation.left(name, "use_deepspeed is false")
+            translation.skip(name, "use_deepspeed is false")
         return
     values = {name.removeprefix(f"{key}."): given for name, given in inside.items()}
     if key in translation:
@@ -101,22 +101,22 @@ def _include_deepspeed(translation: Translation) -> None:
         beside = Path(translation.values[key].source).parent / named
         path = next((path for path in (beside, named) if is_file(path)), None)
         if path is None:
-            translation.refuse(key, "there is no such file: put it there, or take this line out")
+            translation.refuse(key, "there is no such file: correct or delete this line")
             return
         values = {name: Given(name, text, str(path)) for name, text in parse(path).items()}
         translation.set(key, "read, too")
     part = Translation(values, translation.flags, translation.accepts)
-    part.left("steps_per_print", "the file that names it says")
+    part.skip("steps_per_print", "the file that names it says")
     if "fp16.enabled" in part and not part.is_on("fp16.enabled") and "bf16.enabled" not in part:
-        part.left("fp16.enabled", "off: use_amp says")
-    part.settle(deepspeed.SYSTEM.combine, deepspeed.SYSTEM.rules)
+        part.skip("fp16.enabled", "off: use_amp decides")
+    part.apply_rules(deepspeed.SYSTEM.combine, deepspeed.SYSTEM.rules)
     translation.include(part)
     for name in inside:
-        translation.left(name, "read, too")
+        translation.skip(name, "read, too")
 
 
 def _context(translation: Translation, key: str) -> None:
-    """Take the model's context for the length of sequences, too, unless the data say one."""
+    """Set the model's context, and the sequence length unless max_length sets it."""
     if "max_length" in translation:
         translation.set(key, max_position_embeddings=translation.text(key))
     else:
@@ -124,7 +124,7 @@ def _context(translation: Translation, key: str) -> None:
 
 
 def _feed_forward(translation: Translation, key: str) -> None:
-    """Take the width; 4 x d_model is of two matrices, and a Llama has three."""
+    """Set the feed-forward width; 4 x d_model is for two matrices, and a Llama has three."""
     width, given = translation.count("d_model", "hidden_size"), translation.count(key)
     if width and given == 4 * width and translation.word("activation") != "swiglu":
         remark = "8/3 of d_model in multiples of 256: three matrices with the parameters of two of 4 x d_model"
@@ -134,10 +134,10 @@ def _feed_forward(translation: Translation, key: str) -> None:
 
 
 def _length(translation: Translation, key: str) -> None:
-    """Take max_steps, if it limits anything, and num_epochs otherwise."""
+    """Set the length to max_steps if it is a limit, else to num_epochs."""
     is_limited = (translation.number("max_steps") or 0) > 0
     if is_limited != (key == "max_steps"):
-        translation.left(key, "max_steps wins" if is_limited else "no limit: num_epochs says")
+        translation.skip(key, "max_steps wins" if is_limited else "no limit: num_epochs decides")
     else:
         translation.set(key, num_steps=translation.text(key) if is_limited else f"{translation.text(key)}ep")
 
@@ -145,7 +145,7 @@ def _length(translation: Translation, key: str) -> None:
 def _optimizer(translation: Translation, key: str) -> None:
     name = translation.word(key).removesuffix("_torch")
     if name not in OPTIMIZERS:
-        translation.refuse(key, f"one of {', '.join(OPTIMIZERS)} is needed, or package.module:Class", "optimizer")
+        translation.refuse(key, f"must be one of {', '.join(OPTIMIZERS)}, or package.module:Class", "optimizer")
     else:
         translation.set(key, optimizer="sgdm" if name == "sgd" and translation.number("momentum") else name)
 
@@ -156,17 +156,17 @@ def _schedule(translation: Translation, key: str) -> None:
     if name in ("cosine", "linear", "constant", "polynomial"):
         translation.set(key, "" if has_end else "to zero", schedule=name, min_lr_ratio=None if has_end else 0)
     else:
-        translation.refuse(key, "one of cosine, linear, constant, polynomial is needed", "schedule")
+        translation.refuse(key, "must be cosine, linear, constant or polynomial", "schedule")
 
 
 def _precision(translation: Translation) -> None:
-    """Settle use_amp and amp_dtype: a DeepSpeed file wins, and on a CPU it is float32, as there."""
+    """Resolve use_amp and amp_dtype: a DeepSpeed file wins, and a CPU uses float32, as in the guide."""
     switch, dtype = "use_amp", "amp_dtype"
     own_device = "cpu" if translation.is_on("force_cpu") else translation.word("device")
     device = translation.flags.get("device") or own_device
     is_default = translation.values[switch].level == DEFAULT
     if "mixed_precision" in translation.settings:
-        translation.left(switch, "the DeepSpeed file says it")
+        translation.skip(switch, "the DeepSpeed file says it")
     elif device == "cpu" or not translation.is_on(switch):
         translation.set(switch, "on a CPU float32, as there" * (device == "cpu"), mixed_precision="false")
     elif translation.values[dtype].level == DEFAULT:
@@ -174,27 +174,27 @@ def _precision(translation: Translation) -> None:
         translation.set(switch, "the device decides" * is_default, mixed_precision=None if is_default else "true")
     else:
         row("mp_dtype", rules.dtype)(translation, dtype)
-        translation.left(switch, f"{dtype} says it")
+        translation.skip(switch, f"{dtype} decides")
     if dtype not in translation.notes:
-        translation.left(dtype, f"{switch} or the DeepSpeed file says it")
+        translation.skip(dtype, f"{switch} or the DeepSpeed file says it")
 
 
 def _packing(translation: Translation, key: str) -> None:
     if translation.is_on("pack_sequences") is not False:
         translation.set(key, packing=translation.text("packing_strategy") or "greedy")
     elif key == "pack_sequences":
-        remark = "a document sees itself alone, without the padding; a longer one is cut, not truncated"
+        remark = "attention stays inside a document, without padding; a long document is cut, not truncated"
         translation.set(key, remark, packing="best_fit", document_mask="true")
     else:
-        translation.left(key, "pack_sequences is false")
+        translation.skip(key, "pack_sequences is false")
 
 
 def _resume(translation: Translation, key: str) -> None:
-    """Take a checkpoint to go back to; checkpoint-200.pt is the step in its name."""
+    """Set the checkpoint to resume from; checkpoint-200.pt stands for step 200."""
     text = translation.text(key) or ""
     step = _CHECKPOINT.fullmatch(Path(text).name)
     if text.lower() in ("true", "false"):
-        translation.left(key, "a run that is found in ckpt_save_path is continued anyway")
+        translation.skip(key, "a run in ckpt_save_path is always resumed")
     else:
         translation.set(key, "the step in its name" if step else "", resume_from_checkpoint=step[1] if step else text)
 
@@ -209,7 +209,7 @@ def _dataset(translation: Translation, key: str) -> None:
         return
     tokenizer, size = translation.text("tokenizer_path"), translation.text("vocab_size")
     settings = {"data_path": _ROOT, "datasets": _name_of_dataset(text)}
-    if tokenizer is None:  # one is trained
+    if tokenizer is None:  # prepare trains one
         settings |= {"tokenizer_path": _ROOT, "sep_token": "0"}
     is_path = text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
     flags = {
@@ -226,12 +226,12 @@ def _dataset(translation: Translation, key: str) -> None:
 
 
 def _validation(translation: Translation, key: str) -> None:
-    """Take what is evaluated on: a fraction, a folder of tokens, or a split of the dataset."""
+    """Set the evaluation data: a fraction, a folder of token files, or a split of the dataset."""
     text = translation.text(key) or ""
     if {"eval_datasets", "held_out_fraction"} & translation.flags.keys():
-        translation.left(key, "the command line says what is evaluated on")
+        translation.skip(key, "the command line sets the evaluation data")
     elif {"data_path", "use_dummy_dataset"} & translation.flags.keys():
-        translation.set(key, "a hundredth of the data that the command line names", held_out_fraction=0.01)
+        translation.set(key, "1% of the data that the command line names", held_out_fraction=0.01)
     elif parse_number(text) is not None:
         translation.set(key, held_out_fraction=text)
     elif rules.holds_tokens(Path(text)):
@@ -242,7 +242,7 @@ def _validation(translation: Translation, key: str) -> None:
         remark = f"prepare it, too: the same command with {words}, without --vocab_size"
         translation.set(key, remark, eval_datasets=f"{_ROOT}/{name}")
     else:
-        translation.left(key, "a split of no dataset: give --eval_datasets or --held_out_fraction")
+        translation.skip(key, "no dataset_name for this split: set --eval_datasets or --held_out_fraction")
 
 
 def _name_of_dataset(text: str) -> str:
@@ -253,7 +253,7 @@ _SWITCH = rules.choice(true="true", false="false")
 _ROTARY = not_a_llama("rope", "rotary", "true", reason="a Llama's positions are rotary")
 _RMS = not_a_llama("rmsnorm", "rms_norm", "rms", "true", reason="a Llama has RMSNorm")
 _SILU = not_a_llama("silu", "swish", "swiglu", reason="a Llama's activation is SiLU, in a gated feed-forward")
-_OF_PREPARE = left("of pretrain prepare: the command for dataset_name has it")
+_OF_PREPARE = skip("of pretrain prepare: the command for dataset_name has it")
 _NOT_HERE = """
     amsgrad label_smoothing label_smoothing_factor use_peft early_stopping_threshold ema_decay ema use_ema use_swa swa
 """
@@ -264,7 +264,7 @@ _IGNORED = """
     peft_bias peft_task_type compile_mode
 """
 _RULES: dict[str, Rule] = {
-    **each("world_size use_amp amp_dtype deepspeed_config deepspeed_config.*", rules.settled),
+    **each("world_size use_amp amp_dtype deepspeed_config deepspeed_config.*", rules.combined),
     **renamed(**_SIZES, n_kv_heads="num_key_value_heads", vocab_size="vocab_size", rope_theta="rope_theta"),
     "d_ff": _feed_forward,
     "max_seq_len": _context,
@@ -288,7 +288,7 @@ _RULES: dict[str, Rule] = {
     "warmup_ratio": when(
         lambda t: "warmup_steps" not in t, row("warmup_steps", rules.part_of_run), "warmup_steps wins"
     ),
-    "loss": only("cross_entropy", "ce", "none", reason="the loss is plain cross-entropy: take it out"),
+    "loss": only("cross_entropy", "ce", "none", reason="the loss is plain cross-entropy: delete it"),
     "optimizer": _optimizer,
     "betas": row("adam_beta1", rules.pair),
     **each("beta1 adam_beta1", row("adam_beta1")),
@@ -303,7 +303,7 @@ _RULES: dict[str, Rule] = {
     "resume_from_checkpoint": _resume,
     "report_to": row("tracker", lambda text: text.strip("[]").replace(" ", "") or "none"),
     **each("logging_dir log_dir", row("tracker_dir")),
-    "use_deepspeed": left("FSDP does what deepspeed_config asks for"),
+    "use_deepspeed": skip("FSDP does what deepspeed_config asks for"),
     "device": row("device", rules.choice(cuda="cuda", gpu="cuda", cpu="cpu", auto="auto")),
     "force_cpu": row("device", rules.choice(true="cpu", false="auto")),
     **each("use_torch_compile compile compile_model", row("use_torch_compile", _SWITCH)),
@@ -313,7 +313,7 @@ _RULES: dict[str, Rule] = {
     "validation_split": _validation,
     **each("pack_sequences packing_strategy", _packing),
     **each("dataset_config dataset_split text_column preprocessing_num_workers", _OF_PREPARE),
-    **each(_NOT_HERE, off("it changes what is learned, and is not here")),
-    **each(_IGNORED, left("not translated: nothing that is learned depends on it")),
+    **each(_NOT_HERE, off("it changes what is learned, and does not exist here")),
+    **each(_IGNORED, skip("not translated: nothing that is learned depends on it")),
 }
 SYSTEM = System("the JSON of a training guide: model, training, data", _SIGNS, _RULES, _defaults, _combine, _name_of)

@@ -1,4 +1,4 @@
-"""What the command line and `Trainer` hand to the reader of recipes; the tables are imported when they are needed."""
+"""Hook that the command line and `Trainer` pass to the reader of recipes; it imports the tables lazily."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pretraining.config.values import Raw
 def translate_when_needed(
     path: Path | None, name: str, arguments: Mapping[str, Raw], accepts: Collection[str]
 ) -> Recipe | None:
-    """Return the recipe that a file or words of another system make; arguments and errors as `translate_recipe`."""
+    """Call `translate_recipe`, which is imported on first use."""
     from pretraining.tools.translate.translate import translate_recipe
 
     return translate_recipe(path, name, arguments, accepts)

@@ -1,9 +1,9 @@
-"""Python files of assignments that a `train.py` reads: of token-counted runs, and nanoGPT's that count in steps.
+"""Rules for Python assignments that a `train.py` reads: token-counted runs, and nanoGPT, which counts steps.
 
     max_tokens, warmup_tokens, stable_tokens, …_interval_tokens     tokens
     max_iters, warmup_iters, lr_decay_iters, eval_interval          steps: nanoGPT
 
-A file says only what differs from its `train.py`, whose own values hold for the rest.
+A file sets only the values that differ from the defaults of its `train.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pretraining.files import is_file
 from pretraining.tools.translate import key_rules as rules
-from pretraining.tools.translate.key_rules import decimal, each, left, only, renamed, row, tokens, when
+from pretraining.tools.translate.key_rules import decimal, each, only, renamed, row, skip, tokens, when
 from pretraining.tools.translate.translation import Rule, System, Translation
 
 _COUNTS_TOKENS = (
@@ -42,9 +42,9 @@ _OF_TOKENS = _OF_BOTH | {
 }
 _MODEL = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
 _END_OF_TEXT = 50256
-"""Of GPT-2's tokenizer; it ends documents in the token files."""
+"""Token of GPT-2's tokenizer that ends documents in the token files."""
 _COSINE_PARTS = 16
-"""Straight lines in place of a cosine that ends before or after the run: at most 0.25% of the peak away from it."""
+"""Lines that replace a cosine that does not end with the run; they differ by at most 0.25% of the peak."""
 _OTHER_MODEL = {"ckpt_load_path", "resume_from_checkpoint", "model_variant"}
 _DATA = {"data_path", "use_dummy_dataset"}
 
@@ -54,25 +54,24 @@ def _counts_tokens(translation: Translation) -> bool:
 
 
 def _defaults(translation: Translation) -> Mapping[str, str]:
-    """Return what `train.py` takes if its file is silent."""
     found = dict(_OF_TOKENS if _counts_tokens(translation) else _OF_STEPS)
     if _counts_tokens(translation):
         has_schedule = "warmup_tokens" in translation or "stable_tokens" in translation
         found["use_scheduler"] = "true" if has_schedule else "false"
         if "wandb_project" in translation or "wandb_run_name" in translation:
             found["wandb_log"] = "true"
-    if "grad_clip" in translation.values:  # null clips nothing
+    if "grad_clip" in translation.values:  # null: no clipping
         found["grad_clip"] = "0"
     silent = _MODEL if translation.flags.keys() & _OTHER_MODEL else set()
     return {key: text for key, text in found.items() if key not in silent}
 
 
 def _combine(translation: Translation) -> None:
-    """Make the batch of a step, and the shape of the schedule."""
+    """Resolve the global batch size and the schedule."""
     key = "gradient_accumulation_steps"
     steps, size = translation.count(key) or 1, translation.count("batch_size", "batch_size") or 1
     if "grad_accum_steps" in translation.flags:
-        translation.left(key, "--grad_accum_steps wins")
+        translation.skip(key, "--grad_accum_steps wins")
     else:
         translation.set(key, f"x batch_size={size}, on any number of GPUs", global_batch_size=size * steps)
     if "eval_iters" in translation:
@@ -95,15 +94,15 @@ def _schedule_of_tokens(translation: Translation) -> None:
         translation.set(key, "warm-up, stable, cosine", schedule="wsd", decay_shape="cosine")
     else:
         translation.set(key, "warm-up, cosine", schedule="cosine")
-        translation.left("stable_tokens", "the cosine follows the warm-up")
+        translation.skip("stable_tokens", "the cosine follows the warm-up")
 
 
 def _schedule_of_steps(translation: Translation) -> None:
-    """Make nanoGPT's cosine: it comes down to `min_lr` at `lr_decay_iters`, which need not be the end of the run."""
+    """Set nanoGPT's cosine, which reaches `min_lr` at `lr_decay_iters`; the run may end at another step."""
     if not translation.is_on("decay_lr"):
         _constant(translation, "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr")
         return
-    translation.left("decay_lr", "as here")
+    translation.skip("decay_lr", "as here")
     warmup = translation.count("warmup_iters", smallest=0) or 0
     end, length = translation.count("lr_decay_iters") or 1, translation.count("max_iters", "num_steps")
     peak = translation.number("learning_rate", "learning_rate")
@@ -113,20 +112,20 @@ def _schedule_of_steps(translation: Translation) -> None:
         translation.set("warmup_iters", warmup_steps=warmup)
         translation.set("min_lr", "as a share of learning_rate", min_lr_ratio=decimal(lowest))
     elif end <= warmup:
-        problem = f"the learning rate comes down after warmup_iters={warmup}: give more than that"
+        problem = f"must be above warmup_iters={warmup}, where the decay begins"
         translation.refuse("lr_decay_iters", problem, "schedule")
     else:
         remark = f"not the end of the run: its cosine as {_COSINE_PARTS} lines"
         points = _points(warmup, end, float(lowest))
         translation.set("lr_decay_iters", remark, schedule="piecewise_linear", schedule_points=points)
-        translation.left("warmup_iters", "in the points of the schedule")
-        translation.left("min_lr", "in the points of the schedule")
+        translation.skip("warmup_iters", "in the points of the schedule")
+        translation.skip("min_lr", "in the points of the schedule")
 
 
 def _constant(translation: Translation, switch: str, *unread: str) -> None:
     translation.set(switch, schedule="constant", warmup_steps="0")
     for key in unread:
-        translation.left(key, f"{switch} is False")
+        translation.skip(key, f"{switch} is False")
 
 
 def _points(warmup: int, end: int, lowest: float) -> str:
@@ -174,11 +173,11 @@ def _width(translation: Translation, key: str) -> None:
 
 
 def _dataset(translation: Translation, key: str) -> None:
-    """Take nanoGPT's `data/<dataset>/train.bin` and `val.bin`."""
+    """Set nanoGPT's `data/<dataset>/train.bin` and `val.bin`."""
     folder = Path("data", translation.text(key) or "")
     train, validation = folder / "train.bin", folder / "val.bin"
-    if _is_of_characters(translation):
-        problem = "its tokens are characters, and none ends a document: make token files of its text, pretrain prepare "
+    if _is_character_level(translation):
+        problem = "its tokens are characters, and none ends a document: make token files with pretrain prepare "
         remedy = f"--input_path={folder}/input.txt --output_path=data/prepared"
         translation.refuse(key, problem + remedy, *_DATA)
     else:
@@ -191,7 +190,7 @@ def _training_file(translation: Translation, key: str) -> None:
 
 
 def _training_data(translation: Translation, path: Path) -> dict[str, str]:
-    """Return the settings for a file of uint16 without a header; of GPT-2's tokens, also what ends documents."""
+    """Return the settings for a headerless file of uint16 tokens; GPT-2's tokens also have a separator."""
     settings = {"data_path": str(path.parent), "datasets": path.name, "file_type": "bin", "token_dtype": "uint16"}
     vocabulary = translation.number("vocab_size", "vocab_size")
     if vocabulary is not None and vocabulary > _END_OF_TEXT:
@@ -199,18 +198,18 @@ def _training_data(translation: Translation, path: Path) -> dict[str, str]:
     return settings
 
 
-def _is_of_characters(translation: Translation) -> bool:
-    """Return whether the dataset has a vocabulary of its own, in a pickle that is not opened."""
+def _is_character_level(translation: Translation) -> bool:
+    """Return whether the dataset has its own vocabulary, in a pickle (which is never opened)."""
     name = translation.text("dataset")
     return name is not None and (name.endswith("_char") or is_file(Path("data", name, "meta.pkl")))
 
 
-# Where a run begins, and where it runs
+# Start point, device and tracker
 
 
 def _checkpoint(translation: Translation, key: str) -> None:
     if translation.text("init_from") != "resume" or "ckpt_load_path" in translation.flags:
-        translation.left(key, "read with init_from='resume' only")
+        translation.skip(key, "only init_from='resume' reads it")
     else:
         translation.set(key, resume_from_checkpoint=(translation.text(key) or "").removesuffix(".pt"))
 
@@ -228,14 +227,14 @@ def _wandb(translation: Translation, key: str) -> None:
 
 
 _NEW_RUN = "a branch is a new run: --ckpt_load_path=… --weights_only=true and another --seed"
-_IGNORED = left("not translated: nothing that is learned depends on it")
+_IGNORED = skip("not translated: nothing that is learned depends on it")
 _RULES: dict[str, Rule] = {
-    **each("gradient_accumulation_steps eval_iters use_scheduler decay_lr", rules.settled),
-    **each("warmup_iters lr_decay_iters min_lr", rules.settled),
+    **each("gradient_accumulation_steps eval_iters use_scheduler decay_lr", rules.combined),
+    **each("warmup_iters lr_decay_iters min_lr", rules.combined),
     "init_from": when(
         lambda t: "ckpt_load_path" not in t.flags,
         row("init_from", rules.choice(scratch="scratch", resume="resume", auto="auto")),
-        "--ckpt_load_path says what it begins with",
+        "--ckpt_load_path sets the start point",
     ),
     "resume_ckpt_fname": _checkpoint,
     "n_embd": _width,

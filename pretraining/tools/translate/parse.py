@@ -1,6 +1,6 @@
-"""Any file of settings as one flat mapping, `{dotted key: text}`: YAML, JSON, TOML, or plain assignments of Python.
+"""Parser of settings files (YAML, JSON, TOML, Python assignments) into one flat mapping, `{dotted key: text}`.
 
-Nothing in a file is executed. Values keep the text of the file; null is None, and a list is `[a, b]`.
+Nothing in a file is executed. Values keep the text of the file; null becomes None, and a list `[a, b]`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def parse(path: Path) -> dict[str, str | None]:
-    """Return the settings of a file by dotted key.
-
-    Raises:
-        ConfigError: the file cannot be read, is not valid, or holds no settings.
-    """
+    """Return the settings of a file by dotted key; raise a ConfigError if it is unreadable, invalid or empty."""
     return flatten(read_tree(path))
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return the settings of a file as nested mappings; errors as `parse`."""
+    """Return the settings of a file as nested mappings; errors as in `parse`."""
     content = read_text(path, str(path))
     tree: Any
     if path.suffix not in (".py", ".toml"):
@@ -47,12 +43,12 @@ def read_tree(path: Path) -> dict[str, Any]:
         except (SyntaxError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(tree, dict) or not tree:
-        raise ConfigError(f"{path} holds no settings")
+        raise ConfigError(f"{path} has no settings")
     return tree
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the values of nested mappings by dotted key; an empty mapping counts as null."""
+    """Return the values of nested mappings by dotted key; an empty mapping is null."""
     return dict(_flatten(tree, ""))
 
 
@@ -71,11 +67,11 @@ def _text_of(value: Any) -> str | None:
 
 
 def read_assignments(content: str) -> dict[str, Any]:
-    """Return the names that a Python file assigns: literals, arithmetic, and names assigned before.
+    """Return the assignments of a Python file: literals, arithmetic, and names assigned before.
 
     Raises:
-        ValueError: a line holds anything else; the message names the line.
-        SyntaxError: the content is no Python.
+        ValueError: another kind of statement; the message names the line.
+        SyntaxError: the content is not Python.
     """
     names: dict[str, Any] = {}
     for statement in ast.parse(content).body:
@@ -91,7 +87,7 @@ def read_assignments(content: str) -> dict[str, Any]:
                 except (ValueError, ArithmeticError) as error:
                     raise ValueError(f"line {statement.lineno}: {error}") from None
             case _:
-                raise ValueError(f"line {statement.lineno} is no assignment: write name = value; nothing else is read")
+                raise ValueError(f"line {statement.lineno} is not an assignment: write name = value")
     return names
 
 
@@ -110,11 +106,11 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return -_number(operand, names)
         case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
             return _OPERATORS[type(symbol)](_number(left, names), _number(right, names))
-    raise ValueError(f"`{ast.unparse(node)[:60]}` is no plain value: write the value; nothing is run")
+    raise ValueError(f"`{ast.unparse(node)[:60]}` is not a plain value, and code is not run: write the value")
 
 
 def _number(node: ast.expr, names: Mapping[str, Any]) -> int | float:
     value = _evaluate(node, names)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"`{ast.unparse(node)[:60]}` is no number to calculate with")
+        raise ValueError(f"`{ast.unparse(node)[:60]}` is not a number")
     return value

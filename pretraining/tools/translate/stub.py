@@ -1,9 +1,9 @@
-"""The YAML of a training stub: sections dist, dataset, model, optim, lr_scheduler and checkpoint."""
+"""Rules for the YAML of a training stub: sections dist, dataset, model, optim, lr_scheduler and checkpoint."""
 
 from __future__ import annotations
 
 from pretraining.tools.translate import key_rules as rules
-from pretraining.tools.translate.key_rules import each, left, not_a_llama, renamed, row
+from pretraining.tools.translate.key_rules import each, not_a_llama, renamed, row, skip
 from pretraining.tools.translate.translation import Rule, System, Translation
 
 _SIGNS = (
@@ -19,7 +19,7 @@ _LLAMA3_RULE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 
 
 def _defaults(translation: Translation) -> dict[str, str]:
-    """Return torch.optim.AdamW's own values, float32, no warm-up, no clipping, and the context of `LlamaConfig`."""
+    """Return the stub's defaults: those of torch.optim.AdamW and `LlamaConfig`, float32, no warm-up, no clipping."""
     found = {
         **{"dist.dtype": "float32", "dataset.batch_size": "1", "optim.grad_clip": "0"},
         **{"optim.lr": "1e-3", "optim.weight_decay": "0.01", "optim.betas": "0.9,0.999", "optim.eps": "1e-8"},
@@ -32,24 +32,24 @@ def _defaults(translation: Translation) -> dict[str, str]:
 
 
 def _combine(translation: Translation) -> None:
-    """Make the run's folder, `<directory>/<prefix>.<timestamp>`."""
+    """Set the run's folder, `<directory>/<prefix>.<timestamp>`."""
     directory, prefix = "checkpoint.directory", "checkpoint.prefix"
     if prefix in translation:
         folder = f"{translation.text(directory) or '.'}/{translation.text(prefix)}.{{timestamp}}"
         translation.set(prefix, ckpt_save_path=folder)
-        translation.left(directory, "in front of the prefix")
+        translation.skip(directory, "in front of the prefix")
 
 
-def _head(translation: Translation, key: str) -> None:
+def _head_dim(translation: Translation, key: str) -> None:
     width, heads = translation.number(f"{_MODEL}hidden_size"), translation.number(f"{_MODEL}num_attention_heads")
     if width and heads and translation.number(key) == width / heads:
         translation.set(key, "hidden_size / num_attention_heads, as here")
     else:
-        rules.refuse_model(translation, key, "heads are hidden_size / num_attention_heads wide here")
+        rules.refuse_model(translation, key, "the head dim is hidden_size / num_attention_heads here")
 
 
 def _rope(translation: Translation, key: str) -> None:
-    """Settle a part of the scaling of rotary frequencies: Llama 3.1's rule, or none."""
+    """Translate a part of the rotary scaling: Llama 3.1's rule, or none."""
     above, _, name = key.rpartition(".")
     kind = translation.word(f"{above}.rope_type") or translation.word(f"{above}.type")
     if name == "rope_theta":
@@ -57,16 +57,16 @@ def _rope(translation: Translation, key: str) -> None:
     elif kind == "llama3" and name in ("rope_type", "type"):
         rule = [translation.text(f"{above}.{part}") for part in _LLAMA3_RULE]
         if None in rule:
-            translation.refuse(key, f"{', '.join(_LLAMA3_RULE)} must stand beside it", "rope_scaling")
+            translation.refuse(key, f"also needs {', '.join(_LLAMA3_RULE)}", "rope_scaling")
         else:
             translation.set(key, rope_scaling=",".join(filter(None, rule)))
     elif kind in ("llama3", "default") or (kind and name not in ("rope_type", "type")):
-        translation.left(key, f"of {kind}")
+        translation.skip(key, f"part of {kind}")
     else:
-        rules.refuse_model(translation, key, "rotary frequencies are scaled as Llama 3.1 does it (llama3), or not")
+        rules.refuse_model(translation, key, "the only rotary scaling here is that of Llama 3.1 (llama3)")
 
 
-_IGNORED = left("not translated: nothing that is learned depends on it")
+_IGNORED = skip("not translated: nothing that is learned depends on it")
 _IGNORED_OF_MODEL = """
     torch_dtype dtype use_cache bos_token_id pad_token_id transformers_version _name_or_path attn_implementation
     _attn_implementation
@@ -86,13 +86,13 @@ _RULES: dict[str, Rule] = {
     f"{_MODEL}hidden_act": not_a_llama("silu", "swish", reason="a Llama's activation is SiLU"),
     **each("attention_bias mlp_bias", rules.NO_BIAS, _MODEL),
     **each("attention_dropout hidden_dropout dropout", rules.NO_DROPOUT, _MODEL),
-    f"{_MODEL}head_dim": _head,
+    f"{_MODEL}head_dim": _head_dim,
     f"{_MODEL}pretraining_tp": not_a_llama("1", reason="matrices are whole here"),
     **each("rope_scaling.* rope_parameters.*", _rope, _MODEL),
     f"{_MODEL}initializer_range": rules.INITIAL_WEIGHTS,
-    f"{_MODEL}eos_token_id": left("of generation; --sep_token says which token ends documents in the data"),
+    f"{_MODEL}eos_token_id": skip("for generation only; --sep_token sets the token that ends documents in the data"),
     **each(_IGNORED_OF_MODEL, _IGNORED, _MODEL),
-    "model.from_scratch": left("a run found in the save path is continued; --init_from=scratch refuses one"),
+    "model.from_scratch": skip("a run in the save path is resumed; --init_from=scratch refuses to"),
     **renamed("optim.", lr="learning_rate", beta1="adam_beta1", beta2="adam_beta2", eps="adam_epsilon"),
     "optim.weight_decay": row("weight_decay", remark=rules.AFTER_DECAY),
     "optim.betas": row("adam_beta1", rules.pair),
@@ -100,10 +100,10 @@ _RULES: dict[str, Rule] = {
     "lr_scheduler.total_iterations": row("num_steps", lambda text: {"num_steps": text, "schedule": "cosine"}),
     "lr_scheduler.warmup_iterations": row("warmup_steps"),
     "lr_scheduler.min_lr": rules.lowest_rate("optim.lr"),
-    "lr_scheduler.scheduler_update_iterations": rules.only("1", reason="the rate moves with every step: write 1"),
+    "lr_scheduler.scheduler_update_iterations": rules.only("1", reason="the rate changes at every step: write 1"),
     "loss.grad_accum_steps": row("grad_accum_steps"),
     "checkpoint.directory": row("ckpt_save_path"),
-    "checkpoint.prefix": rules.settled,
+    "checkpoint.prefix": rules.combined,
     "checkpoint.state_dict_type": row("ckpt_format", rules.choice(full="full", sharded="sharded")),
     **renamed("checkpoint.", chkpt_saving_iterations="checkpoint_interval", path_chkpt_prev="ckpt_load_path"),
     "checkpoint.preempt_chkpt_saving_iterations": row("preempt_interval"),

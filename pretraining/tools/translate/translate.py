@@ -1,6 +1,6 @@
-"""`pretrain translate`, and the hook that reads another system's file or words where a recipe is expected.
+"""`pretrain translate`: conversion of another system's settings into a recipe; also used wherever a recipe is read.
 
-file -> parse -> detect -> rules of one system's table -> recipe of this project, and a table of what became of each key
+file -> parse -> detect the system -> rules of its table -> recipe, and a table with a line per key
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from pretraining.tools.translate.translation import (
 
 YAML = (".yaml", ".yml")
 FIRST_WORDS = "# Translated from "
-"""The beginning of a recipe that is written here; such a file may be replaced."""
+"""First words of a translated recipe; only such a file may be overwritten."""
 COMMAND_LINE = "the command line"
 _PLAIN = re.compile(r"[\w./+-]*\w([\w./+,:%-]*[\w./%])?")
-"""Scalars that stand in YAML without quotes."""
+"""Scalars that need no quotes in YAML."""
 
 SYSTEMS = {
     "stub": stub.SYSTEM,
@@ -51,10 +51,10 @@ SYSTEMS = {
 
 
 def detect(keys: Collection[str], name: str) -> str | None:
-    """Return the system that a file's keys are of; None where no key is a sign of one.
+    """Return the system that the keys belong to; None if unknown.
 
     Raises:
-        ConfigError: there are signs of several.
+        ConfigError: the keys have signs of several systems.
     """
     found = [
         kind
@@ -63,37 +63,52 @@ def detect(keys: Collection[str], name: str) -> str | None:
     ]
     if len(found) > 1:
         raise ConfigError(
-            f"{name} may be {' or '.join(found)}: say which, pretrain translate {shlex.quote(name)} --from={found[0]} "
-            "--output_path=mine.yaml, and train with that recipe"
+            f"{name} may be {' or '.join(found)}. Choose: pretrain translate {shlex.quote(name)} --from={found[0]} "
+            "--output_path=mine.yaml; then train with that recipe"
         )
     return next(iter(found), None)
 
 
 def translate_recipe(
-    path: Path | None, name: str, arguments: Mapping[str, Raw], accepts: Collection[str]
+    path: Path | None, name: str, arguments: Mapping[str, Raw], accepts: Collection[str], kind: str | None = None
 ) -> Recipe | None:
-    """Read a file of another system, with the arguments that set its keys; without a file, arguments alone.
+    """Return the recipe of another system's file and of the arguments that set its keys.
 
     Args:
-        path: of the file; None for the dotted words of a composed config without any file.
-        name: of the file in messages.
-        arguments: of the command line, by name.
+        path: None for dotted words of a composed config without a file.
+        name: name of the file in messages.
+        arguments: arguments of the command line, by name.
         accepts: ACCEPT_LLAMA, ACCEPT_UNKNOWN, or both.
+        kind: system of the file; None = detected from its keys.
 
     Returns:
-        The settings; None where the file is of no system that is known.
+        The recipe; None if the system of the file is unknown.
 
     Raises:
-        ConfigError: carries every problem of the file.
+        ConfigError: every problem of the file.
     """
     tree = {} if path is None else read_tree(path)
-    kind = "composed" if path is None else detect(flatten(tree), name)
+    kind = "composed" if path is None else kind or detect(flatten(tree), name)
     if kind is None and path is not None and path.suffix in (".toml", ".py"):
-        raise ConfigError(f"{name} is of no system that is known. There are:\n{_known_systems()}")
+        raise _unknown_system(name)
     if kind is None:
         return None
     translation, used = _translate(path, name, tree, kind, arguments, accepts)
-    return _as_recipe(name, kind, translation, used)
+    recipe = Recipe(
+        name,
+        [],
+        used=frozenset(used),
+        names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].rules),
+        system=kind if translation.notes else "",
+        table=tuple(translation.table()),
+    )
+    for setting, (text, given) in translation.settings.items():
+        is_argument = given.level == ARGUMENT and setting == next(iter(translation.note_of(setting).settings))
+        source = f"command line, {given.key}" if given.level == ARGUMENT else f"translated from {given.key} of {name}"
+        from_file = recipe.defaults if given.level == DEFAULT else recipe.assignments
+        target = recipe.from_arguments if is_argument else from_file
+        target.append(Assignment(setting, text, where=given.quote, flag=given.place, source=source))
+    return recipe
 
 
 def _translate(
@@ -104,7 +119,7 @@ def _translate(
     arguments: Mapping[str, Raw],
     accepts: Collection[str],
 ) -> tuple[Translation, set[str]]:
-    """Return the translation, and the names of the arguments that set keys of the other system."""
+    """Return the translation, and the names of arguments that set keys of the other system."""
     system = SYSTEMS[kind]
     given, problems, used = dict[str, Given](), list[str](), set[str]()
     values = [Given(key, text, name) for key, text in flatten(tree).items()]
@@ -114,7 +129,7 @@ def _translate(
     for value in values:
         before = given.setdefault(system.name_of(value.key), value)
         if before.text != value.text:
-            problems.append(f"two values for {system.name_of(value.key)}: {before.told} and {value.told}: keep one")
+            problems.append(f"two values for {system.name_of(value.key)}: {before.quote} and {value.quote}: keep one")
     flags = dict[str, str]()
     for argument in [argument for argument in arguments if argument not in used]:
         key, ours = system.name_of(argument.replace("-", "_")), setting_named(argument)
@@ -127,63 +142,42 @@ def _translate(
     translation = Translation(given, flags, accepts)
     translation.problems += problems
     if path is not None:
-        translation.fill_in(system.defaults(translation))
-    translation.settle(system.combine, system.rules)
+        translation.add_defaults(system.defaults(translation))
+    translation.apply_rules(system.combine, system.rules)
     translation.finish()
     return translation, used
 
 
 def _text_of(raw: Raw) -> str | None:
-    """Return the value of an argument as a file would give it; null is nothing."""
+    """Return the value of an argument as in a file; None for null."""
     text = f"[{', '.join(raw)}]" if isinstance(raw, list) else raw
     return None if text is None or text.strip().lower() in ("null", "none") else text
 
 
-def _as_recipe(name: str, kind: str, translation: Translation, used: Collection[str]) -> Recipe:
-    recipe = Recipe(
-        name,
-        [],
-        used=frozenset(used),
-        names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].rules),
-        system=kind if translation.notes else "",
-        table=tuple(translation.table()),
-    )
-    for setting, (text, given) in translation.settings.items():
-        was_asked_for = given.level == ARGUMENT and setting == next(iter(translation.note_of(setting).settings))
-        source = f"command line, {given.key}" if given.level == ARGUMENT else f"translated from {given.key} of {name}"
-        of_file = recipe.defaults if given.level == DEFAULT else recipe.assignments
-        target = recipe.from_arguments if was_asked_for else of_file
-        target.append(Assignment(setting, text, where=given.told, flag=given.place, source=source))
-    return recipe
-
-
 def translate(config: TranslateConfig) -> None:
-    """Print what became of each key, then the recipe, or write the recipe where the user wants it.
+    """Print a table with a line per key, then print or write the recipe.
 
     Raises:
-        ConfigError: the file is of no known system, or cannot be translated; or the recipe's name is no YAML file's.
+        ConfigError: the file belongs to no known system or cannot be translated, or the recipe's name is not YAML.
         PathError: the recipe cannot be written.
     """
     name, path = config.input_path, Path(config.input_path)
     if config.output_path is not None and Path(config.output_path).suffix not in YAML:
-        raise ConfigError(f"--output_path={config.output_path}: a recipe is YAML: end its name in {' or '.join(YAML)}")
+        raise ConfigError(f"--output_path={config.output_path}: the name of a recipe must end in {' or '.join(YAML)}")
     if not exists(path):
         raise ConfigError(f"{name}: there is no such file")
-    tree = read_tree(path)
-    if config.kind is None and is_of_ours(tree):
-        raise ConfigError(f"{name} is a recipe of this project already: train with --recipe={name}")
-    kind = config.kind or detect(flatten(tree), name)
-    if kind is None:
-        raise ConfigError(f"{name} is of no system that is known. There are:\n{_known_systems()}")
+    if config.kind is None and is_of_ours(read_tree(path)):
+        raise ConfigError(f"{name} is already a recipe of this project: train with --recipe={name}")
     accepts = [accepted for accepted in (ACCEPT_LLAMA, ACCEPT_UNKNOWN) if getattr(config, accepted)]
-    translation, used = _translate(path, name, tree, kind, {}, accepts)
+    recipe = translate_recipe(path, name, {}, accepts, config.kind)
+    if recipe is None:
+        raise _unknown_system(name)
     reader = Reader(TrainConfig)
-    recipe = _as_recipe(name, kind, translation, used)
     reader.read([*recipe.defaults, *recipe.assignments])
     if reader.problems:
         raise ConfigError(reader.problems)
-    print_text("\n".join([f"{name}: {SYSTEMS[kind].what}\n", *translation.table()]))
-    text = recipe_text(name, kind, translation)
+    print_text("\n".join([f"{name}: {SYSTEMS[recipe.system].title}\n", *recipe.table]))
+    text = recipe_text(recipe)
     if config.output_path is None:
         print_text(f"\n{text}", end="")
         return
@@ -196,23 +190,26 @@ def translate(config: TranslateConfig) -> None:
     print_text(f"\nwritten to {output}. Train with it:\n  {command}")
 
 
-def _known_systems() -> str:
-    return "\n".join(f"  {kind}: {each.what}, with {', '.join(each.signs[:4])}" for kind, each in SYSTEMS.items())
+def _unknown_system(name: str) -> ConfigError:
+    known = [f"  {kind}: {each.title}, with {', '.join(each.signs[:4])}" for kind, each in SYSTEMS.items()]
+    return ConfigError("\n".join([f"{name} belongs to no known system. Known are:", *known]))
 
 
-def recipe_text(name: str, kind: str, translation: Translation) -> str:
-    """Return a recipe by sections, under a table of what became of each key."""
-    lines = [f"{FIRST_WORDS}{name} ({SYSTEMS[kind].what}):", *(f"#{line}" for line in translation.table())]
+def recipe_text(recipe: Recipe) -> str:
+    """Return a recipe by sections, under its table."""
+    values = {given.name: str(given.raw) for given in (*recipe.defaults, *recipe.assignments)}
+    title = f"{FIRST_WORDS}{recipe.name} ({SYSTEMS[recipe.system].title}):"
+    lines = [title, *(f"#{line}" for line in recipe.table)]
     section = None
     for setting in settings_of(TrainConfig).values():
-        if setting.name in translation.settings:
+        if setting.name in values:
             if setting.section != section:
                 section = setting.section
                 lines.append(f"{section}:")
-            lines.append(f"  {setting.name}: {_as_yaml(translation.settings[setting.name][0])}")
+            lines.append(f"  {setting.name}: {_as_yaml(values[setting.name])}")
     return "\n".join(lines) + "\n"
 
 
 def _as_yaml(text: str) -> str:
-    """Return a text as a YAML scalar; to the reader of recipes every scalar but null is text."""
+    """Return a text as a YAML scalar; the reader of recipes takes every scalar but null as text."""
     return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -1,11 +1,11 @@
-"""A translation in progress: the values that a file gives, and a record of what becomes of each one.
+"""State of a translation: the values of a file, and the settings and notes that the rules make of them.
 
-    values (their key -> Given) -> the rules of one system's table set, leave out or refuse each key -> settings, notes
+    values (their key -> Given) --rules: set, leave out or refuse each key--> settings, notes
 
-A rule accounts for one key. A key that no rule knows is an error, as is what would make another model than the file
-says; `accept_unknown` and `accept_llama` leave these out. Of two levels (a system's own default < its file < an
-argument of the command line) the higher one wins; two values of one level are an error. Flags of this project replace
-their own setting, as beside any recipe; `_GIVES_WAY` lists the few that replace more.
+A rule handles one key. A key without a rule is an error, and so is a key that makes the model different from a Llama;
+`accept_unknown` and `accept_llama` leave these out. A command line argument wins over the file, and the file over the
+system's default; two values of one level are an error. A flag of this project replaces its setting, as with any recipe;
+`_REPLACED_BY_FLAG` lists the flags that replace more.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from pretraining.progress import parse_number
 from pretraining.text import format_table
 
 DEFAULT, FILE, ARGUMENT = range(3)
-"""Levels of what is given: the system's own default, its file, the command line."""
+"""Levels of a value: the system's default, its file, the command line."""
 ACCEPT_LLAMA, ACCEPT_UNKNOWN = "accept_llama", "accept_unknown"
 _SECRET = re.compile(r"(?:^|\.)(?:token|\w*(?:api_key|access_token|auth_token|hub_token|password|secret))$", re.I)
-"""Keys whose values are not shown: notes are logged, and written into recipes."""
+"""Keys whose values are hidden, because notes are logged and written to recipes."""
 _CHOICES: dict[str, Mapping[str, Entry]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "tracker": TRACKERS}
-"""Tables of what is chosen by name, with the settings that each choice reads."""
+"""Tables of choices, with the settings that each choice reads."""
 _DATA = ("datasets", "weights", "eval_datasets", "sep_token", "file_type", "token_dtype", "tokenizer_path")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_GIVES_WAY = {
+_REPLACED_BY_FLAG = {
     "data_path": (NONE_WORDS, _DATA),
     "use_dummy_dataset": ([word for word, on in BOOL_WORDS.items() if not on], ("data_path", *_DATA)),
     "mixed_precision": ([word for word, on in BOOL_WORDS.items() if on], ("mp_dtype",)),
     "model_variant": (NONE_WORDS, _SIZES),
 }
-"""By flag: the words beside which a file stays as it is, and the settings that mean nothing beside another one."""
+"""Per flag: values that replace nothing, and the settings of a file that any other value replaces."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A value that somebody gives to one of their keys.
+    """A value of one of the other system's keys.
 
     Attributes:
-        key: dotted, as written.
-        text: None is null.
-        source: the file's name.
+        key: dotted key, as written.
+        text: None for null.
+        source: name of the file.
         level: DEFAULT, FILE or ARGUMENT.
     """
 
@@ -59,24 +59,24 @@ class Given:
     level: int = FILE
 
     @property
-    def shown(self) -> str:
-        """The value, for messages and notes."""
+    def display(self) -> str:
+        """The value for messages and notes; secrets are hidden."""
         return "(not shown)" if _SECRET.search(self.key) and self.text else "null" if self.text is None else self.text
 
     @property
     def place(self) -> str:
-        """File and key; of an argument its name."""
+        """File and key, or the name of an argument."""
         return self.key if self.level == ARGUMENT else f"{self.source}: {self.key}"
 
     @property
-    def told(self) -> str:
-        """Place and value."""
-        return f"{self.place}{'=' if self.level == ARGUMENT else ': '}{self.shown}"
+    def quote(self) -> str:
+        """Place and value, for messages."""
+        return f"{self.place}{'=' if self.level == ARGUMENT else ': '}{self.display}"
 
 
 @dataclass(frozen=True)
 class Note:
-    """What became of one of their keys: settings here, and why there are none or what is different."""
+    """The result of one of the other system's keys: our settings, and a remark about differences."""
 
     given: Given
     settings: Mapping[str, str]
@@ -84,11 +84,11 @@ class Note:
 
 
 class Translation:
-    """The settings here that a file of another system makes, and a note per key.
+    """The translation of another system's file into our settings, with a note per key.
 
     Args:
-        values: what is given, by the name that the rules have for a key.
-        flags: settings of this project on the command line, as text by name.
+        values: given values, by the key's name in the rules.
+        flags: our settings on the command line, text by name.
         accepts: ACCEPT_LLAMA, ACCEPT_UNKNOWN, or both.
     """
 
@@ -110,38 +110,38 @@ class Translation:
         return (self.text(key) or "").strip().lower().replace("-", "_")
 
     def is_on(self, key: str) -> bool | None:
-        """Return a switch; None if it is missing, a ConfigError if it is none."""
+        """Return the value of a switch; None if it is missing; raise a ConfigError for other words."""
         text = self.text(key)
         if text is not None and text.lower() not in BOOL_WORDS:
-            raise ConfigError(f"{self.values[key].told}: true or false is needed")
+            raise ConfigError(f"{self.values[key].quote}: must be true or false")
         return None if text is None else BOOL_WORDS[text.lower()]
 
     def number(self, key: str, setting: str = "") -> Fraction | None:
-        """Return a number, of the flag for `setting` if there is one; None if it is missing.
+        """Return a number, from the flag for `setting` if given; None if it is missing.
 
         Raises:
-            ConfigError: the text is no number.
+            ConfigError: the text is not a number.
         """
         text = self.flags.get(setting) or self.text(key)
         number = parse_number(text or "")
         if text is not None and number is None:
-            raise ConfigError(f"{self.values[key].told if key in self.values else key}: a number is needed")
+            raise ConfigError(f"{self.values[key].quote if key in self.values else key}: must be a number")
         return number
 
     def count(self, key: str, setting: str = "", smallest: int = 1) -> int | None:
-        """Return a whole number as `number` does; a ConfigError if it is none, or below the smallest."""
+        """Return a whole number, as `number` does; raise a ConfigError for fractions and below `smallest`."""
         number = self.number(key, setting)
         if number is not None and (number.denominator != 1 or number < smallest):
-            place = f"--{setting}={number}" if setting in self.flags else self.values[key].told
-            raise ConfigError(f"{place}: a whole number from {smallest} on is needed")
+            place = f"--{setting}={number}" if setting in self.flags else self.values[key].quote
+            raise ConfigError(f"{place}: must be a whole number, at least {smallest}")
         return None if number is None else int(number)
 
-    def fill_in(self, defaults: Mapping[str, str]) -> None:
-        """Add what the other system takes for keys that nobody gives."""
+    def add_defaults(self, defaults: Mapping[str, str]) -> None:
+        """Add the other system's defaults for keys that are not given."""
         self.values |= {key: Given(key, text, "", DEFAULT) for key, text in defaults.items() if key not in self}
 
     def set(self, key: str, remark: str = "", **settings: object) -> None:
-        """Say what a key becomes; None is no value. Without settings, this project does the same anyway."""
+        """Record the settings that a key becomes; None is no value."""
         given = self.values[key]
         texts = {name: format_value(value) for name, value in settings.items() if value is not None}
         of_default = "default there, not in the file" if given.level == DEFAULT else ""
@@ -149,22 +149,22 @@ class Translation:
         for name, text in texts.items():
             self._put(name, text, given)
 
-    def left(self, key: str, reason: str) -> None:
-        """Say that a key has no equivalent, and why that does not matter or what to do; no key, no note."""
+    def skip(self, key: str, reason: str) -> None:
+        """Record that a key has no equivalent, with the reason; do nothing if it is not given."""
         if key in self.values:
             self.set(key, reason)
 
     def refuse(self, key: str, problem: str, *settings: str) -> None:
-        """Say that a value cannot be translated, unless a flag for one of these settings wins over it."""
+        """Record that a value cannot be translated, unless a flag for one of these settings replaces it."""
         winner = next((name for name in settings if name in self.flags), None)
         if winner is not None and self.values[key].level != ARGUMENT:
-            self.left(key, f"--{winner} wins")
+            self.skip(key, f"--{winner} wins")
         else:
-            self.problems.append(f"{self.values[key].told}: {problem}")
-            self.left(key, problem)
+            self.problems.append(f"{self.values[key].quote}: {problem}")
+            self.skip(key, problem)
 
-    def settle(self, combine: Callable[[Translation], None], rules: Mapping[str, Rule]) -> None:
-        """Settle the keys that mean something together, then each of the others by its rule."""
+    def apply_rules(self, combine: Callable[[Translation], None], rules: Mapping[str, Rule]) -> None:
+        """Apply `combine` to keys that depend on each other, then its rule to each remaining key."""
         try:
             combine(self)
         except ConfigError as error:
@@ -173,50 +173,50 @@ class Translation:
             rule = rule_for(key, rules)
             try:
                 if key not in self:
-                    self.left(key, "not given")
+                    self.skip(key, "not given")
                 elif rule is not None:
                     rules[rule](self, key)
                 else:
-                    self._settle_unknown(key, rules)
+                    self._translate_unknown(key, rules)
             except ConfigError as error:
                 self.problems += error.problems
 
-    def _settle_unknown(self, key: str, rules: Iterable[str]) -> None:
-        """Take a key without a rule for a setting of this project, or refuse it."""
+    def _translate_unknown(self, key: str, rules: Iterable[str]) -> None:
+        """Use a key without a rule as a setting of this project, or refuse it."""
         ours = setting_named(key)
         if ours is not None:
             self.set(key, "", **{ours: self.text(key)})
         elif ACCEPT_UNKNOWN in self.accepts:
-            self.left(key, "not known, and not applied")
+            self.skip(key, "unknown, and not applied")
         else:
             hint = did_you_mean(key, [name.removesuffix(".*") for name in rules], ": did you mean {}")
-            self.refuse(key, f"not known{hint}. --{ACCEPT_UNKNOWN}=true leaves such keys out")
+            self.refuse(key, f"unknown{hint}. --{ACCEPT_UNKNOWN}=true leaves such keys out")
 
     def include(self, part: Translation) -> None:
-        """Take over what became of another file, which one of the keys names."""
+        """Add the translation of another file that one of the keys names."""
         self.problems += part.problems
         self.notes |= {f"{note.given.source}: {key}": note for key, note in part.notes.items()}
         for name, (text, given) in part.settings.items():
             self._put(name, text, given)
 
     def finish(self) -> None:
-        """Leave out what flags replace and what nothing chosen reads, and put the notes in the order of the keys.
+        """Drop settings that flags replace or that no choice reads, and sort the notes by key.
 
         Raises:
-            ConfigError: carries every problem.
+            ConfigError: all problems.
         """
         if self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
-        for flag, (harmless, names) in _GIVES_WAY.items():
+        for flag, (harmless, names) in _REPLACED_BY_FLAG.items():
             if flag in self.flags and self.flags[flag].strip().lower() not in harmless:
-                self._drop(names, f"--{flag} takes its place", FILE)
+                self._drop(names, f"--{flag} replaces it", FILE)
         for setting, table in _CHOICES.items():
             default = format_value(settings_of(TrainConfig)[setting].default)
             chosen = self.flags.get(setting) or self.settings.get(setting, (default,))[0]
             known = [name for name in chosen.lower().split(",") if name in table]
             read = {option for name in known for option in table[name].options}
             unread = {option for entry in table.values() for option in entry.options if known} - read
-            # A schedule's own lengths change what is learned: those of a file are an error as beside any recipe.
+            # The lengths of a schedule change what is learned, so unread lengths in a file stay an error.
             self._drop(unread, f"{chosen} does not read it", DEFAULT if setting == "schedule" else FILE)
         self.notes = {
             key: replace(note, settings={name: text for name, text in note.settings.items() if self._owns(note, name)})
@@ -229,12 +229,12 @@ class Translation:
         return next(note for note in self.notes.values() if setting in note.settings)
 
     def table(self) -> list[str]:
-        """Return a line per key: what it says, what it became, and why."""
+        """Return a line per key: its value, the settings it became, and the remark."""
         rows = []
         for note in self.notes.values():
             made = [f"{name}={text}" for name, text in note.settings.items()]
             cells = (
-                f"{note.given.key}: {note.given.shown}",
+                f"{note.given.key}: {note.given.display}",
                 " ".join([*made, *[f"({note.remark})"] * bool(note.remark)]),
             )
             rows.append(["", *(" ".join(cell.split()) for cell in cells)])
@@ -248,11 +248,11 @@ class Translation:
         if owner.level > given.level:
             return
         if owner.level == given.level and plain(before) != plain(text):
-            self.problems.append(f"two values for {name}, {before} and {text}: {owner.told} and {given.told}: keep one")
+            self.problems.append(f"two values for {name}, {before} and {text}: {owner.quote}, {given.quote}: keep one")
         self.settings[name] = text, given
 
     def _drop(self, names: Iterable[str], reason: str, level: int) -> None:
-        """Leave settings of these names out that come from this level or a lower one."""
+        """Drop settings of these names that come from this level or a lower one."""
         for name in sorted(set(names) & self.settings.keys() - self.flags.keys()):
             given = self.settings[name][1]
             if given.level <= level:
@@ -267,18 +267,18 @@ Rule = Callable[[Translation, str], None]
 
 @dataclass(frozen=True)
 class System:
-    """A system whose files are understood.
+    """A system whose files can be translated.
 
     Attributes:
-        what: its files are, in a few words.
-        signs: keys or sections, one of which is in each of its files, and in no file of another system.
-        rules: what becomes of each key.
-        defaults: returns what the system takes for keys that are not given, if that decides on learning.
-        combine: settles keys that mean something together, before the rules settle the others.
-        name_of: returns the name that the rules have for a key as written.
+        title: its files in a few words.
+        signs: keys or sections; each file has one, and files of other systems have none.
+        rules: the rule of each key.
+        defaults: returns the system's defaults for missing keys, if they change what is learned.
+        combine: translates keys that depend on each other, before the rules are applied.
+        name_of: returns the name in `rules` of a key as written.
     """
 
-    what: str
+    title: str
     signs: tuple[str, ...]
     rules: Mapping[str, Rule]
     defaults: Callable[[Translation], Mapping[str, str]]
@@ -287,14 +287,14 @@ class System:
 
 
 def rule_for(key: str, rules: Mapping[str, Rule]) -> str | None:
-    """Return the name under which a key has a rule: its own, or that of a section as `section.*`."""
+    """Return the name in `rules` for a key: the key itself, or its section as `section.*`."""
     parts = key.split(".")
     sections = (f"{'.'.join(parts[:length])}.*" for length in range(len(parts), 0, -1))
     return next((name for name in (key, *sections) if name in rules), None)
 
 
 def plain(text: str) -> object:
-    """Return a text so that 0, 0.0 and 0e0, or True and true, are equal."""
+    """Return a comparable value: 0, 0.0 and 0e0 are equal, and so are True and true."""
     text = text.strip().lower()
     number = None if text in ("true", "false") else parse_number(text)
     return text if number is None else number

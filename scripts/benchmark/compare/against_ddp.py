@@ -4,13 +4,13 @@
     python -m scripts.benchmark.compare.against_ddp --processes=8 --model_variant=125m --seq_length=1024 --batch_size=16
     python -m scripts.benchmark.compare.against_ddp --sharding_strategy=fsdp
 
-Both wrap the same model class with the same weights, and train it in the same bare loop: the same micro-batches of each
-rank, gradients exchanged in the last one of a step only, clipping, fused AdamW. The losses at the end show that the
-work was the same.
+Both wrap the same model class with the same weights, and train it in the same bare loop. They have the same
+micro-batches per rank, exchange gradients only in the last micro-batch of a step, clip, and use fused AdamW. Equal
+losses at the end show that both did the same work.
 
-In bfloat16 the project computes with copies of the parameters and reduces gradients in float32. So does the other side
-here: its forward casts every parameter once, inside what DistributedDataParallel wraps. Autocast, which would cast for
-each operation, has no way into the loss (`pretraining/model/loss.py`), whose products write into memory that is there.
+In bfloat16, the project computes with copies of the parameters and reduces gradients in float32. Here the other side
+does the same: its forward casts every parameter once, inside the module that DistributedDataParallel wraps. Autocast,
+which casts for each operation, cannot be used: the loss (`pretraining/model/loss.py`) writes into preallocated memory.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from scripts.benchmark.common import batches_in_memory, initial_model, join
 from scripts.benchmark.race import Turn, parse_race, race
 
 Gradients = Callable[[], list[torch.Tensor]]
-"""Returns this process's part of the step's gradients, once they are those of all processes."""
+"""Returns this process's part of the step's gradients, after the reduction over all processes."""
 BeforeMicroBatch = Callable[[bool], AbstractContextManager[None]]
-"""Told whether a micro-batch is the last of its step; returns a context for its forward and backward."""
+"""Takes whether a micro-batch is the last of its step; returns a context for its forward and backward."""
 
 
 class InComputeDtype(nn.Module):
-    """Computes with copies of a model's parameters in another dtype; gradients arrive in that of the parameters."""
+    """A module that computes with copies of parameters in another dtype; gradients have the parameters' dtype."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def project(config: TrainConfig, turn: Turn) -> None:
             model.finish_gradients()
             return local_gradients(model.parameters.values())
 
-        # It sums gradients over ranks.
+        # The project sums gradients over ranks.
         contender = Contender(model.module, model.parameters, before_micro_batch, gradients, shard_group, 1 / ranks)
         train(config, turn, processes, contender)
 
@@ -90,7 +90,7 @@ def data_parallel(config: TrainConfig, turn: Turn) -> None:
 
         parameters = dict(llama.named_parameters())
         alone = dist.new_group([processes.rank], use_local_synchronization=True)
-        # It averages gradients over ranks.
+        # DistributedDataParallel averages gradients over ranks.
         contender = Contender(
             module=wrapped,
             parameters=parameters,
@@ -104,13 +104,13 @@ def data_parallel(config: TrainConfig, turn: Turn) -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model that is laid out over processes.
+    """A model that is distributed over processes.
 
     Attributes:
-        parameters: what is trained.
-        before_micro_batch: prepares the next one.
-        shard_group: processes that hold the pieces of one copy of the gradient.
-        loss_share: of a rank's mean loss in what it differentiates.
+        parameters: trained parameters.
+        before_micro_batch: prepares the next micro-batch.
+        shard_group: processes that hold the shards of one copy of the gradient.
+        loss_share: factor of a rank's mean loss before backward.
     """
 
     module: nn.Module
@@ -122,7 +122,7 @@ class Contender:
 
 
 def train(config: TrainConfig, turn: Turn, processes: Processes, contender: Contender) -> None:
-    """Run a bare loop."""
+    """Train in a bare loop."""
     device = processes.device
     optimizer = build_optimizer(contender.parameters, config.optimizer)
     assert contender.shard_group is not None
@@ -136,7 +136,7 @@ def train(config: TrainConfig, turn: Turn, processes: Processes, contender: Cont
             with contender.before_micro_batch(index == len(step) - 1):
                 inputs = micro_batch.to(device, non_blocking=True).model_inputs()
                 loss_sum, valid_tokens, *_ = contender.module(*inputs)
-                loss = loss_sum / (valid_tokens * len(step))  # made-up rows have as many valid tokens everywhere
+                loss = loss_sum / (valid_tokens * len(step))  # dummy rows have equal numbers of valid tokens
                 (loss * contender.loss_share).backward()
             losses += loss.detach()
         gradients = contender.gradients()

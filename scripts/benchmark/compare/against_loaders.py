@@ -1,16 +1,17 @@
 """Tokens/s of the loader against others, on the same documents and on one core.
 
-    pip install mosaicml-streaming datasets          in an environment of its own: it takes older packages
+    pip install mosaicml-streaming datasets          in a separate environment: it needs older packages
     git clone https://github.com/foundation-model-stack/fms-fsdp
     python -m scripts.benchmark.compare.against_loaders --fms_fsdp=fms-fsdp
 
-Every contender runs in a process of its own, without workers, and makes batches of 8 sequences of 4096 tokens and one
-more; they take turns of a second on one core. Each has the documents in the form that suits it, in the page cache: the
-project and `datasets` read the same Arrow files, fms-fsdp files with a record batch for every document, and Mosaic
-Streaming MDS shards of documents or, as its users make them, of rows that are packed already, which leaves it nothing
-to do but to read. What is not installed is left out.
+Every contender runs in its own process, without workers, and makes batches of 8 sequences of 4096 + 1 tokens. The
+contenders take turns of a second on one core. Their files are in the page cache, in the form that each needs:
 
-The project also says where documents begin; the others do not.
+    project, datasets   Arrow files
+    fms-fsdp            Arrow files with a record batch per document
+    Mosaic Streaming    MDS shards of documents, or of packed rows (the usual form, which needs no work but reading)
+
+Contenders that are not installed are left out. Only the project also yields where documents begin.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ TURN_SECONDS = 1.0
 BATCH = 8
 ROW = SEQ_LENGTH + 1
 FMS_WINDOW = 10_000
-"""Rows that fms-fsdp's loader shuffles among; until it has them, it reads two for each that it gives."""
+"""Rows in the shuffle buffer of fms-fsdp's loader; until it is full, the loader reads two rows to yield one."""
 Batches = Iterator[int]
-"""The number of tokens of each batch."""
+"""Number of tokens per batch."""
 
 
 def project(folder: Path, name: str) -> Batches:
@@ -61,10 +62,10 @@ def project(folder: Path, name: str) -> Batches:
 
 
 def fms_fsdp(folder: Path, name: str) -> Batches:
-    """Read with fms-fsdp's loader and its defaults, once its window is full."""
+    """Read with fms-fsdp's loader and its defaults, after its buffer is full."""
     from fms_fsdp.utils import dataloader_utils, dataset_utils
 
-    # It hands over the class where it needs an object, and then fails.
+    # fms-fsdp passes the class where an object is needed, and then fails.
     dataloader_utils._handler_map["arrow"] = dataset_utils.ArrowHandler()
     data = {"datasets": "documents", "weights": "1", "file_type": "arrow", "col_name": "tokens", "seed": 2023}
     sizes = {"seq_length": SEQ_LENGTH, "batch_size": BATCH, "logical_shards": 1024, "num_workers": 0}
@@ -80,14 +81,14 @@ def fms_fsdp(folder: Path, name: str) -> Batches:
 
 
 def mosaic_rows(folder: Path, name: str) -> Batches:
-    """Read rows that are packed already."""
+    """Read packed rows."""
     loader = DataLoader(_mosaic(folder / "mds_rows" / name), batch_size=BATCH)
     for batch in itertools.chain.from_iterable(itertools.repeat(loader)):
         yield batch["tokens"].shape[0] * SEQ_LENGTH
 
 
 def mosaic_documents(folder: Path, name: str) -> Batches:
-    """Read documents, and pack them by hand."""
+    """Read documents and pack them."""
     documents = itertools.chain.from_iterable(itertools.repeat(_mosaic(folder / "mds_documents" / name)))
     return _packed(document["tokens"] for document in documents)
 
@@ -102,7 +103,7 @@ def _mosaic(folder: Path) -> IterableDataset[dict[str, np.ndarray]]:
 
 
 def datasets_arrays(folder: Path, name: str) -> Batches:
-    """Read Hugging Face datasets, mapped into memory, shuffled wholly, as numpy arrays, and pack them by hand."""
+    """Read a memory-mapped, fully shuffled Hugging Face dataset as numpy arrays, and pack the documents."""
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
@@ -118,7 +119,7 @@ def datasets_arrays(folder: Path, name: str) -> Batches:
 
 
 class Rows(IterableDataset[np.ndarray]):
-    """Documents end to end, cut into rows, as one writes it by hand."""
+    """Concatenated documents, cut into rows: the usual loop in user code."""
 
     def __init__(self, documents: Iterator[np.ndarray]) -> None:
         self._documents = documents
@@ -142,8 +143,8 @@ def _packed(documents: Iterator[np.ndarray]) -> Batches:
         yield batch.shape[0] * SEQ_LENGTH
 
 
-def _write_one_a_record_batch(files: list[Path], folder: Path) -> None:
-    """Write files as fms-fsdp's loader wants them, with the counts that spare it to look into each."""
+def _write_for_fms_fsdp(files: list[Path], folder: Path) -> None:
+    """Write files with a record batch per document, and the counts that fms-fsdp's loader reads."""
     (folder / "documents").mkdir(parents=True)
     (folder / "meta").mkdir()
     schema = pa.schema([("tokens", pa.uint16())])
@@ -173,9 +174,9 @@ CONTENDERS: dict[str, tuple[Callable[[Path, str], Batches], tuple[str, ...]]] = 
     "Mosaic Streaming, documents": (mosaic_documents, ("streaming",)),
     "datasets, shuffled arrays": (datasets_arrays, ("datasets",)),
 }
-"""By name, with the packages that each takes; the first is what the others are compared with."""
+"""Contenders by name, with the packages that they need; the others are compared with the first."""
 WRITERS: dict[str, tuple[str, Callable[[list[Path], Path], None]]] = {
-    "fms": ("fms-fsdp", _write_one_a_record_batch),
+    "fms": ("fms-fsdp", _write_for_fms_fsdp),
     "mds_rows": (
         "Mosaic Streaming, packed rows",
         lambda files, target: _write_mds(Rows(read_documents(files)), f"uint16:{ROW}", target),
@@ -185,10 +186,10 @@ WRITERS: dict[str, tuple[str, Callable[[list[Path], Path], None]]] = {
         lambda files, target: _write_mds(read_documents(files), "uint16", target),
     ),
 }
-"""Folders of documents in other forms, with the contender that reads them."""
+"""Writers of other file forms by folder, with the contender that reads them."""
 
 _opened: list[Batches] = []
-"""In a contender's process, what it reads from."""
+"""The loader of a contender's process."""
 
 
 def _open(contender: str, folder: Path, name: str) -> None:
@@ -197,7 +198,7 @@ def _open(contender: str, folder: Path, name: str) -> None:
 
 
 def _read() -> float:
-    """Read for a turn; return tokens per second."""
+    """Read during a turn; return tokens per second."""
     tokens, began = 0, time.perf_counter()
     while time.perf_counter() < began + TURN_SECONDS:
         tokens += next(_opened[0])
@@ -205,7 +206,7 @@ def _read() -> float:
 
 
 def race(contenders: list[str], folder: Path, name: str, rounds: int) -> dict[str, list[float]]:
-    """Return the tokens per second of every contender, turn by turn; the first turn warms up."""
+    """Return the tokens per second of every contender, turn by turn, without the first turn (warm-up)."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         pools = {
@@ -219,8 +220,8 @@ def race(contenders: list[str], folder: Path, name: str, rounds: int) -> dict[st
 def main() -> None:
     parser = flag_parser(
         "The loader against others.",
-        tokens=Number(100_000_000, "of each dataset", least=10_000_000),
-        rounds=Number(9, "turns that count"),
+        tokens=Number(100_000_000, "tokens per dataset", least=10_000_000),
+        rounds=Number(9, "measured turns"),
     )
     parser.add_argument("--fms_fsdp", type=Path, help="a checkout of github.com/foundation-model-stack/fms-fsdp")
     flags = parser.parse_args()
@@ -231,7 +232,7 @@ def main() -> None:
     use_one_core()
     contenders = [name for name, (_, packages) in CONTENDERS.items() if all(map(importlib.util.find_spec, packages))]
     if missing := CONTENDERS.keys() - set(contenders):
-        print(f"left out, since their packages are not installed: {', '.join(sorted(missing))}")
+        print(f"left out, because their packages are not installed: {', '.join(sorted(missing))}")
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
         folder = Path(temporary)
         (folder / ".index").mkdir()

@@ -4,11 +4,10 @@
     python -m scripts.benchmark.compare.against_trainer --processes=2
     python -m scripts.benchmark.compare.against_trainer --model_variant=125m --batch_size=16 --use_torch_compile=true
 
-Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient
-clipping, SDPA attention, in the same precision, both compiled or not, both with activation checkpointing or without,
-and report every 10 steps; the losses at the end show that the work was the same. Nobody evaluates or saves. The Trainer
-has its rows in memory and writes no curves; the project's batches come from its loader, and its reports go to
-metrics.jsonl and TensorBoard, as they always do.
+Both start from the same weights and train the same shape on the same micro-batches, with fused AdamW, gradient clipping
+and SDPA attention. Precision, compilation and activation checkpointing are the same. Both report every 10 steps, and
+neither evaluates or saves. Equal losses at the end show that both did the same work. The Trainer has its rows in memory
+and writes no curves; the project reads batches from its loader and writes metrics.jsonl and TensorBoard files.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from scripts.benchmark.race import Turn, parse_race, project, race, race_setting
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences in memory; the labels are shifted already, so that both sides learn from as many.
+    """Sequences in memory with shifted labels, so that both sides learn from the same number of tokens.
 
-    The Trainer deals its batches out to the ranks one by one, so micro-batches of different ranks take turns here.
+    The Trainer distributes batches to the ranks in turn, so the micro-batches of the ranks alternate here.
     """
 
     def __init__(self, config: TrainConfig, shape: LlamaShape) -> None:
@@ -39,7 +38,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         _, ranks = place()
         for step in zip(*(batches_in_memory(config, shape, rank, ranks) for rank in range(ranks)), strict=True):
             for micro_batch in chain.from_iterable(zip(*step, strict=True)):
-                inputs = micro_batch.model_inputs()  # made-up rows are a document each: a document mask changes nothing
+                inputs = micro_batch.model_inputs()  # a dummy row is one document: no mask is needed
                 for inputs_S, labels_S in zip(inputs.tokens_BS, inputs.labels_BS, strict=True):
                     self._rows.append({"input_ids": inputs_S, "labels": labels_S, "shift_labels": labels_S})
 
@@ -51,7 +50,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class TakesTurns(transformers.TrainerCallback):  # type: ignore[misc]
-    """Gives the Trainer its turns."""
+    """A callback that makes the Trainer wait for its turns."""
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
@@ -106,7 +105,7 @@ def trainer(config: TrainConfig, turn: Turn) -> None:
 
 
 def _hugging_face_model(config: TrainConfig, shape: LlamaShape) -> Any:
-    """LlamaForCausalLM of a shape, with the weights that the project starts from."""
+    """Return LlamaForCausalLM of a shape, with the project's initial weights."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling is not None:
         rope |= vars(shape.rope_scaling) | {"rope_type": "llama3"}
@@ -120,6 +119,6 @@ def _hugging_face_model(config: TrainConfig, shape: LlamaShape) -> Any:
 if __name__ == "__main__":
     flags, settings = parse_race("The project against LlamaForCausalLM and the Trainer of transformers.")
     if race_settings(settings, flags).parallel.selective_checkpointing != ALL_BLOCKS:
-        sys.exit("error: the Trainer computes all blocks again or none: leave --selective_checkpointing out")
+        sys.exit("error: the Trainer recomputes all blocks or none: remove --selective_checkpointing")
     print(f"against   transformers {transformers.__version__}")
     race({"project": project, "Trainer": trainer}, settings, flags)

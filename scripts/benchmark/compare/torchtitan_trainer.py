@@ -1,6 +1,6 @@
-"""torchtitan's side of `against_torchtitan.py`: its Trainer on the project's shapes, rows and weights.
+"""torchtitan's Trainer with the project's shapes, rows and weights, for `against_torchtitan.py`.
 
-All of them reach it through its own extension points: a specification of a model, a loader of data, a state to set.
+All of these are set through torchtitan's extension points: model specification, data loader, model state.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pretraining.launch.layout import port_of_name
 from scripts.benchmark.common import batches_in_memory, device, initial_model, place
 from scripts.benchmark.race import Turn
 
-NAME = "race"  # of the model and of its one size, among those of torchtitan
+NAME = "race"  # name of model and size in torchtitan's registry
 
 
 def train(config: TrainConfig, turn: Turn) -> None:
     shape = resolve_shape(config.model)
-    if place()[1] == 1:  # it expects what torchrun sets
+    if place()[1] == 1:  # torchtitan expects torchrun's variables
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone, MASTER_PORT=str(port_of_name(str(config.checkpoint.folder))))
     spec = get_train_spec()
@@ -45,7 +45,7 @@ def train(config: TrainConfig, turn: Turn) -> None:
     trainer.train()
 
 
-class Rows(BaseDataLoader):  # type: ignore[misc]  # torchtitan is not there where types are checked
+class Rows(BaseDataLoader):  # type: ignore[misc]  # torchtitan is not installed for mypy
     """This rank's micro-batches, in memory."""
 
     def __init__(self, config: TrainConfig, shape: LlamaShape) -> None:
@@ -66,7 +66,7 @@ class Rows(BaseDataLoader):  # type: ignore[misc]  # torchtitan is not there whe
 
 
 class InTurns(Trainer):  # type: ignore[misc]  # as above
-    """torchtitan's Trainer, which takes turns and also sums its losses up, on the device."""
+    """torchtitan's Trainer, which also takes turns and sums losses on the device."""
 
     turn: Turn
 
@@ -89,9 +89,9 @@ class InTurns(Trainer):  # type: ignore[misc]  # as above
 
 
 def _arguments_of(shape: LlamaShape) -> TransformerModelArgs:
-    # Its feed-forward size is 8/3 of the hidden size times the factor, rounded up to a multiple.
+    # torchtitan computes the feed-forward size as factor x 8/3 x hidden size, rounded up to a multiple.
     eight_thirds = int(8 * shape.hidden_size / 3)
-    scaling = RoPEScalingArgs(scaling_factor=1.0)  # its rotary frequencies are always scaled: so, by nothing
+    scaling = RoPEScalingArgs(scaling_factor=1.0)  # torchtitan always scales rotary frequencies; 1.0 changes nothing
     if shape.rope_scaling is not None:
         scaling = RoPEScalingArgs(
             scaling_factor=shape.rope_scaling.factor,
@@ -147,7 +147,6 @@ def _job(config: TrainConfig) -> JobConfig:
 
 
 def _set_weights(trainer: Trainer, config: TrainConfig) -> None:
-    """Has it start from the weights that the project starts from."""
     state = Llama3StateDictAdapter(trainer.model_args, None).from_hf(initial_model(config).state_dict())
     [model] = trainer.model_parts
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))

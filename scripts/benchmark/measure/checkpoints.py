@@ -1,19 +1,19 @@
-"""How fast checkpoints are saved and loaded, beside raw files and torch's DCP, and what saves and resumes cost a run.
+"""Speed of saves and loads against raw files and torch's DCP, and the cost of saves and resumes for a run.
 
     python -m scripts.benchmark.measure.checkpoints
     python -m scripts.benchmark.measure.checkpoints --model_variant=1b --folder=/scratch/me --rounds=5
 
-The same tensors, parameters and AdamW's moments, are saved and loaded in turns, with one process, then with two that
-shard them. All contenders flush every file to the disk before a save is over (`sync_files`, DCP's default):
+All contenders save and load the same tensors (parameters and AdamW's moments) in turns, with one process, then with two
+processes that shard them. Every save flushes all files to the disk (`sync_files`, DCP's default):
 
-    project           a save with its manifest, checksums, commit; a load that compares every checksum
-    raw files         a file per process: `write` and `fsync`; a load into a small buffer, which keeps nothing
-    DCP               `dcp.save` with FileSystemWriter as it is
-    DCP, 4 threads    and with four files per process, written by as many threads
-    DCP, safetensors  HuggingFaceStorageWriter, each process its own shards, with four threads for loads
+    project           a save with manifest, checksums and commit; a load that compares every checksum
+    raw files         a file per process: `write` and `fsync`; a load into a small buffer, discarding the data
+    DCP               `dcp.save` with the default FileSystemWriter
+    DCP, 4 threads    four files per process, written by four threads
+    DCP, safetensors  HuggingFaceStorageWriter, each process writing its own shards; four threads for loads
 
-What was loaded is compared with what was saved. Then runs train in turns, with saves in place and beside the training;
-each saves twice, since the first save also takes the memory for the copies. At last, runs are killed by SIGKILL soon
+Loaded tensors are compared with the saved ones. Then runs train in turns with synchronous and asynchronous saves. Each
+run saves twice, because the first save also allocates the memory for copies. Last, runs are killed by SIGKILL soon
 after a save, and the same command starts at once.
 """
 
@@ -78,19 +78,19 @@ MANIFEST_OF_STEP_1 = Manifest(step=1, tokens_seen=1, global_batch_size=1)
 RAW = "raw files"
 READ_BYTES = 2**22
 THREADS = 4
-"""Of a process: as many as the project's writer and reader have."""
+"""Threads per process, as in the project's writer and reader."""
 DAMAGES = 8
-"""Bytes, spread over the largest file, that are changed one at a time."""
+"""Number of damaged bytes to test, one at a time, spread over the largest file."""
 KINDS = ("save", "load", "load, file cache")
 SAVE_STEPS, LAST_STEP, FOLLOWING_STEPS = (5, 15), 21, 5
 Tensors = Mapping[str, torch.Tensor]
 Seconds = dict[tuple[str, str], list[float]]
-"""Of each turn, by contender and kind."""
+"""Seconds of each turn, by contender and kind."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to write a checkpoint and to read it; both take its folder and the tensors, on all processes at once."""
+    """Functions that save and load a checkpoint; all processes call them with its folder and the tensors."""
 
     save: Callable[[Path, Tensors, TrainConfig], None]
     load: Callable[[Path, Tensors, TrainConfig], None]
@@ -150,11 +150,11 @@ CONTENDERS = {
 
 def main() -> None:
     parser = flag_parser(
-        "Checkpoints beside raw files and torch's DCP.",
-        rounds=Number(11, "turns of each"),
-        runs=Number(5, "runs of each kind that train and save, and of those killed"),
+        "Checkpoints against raw files and torch's DCP.",
+        rounds=Number(11, "turns per contender"),
+        runs=Number(5, "runs per kind of save, and runs that are killed"),
     )
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure (default %(default)s)")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="folder on the disk (default %(default)s)")
     flags, settings = parse_with_settings(parser, OWN)
     settings = [*DEFAULTS, *QUIET, *settings]
     config = read_settings(settings)
@@ -169,11 +169,11 @@ def main() -> None:
 
 
 def compare(root: Path, config: TrainConfig, world_size: int, rounds: int) -> None:
-    """Print the tables of jobs of this size."""
+    """Print the table of jobs with `world_size` processes."""
     payload, seconds, noticed = run_job(world_size, root, config, rounds)
-    of_processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+    title = f"{world_size} process{'es' if world_size > 1 else ''}"
     columns = [column for kind in KINDS for column in (f"{kind}, GB/s", f"{kind}, project / it")]
-    table = Table(of_processes, *columns, "damaged bytes noticed")
+    table = Table(title, *columns, "damaged bytes noticed")
     for name in CONTENDERS:
         cells = []
         for kind in KINDS:
@@ -186,7 +186,7 @@ def compare(root: Path, config: TrainConfig, world_size: int, rounds: int) -> No
 
 
 def run_job(world_size: int, root: Path, config: TrainConfig, rounds: int) -> tuple[int, Seconds, dict[str, int]]:
-    """Return what `measure` returns on rank 0 of a job of new processes."""
+    """Return payload bytes, seconds, and detected damages, measured in new processes."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     port = free_port()
@@ -200,7 +200,7 @@ def run_job(world_size: int, root: Path, config: TrainConfig, rounds: int) -> tu
     try:
         result: tuple[int, Seconds, dict[str, int]] = here.recv()
     except EOFError:
-        sys.exit("the measured processes failed: their error stands above")
+        sys.exit("the measured processes failed: see their error above")
     for process in job:
         process.join()
     return result
@@ -216,7 +216,7 @@ def _work(
         noticed = {name: count_noticed(root, tensors, config, name) for name in CONTENDERS if name != RAW}
         if rank == 0:
             results.send((plan_save(tensors).total_bytes, seconds, noticed))
-        dist.barrier()  # the store that all of them talk through ends with rank 0
+        dist.barrier()  # rank 0 hosts the store, so it must exit last
 
 
 def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, torch.Tensor]:
@@ -229,7 +229,7 @@ def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, tor
 
 
 def take_turns(root: Path, tensors: Tensors, config: TrainConfig, rounds: int) -> Seconds:
-    """In each process, let all contenders save, then load, in an order that changes; a turn ends when all are done."""
+    """Let all contenders save, then load, in rotating order; a turn ends when all processes are done."""
     names = list(CONTENDERS)
     seconds: Seconds = {}
     for number in range(rounds + 1):
@@ -250,13 +250,13 @@ def take_turns(root: Path, tensors: Tensors, config: TrainConfig, rounds: int) -
             work(folder, tensors, config)
             synchronize()
             dist.barrier()
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 seconds.setdefault((name, kind), []).append(time.perf_counter() - began)
     return seconds
 
 
 def _check_load(contender: Contender, folder: Path, tensors: Tensors, config: TrainConfig) -> None:
-    """Load into zeros, and end the benchmark if something else than what was saved comes back."""
+    """Load into zeros, and assert that the saved tensors come back."""
     saved = {name: local_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
     with torch.no_grad():
         for tensor in tensors.values():
@@ -267,7 +267,7 @@ def _check_load(contender: Contender, folder: Path, tensors: Tensors, config: Tr
 
 
 def count_noticed(root: Path, tensors: Tensors, config: TrainConfig, name: str) -> int:
-    """In each process, load files with one bit changed, at several places; return how often that fails."""
+    """Load files with one changed bit at several places; return how often a load fails. All processes call this."""
     folder = root / name
     largest = max(_files_of(folder), key=lambda path: path.stat().st_size)
     noticed = 0
@@ -276,14 +276,14 @@ def count_noticed(root: Path, tensors: Tensors, config: TrainConfig, name: str) 
         _flip(largest, place)
         try:
             CONTENDERS[name].load(folder, tensors, config)
-        except (Exception, dcp.api.CheckpointException):  # the second is none of the first
+        except (Exception, dcp.api.CheckpointException):  # CheckpointException is not an Exception
             noticed += 1
         _flip(largest, place)
     return noticed
 
 
 def _flip(file: Path, place: int) -> None:
-    """On rank 0, change a bit of a byte of a file, or change it back."""
+    """Flip a bit of a file, on rank 0."""
     dist.barrier()
     if dist.get_rank() == 0:
         with file.open("r+b") as opened:
@@ -299,21 +299,21 @@ def _files_of(folder: Path) -> Iterator[Path]:
 
 
 def compare_blocking(folder: Path, config: TrainConfig, runs: int) -> None:
-    """Train in turns with saves in place and beside the training, and print how long these block the loop."""
+    """Train in turns with synchronous and asynchronous saves, and print the ratio of the times that block the loop."""
     blocked: dict[bool, list[float]] = {False: [], True: []}
     with join() as processes:
         for _ in range(runs + 1):
             for asynchronous in blocked:
                 blocked[asynchronous].append(_blocked_seconds(folder, config, processes, asynchronous))
     ratios = [beside / in_place for in_place, beside in list(zip(*blocked.values(), strict=True))[1:]]
-    table = Table("time that a save blocks, beside the training / in place", "median", "quartiles", "runs")
+    table = Table("time that a save blocks training", "median", "quartiles", "runs")
     middle, quartiles = spread(ratios, ".3f")
-    table.add("beside / in place", middle, quartiles, str(runs))
+    table.add("asynchronous / synchronous", middle, quartiles, str(runs))
     table.print()
 
 
 def _blocked_seconds(folder: Path, config: TrainConfig, processes: Processes, asynchronous: bool) -> float:
-    """Train a run that saves twice; return the seconds that the second save blocks, the steps after it included."""
+    """Train a run that saves twice; return the seconds that the second save blocks its step and the next steps."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     checkpoint = replace(config.checkpoint, ckpt_save_path=str(folder / "run"), async_save=asynchronous, keep_last=1)
@@ -337,7 +337,7 @@ def _blocked_seconds(folder: Path, config: TrainConfig, processes: Processes, as
 
 
 class _SaveSteps:
-    """An interval that is due at the steps of this benchmark."""
+    """An interval that is due at `SAVE_STEPS`."""
 
     def is_due(self, state: Any) -> bool:
         return state.progress.steps in SAVE_STEPS
@@ -352,7 +352,7 @@ def _kill_and_resume(run: Path, settings: list[str]) -> float:
         try:
             while not committed_checkpoints(run):
                 if process.poll() is not None:
-                    sys.exit("the run to be killed has ended by itself: its error stands above")
+                    sys.exit("the run to be killed failed by itself: see its error above")
                 time.sleep(0.02)
         finally:
             process.kill()

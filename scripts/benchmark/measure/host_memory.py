@@ -1,4 +1,4 @@
-"""Tokens/s on a CPU with freed memory kept for the next step, as it is, against freed memory given back to the system.
+"""Tokens/s on a CPU that keeps freed memory for the next step (the default), against returning it to the system.
 
 python -m scripts.benchmark.measure.host_memory
 python -m scripts.benchmark.measure.host_memory --mixed_precision=false --processes=2
@@ -12,10 +12,10 @@ from scripts.benchmark.race import Turn, parse_race, project, race
 
 
 def given_back(config: TrainConfig, turn: Turn) -> None:
-    processes.keep_freed_memory = lambda: False  # a contender has a process of its own
+    processes.keep_freed_memory = lambda: False  # affects only the process of this contender
     project(config, turn)
 
 
 if __name__ == "__main__":
-    flags, settings = parse_race("Freed memory kept against freed memory given back.")
+    flags, settings = parse_race("Freed memory kept against freed memory returned to the system.")
     race({"kept": project, "given back": given_back}, settings, flags)

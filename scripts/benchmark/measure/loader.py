@@ -1,10 +1,10 @@
-"""How fast the loader is on one core, and how quick a resume.
+"""Speed of the loader on one core, and time of a resume.
 
     python -m scripts.benchmark.measure.loader
-    python -m scripts.benchmark.measure.loader --folder=/data/benchmark     keeps the made-up documents
+    python -m scripts.benchmark.measure.loader --folder=/data/benchmark     keeps the random documents
 
-Tokens/s are those of `next(loader)`, on files in the page cache. All contenders take turns in one process that is bound
-to one core.
+The benchmark measures tokens/s of `next(loader)`, on files in the page cache. All contenders take turns in one process
+that is bound to one core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import list_datasets
-from scripts.benchmark.common import Number, announce, end_if_checked, flag_parser, print_table, spread
+from scripts.benchmark.common import Number, announce, exit_if_checked, flag_parser, print_table, spread
 from scripts.benchmark.documents import SEQ_LENGTH, VOCABULARY, use_one_core, write_documents
 
 MEAN_TOKENS = (600, 60)
@@ -31,35 +31,35 @@ MICRO_BATCH = 8
 SHARDS = 1024
 STEPS = (10, 10**9)
 WAYS: dict[str, dict[str, Any]] = {
-    "documents told apart": {},
-    "not told apart": {"document_mask": False},
+    "with document mask": {},
+    "without document mask": {"document_mask": False},
     "packed, best_fit": {"packing": "best_fit"},
 }
 
 
 def settings_of(folder: Path, dataset: str, **changes: Any) -> DataConfig:
-    """Return how a dataset is read: in the calling thread, with documents told apart, but for the changes."""
+    """Return settings to read a dataset in the calling thread, with a document mask; `changes` override them."""
     places = {"data_path": str(folder), "datasets": (dataset,), "index_path": str(folder / ".index")}
     reading = {"seq_length": SEQ_LENGTH, "logical_shards": SHARDS, "document_mask": True, "num_workers": 0}
     return DataConfig(**{**places, **reading, **changes})
 
 
 def open_data(config: DataConfig) -> OpenedDatasets:
-    """Open datasets with their indices, which are made if they are missing."""
+    """Open datasets, and build missing indices."""
     listing = list_datasets(config)
     build_indices(listing, config)
     return open_datasets(listing, config)
 
 
 def open_loader(config: DataConfig, opened: OpenedDatasets, global_batch: int, ranks: int = 1) -> Loader:
-    """Return a loader of rank 0 that has nothing in memory yet."""
+    """Return a new loader of rank 0, without caches."""
     share = global_batch // ranks
     plan = BatchSizes(global_batch, min(share, MICRO_BATCH), max(1, share // MICRO_BATCH), ranks)
     return build_loader(OpenedDatasets(opened.datasets), config, plan, 0, seed=0, vocab_size=VOCABULARY)
 
 
 def reading(config: DataConfig, opened: OpenedDatasets, global_batch: int) -> Callable[[], int]:
-    """Return a contender: a turn takes a sample of every shard, and at least 8 steps, and returns their tokens."""
+    """Return a contender. Its turn reads a sample of every shard, at least 8 steps, and returns the tokens."""
     loader = open_loader(config, opened, global_batch)
 
     def work() -> int:
@@ -71,14 +71,14 @@ def reading(config: DataConfig, opened: OpenedDatasets, global_batch: int) -> Ca
 
 
 def _tokens_of(micro_batch: MicroBatch) -> int:
-    """Return the tokens that a model would take, without padding."""
+    """Return the number of input tokens, without padding."""
     if micro_batch.lengths_B is None:
         return micro_batch.tokens_BT.size(0) * SEQ_LENGTH
     return int(micro_batch.lengths_B.clamp(max=SEQ_LENGTH).sum())
 
 
 def measure_reading(folder: Path, mean: int, rounds: int) -> None:
-    """Print tokens/s of every way to read documents of some mean length, in steps of several sizes."""
+    """Print tokens/s of every way to read documents of a mean length, for several batch sizes."""
     contenders: dict[tuple[str, int], Callable[[], int]] = {}
     for way, changes in WAYS.items():
         config = settings_of(folder, f"mean{mean}", **changes)
@@ -89,16 +89,16 @@ def measure_reading(folder: Path, mean: int, rounds: int) -> None:
         for key, work in contenders.items():
             began = time.perf_counter()
             tokens = work()
-            if turn:  # the first one warms up
+            if turn:  # the first turn is a warm-up
                 rates[key].append(tokens / 1e6 / (time.perf_counter() - began))
     cells = {key: "{} ({})".format(*spread(values, ".0f")) for key, values in rates.items()}
     print(f"\nmillions of tokens/s, median (quartiles) of {rounds} turns")
-    header = (f"documents of {mean} tokens", *(f"{size} samples a step" for size in GLOBAL_BATCHES))
+    header = (f"documents of {mean} tokens", *(f"{size} samples per step" for size in GLOBAL_BATCHES))
     print_table(header, [(way, *(cells[way, size] for size in GLOBAL_BATCHES)) for way in WAYS])
 
 
 def measure_resume(folder: Path, rounds: int) -> None:
-    """Print how long it takes from a state to the first batch, on one of 8 ranks."""
+    """Print the time from a state to the first batch, on one of 8 ranks."""
     config = settings_of(folder, f"mean{MEAN_TOKENS[0]}")
     milliseconds: dict[int, list[float]] = {step: [] for step in STEPS}
     for _ in range(rounds + 1):
@@ -111,7 +111,7 @@ def measure_resume(folder: Path, rounds: int) -> None:
             loader.load_state_dict(state)
             next(loader)
             milliseconds[step].append(1000 * (time.perf_counter() - began))
-    print("\nfrom a state to the first batch (64 of 512 samples), nothing in memory yet")
+    print("\nfrom a state to the first batch (64 of 512 samples), without caches")
     rows = [(f"step {step:,}", *spread(values[1:], ".1f")) for step, values in milliseconds.items()]
     print_table(("", "ms", "quartiles"), rows)
 
@@ -119,12 +119,12 @@ def measure_resume(folder: Path, rounds: int) -> None:
 def main() -> None:
     parser = flag_parser(
         "The loader on one core.",
-        tokens=Number(200_000_000, "of each dataset", least=10_000_000),
-        rounds=Number(9, "turns that count"),
+        tokens=Number(200_000_000, "tokens per dataset", least=10_000_000),
+        rounds=Number(9, "measured turns"),
     )
-    parser.add_argument("--folder", type=Path, help="keep the made-up documents here (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="keep the random documents here (default: a temporary folder)")
     flags = parser.parse_args()
-    end_if_checked(flags)
+    exit_if_checked(flags)
     use_one_core()
     announce(flags)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:

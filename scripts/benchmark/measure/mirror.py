@@ -1,13 +1,13 @@
-"""What copies into an object store cost a run, and how soon a run goes on from its mirror alone.
+"""Cost of copies to an object store for a run, and the time to resume from a mirror.
 
     python -m scripts.benchmark.measure.mirror
 
-*Rate*: one run trains in turns of some steps, beside the copies of a checkpoint and alone. The store is a folder in
-memory, since it shares neither the disk nor the server's work with the run. In a turn beside copies, the next copy
-begins with the step after the last one was done.
+*Rate*: one run trains in alternating turns, during copies of a checkpoint and without copies. The store is a folder in
+memory, so it needs neither the disk nor a server. In a turn with copies, a new copy begins with the step after the
+previous copy.
 
-*Start*: the run's folder is removed, and the same command starts. It fetches the checkpoint from an S3 server on
-loopback (moto, of the extra `dev`), which takes time of the same cores.
+*Start*: the run's folder is deleted, and the same command starts again. It fetches the checkpoint from an S3 server on
+loopback (moto, of the extra `dev`), which uses the same cores.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AW
 
 def main() -> None:
     parser = flag_parser(
-        "What copies into an object store cost.",
+        "Cost of copies to an object store.",
         rounds=Number(10, "turns of each kind"),
-        steps=Number(10, "optimizer steps of a turn"),
-        starts=Number(2, "starts from the mirror alone; 0 = leave them out", 0),
+        steps=Number(10, "optimizer steps per turn"),
+        starts=Number(2, "starts from the mirror; 0 = none", 0),
     )
     flags, settings = parse_with_settings(parser, (*LENGTH, "ckpt_mirror_path", "checkpoint_interval"))
     settings = [*DEFAULTS, *QUIET, *settings]
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _measure_rate(config: TrainConfig, rounds: int, steps: int, size: int) -> None:
-    """Train in turns beside copies and alone, and print both rates as a ratio."""
+    """Train in turns with and without copies, and print the ratio of the rates."""
     with join() as processes:
         run = start_run(config, processes)
         mirror, [checkpoint] = run.checkpoints._mirror, committed_checkpoints(config.checkpoint.folder)
@@ -109,11 +109,13 @@ def _measure_rate(config: TrainConfig, rounds: int, steps: int, size: int) -> No
 
 
 class _Turns:
-    """Turns beside a copy, each as long as its copies take, and turns of as many steps alone; the first ones warm up.
+    """Turns with copies, each until its last copy is done, and turns of the same number of steps without copies.
+
+    The first turn of each kind is a warm-up.
 
     Attributes:
-        seconds: of each turn, by whether it was beside copies.
-        copies: seconds of each copy.
+        seconds: seconds per turn, by whether it had copies.
+        copies: seconds per copy.
     """
 
     def __init__(self, mirror: Mirror, checkpoint: Path, address: str, steps: int, rounds: int) -> None:
@@ -125,7 +127,7 @@ class _Turns:
         self.copies: list[float] = []
 
     def before_step(self) -> None:
-        """Before each step: end a turn, and see to it that a copy is under way, or none."""
+        """Finish a turn if it is over, and start a copy if one is due; called before each step."""
         synchronize()
         is_beside = self._steps_alone == 0
         if is_beside and self._copy_began and not self._mirror.protected:
@@ -143,25 +145,25 @@ class _Turns:
         if self._steps == 0:
             self._began = time.perf_counter()
         if is_beside and not self._copy_began:
-            self._manifest.unlink(missing_ok=True)  # what is there already would not be copied again
+            self._manifest.unlink(missing_ok=True)  # otherwise the mirror has the checkpoint, and does not copy it
             self._copy_began = time.perf_counter()
             self._mirror.copy(self._checkpoint)
         self._steps += 1
 
 
 def _memory() -> str | None:
-    """Return a folder in memory; None = there is none, and the disk has to do."""
+    """Return a folder in memory; None if there is none, so that the disk is used."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def _pretrain(*arguments: str) -> None:
     if subprocess.run([*PRETRAIN, *arguments], stdout=subprocess.DEVNULL).returncode:
-        sys.exit(f"`pretrain {arguments[0]}` failed: its error stands above")
+        sys.exit(f"`pretrain {arguments[0]}` failed: see its error above")
 
 
 @contextmanager
 def _object_store() -> Iterator[str]:
-    """Give an address in an empty S3 server, which is a process of its own."""
+    """Start an empty S3 server in a new process, and yield an address in it."""
     os.environ.update(CREDENTIALS)
     port = free_port()
     endpoint = f"127.0.0.1:{port}"

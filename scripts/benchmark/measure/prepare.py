@@ -1,14 +1,12 @@
-"""Time `pretrain prepare` against the tokenizers library alone, and the training of a tokenizer.
+"""Speed of `pretrain prepare` against the tokenizers library alone, and time to train a tokenizer.
 
     python -m scripts.benchmark.measure.prepare
     python -m scripts.benchmark.measure.prepare --megabytes=500 --vocabulary=64000
 
-All encode the same documents with the same tokenizer, in turns, on one core and on all. The library gets them as
-strings in memory, in one call, and what it gives is thrown away; `prepare` reads them from a file, encodes them, and
-writes token files with their checksums. The text is the standard library's own sources, cut into documents of 2000
-characters and repeated to the size asked for.
-
-Before that, a tokenizer is trained on the standard library.
+A tokenizer is trained on the source code of Python's standard library. Then all contenders encode the same documents
+with this tokenizer in turns, on one core and on all cores. The library encodes strings in memory, in one call, and
+discards the result. `prepare` reads the documents from a file, encodes them, and writes token files with checksums. The
+text is the same source code, cut into documents of 2000 characters and repeated up to the requested size.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ LIBRARY = "tokenizers library alone"
 
 def main() -> None:
     parser = flag_parser(
-        "Preparing text, beside the tokenizers library.",
-        megabytes=Number(100, "text to encode"),
+        "pretrain prepare against the tokenizers library.",
+        megabytes=Number(100, "MB of text to encode"),
         vocabulary=Number(32_000, "entries of the tokenizer", least=SMALLEST_VOCABULARY),
-        rounds=Number(5, "turns of each that count"),
+        rounds=Number(5, "measured turns per contender"),
     )
     flags = parser.parse_args()
     announce(flags)
@@ -60,7 +58,7 @@ def main() -> None:
 
 
 def compare(root: Path, documents: list[str], tokenizer: Tokenizer, rounds: int) -> None:
-    """Let the library and `prepare`, from files of each kind, encode in turns, and print a table."""
+    """Let the library, and `prepare` with each kind of file, encode in turns, and print a table."""
     contenders: dict[str, Callable[[int, int], int]] = {
         LIBRARY: lambda cores, turn: _encode_with_library(tokenizer, documents, cores)
     }
@@ -74,7 +72,7 @@ def compare(root: Path, documents: list[str], tokenizer: Tokenizer, rounds: int)
             with _on_cores(cores):
                 began = time.perf_counter()
                 tokens[name, cores] = contenders[name](cores, turn)
-                if turn:  # the first ones warm up
+                if turn:  # the first turn is a warm-up
                     seconds[name, cores].append(time.perf_counter() - began)
     rows = []
     for name, cores in names:
@@ -117,7 +115,7 @@ def _preparing(text: Path, root: Path) -> Callable[[int, int], int]:
 
 
 def _documents(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Cut texts into documents, until there are so many characters."""
+    """Cut texts into documents, up to a number of characters."""
     for text in texts:
         for at in range(0, len(text), DOCUMENT_CHARACTERS):
             document = text[at : at + DOCUMENT_CHARACTERS]
@@ -129,7 +127,7 @@ def _documents(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 @contextmanager
 def _on_cores(count: int) -> Iterator[None]:
-    """Keep this thread, and those that it starts, on the first `count` cores."""
+    """Bind this thread, and threads that it starts, to the first `count` cores."""
     every = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(every)[:count])
     try:

@@ -1,11 +1,11 @@
-"""Steps/s of the demo's model beside programs that use the same cores, by how PyTorch's threads wait.
+"""Steps/s of the demo's model while other programs use the same cores, by how PyTorch's threads wait.
 
     python -m scripts.benchmark.measure.shared_cpu
     python -m scripts.benchmark.measure.shared_cpu --rounds=3 --seconds=2
 
-The load is loops of Python that do nothing. One process for each way of waiting (launch/shared_cores.py) trains on
-made-up tokens, and is stopped but for its turns; turns alternate, so all ways meet each load in the same minutes.
-Nothing else may use the machine meanwhile.
+The load is empty Python loops. One process per way of waiting (launch/shared_cores.py) trains on dummy data, and is
+stopped outside of its turns. Turns alternate, so that all ways meet each load in the same minutes. No other program may
+use the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -48,42 +48,42 @@ WAYS: dict[str, dict[str, str]] = {
     "GOMP_SPINCOUNT=3000": {"GOMP_SPINCOUNT": "3000"},
 }
 SETTLING_SECONDS = 2.5
-"""Of training ahead of each turn: a run looks every half second whether others want its cores."""
+"""Training time before each turn: a run checks every half second whether other programs need its cores."""
 
 
 class Contender:
-    """A process that trains, and stands still between its turns."""
+    """A training process that is stopped between its turns."""
 
     def __init__(self, process: subprocess.Popen[bytes], metrics: Path) -> None:
         self._process, self._metrics = process, metrics
 
     def train(self, seconds: float) -> float:
-        """Let it train that long, once it has settled; return its steps per second."""
+        """Let the process train for some seconds after it settled; return steps per second."""
         self._process.send_signal(signal.SIGCONT)
-        settled = self._reports_after(SETTLING_SECONDS)  # among them the step in which it stood still
+        settled = self._reports_after(SETTLING_SECONDS)  # they include the step that was interrupted
         reports = self._reports_after(seconds)[len(settled) :]
         self._process.send_signal(signal.SIGSTOP)
         return len(reports) / sum(float(json.loads(report)["step_seconds"]) for report in reports)
 
     def _reports_after(self, seconds: float) -> list[str]:
-        """Wait that long, and until a step is done; return the reports of all steps."""
+        """Wait for some seconds and for a step; return the reports of all steps."""
         before = len(self._steps())
         time.sleep(seconds)
         while len(self._steps()) == before:
             if self._process.poll() is not None:
-                sys.exit("a measured process failed: its error stands above")
+                sys.exit("a measured process failed: see its error above")
             time.sleep(0.05)
         return self._steps()
 
     def _steps(self) -> list[str]:
-        """Return the run's reports of its steps."""
+        """Return the complete lines of the run's metrics.jsonl."""
         text = self._metrics.read_text() if self._metrics.exists() else ""
         return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 @contextmanager
 def contender(variables: dict[str, str], settings: list[str]) -> Iterator[Contender]:
-    """Start a process that trains, and kill it at the end of the `with` block."""
+    """Start a training process, and kill it at the end of the `with` block."""
     environment = {name: value for name, value in os.environ.items() if name not in (THREADS, *WAITING)}
     command = [*PRETRAIN, "train", *DEMO, *settings]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
@@ -104,7 +104,7 @@ def contender(variables: dict[str, str], settings: list[str]) -> Iterator[Conten
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Run programs that want a core each, for the time of a `with` block."""
+    """Run programs that use a core each during a `with` block."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -116,9 +116,9 @@ def busy_loops(count: int) -> Iterator[None]:
 
 def main() -> None:
     parser = flag_parser(
-        "Steps/s beside other programs.",
+        "Steps/s while other programs run.",
         rounds=Number(5, "turns of each way at each load"),
-        seconds=Number(3, "of a turn"),
+        seconds=Number(3, "seconds per turn"),
     )
     flags, settings = parse_with_settings(parser)
     read_settings([*DEMO, *settings])
@@ -132,7 +132,7 @@ def main() -> None:
                     rates[way, load].append(running.train(flags.seconds))
     medians = {key: statistics.median(values) for key, values in rates.items()}
     baseline = medians[BASELINE, 0]
-    print(f"\nshare of the rate that libgomp's default has alone, {baseline:.2f} steps/s")
+    print(f"\nfraction of the rate of libgomp's default without load, {baseline:.2f} steps/s")
     rows = [(way, *(f"{medians[way, load] / baseline:.2f}" for load in LOADS)) for way in WAYS]
     print_table(("busy loops", *map(str, LOADS)), rows)
 

@@ -3,8 +3,8 @@
     pretrain prepare --source=stdlib --vocab_size=4096 --output_path=data/demo
     python -m scripts.benchmark.measure.startup
 
-The demo (or what other flags make of it) runs for one step, again and again in new processes: each time first without
-an index of the data, then with the one that the run before left.
+The demo, with any other settings, runs for one step in new processes: in turns without an index of the data, and with
+the index of the previous run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 DEMO = ("recipe=demo", "tracker=tensorboard", "progress=plain")
 STARTED = "BENCHMARK_STARTED"
-"""Variable that tells the measured process when it was started, in seconds since the epoch."""
+"""Environment variable with the start time of the measured process, in seconds since the epoch."""
 
 
 def measured_run(settings: list[str]) -> None:
-    """In the measured process: train a step as the command does, and print the seconds since the start."""
+    """Train one step like `pretrain train`, and print the seconds since the start; runs in the measured process."""
     import torch
 
     from pretraining.cli import train_command
@@ -36,18 +36,18 @@ def measured_run(settings: list[str]) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         print(time.time() - float(os.environ[STARTED]), flush=True)
-        raise SystemExit  # an error ends the loop without a checkpoint
+        raise SystemExit  # stops the loop without a checkpoint
 
     loop.train_step = only_step  # type: ignore[assignment]
     train_command(settings, {})
 
 
 def start(settings: list[str], since: float | None = None) -> float:
-    """Return the seconds to the end of the first step in a process of its own.
+    """Return the seconds to the end of the first step in a new process.
 
     Args:
-        settings: of training, as name=value.
-        since: when they begin, in seconds since the epoch; None = now.
+        settings: settings of training, as name=value.
+        since: start of the measurement, in seconds since the epoch; None = now.
     """
     result = subprocess.run(
         [sys.executable, "-m", "scripts.benchmark.measure.startup", "measure", *settings],
@@ -57,7 +57,7 @@ def start(settings: list[str], since: float | None = None) -> float:
         text=True,
     )
     if result.returncode:
-        sys.exit("the measured process failed: its error stands above")
+        sys.exit("the measured process failed: see its error above")
     return float(result.stdout.splitlines()[-1])
 
 

@@ -1,9 +1,9 @@
-"""Tokens/s, step time, MFU and memory of the project's training loop on one device, with made-up data.
+"""Tokens/s, step time, MFU and memory of the project's training loop on one device, with dummy data.
 
     python -m scripts.benchmark.measure.throughput --model_variant=1b --seq_length=4096 --batch_size=8
 
-The numbers are medians over all reports of the run's own metrics.jsonl after the first. `pretrain sweep` compares
-combinations of settings.
+The numbers are medians over the reports in metrics.jsonl, without the first. `pretrain sweep` compares combinations of
+settings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ COMMON = ("use_dummy_dataset=true", "report_interval=5", "tracker=none", "progre
 
 def main() -> None:
     parser = flag_parser(
-        "Throughput of the training loop.", steps=Number(30, "in reports of 5, the first to warm up", least=10)
+        "Throughput of the training loop.",
+        steps=Number(30, "steps; the first 5 are a warm-up", least=10),
     )
     flags, settings = parse_with_settings(parser, OWN)
     if not settings:

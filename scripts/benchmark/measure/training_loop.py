@@ -5,9 +5,9 @@
     python -m scripts.benchmark.measure.training_loop --model_variant=125m --seq_length=1024 --batch_size=16
 
 Both train the same model class with the same layout and fused AdamW on the same micro-batches, reduce gradients in the
-same of them, clip, and report every 10 steps. The project does it with all that belongs to a run: loader, observer,
-metrics and TensorBoard files, evaluator, checkpoint manager. The bare loop (`train` of `compare/against_ddp.py`) does
-nothing else, and has its batches in memory.
+same micro-batches, clip, and report every 10 steps. The project runs all components: loader, observer, metrics and
+TensorBoard files, evaluator, checkpoint manager. The bare loop (`train` of `compare/against_ddp.py`) has none of these,
+and has its batches in memory.
 """
 
 from __future__ import annotations

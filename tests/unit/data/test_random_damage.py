@@ -19,6 +19,8 @@ from pretraining.config.training import DataConfig, Packing
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
+from pretraining.tools.prepare.records import UnitRecord, manifest
+from pretraining.tools.prepare.token_files import TokenFile
 from pretraining.tools.verify import verify
 
 NUMBERS = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(8), b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\1", b"\x7f", b"\x80"]
@@ -69,8 +71,8 @@ def test_a_damaged_file_is_read_or_named_and_verify_finds_it(tmp_path: Path, bat
     write_documents(path, random_documents(40, largest=30), batch_documents=batch_documents)
     content = path.read_bytes()
     checksum, size = file_checksum(path)
-    record = f'{{"files": [{{"name": "x.arrow", "documents": 1, "tokens": 1, "bytes": {size}, "crc32": "{checksum}"}}]'
-    (path.parent / MANIFEST_FILE).write_text(record + ', "tokenizer": {"vocab_size": 1000}}')
+    record = UnitRecord("", files=[TokenFile("x.arrow", 1, 1, size, checksum)])
+    (path.parent / MANIFEST_FILE).write_text(manifest({}, None, 1000, "uint16", [record]))
     config = DataConfig(data_path=str(tmp_path / "data"), seq_length=8, sep_token=999, num_workers=0)
 
     @settings(max_examples=150)

@@ -136,8 +136,8 @@ def test_what_fails_is_named_and_the_next_command_goes_on(tmp_path: Path, monkey
     results = map(json.loads, (tmp_path / "out" / "races.jsonl").read_text().splitlines())
     assert [result["failure"] for result in results] == [
         "ModuleNotFoundError: No module named 'no_such_package'",
-        "it ran past its time",
-        "it was killed, for memory perhaps",
+        "it exceeded its time limit",
+        "it was killed, perhaps out of memory",
         None,
     ]
     assert "measured" in (tmp_path / "out" / "races.log").read_text()

@@ -57,7 +57,7 @@ def test_checkpoints_are_sound_and_no_older_after_a_kill(tmp_path: Path, monkeyp
     with pytest.raises(soak.Broken, match="step 3"):
         soak.check_checkpoints(run, before=3)
     remove_checkpoint(checkpoint_path(run, 2))
-    with pytest.raises(soak.Broken, match="best leads to"):
+    with pytest.raises(soak.Broken, match="best points to"):
         soak.check_checkpoints(run, before=1)
     monkeypatch.setattr(soak, "faults_of", lambda path: [f"{path.name} is damaged"])
     with pytest.raises(soak.Broken, match="step_1_ckp is damaged"):

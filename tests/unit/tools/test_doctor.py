@@ -70,8 +70,8 @@ def test_the_place_of_checkpoints_is_tried_by_a_save_and_left_as_it_was(
 ) -> None:
     flags = ["--disk_path=none", f"--ckpt_save_path={tmp_path}/runs/new", "--model_variant=tiny"]
     found = examine(capsys, *flags)["rows"]
-    assert "0.24 a checkpoint" in found["room for checkpoints"]["found"] and "GiB/s" in found["saves"]["found"]
-    assert "a model says" in examine(capsys, *flags[:2])["rows"]["saves"]["found"]
+    assert "0.24 per checkpoint" in found["room for checkpoints"]["found"] and "GiB/s" in found["saves"]["found"]
+    assert "name a model" in examine(capsys, *flags[:2])["rows"]["saves"]["found"]
     assert list(tmp_path.iterdir()) == []
     real = shutil.disk_usage
     for free, verdict in ((2**20, "bad"), (2**29, "look at"), (2**32, "good")):

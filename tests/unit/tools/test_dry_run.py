@@ -87,7 +87,7 @@ def test_a_new_run_is_planned_with_the_documents_of_its_first_batch(
     text = show(*flags, f"--ckpt_save_path={tmp_path}/run", "--batch_size=1", "--held_out_fraction=0.1")
     for begin in ("memory ", "model ", "batch       3 sequences", "length      4 steps, 384 tokens", "FLOPs "):
         assert len(lines_of(text, begin)) == 1, text
-    assert "start       from initial weights, seed 2023" in text and "begins with step 1" in text
+    assert "start       from initial weights, seed 2023" in text and "starts with step 1" in text
     main(["inspect", *TINY, *flags, "--held_out_fraction=0.1", "--batch_size=1", "--step=1"])
     assert capsys.readouterr().out in text
 
@@ -111,10 +111,10 @@ def test_a_resume_is_planned_from_its_checkpoint_with_what_has_changed(tmp_path:
     text = show(*same, "--weight_decay=0.2")
     assert f"start       from {tmp_path}/run/checkpoints/step_2_ckp, step 2" in text
     assert "weight_decay changed from 0.1 to 0.2" in text and "dry_run was" not in text
-    assert "step 3, all ranks: the global batch has 2 slots" in text and "begins with step 3" in text
+    assert "step 3, all ranks: the global batch has 2 slots" in text and "starts with step 3" in text
     train(tmp_path / "run", "use_dummy_dataset=true")
     assert load_config(tmp_path / "run" / "config.yaml").run.dry_run is False
-    assert "the run is at step 4 of 4: none is left" in show(*same)
+    assert "the run is finished: step 4 of 4" in show(*same)
 
 
 def test_a_folder_with_a_timestamp_is_not_made_and_what_a_start_point_gives_is_named(
@@ -125,7 +125,7 @@ def test_a_folder_with_a_timestamp_is_not_made_and_what_a_start_point_gives_is_n
     main(["train", *TINY, *flags, "--run_steps=1"])
     (made,) = tmp_path.glob("run.2*")
     text = show(*flags)
-    assert f"run folder  {made}" in text and "begins with step 2" in text
+    assert f"run folder  {made}" in text and "starts with step 2" in text
     assert re.search(rf"(?m)^  ckpt_save_path +{made} +follows from other settings or the data$", text)
     own = [f"--recipe={made}/config.yaml", "--model_variant=none", "--hidden_size=none", "--num_hidden_layers=none"]
     assert re.search(rf"(?m)^  hidden_size +32 +taken from {made}/checkpoints/step_1_ckp$", show(*own))
@@ -148,7 +148,7 @@ def test_of_a_large_batch_the_first_slots_are_shown_and_a_summary_of_all(tmp_pat
     flags = ["--use_dummy_dataset", "--num_steps=1", f"--ckpt_save_path={tmp_path}/run", f"--batch_size={size}"]
     text = show(*flags)
     assert len(lines_of(text, "slot ")) == dry_run_module.SLOTS_SHOWN
-    assert "and 5 slots more" in text and f"steps 1 to 1: {size} samples" in text
+    assert "and 5 more slots" in text and f"steps 1 to 1: {size} samples" in text
 
 
 Spoil = Callable[[Path, pytest.MonkeyPatch], object]

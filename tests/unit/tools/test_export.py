@@ -167,7 +167,7 @@ def test_a_token_that_the_tokenizer_puts_first_and_training_never_saw_is_warned_
     make_run(tmp_path / "with_bos", shape, tokenizer_path=path, bos_token=0)
     run_export(tmp_path)
     (message,) = caplog.messages
-    assert "puts token 0 before every text, and the run had no bos_token" in message
+    assert "puts token 0 before every text, but the run had no bos_token" in message
     run_export(tmp_path, ckpt_load_path=str(tmp_path / "with_bos"), output_path=str(tmp_path / "second"))
     assert caplog.messages == [message]
 

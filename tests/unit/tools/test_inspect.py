@@ -113,7 +113,7 @@ def test_without_a_global_batch_the_checkpoint_or_the_world_gives_it(
     config = replace(config, batch=BatchConfig(batch_size=3, grad_accum_steps=2))
     caplog.set_level(logging.INFO, "pretraining")
     inspect(asking(config, step=1))
-    assert any("6 sequences, as on one GPU" in note and "--world_size" in note for note in caplog.messages)
+    assert any("6 sequences, the batch of one GPU" in note and "--world_size" in note for note in caplog.messages)
     assert len(objects(config, step=1)) == 6
     assert len(objects(config, step=1, world_size=4)) == 24
     assert len(shown(asking(config, step=1, json=True), restored_batch=5)) == 5

@@ -64,7 +64,7 @@ def test_the_optimizer_decides_what_is_kept(capsys: pytest.CaptureFixture[str]) 
     assert (state(), state("--optimizer=sgd"), state("--optimizer=sgdm")) == (8 * count, 0, 4 * count)
     own = "--optimizer=mine:Own"
     assert (state(own), state(own, "--optimizer_state_bytes=2.5")) == (8 * count, round(2.5 * count))
-    assert "counted as AdamW: give --optimizer_state_bytes" in said(capsys, "--model_variant=1b", own)
+    assert "counted as AdamW: set --optimizer_state_bytes" in said(capsys, "--model_variant=1b", own)
 
 
 def test_a_search_lists_what_fits_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,9 @@ def test_a_search_lists_what_fits_the_fastest_first(capsys: pytest.CaptureFixtur
     assert {plan["sharding_strategy"] for plan in plans} >= {"fsdp", "hsdp"}
     lines = said(capsys, *flags).splitlines()
     assert "512 sequences" in lines[1]
-    assert len(lines) == 3 + 15 + 1 and lines[-1].endswith(f"and {len(plans) - 15} slower ones; --json=true prints all")
+    assert len(lines) == 3 + 15 + 1 and lines[-1].endswith(
+        f"and {len(plans) - 15} slower layouts; --json=true prints all"
+    )
     # The flags of a line are a plan by themselves, with the same numbers.
     shown = lines[3].split("  ")[-1].split()
     (again,) = documents(capsys, "--model_variant=13b", "--gpus=32", *shown)

@@ -15,7 +15,7 @@ from unit.tools.run_folders import event, training_report, write_lines, write_ru
 from pretraining.cli import main
 from pretraining.config.commands import PageConfig
 from pretraining.errors import ConfigError
-from pretraining.tools.report import PLOTS, render, report, thin
+from pretraining.tools.report import PLOTS, downsample, render, report
 from pretraining.tools.run_records import read_runs
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'pretraining[report]'")
@@ -41,7 +41,7 @@ def test_a_page_of_a_run_sums_it_up_and_draws_what_it_reported(tmp_path: Path) -
     assert ">restart<" in page and page.count("<svg") == len(titles)
     events = cells_of(page, "Events")
     assert [each[3] for each in events[1:]] == ["start", "phase", "skip", "checkpoint", "restart", "end"]
-    assert ["a", "2", "20", "packages.torch", "2.12", "2.13"] in cells_of(page, "What changed between starts")
+    assert ["a", "2", "20", "packages.torch", "2.12", "2.13"] in cells_of(page, "Changes between starts")
     settings = {row[0]: row[1:] for row in cells_of(page, "Settings that are not defaults")}
     assert settings["model.hidden_size"][0] == "16" and "optimizer.adam_eps" not in settings
 
@@ -65,16 +65,16 @@ def test_a_run_that_has_reported_nothing_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {model_variant: tiny}\n")
     page = page_of(tmp_path)
     assert "first" in str(cells_of(page_of(ROOT / "tests/golden/run/sharded"), "Mixture"))
-    assert "No report can be drawn yet." in page and "There is no logs/metrics.jsonl." in page
+    assert "The runs have no reports yet." in page and "There is no logs/metrics.jsonl." in page
 
 
 def test_a_long_curve_keeps_its_spikes_and_the_page_stays_small(tmp_path: Path) -> None:
     steps = np.arange(50_000.0)
     values = np.sin(steps / 999)
     values[[7, 31_007]] = 99.0, -99.0
-    x, y = thin(steps, values)
+    x, y = downsample(steps, values)
     assert len(x) <= 602 and x[0] == 0 and x[-1] == 49_999 and (y[x == 7], y[x == 31_007]) == (99.0, -99.0)
-    short = thin(steps[:9], values[:9])
+    short = downsample(steps[:9], values[:9])
     assert short[0].tolist() == steps[:9].tolist()
     write_run(tmp_path)
     write_lines(tmp_path / "logs" / "metrics.jsonl", (training_report(step) for step in range(1, 20_000)))

@@ -269,7 +269,7 @@ def test_a_run_is_checked_wholly(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for source in (tmp_path, checkpoints):
         *said, unfinished = lines(source, damaged=0)
         assert [f"step {step}" in line and "no faults" in line for step, line in enumerate(said, start=1)] == [True] * 3
-        assert "step_4_ckp.tmp is incomplete" in unfinished
+        assert "step_4_ckp.tmp is an unfinished save" in unfinished
     flip_byte(checkpoints / "step_2_ckp" / FIRST)
     (checkpoints / "step_3_ckp" / MANIFEST).unlink()
     said = lines(tmp_path, damaged=2)

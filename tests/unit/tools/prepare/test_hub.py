@@ -146,5 +146,5 @@ def test_a_dataset_becomes_token_files_of_several_units(folder: Path, monkeypatc
     assert (summary.folder.name, len(summary.files), summary.documents) == ("mine", 2, 10)
     assert prepare(config) == summary
     (folder / "train-00002.jsonl").write_bytes(json_lines(["more"]))
-    with pytest.raises(DataError, match="input_files: it has 2, asked for is 3"):
+    with pytest.raises(DataError, match="input_files: it has 2, requested is 3"):
         prepare(config)

@@ -142,7 +142,7 @@ def test_the_second_call_finds_everything_done(
     caplog.set_level(logging.INFO, "pretraining")
     capsys.readouterr()
     assert prepare(replace(config, num_workers=1)) == first
-    assert "prepared already" in caplog.text
+    assert "already prepared" in caplog.text
     assert "--sep_token=0" in capsys.readouterr().out
     assert contents(Path(config.output_path)) == before
 
@@ -179,7 +179,7 @@ def test_a_tokenizer_that_comes_to_the_root_in_the_meantime_stops_the_dataset(
 
     with monkeypatch.context() as patch:
         patch.setattr(run, "manifest", late)
-        with pytest.raises(DataError, match="another tokenizer has come") as error:
+        with pytest.raises(DataError, match="another process wrote another tokenizer") as error:
             prepare(config)
     assert error.value.path == tmp_path / "out/tokenizer.json"
     assert prepare(config).vocab_size == load_tokenizer(tmp_path / "out").vocab_size
@@ -205,7 +205,7 @@ def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer(
 ) -> None:
     config = replace(table_config(tmp_path, DOCUMENTS, pa.list_(kind)), vocab_size=vocab_size)
     summary = prepare(config)
-    assert "choose a --sep_token" in capsys.readouterr().out
+    assert "without --sep_token" in capsys.readouterr().out
     assert rows(summary.folder) == KEPT
     assert (summary.documents, summary.empty_documents, summary.vocab_size) == (3, 2, 301)
     assert not (tmp_path / "out/tokenizer.json").exists()
@@ -354,7 +354,7 @@ REFUSED: list[tuple[Change, str, int | None, set[str]]] = [
     (mixed("table.parquet", "words.parquet"), "words.parquet", 0, set()),
     (mixed("words.parquet", "table.parquet"), "table.parquet", 0, set()),
     (foreign_folder, "out/texts", None, {"dataset", "output_path"}),
-    (file_in_the_way, "file/out/.texts.preparing/plan.json", None, {"output_path"}),
+    (file_in_the_way, "file/out/.texts.preparing/files", None, {"output_path"}),
     (no_text, "empty.txt", None, set()),
     (beside_foreign_ids, "out/table", None, {"tokenizer_path", "output_path"}),
 ]
