@@ -27,14 +27,14 @@ from pretraining.checkpoint.run_path import newest_run_path
 from pretraining.config.command_line import load_train_config
 from pretraining.config.commands import ExportConfig, SampleConfig
 from pretraining.config.fields import build, settings_of, values_of
-from pretraining.config.rules import check_config, settle_run_folder
+from pretraining.config.rules import check_config, resolve_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import expand_home
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, LaunchError, Preempted
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import CpuThreads, set_threads
 from pretraining.launch.layout import ProcessLayout, resolve_layout
-from pretraining.launch.signals import ReceivedSignals, end_with_launcher
+from pretraining.launch.signals import ReceivedSignals, terminate_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
 from pretraining.progress import Duration
 from pretraining.tools.translate.hook import translate_when_needed
@@ -78,7 +78,7 @@ class Trainer:
     def __init__(self, config: TrainConfig) -> None:
         config = _as_settings(config)
         changed = [name for name, each in settings_of(TrainConfig).items() if values_of(config)[name] != each.default]
-        config = settle_run_folder(config, changed)
+        config = resolve_run_folder(config, changed)
         check_config(config)
         self.config = config
         self._run_path: str | None = None  # of the last run; before it is known, that of the settings
@@ -323,7 +323,7 @@ def _embedded(config: TrainConfig) -> Iterator[tuple[ProcessLayout, StopRequests
     if not _AT_WORK.acquire(blocking=False):
         raise LaunchError("another Trainer is at work in this process: wait for it, or give each a process of its own")
     variables = dict(os.environ)
-    end_with_launcher()
+    terminate_with_launcher()
     try:
         layout = resolve_layout(os.environ)
         threads = set_threads(None, layout)  # before torch is imported

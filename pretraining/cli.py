@@ -46,11 +46,11 @@ from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import (
     INTERRUPTED,
     ReceivedSignals,
-    end_with_launcher,
-    leave_at_interrupt,
-    tell_launcher_that_time_is_over,
+    exit_at_interrupt,
+    mark_time_limit,
+    terminate_with_launcher,
 )
-from pretraining.launch.terminal import log_to_terminal, outlive_readers, print_text
+from pretraining.launch.terminal import ignore_output_errors, log_to_terminal, print_text
 from pretraining.tools.translate.hook import translate_when_needed
 
 log = logging.getLogger(__name__)
@@ -59,18 +59,18 @@ log = logging.getLogger(__name__)
 def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Train a model."""
     signals = ReceivedSignals().listen()
-    end_with_launcher()
+    terminate_with_launcher()
     resolved = resolve_config(TrainConfig, overrides, flags, (), translate_when_needed)
     config = resolved.config
     if not config.run.dry_run:
-        outlive_readers()
+        ignore_output_errors()
     layout = resolve_layout(os.environ)
     if torch_is_imported():
         log.info("torch is imported already: it keeps its number of threads")
     threads = set_threads(config.run.cpu_threads, layout)
     if config.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that nothing of PyTorch takes memory on a GPU
-    with leave_at_interrupt(WHEN_INTERRUPTED):  # torch is imported only when there is something to train
+    with exit_at_interrupt(WHEN_INTERRUPTED):  # torch is imported only when there is something to train
         from pretraining.train.preemption import stop_requests
         from pretraining.train.run import train
 
@@ -254,7 +254,7 @@ def _taking_text(command: Callable[[Sequence[str], dict[str, str]], None]) -> Ca
 def _fail(error: PretrainError) -> NoReturn:
     """Print an error, if no other process prints the same one, and end this process."""
     if isinstance(error, Preempted) and error.is_out_of_time:
-        tell_launcher_that_time_is_over()
+        mark_time_limit()
     if error.rank is not None:
         print_text(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
     elif _speaks(for_all_nodes=error.is_everywhere):

@@ -35,8 +35,8 @@ from pretraining.config.commands import SweepConfig, SweepSettings
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_json, write_atomic
-from pretraining.launch.signals import ReceivedSignals, end_with_parent
-from pretraining.launch.terminal import outlive_readers, print_text
+from pretraining.launch.signals import ReceivedSignals, terminate_with_parent
+from pretraining.launch.terminal import ignore_output_errors, print_text
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import format_table
 from pretraining.tools.run_records import number_of, read_lines
@@ -91,7 +91,7 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
                 f"{folder / each.name} is a run of other settings ({', '.join(differ)}): give another --sweep_path, or "
                 "remove the folder"
             )
-    outlive_readers()
+    ignore_output_errors()
     for number, each in enumerate(combinations):
         ended = _read(folder / each.name / OUTCOME_FILE).get("status") not in (None, "killed")
         if settings.only in (None, number) and not ended:
@@ -175,7 +175,7 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
         write_atomic(run / ARGUMENTS_FILE, json.dumps({"arguments": combination.arguments}, indent=1) + "\n")
         with (run / OUTPUT_FILE).open("ab") as output, ReceivedSignals().listening() as received:
             begun, printed = time.monotonic(), output.seek(0, os.SEEK_END)
-            with received.remembering_interrupts():
+            with received.recording_interrupts():
                 code = _run(command, output, received)
         if received.first is not None:
             ending = Interrupted if received.first == signal.SIGINT else Preempted
@@ -192,7 +192,7 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
 def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -> int:
     """Run a command to its end and return its exit code; the first signal is passed on, and ends it in its own way."""
     child = subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent
+        command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=terminate_with_parent
     )
     is_sent = False
     try:
