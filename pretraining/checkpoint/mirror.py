@@ -33,7 +33,7 @@ from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.checkpoint.start_point import fetched_path
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
-from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, place
+from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
 from pretraining.files import checked_values, is_address, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
@@ -312,7 +312,7 @@ class Mirror:
         A step that is saved again has the same tensors, which are there already. If they differ, the manifest goes
         before the first of them does.
         """
-        rank, world_size = place()
+        rank, world_size = rank_and_world_size()
         folder, before = _folder_of(checkpoint), dict[str, FileEntry]()
         content = self._store.persist(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._ending)
         with suppress(CheckpointError, ValueError):
@@ -329,7 +329,7 @@ class Mirror:
 
     def _commit(self, checkpoint: Path) -> None:
         """Upload the manifest, remove what is superseded and copy the log files, in a thread of rank 0."""
-        if place()[0] != 0:
+        if rank_and_world_size()[0] != 0:
             return
         content, folder = (checkpoint / MANIFEST).read_bytes(), _folder_of(checkpoint)
         self._store.persist(self._check_writer, self._ending)
