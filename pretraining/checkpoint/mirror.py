@@ -33,7 +33,7 @@ from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.checkpoint.start_point import fetched_path
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
-from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero
+from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, rank_and_world_size
 from pretraining.errors import CheckpointError
 from pretraining.files import checked_values, is_address, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers

@@ -186,8 +186,8 @@ class Watchdog:
         # Not through Python's buffers: the hanging thread may hold their locks.
         faulthandler.dump_traceback(STDERR, all_threads=True)
         os.write(STDERR, f"{describe(hang, self._processes)}\n".encode())
-        # The exit of this process makes the other main threads fail. Their watchdogs must know of the hang before, through
-        # three threads (heartbeat here; heartbeat and watchdog there) with a period each.
+        # The exit of this process makes the other main threads fail. Their watchdogs must know of the hang before: the
+        # news passes three threads (heartbeat here; heartbeat and watchdog there), each with a period.
         time.sleep(5 * self._period)
         self._exit_process(EXIT_HUNG)
 
