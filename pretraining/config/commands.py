@@ -55,9 +55,7 @@ class PrepareConfig:
     output_path: str = setting(
         "data", "root folder to write: tokenizer.json and a folder per dataset; give it to training as data_path"
     )
-    dataset: str | None = setting(
-        None, "name of the dataset's folder; none = the name of the input folder, file or source"
-    )
+    dataset: str | None = setting(None, "name of the dataset's folder; none = from the input folder, file or source")
     tokenizer_path: str | None = setting(
         None,
         "tokenizer: folder, tokenizer.json or name on the Hub; none = tokenizer.json in output_path, else a new BPE",
@@ -147,16 +145,12 @@ class SampleConfig:
         "checkpoint, run (its newest checkpoint), or Hugging Face folder; also as the first word", first_word=True
     )
     prompt: str | None = setting(None, "text to continue; none = start like a new document")
-    prompt_tokens: tuple[NonNegativeInt, ...] = setting(
-        (), "token ids to continue instead of prompt, comma list; prints token ids"
-    )
+    prompt_tokens: tuple[NonNegativeInt, ...] = setting((), "token ids instead of prompt, comma list; prints token ids")
     tokenizer_path: str | None = setting(
         None, "folder or tokenizer.json; none = the tokenizer in the folder, or the run's tokenizer_path"
     )
     max_new_tokens: PositiveInt = setting(128, "most tokens to generate; the end-of-text token stops earlier")
-    temperature: NonNegativeFloat = setting(
-        0.8, "divides the logits: higher values give more varied text; 0 = always the likeliest token"
-    )
+    temperature: NonNegativeFloat = setting(0.8, "higher values give more varied text; 0 = always the likeliest token")
     top_k: PositiveInt = setting(50, "sample among this many of the likeliest tokens")
     seed: NonNegativeInt = setting(0, "seed of the sampling; the same seed gives the same text")
 
@@ -169,13 +163,9 @@ class TranslateConfig:
     """
 
     input_path: str = required("settings file; also as the first word", first_word=True)
-    kind: ForeignKind | None = setting(
-        None, "stub, guide, deepspeed, composed or nanogpt; none = detect from the file's keys"
-    )
+    kind: ForeignKind | None = setting(None, "stub, guide, deepspeed, composed or nanogpt; none = by the file's keys")
     output_path: str | None = setting(None, "recipe to write; none = print it")
-    accept_llama: bool = setting(
-        False, "if the file describes another model (GELU, dropout, biases), use a Llama of the same shape"
-    )
+    accept_llama: bool = setting(False, "use a Llama of the same shape for another model (GELU, dropout, biases)")
     accept_unknown: bool = setting(False, "ignore unknown keys")
 
 
@@ -303,9 +293,7 @@ class VerifyConfig:
         "auto", "format of the token files, as for training"
     )
     col_name: str = setting("tokens", "column of the token files with the token ids")
-    sep_token: NonNegativeInt | None = setting(
-        None, "token id at the end of documents, for formats that separate documents by it"
-    )
+    sep_token: NonNegativeInt | None = setting(None, "token id at the end of documents, for files that need it")
     token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one per core")
 

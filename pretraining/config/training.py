@@ -62,9 +62,7 @@ class ModelConfig:
         "rows of the embedding; none = the weights', else the tokenizer's (rounded up to a multiple of 128), else the "
         "variant's",
     )
-    max_position_embeddings: PositiveInt | None = setting(
-        None, "context length that exports name; none = the variant's"
-    )
+    max_position_embeddings: PositiveInt | None = setting(None, "context length in exports; none = the variant's")
     rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies; none = the variant's")
     rope_scaling: tuple[NonNegativeFloat, ...] = setting(
         (),
@@ -85,9 +83,7 @@ class DataConfig:
         "sub-folders of data_path with token files, or token files; empty = every such sub-folder",
         silent_change=True,
     )
-    weights: tuple[float, ...] = setting(
-        (), "sampling proportions, one per dataset; empty = proportional to their tokens", silent_change=True
-    )
+    weights: tuple[float, ...] = setting((), "proportions of the datasets; empty = by their tokens", silent_change=True)
     seq_length: PositiveInt = setting(4096, "tokens per sequence")
     packing: Packing = setting(
         "stream",
@@ -120,9 +116,7 @@ class DataConfig:
         silent_change=True,
         per_node=True,
     )
-    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
-        0.0, "fraction of documents used for evaluation only, never for training"
-    )
+    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(0.0, "fraction of documents kept for evaluation only")
     index_path: str | None = setting(
         None,
         "folder for document indices; none = each dataset's folder, or the user's cache folder if that is read-only",
@@ -154,9 +148,7 @@ class BatchConfig:
     global_batch_size: PositiveInt | None = setting(
         None, "sequences per step over all GPUs; none = the checkpoint's, else batch_size x grad_accum_steps x GPUs"
     )
-    grad_accum_steps: PositiveInt | None = setting(
-        None, "micro-batches per step; none = derived from global_batch_size, else 1"
-    )
+    grad_accum_steps: PositiveInt | None = setting(None, "micro-batches per step; none = from global_batch_size, or 1")
 
 
 @dataclass(frozen=True)
@@ -188,9 +180,7 @@ class RunConfig:
         per_node=True,
     )
     deterministic: bool = setting(False, "use only kernels that return the same bits each time (slower on CUDA)")
-    ignore_memory: bool = setting(
-        False, "start even if the estimated memory exceeds the device's memory", silent_change=True
-    )
+    ignore_memory: bool = setting(False, "start even if the estimate exceeds the memory", silent_change=True)
     dry_run: bool = setting(
         False, "print the settings with their sources, the plan and the first batch; write nothing", silent_change=True
     )
@@ -200,9 +190,7 @@ class RunConfig:
 class ParallelConfig:
     """Sharding over GPUs, precision and activation checkpointing."""
 
-    device: Literal["auto", "cuda", "cpu"] = setting(
-        "auto", "auto: GPUs if there are any, else CPUs; cuda: an error without GPUs"
-    )
+    device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: GPUs if there are any; cuda: an error without GPUs")
     backend: Literal["auto", "nccl", "gloo"] = setting(
         "auto", "communication library; auto: nccl on GPUs, gloo on CPUs"
     )
@@ -229,9 +217,7 @@ class ParallelConfig:
         "float8 for the blocks' matrix products, with one scale per tensor (tensorwise) or row (rowwise); needs "
         "torchao and compute capability 8.9 or higher",
     )
-    low_cpu_fsdp: bool = setting(
-        True, "initialize the model shard by shard; false = the whole model on every GPU, then shard it"
-    )
+    low_cpu_fsdp: bool = setting(True, "initialize the model shard by shard; false = whole on every GPU, then shard")
     fsdp_activation_checkpointing: bool = setting(
         False, "keep only the blocks' inputs and recompute their activations in the backward pass", silent_change=True
     )
@@ -278,9 +264,7 @@ class OptimizerConfig:
     muon_adam_weight_decay: NonNegativeFloat | None = setting(
         None, "muon: weight decay of the output head; none = weight_decay"
     )
-    muon_ns_steps: PositiveInt | None = setting(
-        None, "muon: Newton-Schulz iterations that orthogonalize an update; none = 5"
-    )
+    muon_ns_steps: PositiveInt | None = setting(None, "muon: Newton-Schulz iterations per update; none = 5")
     grad_clip_thresh: NonNegativeFloat = setting(1.0, "largest gradient norm; larger gradients are scaled; 0 = never")
 
     def resolved(self) -> OptimizerConfig:
@@ -329,12 +313,8 @@ class ScheduleConfig:
     training_stage: Literal["initial", "annealing"] = setting(
         "initial", "annealing: a straight line from the peak to zero, instead of the schedule"
     )
-    warmup_steps: PartOfRun | None = setting(
-        None, "length of the linear warm-up; none = a twentieth of the run, at most 2000 steps"
-    )
-    stable_steps: PartOfRun | None = setting(
-        None, "wsd, trapezoid: length at the peak; the decay takes the rest of the run"
-    )
+    warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
+    stable_steps: PartOfRun | None = setting(None, "wsd, trapezoid: length at the peak; the decay takes the rest")
     decay_steps: PartOfRun | None = setting(None, "wsd, trapezoid: length of the decay; none = a fifth of the run")
     decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = setting(None, "wsd: shape of the decay; none = 1-sqrt")
     decay_power: NonNegativeFloat | None = setting(None, "polynomial: exponent; none = 1")
@@ -407,16 +387,12 @@ class CheckpointConfig:
     preempt_interval: Duration = setting(
         Duration(0, "steps"), "how often to save a checkpoint that replaces the one before; 0 = never"
     )
-    keep_last: PositiveInt | None = setting(
-        None, "how many of the newest checkpoints to keep, besides best and final; none = all"
-    )
+    keep_last: PositiveInt | None = setting(None, "newest checkpoints to keep, besides best and final; none = all")
     save_best: bool = setting(True, "save whenever an evaluation has the lowest loss so far")
     ckpt_name: Literal["step", "tokens"] = setting(
         "step", "names of checkpoints: step_1000_ckp, or tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt"
     )
-    async_save: bool | None = setting(
-        None, "write checkpoints while training continues, from a copy in host memory; none = on CUDA"
-    )
+    async_save: bool | None = setting(None, "write during training, from a copy in host memory; none = on CUDA")
 
     @property
     def folder(self) -> Path:
@@ -472,9 +448,7 @@ class ReportConfig:
     tracker_dir: str | None = setting(None, "folder for the trackers' files; none = <ckpt_save_path>/logs")
     tracker_project_name: str | None = setting(None, "wandb project or mlflow experiment; none = pretraining")
     tracker_run_name: str | None = setting(None, "run name in wandb and mlflow; none = the run folder's name")
-    tracker_run_id: str | None = setting(
-        None, "id of the wandb or mlflow run to continue; none = the run that this run folder used, else a new one"
-    )
+    tracker_run_id: str | None = setting(None, "wandb or mlflow run to resume; none = the run folder's, or a new one")
     progress: Literal["auto", "live", "plain"] = setting(
         "auto", "plain: a line per report; live: also a line for the current step; auto: live on a terminal"
     )
@@ -509,9 +483,7 @@ class GuardConfig:
     hang_timeout: Time = setting(
         Duration(600, "seconds"), "stop the job with exit code 124 after this long without progress; 0s = never"
     )
-    first_step_timeout: Time = setting(
-        Duration(1800, "seconds"), "hang_timeout until the first step is done; 0s = never"
-    )
+    first_step_timeout: Time = setting(Duration(1800, "seconds"), "hang_timeout until the first step ends; 0s = never")
 
 
 @dataclass(frozen=True)
