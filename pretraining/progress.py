@@ -64,7 +64,7 @@ class Duration:
 
     def __post_init__(self) -> None:
         if self.unit not in (*UNITS, PERCENT):
-            raise ConfigError(f"{self.unit!r} is no unit of a duration: use one of {', '.join(UNITS)}")
+            raise ConfigError(f"{self.unit!r} is not a unit of a duration: use one of {', '.join(UNITS)}")
         if not 0 <= self.amount <= LARGEST_AMOUNT:  # false for nan, too
             raise ConfigError(f"{self.amount} {self.unit} are out of range: give 0 to 10^18")
         if self.unit in ("steps", "tokens"):
@@ -84,7 +84,7 @@ class Duration:
         is_one = len(parts) == 1 or (len(parts) in (2, 3) and units == {"seconds"})
         if not is_one or None in units or _AMOUNT.sub("", str(text)) or not 0 <= exact <= LARGEST_AMOUNT:
             raise ConfigError(
-                f"{str(text)!r} is no duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
+                f"{str(text)!r} is not a duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
                 "2ep (epochs), 90s, 30min, 2h or 23h30min; at most 10^18"
             )
         return cls(int(exact) if exact.denominator == 1 else float(exact), str(parts[0][1]))
@@ -116,7 +116,7 @@ class Duration:
         if self.unit == "steps":
             return int(self.amount)
         if self.unit in (PERCENT, "seconds"):
-            raise ConfigError(f"{self} is no length: give steps (1000), tokens (5Btok) or epochs (2ep)")
+            raise ConfigError(f"{self} is not a length: give steps (1000), tokens (5Btok) or epochs (2ep)")
         return schedule.steps_to(self._in_tokens(training_tokens))
 
     def part_of(self, total_steps: int, schedule: TokenSchedule, training_tokens: int | None) -> int:

@@ -125,7 +125,7 @@ class ExportConfig:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", self.max_shard_size.strip().upper(), re.ASCII)
         size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
         if not 1 <= size < math.inf:
-            raise ConfigError(f"--max_shard_size={self.max_shard_size} is no size: write 500MB, 5GB or 2GiB")
+            raise ConfigError(f"--max_shard_size={self.max_shard_size} is not a size: write 500MB, 5GB or 2GiB")
         return int(size)
 
 

@@ -321,7 +321,7 @@ def _check_addresses(config: TrainConfig) -> Problems:
             yield f"--{name} {problem}"
     mirror = config.checkpoint.ckpt_mirror_path
     if mirror is not None and not is_address(mirror):
-        yield f"--ckpt_mirror_path={mirror} is no address: write s3://bucket/runs/mine, gs://, abfss:// or file://"
+        yield f"--ckpt_mirror_path={mirror} is not an address: write s3://bucket/runs/mine, gs://, abfss:// or file://"
     if mirror is not None and "{timestamp}" in (config.checkpoint.ckpt_save_path or ""):
         yield "--ckpt_mirror_path holds one run: give a --ckpt_save_path without {timestamp}"
     if config.evaluation.eval_only and is_address(config.checkpoint.ckpt_load_path):

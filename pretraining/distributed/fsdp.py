@@ -36,7 +36,7 @@ class ShardedModel:
         device: torch.device,
         tie_weights: Callable[[], None],
     ) -> None:
-        # The import takes a second, which runs on one device do not need.
+        # Imported here: it takes a second, and a run on one device does not need it.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.

@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 """Variables by which a user sets how threads wait."""
 
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 """Interval of the measurement. It is valid only while threads spin: a thread that wakes up waits for a core, too."""
-ASLEEP_SECONDS = 20.0
+SLEEP_PHASE_SECONDS = 20.0
 """Time with little spinning before the next measurement; on cores that stay shared, threads spin 1 second in 41."""
 CONTENDED = 0.30
 """Seconds per second that all threads together wait for a core; above, the cores are shared. On an idle machine the
@@ -85,11 +85,11 @@ def seconds_waited() -> dict[str, float]:
 
 def _watch(openmp: ctypes.CDLL, ended: threading.Event) -> None:
     is_logged = False
-    before, began = seconds_waited(), time.monotonic()
-    while not ended.wait(LOOK_SECONDS):
-        now, looked = seconds_waited(), time.monotonic()
+    before, since = seconds_waited(), time.monotonic()
+    while not ended.wait(CHECK_SECONDS):
+        now, checked = seconds_waited(), time.monotonic()
         waited = sum(now[thread] - before[thread] for thread in now.keys() & before.keys())
-        if waited > CONTENDED * (looked - began):
+        if waited > CONTENDED * (checked - since):
             if not is_logged:
                 log.info(
                     "other programs use these cores, too: while they do, waiting threads sleep instead of spinning "
@@ -99,8 +99,8 @@ def _watch(openmp: ctypes.CDLL, ended: threading.Event) -> None:
             team = threading.Thread(target=hold_idle_team, args=(openmp, ended), name="idle team", daemon=True)
             team.start()
             team.join()
-            now, looked = seconds_waited(), time.monotonic()
-        before, began = now, looked
+            now, checked = seconds_waited(), time.monotonic()
+        before, since = now, checked
 
 
 def hold_idle_team(openmp: ctypes.CDLL, ended: threading.Event) -> None:
@@ -109,4 +109,4 @@ def hold_idle_team(openmp: ctypes.CDLL, ended: threading.Event) -> None:
     # The calling thread is part of the team, but not one of libgomp's threads, hence the + 1.
     nothing = ctypes.cast(openmp.omp_get_num_threads, ctypes.c_void_p)
     openmp.GOMP_parallel(nothing, None, ctypes.c_uint(len(allowed_cpus()) + 1), ctypes.c_uint(0))
-    ended.wait(ASLEEP_SECONDS)
+    ended.wait(SLEEP_PHASE_SECONDS)

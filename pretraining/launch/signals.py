@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+INTERRUPTED = 130  # what shells report for SIGINT
 TIME_IS_OVER = "PRETRAINING_TIME_IS_OVER"  # names a file that scripts/torchrun.py watches for
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

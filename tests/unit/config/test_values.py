@@ -90,7 +90,7 @@ def test_a_text_means_this_value(name: str, raw: Any, value: object) -> None:
         ("rate", "1", "it must be below 1"),
         ("ratio", "1.1", "the largest value is 1"),
         ("on", "maybe", "true or false is needed"),
-        ("length", "soon", "'soon' is no duration"),
+        ("length", "soon", "'soon' is not a duration"),
         ("length", "2ep", "epochs are not allowed here, give steps or tokens"),
         ("kind", "on", "not known (did you mean one?), use one of one, two_three"),
         ("kinds", "one,x", "not known"),
