@@ -126,13 +126,17 @@ def sections_of(root: type) -> dict[str, type]:
     return {name: hint for name, hint in get_type_hints(root).items() if _is_section(hint)}
 
 
-@cache
 def settings_of(root: type) -> Mapping[str, Setting]:
     """Return every setting of a root by name, in the order of declaration.
 
     Raises:
         TypeError: a field's type cannot be parsed from text, or two sections share a name (bugs in the dataclass).
     """
+    return _settings_of(root)
+
+
+@cache  # not on `settings_of`: mypy would refuse a dataclass as its argument
+def _settings_of(root: type) -> Mapping[str, Setting]:
     settings: dict[str, Setting] = {}
     for setting in _settings_in(root, "", None, silent_change=False):
         if setting.name in settings:

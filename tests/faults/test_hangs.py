@@ -31,7 +31,7 @@ def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, data_pat
         assert "the job hangs: no process made progress for" in stderr
         assert "train_step" in stderr  # where this process stands
         if stopped == 0:  # it also serves the store that it would be asked through
-            assert "with rank 0, does not" in stderr
+            assert "beside rank 0, does not" in stderr
         else:
             assert "rank 1 on " in stderr and "sends no heartbeats any more" in stderr
     finally:

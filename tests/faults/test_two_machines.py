@@ -89,7 +89,7 @@ def test_a_link_that_is_cut_is_a_hang_that_every_machine_ends(nodes: Nodes, tmp_
     said = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in processes]
     assert [process.returncode for process in processes] == [HUNG, HUNG], said
     assert f"rank 1 on {nodes.names[1]} sends no heartbeats any more" in said[0]
-    assert "with rank 0, does not" in said[1]
+    assert "beside rank 0, does not" in said[1]
 
 
 @pytest.mark.slow
