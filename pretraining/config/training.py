@@ -83,7 +83,7 @@ class DataConfig:
         "sub-folders of data_path with token files, or token files; empty = every such sub-folder",
         silent_change=True,
     )
-    weights: tuple[float, ...] = setting((), "proportions of the datasets; empty = by their tokens", silent_change=True)
+    weights: tuple[float, ...] = setting((), "proportions of the datasets; empty = their tokens", silent_change=True)
     seq_length: PositiveInt = setting(4096, "tokens per sequence")
     packing: Packing = setting(
         "stream",
@@ -157,7 +157,7 @@ class RunConfig:
 
     num_steps: RunLength = setting(Duration(1000, "steps"), "length of the run: steps, tokens (5Btok) or epochs (2ep)")
     run_steps: PositiveInt | None = setting(
-        None, "stop this start after this many steps; the schedule still ends at num_steps", silent_change=True
+        None, "stop after this many steps in this start; the schedule still ends at num_steps", silent_change=True
     )
     time_limit: Time | None = setting(
         None,
@@ -197,7 +197,7 @@ class ParallelConfig:
     sharding_strategy: ShardingStrategy = setting(
         "fsdp",
         "ddp (zero0): shards nothing; zero2: gradients and optimizer state; fsdp (zero3): parameters, too; hsdp, "
-        "hsdp_zero2: fsdp, zero2 inside groups that replicate each other",
+        "hsdp_zero2: as fsdp, zero2, but inside groups that replicate each other",
         aliases={"zero0": "ddp", "zero3": "fsdp"},
         silent_change=True,
     )
@@ -265,7 +265,7 @@ class OptimizerConfig:
         None, "muon: weight decay of the output head; none = weight_decay"
     )
     muon_ns_steps: PositiveInt | None = setting(None, "muon: Newton-Schulz iterations per update; none = 5")
-    grad_clip_thresh: NonNegativeFloat = setting(1.0, "largest gradient norm; larger gradients are scaled; 0 = never")
+    grad_clip_thresh: NonNegativeFloat = setting(1.0, "clip the gradient to this norm; 0 = no clipping")
 
     def resolved(self) -> OptimizerConfig:
         """Return the same with the optimizer's own defaults in place of none, AdamW's for one of the user's own."""
@@ -390,9 +390,9 @@ class CheckpointConfig:
     keep_last: PositiveInt | None = setting(None, "newest checkpoints to keep, besides best and final; none = all")
     save_best: bool = setting(True, "save whenever an evaluation has the lowest loss so far")
     ckpt_name: Literal["step", "tokens"] = setting(
-        "step", "names of checkpoints: step_1000_ckp, or tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt"
+        "step", "step: step_1000_ckp; tokens: tokens(3.07e3)_tloss(10.910)_vloss(10.924)_ckpt"
     )
-    async_save: bool | None = setting(None, "write during training, from a copy in host memory; none = on CUDA")
+    async_save: bool | None = setting(None, "save while training continues, from a copy in host memory; none = on CUDA")
 
     @property
     def folder(self) -> Path:
