@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
-from pretraining.config.command_line import parse_config, resolve_config
+from pretraining.config.command_line import resolve_config
 from pretraining.config.commands import (
     DoctorConfig,
     ExportConfig,
@@ -106,7 +106,7 @@ class Command:
         if self.parses_arguments:
             getattr(import_module(f"pretraining.{module}"), name)(overrides, flags)
             return
-        config: Any = parse_config(self.settings, overrides, flags, translate=translate_when_needed)
+        config: Any = resolve_config(self.settings, overrides, flags, translate=translate_when_needed).config
         if (layout := _layout()) is not None:
             set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
         getattr(import_module(f"pretraining.{module}"), name)(config)
@@ -115,39 +115,23 @@ class Command:
 COMMANDS = {
     "train": Command(TrainConfig, "cli:train_command", "train a model", parses_arguments=True),
     "prepare": Command(
-        PrepareConfig,
-        "tools.prepare.prepare:prepare_in_job",
-        "turn text into token files, and train a tokenizer if none is given",
+        PrepareConfig, "tools.prepare.prepare:prepare_in_job", "turn text into a tokenizer and token files"
     ),
     "inspect": Command(
-        InspectConfig,
-        "tools.inspect:inspect_command",
-        "show the samples of a step, from the settings of a run or a checkpoint",
-        parses_arguments=True,
+        InspectConfig, "tools.inspect:inspect_command", "show the samples of a training step", parses_arguments=True
     ),
     "list": Command(ListConfig, "tools.list_checkpoints:list_checkpoints", "list the checkpoints of a run"),
     "push": Command(PushConfig, "tools.push:push", "copy the checkpoints of a run into an object store"),
-    "report": Command(
-        PageConfig, "tools.report:report", "write a page about one run or several: curves, events, settings"
-    ),
+    "report": Command(PageConfig, "tools.report:report", "write a page about runs: curves, events, settings"),
     "sample": Command(SampleConfig, "tools.sample:sample", "continue a prompt with a trained model"),
-    "export": Command(
-        ExportConfig, "tools.export:export", "write a checkpoint for Hugging Face's transformers, or as .pt files"
-    ),
+    "export": Command(ExportConfig, "tools.export:export", "write a checkpoint for transformers, or as .pt files"),
     "import": Command(ImportConfig, "tools.import_weights:import_weights", "turn a Hugging Face Llama into a run"),
     "plan": Command(PlanConfig, "tools.planner:plan", "estimate memory and speed of a run before it is started"),
-    "sweep": Command(
-        SweepConfig,
-        "tools.sweep:sweep",
-        "train every combination of several values per setting",
-        parses_arguments=True,
-    ),
+    "sweep": Command(SweepConfig, "tools.sweep:sweep", "train a grid of values per setting", parses_arguments=True),
     "translate": Command(
         TranslateConfig, "tools.translate.translate:translate", "turn another system's settings file into a recipe"
     ),
-    "verify": Command(
-        VerifyConfig, "tools.verify:verify", "read checkpoints or token files completely and report every fault"
-    ),
+    "verify": Command(VerifyConfig, "tools.verify:verify", "check checkpoints or token files completely"),
     "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, disk and links, and report slow ones"),
 }
 

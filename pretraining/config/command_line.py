@@ -56,19 +56,8 @@ class ResolvedConfig(Generic[T]):
 def load_train_config(
     overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None, translate: Translator | None = None
 ) -> TrainConfig:
-    """Read the settings of a training run; see `parse_config`."""
-    return parse_config(TrainConfig, overrides, flags, translate=translate)
-
-
-def parse_config(
-    root: type[T],
-    overrides: Sequence[str] = (),
-    flags: Mapping[str, Any] | None = None,
-    defaults: Sequence[Assignment] = (),
-    translate: Translator | None = None,
-) -> T:
-    """Read a command line into a dataclass of settings, as `resolve_config` does."""
-    return resolve_config(root, overrides, flags, defaults, translate).config
+    """Read the settings of a training run, as `resolve_config` does."""
+    return resolve_config(TrainConfig, overrides, flags, translate=translate).config
 
 
 def resolve_config(

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
-from pretraining.config.command_line import name_first_words, parse_config, read_arguments
+from pretraining.config.command_line import name_first_words, read_arguments, resolve_config
 from pretraining.config.commands import SweepConfig, SweepSettings
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, Interrupted, Preempted
@@ -136,7 +136,7 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
         combinations.append(Combination(chosen, (*trained, *varying)))
         try:
             words = [*arguments, *varying, "ckpt_save_path=run"]
-            settings = parse_config(SweepConfig, words, translate=translate_when_needed).sweep
+            settings = resolve_config(SweepConfig, words, translate=translate_when_needed).config.sweep
         except ConfigError as error:
             problems += [f"{','.join(varying)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):
