@@ -86,7 +86,7 @@ def resolve_config(
     """
     reader, recipes, has_recipes = _read(root, overrides, flags, defaults, translate)
     config, problems = reader.build(), reader.problems
-    if config is not None and has_recipes:  # without its recipe, a run would break rules that it does not break
+    if config is not None and has_recipes:  # without a recipe's settings, rules would report false problems
         config = resolve_run_folder(config, reader.chosen)
         problems += find_problems(config, reader.unreadable)
     if config is None or problems:

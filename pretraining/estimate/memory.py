@@ -124,11 +124,11 @@ def _local_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int, int
 def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str) -> int:
     """Return the bytes per token that a block's forward stores for backward.
 
-    in e bytes   inputs of q, k, v and of gate, up: 2·D, as many as the results of o and down, which are not stored;
-                 other results of matrix products and attention; gate's SiLU and its product with up: 2·F
-    norms        on a GPU two inputs, 2·D in e bytes, since the kernel recomputes the rest; on a CPU inputs and
-                 normalized values in float32, 4·D
-    float32      scales of the norms, 2, and attention's log-sum-exp, H
+    - in e bytes: inputs of q, k, v and of gate, up: 2·D, as many as the results of o and down, which are not stored
+    - in e bytes: other results of matrix products and attention; gate's SiLU and its product with up: 2·F
+    - norms on a GPU: two inputs in e bytes, 2·D, since the kernel recomputes the rest
+    - norms on a CPU: inputs and normalized values in float32, 4·D
+    - in float32: scales of the norms, 2, and attention's log-sum-exp, H
     """
     norms = shape.hidden_size * (16 if device_type == "cpu" else 2 * compute_bytes)
     kept = block_costs(shape).results + 2 * shape.intermediate_size
@@ -138,9 +138,9 @@ def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str
 def loss_chunk_tokens(device_type: str, vocab_size: int) -> int:
     """Return the default tokens per chunk of the loss.
 
-    Each chunk costs memory traffic of V D for the head's gradient, so large chunks are faster on a GPU: as large as
-    memory allows, at least 256, and a power of two, so that chunks are even. On a CPU small chunks are faster, since
-    their logits stay in its caches (docs/model.md has measurements).
+    Each chunk costs memory traffic of V D for the head's gradient, so large chunks are faster on a GPU. There a chunk
+    is as large as memory allows, at least 256, and a power of two, so that chunks are even. On a CPU small chunks are
+    faster, since their logits stay in its caches (docs/model.md has measurements).
     """
     if device_type == "cpu":
         return 256

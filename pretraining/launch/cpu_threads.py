@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from pretraining.launch.layout import ProcessLayout, read_text
+from pretraining.launch.layout import ProcessLayout, read_variable
 from pretraining.launch.machine import allowed_cpus, cpu_quota, is_bound_by_parent, physical_cores
 
 THREADS = "OMP_NUM_THREADS"
@@ -66,7 +66,7 @@ def cores_of_process(layout: ProcessLayout, environ: Mapping[str, str] = os.envi
         cores if processes > 1 and is_bound_by_parent() else cores / processes,
         cpu_quota() / processes,
     ]
-    task, node = read_text(environ, "SLURM_CPUS_PER_TASK"), read_text(environ, "SLURM_CPUS_ON_NODE")
+    task, node = read_variable(environ, "SLURM_CPUS_PER_TASK"), read_variable(environ, "SLURM_CPUS_ON_NODE")
     if task is not None and task.isdecimal():
         # Under srun a task is one process; torchrun's processes share one task.
         shares.append(int(task) if layout.launcher == "slurm" else int(task) / processes)
@@ -77,6 +77,6 @@ def cores_of_process(layout: ProcessLayout, environ: Mapping[str, str] = os.envi
 
 def _is_given(layout: ProcessLayout, environ: Mapping[str, str]) -> bool:
     """Return whether the user set OMP_NUM_THREADS; torchrun sets 1 if the user did not."""
-    given = read_text(environ, THREADS)
+    given = read_variable(environ, THREADS)
     by_torchrun = layout.launcher == "torchrun" and layout.local_world_size > 1 and given == "1"
     return given is not None and not by_torchrun

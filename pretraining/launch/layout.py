@@ -103,7 +103,7 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
     Raises:
         LaunchError: the variables contradict each other, or the address of rank 0 cannot be derived.
     """
-    by_hand = read_text(environ, "RANK"), read_text(environ, "WORLD_SIZE")
+    by_hand = read_variable(environ, "RANK"), read_variable(environ, "WORLD_SIZE")
     launcher = next((each for each in LAUNCHERS if each.sign in environ), None)
     if launcher is None:
         if by_hand[0] is None and by_hand[1] in (None, "1"):
@@ -123,7 +123,7 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
             f"{by_hand[1]} are set. Unset RANK and WORLD_SIZE, or start without {launcher.name}."
         )
     is_one_node = world_size == local_world_size
-    address = read_text(environ, "MASTER_ADDR") or _derive_address(launcher, environ, is_one_node)
+    address = read_variable(environ, "MASTER_ADDR") or _derive_address(launcher, environ, is_one_node)
     port = _read_port(environ) or _derive_port(launcher, environ, is_one_node, world_size)
     if address is None or port is None:
         raise LaunchError(
@@ -138,10 +138,10 @@ def _read_place(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, in
     """Return rank, world size, local rank and local world size."""
     rank, world_size = (_read_integer(environ, name, launcher) for name in launcher.variables[:2])
     if launcher is BY_HAND and (
-        world_size == 1 or (read_text(environ, "MASTER_ADDR") or LOCALHOST) in NAMES_OF_THIS_HOST
+        world_size == 1 or (read_variable(environ, "MASTER_ADDR") or LOCALHOST) in NAMES_OF_THIS_HOST
     ):
         on_one_node = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-        environ = {name: read_text(environ, name) or default for name, default in on_one_node.items()}
+        environ = {name: read_variable(environ, name) or default for name, default in on_one_node.items()}
     local_rank = _read_integer(environ, launcher.variables[2], launcher)
     if launcher.name != "slurm":
         return rank, world_size, local_rank, _read_integer(environ, launcher.variables[3], launcher)
@@ -165,7 +165,7 @@ def _derive_port(launcher: Launcher, environ: Mapping[str, str], is_one_node: bo
     if launcher.name == "slurm":
         job, step = (_read_integer(environ, name, launcher) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         return port_of_slurm_step(job, step)
-    namespace = read_text(environ, "PMIX_NAMESPACE")
+    namespace = read_variable(environ, "PMIX_NAMESPACE")
     if launcher.name == "openmpi" and namespace is not None:
         return port_of_name(namespace)
     # Hydra does not name its jobs, but all processes of a node descend from one proxy.
@@ -216,13 +216,13 @@ def tasks_of_nodes(text: str) -> tuple[int, ...]:
     return sum(counts, ()) if None not in parts else ()
 
 
-def read_text(environ: Mapping[str, str], name: str) -> str | None:
+def read_variable(environ: Mapping[str, str], name: str) -> str | None:
     """Return a value without surrounding blanks; None if it is unset or empty (`export NAME=` means unset)."""
     return environ.get(name, "").strip() or None
 
 
 def _read_integer(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
-    text = read_text(environ, name)
+    text = read_variable(environ, name)
     try:
         return int(text or "")
     except ValueError:
@@ -234,7 +234,7 @@ def _read_integer(environ: Mapping[str, str], name: str, launcher: Launcher) -> 
 
 
 def _read_port(environ: Mapping[str, str]) -> int | None:
-    text = read_text(environ, "MASTER_PORT")
+    text = read_variable(environ, "MASTER_PORT")
     if text is not None and not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
         raise LaunchError(f"MASTER_PORT={text!r} is not a port: give a number from 1 to 65535.")
     return None if text is None else int(text)
