@@ -325,7 +325,7 @@ def _embedded(config: TrainConfig) -> Iterator[tuple[ProcessLayout, StopRequests
         with (
             logging_to_terminal(layout.rank),
             ReceivedSignals().listening() as signals,
-            _same_torch(config.run.cpu_threads, layout.world_size == 1),
+            _restoring_torch(config.run.cpu_threads, layout.world_size == 1),
         ):
             from pretraining.train.preemption import stop_requests
 
@@ -344,7 +344,7 @@ def _embedded(config: TrainConfig) -> Iterator[tuple[ProcessLayout, StopRequests
 
 
 @contextmanager
-def _same_torch(threads: int | None, is_alone: bool) -> Iterator[None]:
+def _restoring_torch(threads: int | None, is_alone: bool) -> Iterator[None]:
     """Restore process group, number of threads, determinism and glibc's allocator after a `with` block.
 
     Raises:

@@ -155,13 +155,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _run(arguments)
     except PretrainError as error:
-        _fail(error)
+        _exit_with(error)
     except OSError as error:
         if error.filename is None:
             _exit_without_output(error)
         failure = path_error(error)
         failure.rank = layout.rank if layout and layout.world_size > 1 else None  # only this process failed
-        _fail(failure)
+        _exit_with(failure)
     except KeyboardInterrupt:
         if _prints_errors(for_all_nodes=True):
             print(WHEN_INTERRUPTED, file=sys.stderr)
@@ -230,8 +230,8 @@ def _for_fire(command: Callable[[Sequence[str], dict[str, str]], None]) -> Calla
     return decorated
 
 
-def _fail(error: PretrainError) -> NoReturn:
-    """Print an error, unless another process prints the same one, and exit."""
+def _exit_with(error: PretrainError) -> NoReturn:
+    """Exit with an error, and print the error unless another process does."""
     if isinstance(error, Preempted) and error.is_out_of_time:
         mark_time_limit()
     if error.rank is not None:

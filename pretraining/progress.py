@@ -97,7 +97,7 @@ class Duration:
             hours, minutes = divmod(int(self.amount) // 60, 60)
             return (f"{hours}h" if hours else "") + (f"{minutes}min" if minutes else "")
         if self.unit != "tokens":
-            return _decimal(self.amount) + {"epochs": "ep", PERCENT: "%", "seconds": "s"}[self.unit]
+            return _shortest_decimal(self.amount) + {"epochs": "ep", PERCENT: "%", "seconds": "s"}[self.unit]
         for suffix, multiplier in reversed(MULTIPLIERS.items()):
             if self.amount and self.amount % multiplier == 0:
                 return f"{int(self.amount) // multiplier}{suffix}tok"
@@ -315,6 +315,5 @@ def _as_written(amount: float) -> Fraction:
     return Fraction(repr(amount))
 
 
-def _decimal(amount: float) -> str:
-    """Return the shortest text that reads back equal."""
+def _shortest_decimal(amount: float) -> str:
     return str(int(amount)) if amount == int(amount) else repr(amount)

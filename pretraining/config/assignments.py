@@ -160,8 +160,8 @@ def setting_named(key: str) -> str | None:
     return None if setting is None else setting.name
 
 
-def _tokens(text: str) -> str:
-    """Add the unit tokens to a number: 5B becomes 5Btok."""
+def _add_token_unit(text: str) -> str:
+    """Convert a number of tokens to a duration: 5B becomes 5Btok."""
     text = text.strip()
     if text.lower().endswith(("tok", "token", "tokens")):
         return text
@@ -171,7 +171,7 @@ def _tokens(text: str) -> str:
 
 
 ALIASES: dict[str, Alias] = {
-    "max_tokens": Alias("num_steps", "num_steps in tokens: --max_tokens=5B is --num_steps=5Btok", _tokens),
+    "max_tokens": Alias("num_steps", "num_steps in tokens: --max_tokens=5B is --num_steps=5Btok", _add_token_unit),
     "sharding_group_size": Alias("hsdp_group_size", "the same as hsdp_group_size"),
     "eos_token": Alias("sep_token", "the same as sep_token"),
     "report_to": Alias("tracker", "the same as tracker"),

@@ -45,8 +45,8 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
     lines: list[str] = []
     if word in settings and word not in groups:
         lines += [f"of {settings[word].section}:"] if settings[word].section else []
-        lines += _entry(f"--{word}={_placeholder(settings[word])}", _explanation(settings[word]), columns)
-        lines += _entry("", f"Values: {describe_type(settings[word])}", columns)
+        lines += _format_entry(f"--{word}={_placeholder_of(settings[word])}", _explain(settings[word]), columns)
+        lines += _format_entry("", f"Values: {describe_type(settings[word])}", columns)
     elif word and word not in groups:
         hint = did_you_mean(word, [*groups, *settings], "did you mean {}? ")
         known = ", ".join(groups) or "none"
@@ -57,9 +57,9 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
             if word in ("", name):
                 lines += ["", *textwrap.wrap(f"{name}: {subject}" if name else subject, columns)]
                 for setting in members:
-                    lines += _entry(f"--{setting.name}={_placeholder(setting)}", _explanation(setting), columns)
+                    lines += _format_entry(f"--{setting.name}={_placeholder_of(setting)}", _explain(setting), columns)
     if any(setting.base is Duration for setting in settings.values()):
-        lines += ["", *_entry("DURATION", _DURATION, columns)]
+        lines += ["", *_format_entry("DURATION", _DURATION, columns)]
     return "\n".join(lines).lstrip("\n")
 
 
@@ -69,9 +69,9 @@ def _introduction(root: type, command: str, purpose: str, groups: Sequence[str],
     if issubclass(root, TrainConfig):
         shipped = ", ".join(shipped_recipes())
         text = f"settings files (YAML, JSON, or another system's) or {shipped}; later recipes win, flags win over all"
-        lines += ["", *_entry("--recipe=A,B", text, columns)]
+        lines += ["", *_format_entry("--recipe=A,B", text, columns)]
         for name in ("accept_llama", "accept_unknown"):
-            lines += _entry(f"--{name}=BOOL", _explanation(settings_of(RecipeChoice)[name]), columns)
+            lines += _format_entry(f"--{name}=BOOL", _explain(settings_of(RecipeChoice)[name]), columns)
     return lines
 
 
@@ -84,17 +84,17 @@ def sections_for_readers(root: type) -> Iterator[tuple[str, str, list[Setting]]]
         yield section, subject, [setting for setting in settings_of(root).values() if setting.section == section]
 
 
-def _entry(flag: str, text: str, columns: int) -> list[str]:
+def _format_entry(flag: str, text: str, columns: int) -> list[str]:
     """Format a flag and its text in two columns."""
     return textwrap.wrap(text, columns, initial_indent=f"  {flag:{_INDENT - 4}}  ", subsequent_indent=" " * _INDENT)
 
 
-def _placeholder(setting: Setting) -> str:
+def _placeholder_of(setting: Setting) -> str:
     words = {int: "N", float: "X", bool: "BOOL", Duration: "DURATION", str: "TEXT"}
     return "A,B" if setting.many else words[setting.base]
 
 
-def _explanation(setting: Setting) -> str:
+def _explain(setting: Setting) -> str:
     """Return a setting's help, its choices if the help does not name them, and its default."""
     words = [setting.help]
     if any(choice not in setting.help for choice in setting.choices):

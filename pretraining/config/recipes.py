@@ -129,7 +129,7 @@ def dump_config(config: Any) -> str:
     values = values_of(config)
     for name, setting in settings_of(type(config)).items():
         target = tree.setdefault(setting.section, {}) if setting.section else tree
-        target[name] = _plain(values[name])
+        target[name] = _to_yaml_type(values[name])
     return yaml.dump(tree, Dumper=_FlowListDumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
@@ -202,8 +202,7 @@ def _assignment(recipe: str, name: str, value: Any) -> Assignment:
     return Assignment(name, raw, where=f"{recipe}: {name}: {text}", flag=f"{recipe}: {name}")
 
 
-def _plain(value: Any) -> Any:
-    """Return a value in YAML's types; a duration becomes its text."""
+def _to_yaml_type(value: Any) -> Any:
     if isinstance(value, Duration):
         return value.amount if value.unit == "steps" else str(value)
     return list(value) if isinstance(value, tuple) else value

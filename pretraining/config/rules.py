@@ -260,7 +260,7 @@ def _check_schedule(config: TrainConfig) -> Problems:
     schedule, options = config.schedule, {option for entry in SCHEDULES.values() for option in entry.options}
     given = [name for name in sorted(options - {"min_lr_ratio"}) if getattr(schedule, name) not in (None, ())]
     if schedule.training_stage != "annealing":
-        yield from _unread("schedule", schedule.schedule, SCHEDULES, given)
+        yield from _unread_settings("schedule", schedule.schedule, SCHEDULES, given)
     elif given or schedule.schedule != ScheduleConfig().schedule:
         others = ", ".join(f"--{name}" for name in given or ["schedule"])
         yield f"--training_stage=annealing replaces the schedule: leave it out, or {others}"
@@ -270,13 +270,13 @@ def _check_optimizer(config: TrainConfig) -> Problems:
     optimizer, options = config.optimizer, {option for entry in OPTIMIZERS.values() for option in entry.options}
     default = OptimizerConfig()
     given = [name for name in sorted(options) if getattr(optimizer, name) != getattr(default, name)]
-    yield from _unread("optimizer", optimizer.optimizer, OPTIMIZERS, given)
+    yield from _unread_settings("optimizer", optimizer.optimizer, OPTIMIZERS, given)
     if optimizer.optimizer_options and optimizer.optimizer in OPTIMIZERS:
         yield f"--optimizer_options is for a user-defined optimizer, not for {optimizer.optimizer}: leave it out"
     parse_options("optimizer_options", optimizer.optimizer_options)
 
 
-def _unread(flag: str, chosen: str, table: Mapping[str, Entry], given: Iterable[str]) -> Problems:
+def _unread_settings(flag: str, chosen: str, table: Mapping[str, Entry], given: Iterable[str]) -> Problems:
     """Yield a problem per given setting that the chosen entry of a table does not read."""
     for name in given:
         if chosen in table and name not in table[chosen].options:

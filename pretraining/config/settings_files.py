@@ -122,7 +122,6 @@ _TextLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"),
 
 
 def _as_texts(value: Any) -> Any:
-    """Return a tree with its scalars as text; None stays None."""
     if isinstance(value, dict):
         return {str(key): _as_texts(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -74,7 +74,6 @@ class ReplicatedModel:
 
     @torch.no_grad()
     def _accumulate(self, index: int, parameter: torch.Tensor) -> None:
-        """Add the gradient of a parameter to the gradient of its master."""
         master, gradient, buckets = self._masters[index], parameter.grad, self._buckets
         assert gradient is not None
         if parameter is not master:

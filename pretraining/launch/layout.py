@@ -109,7 +109,7 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
         if by_hand[0] is None and by_hand[1] in (None, "1"):
             return ProcessLayout(0, 1, 0, 1, "single", LOCALHOST, free_port())  # alone, so any port does
         launcher = BY_HAND
-    rank, world_size, local_rank, local_world_size = _read_place(launcher, environ)
+    rank, world_size, local_rank, local_world_size = _read_ranks(launcher, environ)
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         names = [*launcher.variables, "SLURM_NODEID"] if launcher.name == "slurm" else launcher.variables
         raise LaunchError(
@@ -134,7 +134,7 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
     return ProcessLayout(rank, world_size, local_rank, local_world_size, launcher.name, address, port)
 
 
-def _read_place(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+def _read_ranks(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Return rank, world size, local rank and local world size."""
     rank, world_size = (_read_integer(environ, name, launcher) for name in launcher.variables[:2])
     if launcher is BY_HAND and (

@@ -92,7 +92,7 @@ def _cpu_quotas() -> Iterator[float]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of each control group with a limit, in bytes; file cache that can be freed is not used."""
+    """Yield limit and use of each control group with a limit, in bytes; reclaimable file cache does not count."""
     for folder in _control_groups("memory"):
         for limit, used, reclaimable in (
             ("memory.max", "memory.current", "inactive_file"),  # version 2

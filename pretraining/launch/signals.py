@@ -94,7 +94,7 @@ def exit_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> Ite
 
 
 def _print_on_rank_zero(text: str, environ: Mapping[str, str]) -> None:
-    """Print without `print`, which the signal may have interrupted."""
+    """Write a line to stderr, without `print`, which the signal may have interrupted."""
     if environ.get("RANK", "0") == "0":
         with suppress(OSError):  # stderr is closed
             os.write(2, f"{text}\n".encode())
