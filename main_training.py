@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 
-from pretraining.launch.signals import leave_at_interrupt
+from pretraining.launch.signals import exit_at_interrupt
 
 if __name__ == "__main__":
-    with leave_at_interrupt("interrupted; nothing has begun"):
+    with exit_at_interrupt("interrupted; nothing has begun"):
         from pretraining.cli import main
         from pretraining.launch.program import run_as_program
 

@@ -1,7 +1,7 @@
-"""Pretrains Llama-family language models with PyTorch's FSDP2.
+"""Pretraining of Llama-family language models with PyTorch's FSDP2.
 
-The names below are public; everything else is private to the project and may change. Each is imported when it is asked
-for, so `import pretraining` is fast and needs no torch. README.md has a reading path through the code.
+The names below are public; everything else is private and may change. Names are imported on first use, so
+`import pretraining` is fast and needs no torch. README.md has a reading path through the code.
 """
 
 from __future__ import annotations

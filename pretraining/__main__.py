@@ -1,4 +1,4 @@
-"""`python -m pretraining` is `pretrain`."""
+"""`python -m pretraining`, the same as `pretrain`."""
 
 from __future__ import annotations
 

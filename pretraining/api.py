@@ -1,11 +1,11 @@
-"""What `from pretraining import …` gives besides settings: a run, and a trained model, in this process.
+"""The Python API: `Trainer`, a run in this process, and `load_model`, a trained model.
 
     TrainConfig, or recipes and settings -> Trainer -> train -> TrainResult
-                                                    -> evaluate, generate, save: of the newest checkpoint
+                                                    -> evaluate, generate, save: with the newest checkpoint
 
-A run of the command line has a process for itself; here it is embedded in a script or a notebook. It puts back the
-process group, signal handlers, logging, the number of threads, determinism and the environment, also after an error, so
-that the next run finds the same. Nothing here imports torch before it is needed.
+On the command line a run owns its process; here it is embedded in a script or notebook. After each call, also after an
+error, the process group, signal handlers, logging, number of threads, determinism and environment are as before. torch
+is imported only when needed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pretraining.checkpoint.run_path import newest_run_path
 from pretraining.config.command_line import load_train_config
 from pretraining.config.commands import ExportConfig, SampleConfig
 from pretraining.config.fields import build, settings_of, values_of
-from pretraining.config.rules import check_config, settle_run_folder
+from pretraining.config.rules import check_config, resolve_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import expand_home
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, LaunchError, Preempted
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import CpuThreads, set_threads
 from pretraining.launch.layout import ProcessLayout, resolve_layout
-from pretraining.launch.signals import ReceivedSignals, end_with_launcher
+from pretraining.launch.signals import ReceivedSignals, terminate_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
 from pretraining.progress import Duration
 from pretraining.tools.translate.hook import translate_when_needed
@@ -54,23 +54,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Prompt = TypeVar("Prompt", str, Sequence[int])
-_AT_WORK = threading.Lock()
+_ACTIVE = threading.Lock()
 """Held while a Trainer trains or evaluates: a process has one process group, one environment and one terminal."""
 
 
 class Trainer:
-    """Training as the command line does it: in this process, or in each process that a launcher has started.
+    """A run, as on the command line, in this process or in each process of a launcher.
 
-    A subclass adds metrics of its own with `extra_metrics`. Errors are those of the command line, as `PretrainError`.
+    A subclass can add metrics with `extra_metrics`. Errors are the command line's, as `PretrainError`.
 
     Args:
-        config: the settings, the same in every process. Lengths may be given as recipes have them: 1000, "5Btok".
+        config: settings, equal in every process. Lengths may be written as in recipes: 1000, "5Btok".
 
     Attributes:
         needs_hidden_states: whether `extra_metrics` gets the final hidden states.
 
     Raises:
-        ConfigError: carries every problem of the settings.
+        ConfigError: every problem of the settings.
     """
 
     needs_hidden_states: ClassVar[bool] = False
@@ -78,19 +78,19 @@ class Trainer:
     def __init__(self, config: TrainConfig) -> None:
         config = _as_settings(config)
         changed = [name for name, each in settings_of(TrainConfig).items() if values_of(config)[name] != each.default]
-        config = settle_run_folder(config, changed)
+        config = resolve_run_folder(config, changed)
         check_config(config)
         self.config = config
-        self._run_path: str | None = None  # of the last run; before it is known, that of the settings
+        self._run_path: str | None = None  # of the last run of this Trainer
 
     @classmethod
     def from_recipe(cls, *recipes: str | Path, **settings: Any) -> Self:
-        """Make a Trainer from recipes, read left to right, and settings on top, as flags of the command line are.
+        """Make a Trainer from recipes, read left to right, and settings that override them like flags.
 
-        `Trainer.from_recipe("my.yaml", num_steps=1000, learning_rate=3e-4)`; without a recipe, of settings alone.
+        `Trainer.from_recipe("my.yaml", num_steps=1000, learning_rate=3e-4)`; recipes are optional.
 
         Raises:
-            ConfigError: carries every problem of recipes and settings.
+            ConfigError: every problem of recipes and settings.
         """
         flags: dict[str, Any] = {name: "none" if value is None else value for name, value in settings.items()}
         if recipes:
@@ -98,51 +98,51 @@ class Trainer:
         return cls(load_train_config(flags=flags, translate=translate_when_needed))
 
     def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[Tensor, Tensor]]:
-        """Override this to report metrics of your own, in training as `custom/<name>`, and in evaluations.
+        """Override this to report user-defined metrics, as `custom/<name>` in training, and in evaluations.
 
-        It is called for every micro-batch, without gradients; in evaluations, once for each set in it. Sums and counts
-        stay on the device and are added up until a report, over micro-batches, steps and ranks: ask them for no number
-        (`.item()`), which would make every step wait.
+        The method is called for every micro-batch, without gradients; in evaluations, once per set in the micro-batch.
+        Sums and counts stay on the device and are added up over micro-batches, steps and ranks until a report. Do not
+        read their values (`.item()`): every step would wait for the device.
 
         Args:
-            outputs: what the model has found: `loss_sum`, `valid_tokens`, `losses` and `hits` [B, S] of each label, and
-                with `needs_hidden_states` `hidden_states` [B, S, D].
+            outputs: results of the model: `loss_sum`, `valid_tokens`, `losses` and `hits` [B, S] per label, and with
+                `needs_hidden_states` `hidden_states` [B, S, D].
             batch: `tokens_BS`, `labels_BS` (-100 = ignored, as in padding), `positions_BS` and `document_lengths`.
 
         Returns:
-            Of each metric, by its name, sum and count, scalar tensors on the device; the same names each time. What is
-            reported is the sum over the count.
+            (sum, count) by metric name, scalar tensors on the device, with the same names on each call. Reports show
+            the sum divided by the count.
         """
         return {}
 
     def train(self) -> TrainResult:
-        """Train to the end, or from the newest checkpoint of the run's folder on; a collective call.
+        """Train to the end, from the newest checkpoint in the run folder if there is one; a collective call.
 
-        Ctrl-C finishes the step, saves, and raises KeyboardInterrupt; a second one stops at once. SIGTERM and SIGUSR1
-        finish the step, save and return, with "preempted" as the status.
+        Ctrl-C finishes the step, saves, and raises KeyboardInterrupt; a second Ctrl-C stops at once. SIGTERM and
+        SIGUSR1 finish the step, save, and return with the status "preempted".
 
         Raises:
-            PretrainError: any mistake of the user; `Preempted` where the run was told to end before its first step.
-            KeyboardInterrupt: the user wants no more.
+            PretrainError: any user error; `Preempted` if a request stopped the run before its first step.
+            KeyboardInterrupt: Ctrl-C.
         """
         if self.config.evaluation.eval_only:
             raise ConfigError("eval_only=True trains nothing: call evaluate()")
         if self.config.run.dry_run:
-            raise ConfigError("dry_run=True is of the command line, `pretrain train --dry_run=true`: leave it out")
+            raise ConfigError("dry_run=True is for the command line, `pretrain train --dry_run=true`: leave it out")
         with _embedded(self.config) as (layout, requests, threads):
             from pretraining.train.run import train
 
             is_interrupted = False
             try:
                 result = train(self.config, layout, requests, threads, hook=self._hook(), is_embedded=True)
-                assert result is not None  # there is one unless it only evaluates
-            except Preempted as ending:
-                if ending.result is None:
+                assert result is not None  # None only with eval_only
+            except Preempted as stop:
+                if stop.result is None:
                     raise
-                result, is_interrupted = ending.result, isinstance(ending, Interrupted)
-                log.info("%s", ending)
+                result, is_interrupted = stop.result, isinstance(stop, Interrupted)
+                log.info("%s", stop)
             self._run_path = None if result.run_path is None else str(result.run_path)
-            # An interrupt in the last step ends no run, but what comes next.
+            # Ctrl-C in the last step is too late to stop the run, but stops the caller.
             if is_interrupted or requests.signals.first == signal.SIGINT:
                 raise KeyboardInterrupt
         return result
@@ -151,13 +151,13 @@ class Trainer:
         """Evaluate the newest checkpoint, as `--eval_only` does; a collective call that writes nothing.
 
         Args:
-            path: evaluate this in its place: a checkpoint, a run, or a Hugging Face folder.
+            path: checkpoint, run, or Hugging Face folder to evaluate instead.
 
         Returns:
-            checkpoint, step, evaluation_loss and the like, and under `sets` the same of each set.
+            checkpoint, step, evaluation_loss and so on, and under `sets` the scores of each set.
 
         Raises:
-            PretrainError: any mistake of the user.
+            PretrainError: any user error.
         """
         source = self._source(path)
         checkpoint = replace(
@@ -177,17 +177,17 @@ class Trainer:
     def save(
         self, path: str | Path, format: Literal["hf", "full"] = "hf", dtype: Literal["bfloat16", "float32"] = "bfloat16"
     ) -> Path:
-        """Write the weights of the newest checkpoint into a new folder, as `pretrain export` does; rank 0 alone.
+        """Export the newest checkpoint into a new folder, as `pretrain export` does; only rank 0 writes.
 
-        `train` has saved the run itself: this is for other programs, or for another place.
+        For other programs, or for a copy: `train` saves the run itself.
 
         Args:
-            path: the folder to make.
-            format: hf: for `AutoModelForCausalLM.from_pretrained`; full: four .pt files, from which training goes on.
-            dtype: of the weights in the hf form.
+            path: folder to create.
+            format: hf: for `AutoModelForCausalLM.from_pretrained`; full: four .pt files that training can resume from.
+            dtype: type of the weights with hf.
 
         Raises:
-            PretrainError: there is no checkpoint, it is damaged, or the folder cannot be written.
+            PretrainError: the checkpoint is missing or damaged, or the folder cannot be written.
         """
         folder = _path_text(path)
         config = ExportConfig(self._source(None), folder, format=format, dtype=dtype)
@@ -210,20 +210,20 @@ class Trainer:
         seed: int = 0,
         path: str | Path | None = None,
     ) -> Prompt:
-        """Continue a prompt with the model of the newest checkpoint, as `pretrain sample` does, in this process alone.
+        """Continue a prompt with the newest checkpoint, as `pretrain sample` does, in this process alone.
 
-        Each call loads the model; `load_model` gives one to keep.
+        Each call loads the model; `load_model` returns a model to keep.
 
         Args:
-            prompt: text, which needs the tokenizer of the data, or token ids.
-            max_new_tokens: how many to add, unless the text ends before.
-            temperature: above 1 bolder, below 1 tamer; 0 takes the likeliest token each time.
-            top_k: draws among this many of the likeliest tokens.
+            prompt: text (needs the run's tokenizer), or token ids.
+            max_new_tokens: most tokens to generate; the end-of-text token stops earlier.
+            temperature: divides the logits: higher values give more varied text; 0 = always the likeliest token.
+            top_k: sample among this many of the likeliest tokens.
             seed: the same seed gives the same tokens.
-            path: continue with this model in its place: a checkpoint, a run, or a Hugging Face folder.
+            path: checkpoint, run, or Hugging Face folder to use instead.
 
         Returns:
-            What follows the prompt: text, or token ids where the prompt is of these.
+            The continuation without the prompt, as text or token ids like the prompt.
 
         Raises:
             PretrainError: there is no checkpoint, or the prompt or the tokenizer cannot be used.
@@ -231,7 +231,7 @@ class Trainer:
         text = prompt if isinstance(prompt, str) else None
         tokens = () if isinstance(prompt, str) else tuple(int(token) for token in prompt)
         if text is None and not tokens:
-            raise ConfigError("generate needs a token id to begin with, or a text, which may be empty")
+            raise ConfigError("generate needs a text, which may be empty, or at least one token id")
         config = SampleConfig(self._source(path), text, tokens, None, max_new_tokens, temperature, top_k, seed)
         check_config(config)
         import torch
@@ -245,7 +245,7 @@ class Trainer:
         return list(found.new)
 
     def _source(self, path: str | Path | None) -> str:
-        """Return where the weights are: what the caller names, else this run, else what it would begin from."""
+        """Return the path of the weights: the caller's, else this run's, else those that this run would start from."""
         if path is not None:
             return _path_text(path)
         checkpoint = self.config.checkpoint
@@ -256,16 +256,12 @@ class Trainer:
             return run
         source = checkpoint.ckpt_load_path or checkpoint.resume_from_checkpoint
         if source is None and run is None:
-            raise CheckpointError("ckpt_save_path=None keeps no checkpoint: give it a folder, or name a path")
+            raise CheckpointError("ckpt_save_path=None saves no checkpoint: give it a folder, or pass a path")
         if source is None:
-            raise CheckpointError("holds no checkpoint: call train() first, or name a path", path=run)
+            raise CheckpointError("holds no checkpoint: call train() first, or pass a path", path=run)
         return source
 
     def _hook(self) -> MetricsHook | None:
-        if hasattr(self, "_log_metrics"):
-            log.warning(
-                "_log_metrics of %s is never called: override extra_metrics (docs/python.md)", type(self).__name__
-            )
         if getattr(self.extra_metrics, "__func__", None) is Trainer.extra_metrics:
             return None
         from pretraining.observability.custom_metrics import MetricsHook
@@ -274,7 +270,7 @@ class Trainer:
 
 
 def _as_settings(config: TrainConfig) -> TrainConfig:
-    """Return settings as the command line makes them, if Python gives a path, a number of steps or a text."""
+    """Convert values that only Python can give (Path, int or text for a Duration) to the settings' types."""
     values, settings = values_of(config), settings_of(type(config))
     parsed: dict[str, Any] = {}
     for name, value in values.items():
@@ -286,7 +282,7 @@ def _as_settings(config: TrainConfig) -> TrainConfig:
 
 
 def _path_text(path: str | Path) -> str:
-    """Return a path given in Python as a setting has it, with the home folder in place of `~`."""
+    """Return a path as text, with `~` expanded."""
     try:
         return expand_home(str(path))
     except ValueError as error:
@@ -294,19 +290,18 @@ def _path_text(path: str | Path) -> str:
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Llama:
-    """Load a trained model into this process, on one device, for evaluation.
+    """Load a trained model onto one device, for evaluation.
 
     Args:
-        path: a run's folder (its newest sound checkpoint is taken), a checkpoint, sharded or full, or a Hugging Face
-            folder of a Llama.
-        device: where to put it.
-        dtype: of its parameters; None = float32.
+        path: run folder (its newest undamaged checkpoint), checkpoint, sharded or full, or Hugging Face Llama folder.
+        device: device of the model.
+        dtype: type of the parameters; None = float32.
 
     Returns:
         The model in evaluation mode; it takes token ids [B, S] and returns logits [B, S, V].
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it is of no Llama.
+        CheckpointError: the checkpoint is missing, damaged, or not a Llama.
     """
     import torch
 
@@ -315,29 +310,29 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
 
 @contextmanager
 def _embedded(config: TrainConfig) -> Iterator[tuple[ProcessLayout, StopRequests, CpuThreads]]:
-    """Prepare this process for a run, and put back what the run changes in it.
+    """Prepare this process for a run, and restore afterwards what the run changes.
 
     Raises:
-        LaunchError: another Trainer is at work in this process, or it is in a process group already.
+        LaunchError: another Trainer is active in this process, or the process is in a process group already.
     """
-    if not _AT_WORK.acquire(blocking=False):
-        raise LaunchError("another Trainer is at work in this process: wait for it, or give each a process of its own")
+    if not _ACTIVE.acquire(blocking=False):
+        raise LaunchError("another Trainer is active in this process: wait for it, or use another process")
     variables = dict(os.environ)
-    end_with_launcher()
+    terminate_with_launcher()
     try:
         layout = resolve_layout(os.environ)
         threads = set_threads(None, layout)  # before torch is imported
         with (
             logging_to_terminal(layout.rank),
             ReceivedSignals().listening() as signals,
-            _same_torch(config.run.cpu_threads, layout.world_size == 1),
+            _restoring_torch(config.run.cpu_threads, layout.world_size == 1),
         ):
             from pretraining.train.preemption import make_stop_requests
 
             threads = replace(threads, is_chosen=threads.is_chosen and config.run.cpu_threads is None)
             yield layout, make_stop_requests(signals, config.run.time_limit), threads
     except OSError as error:
-        if error.filename is None:  # of no path that a user could mend
+        if error.filename is None:  # an error without a path, which a user cannot fix
             raise
         raise path_error(error) from error
     finally:
@@ -345,12 +340,12 @@ def _embedded(config: TrainConfig) -> Iterator[tuple[ProcessLayout, StopRequests
             del os.environ[name]
         os.environ.update(variables)
         gc.collect()  # parts of a model refer to each other
-        _AT_WORK.release()
+        _ACTIVE.release()
 
 
 @contextmanager
-def _same_torch(threads: int | None, is_alone: bool) -> Iterator[None]:
-    """Put back the process group, the number of threads, determinism and glibc's allocator after a `with` block.
+def _restoring_torch(threads: int | None, is_alone: bool) -> Iterator[None]:
+    """Restore process group, number of threads, determinism and glibc's allocator after a `with` block.
 
     Raises:
         LaunchError: there is a process group already.
@@ -362,8 +357,8 @@ def _same_torch(threads: int | None, is_alone: bool) -> Iterator[None]:
 
     if dist.is_initialized():
         raise LaunchError(
-            "this process is in a process group already, of a run that another process has left with an error, or of "
-            "the script itself: a run makes its own. Call torch.distributed.destroy_process_group() first"
+            "this process is in a process group already, of the script or of a failed run; a run makes its own: call "
+            "torch.distributed.destroy_process_group() first"
         )
     before = torch.get_num_threads()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -373,9 +368,9 @@ def _same_torch(threads: int | None, is_alone: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        # With other processes, leaving them after an error might wait for them for ever.
+        # With other processes, destroying the group after an error could wait for them forever.
         if is_alone and dist.is_initialized():
             dist.destroy_process_group()
         return_freed_memory()
-        torch.set_num_threads(before)  # also what new threads begin with
+        torch.set_num_threads(before)  # new threads start with this number, too
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)

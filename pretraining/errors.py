@@ -1,6 +1,6 @@
-"""The errors that users see: what happened, where, and what to do about it.
+"""Errors for users: what happened, where, and the remedy.
 
-Every entry point catches `PretrainError`, prints its text once and exits with the error's exit code; anything else is a
+Every entry point catches `PretrainError`, prints its text once and exits with its exit code. Any other exception is a
 bug in this project and keeps its traceback.
 """
 
@@ -13,17 +13,17 @@ from typing import Any
 
 
 class PretrainError(Exception):
-    """Base of all errors that a user can cause and mend.
+    """Base of all errors that a user can fix.
 
     Args:
-        text: what happened, and what to do.
-        path: the file or folder that the error is about; the message begins with it.
-        row: the document of that file.
+        text: what happened, and the remedy.
+        path: file or folder at fault; the message begins with it.
+        row: document in that file.
 
     Attributes:
-        rank: the one process that failed; None where several fail alike.
-        is_everywhere: whether all processes of the job fail with it, so that one message is enough.
-        exit_code: of a process that ends with it.
+        rank: the only process that failed; None if several failed alike.
+        is_everywhere: whether all processes of the job fail alike, so that one message is enough.
+        exit_code: exit code of a process that fails with this error.
     """
 
     rank: int | None = None
@@ -38,15 +38,15 @@ class PretrainError(Exception):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Names of the settings that the message gives as flags, in its order."""
+        """Names of the flags in the message, in order."""
         return tuple(dict.fromkeys(re.findall(r"(?<!\S)[`'(]*--([a-z]\w*)", str(self))))
 
 
 class ConfigError(PretrainError):
-    """The settings cannot be trained with; carries every problem found, not only the first.
+    """Invalid settings; carries every problem found, not only the first.
 
     Attributes:
-        problems: one sentence each, naming the flag to change.
+        problems: one sentence each, with the flag to change.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
@@ -60,31 +60,31 @@ class ConfigError(PretrainError):
 
 
 class PathError(PretrainError):
-    """The file system refuses a path; names it, and says why."""
+    """A path that the file system refuses."""
 
 
 class DataError(PretrainError):
-    """A dataset is missing, damaged or not what was asked for; names file, row and sample where there is one."""
+    """A missing, damaged or wrong dataset; names file, row and sample if known."""
 
 
 class CheckpointError(PretrainError):
-    """A checkpoint cannot be written, or cannot be restored into this run."""
+    """A checkpoint that cannot be written, or not be restored into this run."""
 
 
 class DamagedError(CheckpointError):
-    """The files of a checkpoint are not what was written; another checkpoint may be good."""
+    """A checkpoint whose files changed after they were written; another checkpoint may be good."""
 
 
 class LaunchError(PretrainError):
-    """The processes of a job cannot find each other or their devices."""
+    """A job whose processes cannot find each other or their devices."""
 
 
 class DivergenceError(PretrainError):
-    """Training goes wrong, and going on would not mend it.
+    """Too many skipped updates in a row.
 
     Attributes:
-        first_step, last_step: the updates that were left out in a row, numbered from 1.
-        samples: (first, end) of what they would have trained on, as global indices.
+        first_step, last_step: the skipped updates, counted from 1.
+        samples: global indices (first, end) of the samples of these updates.
     """
 
     def __init__(self, text: str, first_step: int, last_step: int, samples: tuple[int, int]) -> None:
@@ -93,26 +93,26 @@ class DivergenceError(PretrainError):
 
 
 class HardwareError(PretrainError):
-    """A device computes or remembers something else than it should."""
+    """A device with wrong results or corrupted memory."""
 
 
 class OutOfMemoryError(PretrainError):
-    """A device, or the machine, has too little memory for what the settings ask."""
+    """A device or machine with too little memory for the settings."""
 
 
 class LostPeerError(LaunchError):
-    """Another process of the job has ended, so this one cannot go on; the other one says why."""
+    """The exit of another process, which this process cannot continue without; the other one prints the cause."""
 
 
 class Preempted(PretrainError):
-    """The run was told to end before it was done: no mistake, and the next start goes on.
+    """A stop on request before the end of the run; the next start resumes.
 
-    A run that keeps nothing ends with exit code 143 instead: nobody is to start it again.
+    A run without checkpoints exits with code 143 instead, so that no launcher restarts it.
 
     Attributes:
-        reason: what asked for it, such as "SIGTERM".
-        is_out_of_time: whether its time was nearly over, rather than that somebody wanted its place.
-        result: what the run has come to (`TrainResult`); None where it ended before its first step.
+        reason: origin of the request, such as "SIGTERM".
+        is_out_of_time: whether the job's time limit was reached; otherwise a signal stopped the run.
+        result: `TrainResult` so far; None if the run stopped before its first step.
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -122,6 +122,6 @@ class Preempted(PretrainError):
 
 
 class Interrupted(Preempted):
-    """The same by Ctrl-C: no launcher is to start the job again."""
+    """A stop by Ctrl-C; launchers must not restart the job."""
 
-    exit_code = 130  # what shells report for a process that SIGINT ended
+    exit_code = 130  # what shells report for SIGINT

@@ -1,12 +1,12 @@
-"""The one way to write a file or a folder, complete or not at all, and durable; and to read what others have written.
+"""Atomic, durable writes of files and folders, and safe reads of untrusted files.
 
-    content -> .<name>.tmp beside its place -> fsync -> rename -> fsync of the folder
+    content -> .<name>.tmp in the same folder -> fsync -> rename -> fsync of the folder
 
-A reader, and a process that starts after a kill or a power failure, sees the old content or the new one, never a part.
-Where a file system stumbles for a moment, `with_retries` tries again.
+A reader, also after a kill or a power failure, sees the old or the new content, never a part. `with_retries` repeats an
+action after an error of the file system that may pass.
 
-What lies there may come from anywhere. `is_file`, `is_folder`, `exists` and `entries_of` answer, or raise an error for
-users; `check_regular` refuses pipes and devices, whose reading may never end; `read_json` bounds size and depth.
+Files to read may come from anywhere. `is_file`, `is_folder`, `exists` and `entries_of` return an answer or raise an
+error for users; `check_regular` refuses pipes and devices, which may block forever; `read_json` limits size and depth.
 """
 
 from __future__ import annotations
@@ -34,56 +34,56 @@ T = TypeVar("T")
 
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
 CHECKSUM = "checksum"
-NO_FILE = "it is no regular file"
-CHECKSUM_BYTES = 2**20  # read at once for a checksum: fits a core's cache
+NO_FILE = "it is not a regular file"
+CHECKSUM_BYTES = 2**20  # per read for a checksum; fits a core's cache
 
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
-"""I/O error, stale handle of a network file system, no answer, busy: gone a second later, perhaps. A full disk, missing
-permission and a missing file are not among them: the next try would meet them again."""
+"""Errors that may pass: I/O error, stale handle of a network file system, timeout, busy. A full disk, a missing
+permission or a missing file would fail again."""
 
-_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-"""Of a path that leads nowhere: a link in a circle, and a name that no file can have, too."""
+_NOT_FOUND = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+"""Errors of a path that leads to no file, including circular links and impossible names."""
 
 ADDRESS_QUERY = ("region", "scheme", "endpoint_override")
-"""What may follow the question mark in the address of an object store."""
+"""Parameters allowed after the question mark of an object store address."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 LARGEST_JSON_BYTES = 2**25
-"""Twice what `prepare` writes about 100,000 files. With the next two it bounds parsing to about a second."""
+"""Twice the size of a prepare.json about 100,000 files. This limit and the next two keep parsing to about a second."""
 MOST_IN_JSON = 2**20
 """Objects and lists."""
 DEEPEST_JSON = 64
-"""Objects and lists inside each other."""
-_LARGEST_FILE_BYTES = 2**30  # of those that are read as a whole
-_HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+"""Nesting depth of objects and lists."""
+_LARGEST_FILE_BYTES = 2**30  # limit for reading a file into memory
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-# Looking
+# Reading
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path leads to a folder; a PathError where nobody can tell, as in a folder of another user."""
+    """Return whether a path is a folder; a PathError if permissions do not allow to tell."""
     status = _status(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path leads to a regular file; a PathError where nobody can tell."""
+    """Return whether a path is a regular file; a PathError if permissions do not allow to tell."""
     status = _status(path)
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def real_path(path: Path) -> Path:
-    """Return a path with its links followed, as far as that goes: `Path.resolve` fails where they lead in a circle."""
+    """Return a path with links resolved as far as possible; `Path.resolve` would fail on circular links."""
     return Path(os.path.realpath(path))
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path leads to anything; a PathError where nobody can tell."""
+    """Return whether a path exists; a PathError if permissions do not allow to tell."""
     return _status(path) is not None
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """Return what is in a folder, in the file system's order; a PathError where it cannot be listed."""
+    """Return the entries of a folder, in the file system's order; a PathError if they cannot be listed."""
     try:
         return list(folder.iterdir())
     except OSError as error:
@@ -93,16 +93,16 @@ def entries_of(folder: Path) -> list[Path]:
 def _status(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
-    except ValueError:  # a null character: no name of a file
+    except ValueError:  # the path contains a null character
         return None
     except OSError as error:
-        if error.errno in _NOTHING_THERE:
+        if error.errno in _NOT_FOUND:
             return None
         raise path_error(error, path) from None
 
 
 def path_error(error: OSError, path: Path | str | None = None) -> PathError:
-    """Make the error for users of one of the file system that nobody knows more about; it has a file name."""
+    """Convert an OSError into an error for users; the path is the error's own, if it has one."""
     place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
     return PathError(
         f"cannot be used: {reason_of(error)}. Check the path and its permissions, or give another one", path=place
@@ -110,14 +110,14 @@ def path_error(error: OSError, path: Path | str | None = None) -> PathError:
 
 
 def reason_of(error: OSError) -> str:
-    """Return why, in the system's words."""
+    """Return the system's message."""
     return error.strerror or str(error)
 
 
 def check_regular(path: Path | str) -> None:
-    """Raise an OSError where a path leads to anything but a file; call it before one that others have made is opened.
+    """Raise an OSError unless a path is a regular file; call it before opening untrusted files.
 
-    Opening a pipe waits until somebody writes, and some devices have no end.
+    Opening a pipe blocks until another process writes, and some devices are endless.
     """
     mode = Path(path).stat().st_mode
     if stat.S_ISDIR(mode):
@@ -127,11 +127,7 @@ def check_regular(path: Path | str) -> None:
 
 
 def check_replaceable(path: Path, beginning: bytes = b"") -> None:
-    """Raise an OSError where writing a path would replace something else than an earlier file of the same kind.
-
-    Args:
-        beginning: of files that may be replaced.
-    """
+    """Raise an OSError unless a path is free or holds a file that begins with these bytes."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -140,15 +136,15 @@ def check_replaceable(path: Path, beginning: bytes = b"") -> None:
         raise OSError(errno.EEXIST, NO_FILE, str(path))
     with path.open("rb") as file:
         if file.read(len(beginning)) != beginning:
-            raise OSError(errno.EEXIST, "it is a file that holds something else", str(path))
+            raise OSError(errno.EEXIST, "a file with other content exists", str(path))
 
 
 def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
-    """Read a file as a whole; an error that may pass is tried again.
+    """Read a whole file, with retries.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
-        ValueError: it is larger than such files are.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: the file is too large.
     """
     check_regular(path)
 
@@ -163,11 +159,12 @@ def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
 
 
 def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError]) -> Path:
-    """Return the path that a user named if it is local, else the fetched model of this name on the Hugging Face Hub.
+    """Return a local path unchanged; download any other name as a model from the Hugging Face Hub.
 
     Args:
-        files: patterns of the files to fetch.
-        problem: raised if the name could be a model's and the Hub does not give it.
+        name: local path, or name of a model on the Hub.
+        files: patterns of the files to download.
+        problem: type of the error if the Hub does not have the model or cannot be reached.
     """
     path = Path(name).expanduser()
     is_local = exists(path) or (path.parent != Path() and exists(path.parent)) or path.suffix == ".json"
@@ -177,34 +174,34 @@ def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(str(name), allow_patterns=list(files)))
-    except Exception as error:  # of the library, of its HTTP client, or that it is not installed
+    except Exception as error:  # of the library or its HTTP client, or the library is not installed
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise problem(
             f"there is no {path.absolute()}, and the Hugging Face Hub does not give {name} ({reason}). If the Hub has "
-            f"it: `hf download {name} --local-dir={name}` where the Hub can be reached, then the same command again"
+            f"it, run `hf download {name} --local-dir={name}` where the Hub can be reached, then this command again"
         ) from error
 
 
 def is_address(path: str | None) -> bool:
-    """Return whether a path is the address of an object store, such as s3://bucket/runs/mine."""
+    """Return whether a path is an object store address, such as s3://bucket/runs/mine."""
     return path is not None and "://" in path
 
 
 def address_problem(address: str) -> str | None:
-    """Return why an address is not used; it must hold no credentials, since logs and config.yaml show it."""
+    """Return the problem of an address, or None. Credentials are refused: logs and config.yaml show addresses."""
     parts = urlsplit(address)
     query = parse_qsl(parts.query, keep_blank_values=True)
     is_open = all(name in ADDRESS_QUERY and "@" not in value for name, value in query)
     if is_open and parts.password is None and not (parts.scheme in ("s3", "gs") and "@" in parts.netloc):
         return None
     return (
-        f"holds more than a place: behind it only {', '.join(ADDRESS_QUERY)} may stand, and credentials come from the "
-        "environment (docs/checkpoints.md)"
+        f"has other parameters than {', '.join(ADDRESS_QUERY)}, or credentials: credentials come from the environment "
+        "(docs/checkpoints.md)"
     )
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that may come from anywhere; raises as `read_file` and `parse_json`."""
+    """Read an untrusted JSON file; raises as `read_file` and `parse_json`."""
     return parse_json(read_file(path, LARGEST_JSON_BYTES))
 
 
@@ -218,30 +215,30 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: str | bytes, **hooks: Any) -> Any:
-    """Parse JSON that may come from anywhere.
+    """Parse untrusted JSON.
 
     Args:
-        content: text, or text in UTF-8.
-        hooks: as `json.loads` takes them.
+        content: text, or UTF-8.
+        hooks: arguments of `json.loads`.
 
     Raises:
-        ValueError: it is no JSON, larger or nested deeper than anything that is written here, or holds what is no text.
+        ValueError: the content is malformed, too large, nested too deep, or has strings that are not Unicode.
     """
     text = content.decode().removeprefix("\ufeff") if isinstance(content, bytes) else content
-    if text.count("[") + text.count("{") > MOST_IN_JSON:  # those in strings, too: a bound, no count
+    if text.count("[") + text.count("{") > MOST_IN_JSON:  # an upper bound: brackets in strings count, too
         raise ValueError(f"it has more than {MOST_IN_JSON:,} lists and objects")
     try:
         document = json.loads(text, **hooks)
         _check_depth(document)
     except RecursionError:
         raise ValueError(f"lists and objects are nested more than {DEEPEST_JSON} deep") from None
-    if _HALF_OF_A_PAIR.search(text):
-        _check_is_text(document)
+    if _SURROGATE.search(text):
+        _check_unicode(document)
     return document
 
 
 def _check_depth(document: Any) -> None:
-    """Raise a RecursionError before another part of the program does."""
+    """Raise a RecursionError for a document nested too deep, which later code would fail on."""
     level = [document]
     for _ in range(DEEPEST_JSON):
         level = [
@@ -256,22 +253,22 @@ def _check_depth(document: Any) -> None:
     raise RecursionError
 
 
-def _check_is_text(document: Any) -> None:
-    """Refuse half of a surrogate pair, which JSON can spell, unless it stands for a byte of a file's name in Python."""
+def _check_unicode(document: Any) -> None:
+    """Refuse lone surrogates, except those that Python uses for the bytes of file names."""
     try:
         json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        raise ValueError("it holds half of a surrogate pair, which is no text") from None
+        raise ValueError("it contains half of a surrogate pair, which is not Unicode") from None
 
 
 # Writing
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file that appears complete or not at all, and survives a power failure.
+    """Write a file atomically and durably.
 
-    A path has one writer at a time; what a killed one leaves, the next one replaces. After an error, what was there
-    before is untouched.
+    A path has one writer at a time. The next writer replaces a killed one's temporary file. An error leaves the old
+    file unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -283,7 +280,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_flushed(path: Path, content: str | bytes) -> None:
-    """Write a file in place and flushes it to disk: for folders that are renamed as a whole once they are complete."""
+    """Write a file in place and flush it to disk, for folders that are renamed once complete."""
     with path.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -291,7 +288,7 @@ def write_flushed(path: Path, content: str | bytes) -> None:
 
 
 def file_checksum(path: Path) -> tuple[str, int]:
-    """Return the CRC-32 of a file's bytes, eight hexadecimal digits, and the number of bytes."""
+    """Return the CRC-32 of a file, as eight hexadecimal digits, and its size in bytes."""
     check_regular(path)
     checksum = size = 0
     buffer = memoryview(bytearray(CHECKSUM_BYTES))
@@ -302,7 +299,7 @@ def file_checksum(path: Path) -> tuple[str, int]:
 
 
 def link_atomic(link: Path, target: str) -> None:
-    """Make a symbolic link that replaces one of the same name at once; an error leaves that one as it was."""
+    """Create or replace a symbolic link atomically; an error leaves the old link unchanged."""
     temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
@@ -316,21 +313,21 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with their CRC-32 as one more, by which `checked_values` finds a flipped bit."""
+    """Return the values with their CRC-32 added, by which `checked_values` detects a flipped bit."""
     return {**values, CHECKSUM: _checksum_of(values)}
 
 
 def checked_values(document: Any) -> dict[str, Any]:
-    """Return the values of a JSON object without their checksum; files of earlier versions have none.
+    """Return the values of a JSON object without their checksum, which files of earlier versions lack.
 
     Raises:
-        ValueError: it is no object, or its values are not those that the checksum is of.
+        ValueError: the document is not an object, or the checksum does not match.
     """
     if not isinstance(document, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     values = {name: value for name, value in document.items() if name != CHECKSUM}
     if CHECKSUM in document and document[CHECKSUM] != _checksum_of(values):
-        raise ValueError("the content does not have the checksum that stands in it")
+        raise ValueError("the content does not match its checksum")
     return values
 
 
@@ -339,7 +336,7 @@ def _checksum_of(values: Mapping[str, Any]) -> str:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder durable: a rename is on disk only once the folder that holds the name is."""
+    """Make the names in a folder durable: a rename is on disk only after an fsync of its folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with_retries(lambda: os.fsync(descriptor), f"flushing {folder}")
@@ -349,30 +346,29 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
-    """Give a folder to write into, which takes the name `folder` when the block ends without an error.
+    """Yield a temporary folder to write into, which is renamed to `folder` if the block raises no error.
 
     Args:
-        folder: the name; nothing but an empty folder may be there.
-        flag: how the user gave it, for messages.
-        needed_bytes: about how much will be written.
+        folder: path that does not exist, or is an empty folder.
+        flag: the user's flag, for messages.
+        needed_bytes: approximate size of the content.
 
     Raises:
-        CheckpointError: it is no name, something is there already, or it cannot be written; then nothing is left
-            behind.
+        CheckpointError: the path exists or cannot be written; the temporary folder is removed.
     """
     if folder.name in ("", ".."):
-        raise CheckpointError(f"{flag}={folder} is no name for a new folder: give one")
+        raise CheckpointError(f"{flag}={folder} cannot name a new folder: give another path")
     temporary = folder.with_name(f".{folder.name}.partial")
     try:
         if exists(folder) and (not is_folder(folder) or entries_of(folder)):
-            raise CheckpointError(f"it is there already. Remove it, or give another {flag}", path=folder)
-        if exists(temporary):  # of a process that was killed
+            raise CheckpointError(f"it exists already. Remove it, or give another {flag}", path=folder)
+        if exists(temporary):  # left by a killed process
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
         if free < needed_bytes:
             raise CheckpointError(
-                f"it would take {needed_bytes:,} bytes, and {free:,} are free there. Make room, or give another {flag}",
+                f"it needs {needed_bytes:,} bytes, but {free:,} are free there. Make room, or give another {flag}",
                 path=folder,
             )
         yield temporary
@@ -383,7 +379,7 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         flush_folder(folder.parent)
     except OSError as error:
         raise CheckpointError(
-            f"cannot be written ({reason_of(error)}); it takes {needed_bytes:,} bytes. Check space and permissions "
+            f"cannot be written ({reason_of(error)}); it needs {needed_bytes:,} bytes. Check space and permissions "
             f"there, or give another {flag}",
             path=folder,
         ) from None
@@ -393,21 +389,21 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def writing_into(run: Path) -> Iterator[None]:
-    """Turn what the file system says about writing into a run's folder into an error for users."""
+    """Convert an OSError from writing into a run folder into an error for users."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot be written: {error}. Give a --ckpt_save_path that this user may write.", path=run
+            f"cannot be written: {error}. Give a --ckpt_save_path with write permission", path=run
         ) from None
 
 
 @contextmanager
 def output_errors(root: Path) -> Iterator[None]:
-    """Turn what the file system says about --output_path into an error for users; the input's errors say their own."""
+    """Convert an OSError from writing to --output_path into an error for users."""
     try:
         yield
-    except BrokenPipeError:  # of a reader of what is shown, not of a file
+    except BrokenPipeError:  # of stdout, not of a file
         raise
     except OSError as error:
         raise DataError(
@@ -417,14 +413,14 @@ def output_errors(root: Path) -> Iterator[None]:
 
 
 def with_retries(action: Callable[[], T], what: str) -> T:
-    """Do something to files, and again after a pause where it fails with an error that may pass.
+    """Run an action on files, and repeat it after a pause if it fails with a `TRANSIENT` error.
 
     Args:
-        action: starts from the beginning each time.
-        what: for the warning that it is tried again: "writing /a/b".
+        action: called again from the beginning on each try.
+        what: text for the warning: "writing /a/b".
 
     Raises:
-        OSError: of the last try, or one that does not pass.
+        OSError: the error of the last try, or an error that is not transient.
     """
     for number, seconds in enumerate(PAUSES_SECONDS, start=1):
         try:

@@ -1,11 +1,11 @@
-"""How far a run is, how long it goes, and when things are due.
+"""Durations, progress of a run, and intervals.
 
     "5Btok", "2ep", "1000", "30min"  --Duration.parse-->  Duration
     Duration + tokens of each step (TokenSchedule)  --to_steps, once-->  steps of the run
     Interval + TrainState after each step  --is_due-->  report, evaluate, save?
 
-Whether an interval is due depends on where the run stands, never on when the last event was: intervals do not drift,
-and a resumed run keeps their rhythm. Arithmetic is exact: an amount counts as the decimal number that was written.
+Whether an interval is due depends only on the progress of the run, not on the time of the last event. So intervals do
+not drift, and a resumed run keeps them. Arithmetic is exact: an amount is the decimal number that was written.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from pretraining.errors import ConfigError
 
 UNITS = ("steps", "tokens", "epochs", "seconds")
 PERCENT = "percent"
-"""Of the run: a unit of those lengths alone that are parts of one."""
+"""Percent of the run, a unit only for lengths of its parts."""
 
 MULTIPLIERS = {"K": 10**3, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
-# How a unit may be written, and how many of the canonical unit it is. "m" is left out: it could mean a minute or a
-# million.
+# Spellings of units, with canonical unit and factor. "m" is missing: it could mean a minute or a million.
 _WRITTEN_UNITS = {
     **dict.fromkeys(("", "step", "steps"), ("steps", 1)),
     **dict.fromkeys(("tok", "token", "tokens"), ("tokens", 1)),
@@ -36,14 +35,14 @@ _WRITTEN_UNITS = {
     "%": (PERCENT, 1),
 }
 
-# More than any run could mean, and small enough that a slip such as 1e999999999 cannot fill the memory.
+# More than any run needs; a slip such as 1e999999999 would fill the memory.
 LARGEST_AMOUNT = 10**18
 _NUMBER = r"[+-]?(?:\d[\d_]{0,99}(?:\.[\d_]{0,99})?|\.\d[\d_]{0,99})(?:[eE][+-]?\d{1,3})?"
 _AMOUNT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s%]*)", re.ASCII)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the exact value of a written decimal number (`1_000`, `1e6`, `.5`), or None."""
+    """Return the exact value of a decimal number (`1_000`, `1e6`, `.5`); None for other text."""
     match = re.fullmatch(rf"\s*({_NUMBER})\s*", text, re.ASCII)
     return Fraction(match[1].replace("_", "")) if match else None
 
@@ -57,7 +56,7 @@ class Duration:
         unit: "steps", "tokens", "epochs", "seconds" or "percent".
 
     Raises:
-        ConfigError: the unit is unknown, or the amount is not one of it.
+        ConfigError: the unit is unknown, or the amount does not fit it.
     """
 
     amount: float
@@ -65,63 +64,63 @@ class Duration:
 
     def __post_init__(self) -> None:
         if self.unit not in (*UNITS, PERCENT):
-            raise ConfigError(f"{self.unit!r} is no unit of a duration: use one of {', '.join(UNITS)}")
+            raise ConfigError(f"{self.unit!r} is not a unit of a duration: use one of {', '.join(UNITS)}")
         if not 0 <= self.amount <= LARGEST_AMOUNT:  # false for nan, too
-            raise ConfigError(f"{self.amount} {self.unit} are no duration: give from 0 to 10^18")
+            raise ConfigError(f"{self.amount} {self.unit} are out of range: give 0 to 10^18")
         if self.unit in ("steps", "tokens"):
             if self.amount != int(self.amount):
-                raise ConfigError(f"{self.unit} come whole, not as {self.amount}")
+                raise ConfigError(f"{self.amount} {self.unit} are not a whole number")
             object.__setattr__(self, "amount", int(self.amount))
 
     @classmethod
     def parse(cls, text: str | int) -> Duration:
-        """Read a duration as users write it: 1000 (steps), 5_000_000tok, 5Btok, 2ep, 90s, 30min, 2h or 23h30min.
+        """Parse a duration: 1000 (steps), 5_000_000tok, 5Btok, 2ep, 90s, 30min, 2h or 23h30min.
 
         Raises:
-            ConfigError: the text is none of these.
+            ConfigError: the text has none of these forms.
         """
         parts = [_read_amount(number, "".join(unit.split())) for number, unit in _AMOUNT.findall(str(text))]
         exact, units = sum((amount for amount, _ in parts), Fraction(0)), {name for _, name in parts}
         is_one = len(parts) == 1 or (len(parts) in (2, 3) and units == {"seconds"})
         if not is_one or None in units or _AMOUNT.sub("", str(text)) or not 0 <= exact <= LARGEST_AMOUNT:
             raise ConfigError(
-                f"{str(text)!r} is no duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
-                "2ep (epochs), 90s, 30min, 2h or 23h30min; at most 10^18 of each"
+                f"{str(text)!r} is not a duration: write 1000 (steps), 5_000_000tok or 5Btok (k, M, B, T multiply), "
+                "2ep (epochs), 90s, 30min, 2h or 23h30min; at most 10^18"
             )
         return cls(int(exact) if exact.denominator == 1 else float(exact), str(parts[0][1]))
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads back to an equal duration."""
+        """Return text that `parse` reads back equal."""
         if self.unit == "steps":
             return str(self.amount)
         if self.unit == "seconds" and self.amount and self.amount % 60 == 0:
             hours, minutes = divmod(int(self.amount) // 60, 60)
             return (f"{hours}h" if hours else "") + (f"{minutes}min" if minutes else "")
         if self.unit != "tokens":
-            return _decimal(self.amount) + {"epochs": "ep", PERCENT: "%", "seconds": "s"}[self.unit]
+            return _shortest_decimal(self.amount) + {"epochs": "ep", PERCENT: "%", "seconds": "s"}[self.unit]
         for suffix, multiplier in reversed(MULTIPLIERS.items()):
             if self.amount and self.amount % multiplier == 0:
                 return f"{int(self.amount) // multiplier}{suffix}tok"
         return f"{self.amount}tok"
 
     def to_steps(self, schedule: TokenSchedule, training_tokens: int | None) -> int:
-        """Return the number of optimizer steps that first reach this length.
+        """Return the fewest optimizer steps that reach this length.
 
         Args:
             schedule: tokens of the steps.
-            training_tokens: tokens of one pass over the datasets; None for data without an end.
+            training_tokens: tokens in one pass over the datasets; None for endless data.
 
         Raises:
-            ConfigError: epochs without `training_tokens`, or seconds, which are no amount of training.
+            ConfigError: epochs without `training_tokens`, or a unit that is no amount of training.
         """
         if self.unit == "steps":
             return int(self.amount)
         if self.unit in (PERCENT, "seconds"):
-            raise ConfigError(f"{self} is no length: give steps (1000), tokens (5Btok) or epochs (2ep)")
+            raise ConfigError(f"{self} is not a length: give steps (1000), tokens (5Btok) or epochs (2ep)")
         return schedule.steps_to(self._in_tokens(training_tokens))
 
     def part_of(self, total_steps: int, schedule: TokenSchedule, training_tokens: int | None) -> int:
-        """Return the steps of a part of a run: of a share of `total_steps`, rounded down, or as `to_steps`."""
+        """Return the steps of a part of a run: a percentage of `total_steps`, rounded down, or as `to_steps`."""
         if self.unit == PERCENT:
             return int(_as_written(self.amount) * total_steps / 100)
         return self.to_steps(schedule, training_tokens)
@@ -131,16 +130,17 @@ class Duration:
             return Fraction(int(self.amount))
         if training_tokens is None:
             raise ConfigError(
-                f"{self} counts passes over a dataset, and this run has none: give steps (1000) or tokens (5Btok)"
+                f"{self} counts passes over a dataset, and this run's data is endless: give steps (1000) or tokens "
+                "(5Btok)"
             )
         return _as_written(self.amount) * training_tokens
 
 
 @dataclass(frozen=True)
 class TokenSchedule:
-    """How many tokens a run has seen at which step; the tokens of a step may have changed on the way.
+    """Tokens seen at each step of a run, in segments with a constant number of tokens per step.
 
-    `segments` are (first step, tokens seen before it, tokens a step), in order, without gaps. The first one begins at
+    `segments` are (first step, tokens seen before it, tokens per step), in order, without gaps. The first one starts at
     step 0 with no tokens seen; the last one has no end.
     """
 
@@ -148,12 +148,12 @@ class TokenSchedule:
 
     @classmethod
     def steady(cls, tokens_per_step: int) -> TokenSchedule:
-        """Return the schedule of a run whose steps all have as many tokens."""
+        """Return a schedule with the same number of tokens in every step."""
         return cls(((0, 0, tokens_per_step),))
 
     @classmethod
     def of_phases(cls, phases: Iterable[tuple[int, int]]) -> TokenSchedule:
-        """Return the schedule of a run's phases, each given by its first step and the tokens of a step."""
+        """Return the schedule of phases, each given by first step and tokens per step."""
         segments: list[tuple[int, int, int]] = []
         for first_step, tokens_per_step in phases:
             before = cls(tuple(segments)).tokens_at(first_step) if segments else 0
@@ -162,12 +162,12 @@ class TokenSchedule:
 
     @property
     def first(self) -> TokenSchedule:
-        """Return the schedule that the run began with."""
+        """The schedule with the first segment only, as if the batch had never changed."""
         return TokenSchedule(self.segments[:1])
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of a step now."""
+        """Tokens per step in the last segment."""
         return self.segments[-1][2]
 
     def tokens_at(self, step: int) -> int:
@@ -177,15 +177,15 @@ class TokenSchedule:
 
     def steps_to(self, tokens: Fraction) -> int:
         """Return the fewest steps that reach a number of tokens."""
-        # The last of the segments that begin with fewer reaches them.
-        begun = [segment for segment in self.segments if segment[1] < tokens] or [self.segments[0]]
-        first_step, before, tokens_per_step = begun[-1]
+        # The last segment that starts with fewer tokens reaches the number.
+        started = [segment for segment in self.segments if segment[1] < tokens] or [self.segments[0]]
+        first_step, before, tokens_per_step = started[-1]
         return first_step + math.ceil((tokens - before) / tokens_per_step)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is; `seconds` are of training, on the clock that decides for all ranks."""
+    """Progress of a run; `seconds` of training are on the clock that all ranks share."""
 
     steps: int
     tokens: int
@@ -194,15 +194,15 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """Where a run stands; the same on every rank after every step.
+    """State of the training loop, equal on all ranks after every step.
 
     Attributes:
         total_steps: length of the run.
-        stop_step: where this invocation ends, at most `total_steps`.
-        tokens_per_step: tokens that a step adds.
-        progress, before: after and ahead of the last step.
-        early_end: why the run is over before its last step; empty = it is not.
-        stop: request to end ahead of `stop_step` that all ranks agreed on; 0 = none (train/preemption.py).
+        stop_step: last step of this invocation, at most `total_steps`.
+        tokens_per_step: tokens per step.
+        progress, before: progress after and before the last step.
+        early_end: reason to finish the run before its last step; "" = none.
+        stop: agreed request to stop before `stop_step`; 0 = none (train/preemption.py).
     """
 
     total_steps: int
@@ -218,42 +218,42 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """Return the updates done, skipped ones included."""
+        """Updates done, including skipped ones."""
         return self.progress.steps
 
     @property
     def finished(self) -> bool:
-        """Return whether the whole run is done, or is over early."""
+        """Whether the run is complete, or finished early."""
         return self.step >= self.total_steps or bool(self.early_end)
 
     @property
     def preempted(self) -> bool:
-        """Return whether this invocation ends now, done or not."""
+        """Whether a request stops this invocation now."""
         return self.stop != 0
 
     @property
     def stopping(self) -> bool:
-        """Return whether this invocation is done."""
+        """Whether this invocation takes no further step."""
         return self.preempted or self.finished or self.step >= self.stop_step
 
     def advance(self, seconds: float, stop: int = 0) -> None:
-        """Count a step; `seconds` is the clock that all ranks agree on, `stop` their request to end."""
+        """Count a step; `seconds` is the shared clock, `stop` the agreed request to stop."""
         self.before = self.progress
         self.progress = Progress(self.step + 1, self.progress.tokens + self.tokens_per_step, seconds)
         self.request_stop(stop)
 
     def end_early(self, reason: str) -> None:
-        """Make this step the run's last one; the same on every rank."""
+        """Make this step the last one of the run; call it on every rank."""
         self.early_end = reason
 
     def request_stop(self, stop: int) -> None:
-        """Keep the first agreed request to end; 0 requests nothing."""
+        """Store the first agreed request to stop; 0 = no request."""
         self.stop = self.stop or stop
 
 
 @dataclass(frozen=True)
 class Interval:
-    """How often something happens, 0 = never; `training_tokens` are those of one pass over the datasets, for epochs."""
+    """Interval between events, 0 = never; `training_tokens` of one pass over the datasets convert epochs."""
 
     every: Duration
     training_tokens: int | None
@@ -280,11 +280,11 @@ def resolve_warmup_steps(
 ) -> int:
     """Return the steps of the linear warm-up.
 
-    Without a setting it is a twentieth of the run, at most 2000 steps. Where the batch changed, that of the run as it
-    began: the warm-up is over by then, or goes on as it was.
+    The default is a twentieth of the run, at most 2000 steps. It counts with the first batch size of the run, so that a
+    later change of the batch does not change the warm-up.
 
     Raises:
-        ConfigError: the warm-up is longer than the run, or is in epochs without `training_tokens`.
+        ConfigError: the warm-up is longer than the run, or in epochs without `training_tokens`.
     """
     num_steps = length.to_steps(schedule, training_tokens)
     if warmup is None:
@@ -299,9 +299,9 @@ def resolve_warmup_steps(
 
 
 def _read_amount(number: str, unit: str) -> tuple[Fraction, str | None]:
-    """Return the exact amount in its canonical unit, and that unit: 5 Mtok are 5,000,000 tokens; None = no unit.
+    """Return exact amount and canonical unit: 5 Mtok is 5,000,000 tokens; None for an unknown unit.
 
-    20B is none: of steps it would be far too many.
+    20B has no unit on purpose: 20 billion steps would be a mistake.
     """
     multiplier = 1
     if unit.lower() not in _WRITTEN_UNITS and unit[0] in MULTIPLIERS:
@@ -311,10 +311,9 @@ def _read_amount(number: str, unit: str) -> tuple[Fraction, str | None]:
 
 
 def _as_written(amount: float) -> Fraction:
-    """Return the decimal that a float prints as: 0.1 is a tenth, not 0.1000000000000000055."""
+    """Return the decimal number that a float prints as: 0.1 is 1/10, not 0.1000000000000000055."""
     return Fraction(repr(amount))
 
 
-def _decimal(amount: float) -> str:
-    """Print a number in the shortest form that reads back equal."""
+def _shortest_decimal(amount: float) -> str:
     return str(int(amount)) if amount == int(amount) else repr(amount)

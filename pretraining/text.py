@@ -1,4 +1,4 @@
-"""Numbers, lists and tables as text for people."""
+"""Formatting of numbers, lists and tables for people."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is one: 1 step, 2,000 steps, 2 batches."""
+    """Return a number with its noun in singular or plural: 1 step, 2,000 steps, 2 batches."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number:,} {noun}{ending}"
 
 
 def list_some(items: Sequence[object], most: int, separator: str = ", ") -> str:
-    """Return the first items, and how many more there are: a, b and 3 more."""
+    """Return the first items and the number of the rest: a, b and 3 more."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return separator.join(map(str, items[:most])) + more
 
 
 def format_bytes(size: float) -> str:
-    """Return a size on a disk, in decimal units, as disks are sold: 1.5 kB, 3.2 GB."""
+    """Return a size on disk in decimal units: 1.5 kB, 3.2 GB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
@@ -26,7 +26,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_gib(size: float) -> str:
-    """Return a number of bytes of memory in GiB, as devices are made: 12.5 GiB, 0.303 GiB."""
+    """Return a size in memory in GiB: 12.5 GiB, 0.303 GiB."""
     gib = size / 2**30
     return f"{gib:,.1f} GiB" if abs(gib) >= 1 else f"{gib:.3g} GiB"
 
@@ -42,11 +42,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Return the lines of a table, its columns two spaces apart.
+    """Return the lines of a table, with columns two spaces apart.
 
     Args:
-        rows: cells, equally many in each row; the first row is the head, if there is one.
-        right: columns that are aligned to the right, such as numbers.
+        rows: cells, the same number in each row.
+        right: indices of right-aligned columns, such as numbers.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -33,7 +33,7 @@ from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.checkpoint.start_point import fetched_path
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
-from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, place
+from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, rank_and_world_size
 from pretraining.errors import CheckpointError
 from pretraining.files import checked_values, is_address, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
@@ -305,7 +305,7 @@ class Mirror:
         A step that is saved again usually has the same files, which are not uploaded again. If a file differs, the
         manifest in the store is removed first.
         """
-        rank, world_size = place()
+        rank, world_size = rank_and_world_size()
         folder, uploaded = _store_folder(checkpoint), dict[str, FileEntry]()
         content = self._store.retry(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._closing)
         with suppress(CheckpointError, ValueError):
@@ -322,7 +322,7 @@ class Mirror:
 
     def _commit(self, checkpoint: Path) -> None:
         """Upload the manifest, remove superseded copies, and copy the log files; in a background thread of rank 0."""
-        if place()[0] != 0:
+        if rank_and_world_size()[0] != 0:
             return
         content, folder = (checkpoint / MANIFEST).read_bytes(), _store_folder(checkpoint)
         self._store.retry(self._check_writer, self._closing)

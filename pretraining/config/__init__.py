@@ -1,1 +1,1 @@
-"""Settings of a run: dataclasses, what fills them (recipes, flags), what checks them. No torch in here."""
+"""Settings of runs and commands: dataclasses, parsing of recipes and flags, rules. No torch."""

@@ -1,8 +1,8 @@
-"""Settings from several sources into one dataclass: later sources win, and every problem is kept.
+"""The reader that turns settings from several sources into one dataclass.
 
-Each source (a recipe, the command line) is a list of assignments of raw text. The reader finds the setting that each
-name means, under its own name or a foreign one, parses the text, and collects what it cannot read, so that a user sees
-all mistakes at once. Rules over several settings come after it and leave out those that could not be read.
+Each source (a recipe, the command line) is a list of assignments of raw text; later sources win. `Reader` finds the
+setting behind each name or alias, parses the text, and collects all problems, so that a user sees every mistake at
+once. Rules over several settings run afterwards, and skip settings that could not be parsed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pretraining.progress import MULTIPLIERS
 
 T = TypeVar("T")
 
-# Names that are read as recipes; both mean the same.
 RECIPE_NAMES = ("recipe", "config")
+"""Flags that name recipes; both mean the same."""
 
-# `python -m torch.distributed.launch` hands every process its local rank as a flag; the launch package reads it from
-# the environment instead.
+# `python -m torch.distributed.launch` passes every process its local rank as a flag. The launch package reads the
+# environment instead.
 IGNORED_NAMES = ("local_rank",)
 
 COMMAND_LINE = "command line"
-"""Source of what is given there; words of another system say more behind it."""
+"""Source of command-line assignments; those translated from another system append details."""
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A foreign name for a setting.
+    """Another name for a setting.
 
-    `translate` makes the setting's text from the alias's; it raises ValueError with the reason where there is none.
+    `translate` converts the alias's text into the setting's text; a ValueError gives the reason if it cannot.
     """
 
     target: str
@@ -42,31 +42,22 @@ class Alias:
 
 
 ALWAYS_NONE = ("bol_token", "eol_token")
-"""Names that may only be given as none: no token is put around every sequence."""
-
-REMOVED = {
-    "simulate": "it is gone: the estimate of `pretrain plan` equals the simulated step within 0.1%",
-    "picture": "it is gone: plot the output of --json=true, or the sweep's sweep.csv",
-    "collect": "it is gone: the sweep's own command prints the table once every run has ended",
-    "retry_failed": "it is gone: remove the folder of a failed run to start it again",
-    "print_slurm": 'it is gone: give --only="$SLURM_ARRAY_TASK_ID" in a job array',
-}
-"""Settings that commands had once, and what to use now."""
-_NOTHING = (None, "", "none", "None", "null")
+"""Foreign settings that are accepted only as none: tokens around every sequence are not supported."""
+_NONE_TEXTS = (None, "", "none", "None", "null")
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A name given a value somewhere.
+    """A value given to a name in one source.
 
     Attributes:
-        name: as written; case does not count, dashes are underscores, and a section may stand in front
+        name: as written, in any case, with dashes or underscores, with or without its section
             (`optimizer.learning_rate`).
-        raw: the text, or from a recipe a list of texts or None.
-        where: how the user finds it again: `--learning_rate=abc` or `a.yaml: learning_rate: abc`.
-        flag: the name in the form of this source: `--learning_rate` or `a.yaml: learning_rate`.
-        valueless: whether the name stood alone; `raw` is then "True" or "False", which only settings of that type take.
-        source: who gives it, in words that stand behind a value.
+        raw: text; in a recipe also a list of texts, or None.
+        where: text for messages: `--learning_rate=abc` or `a.yaml: learning_rate: abc`.
+        flag: name for messages: `--learning_rate` or `a.yaml: learning_rate`.
+        valueless: whether the name stood alone; `raw` is then "True" or "False", which only boolean settings take.
+        source: name of the source, shown after values.
     """
 
     name: str
@@ -78,16 +69,20 @@ class Assignment:
 
     @property
     def section_and_name(self) -> tuple[str, str]:
-        """The parts of the name, in lower case and with underscores; without a section that is ""."""
+        """Section ("" if none is written) and name, in lower case and with underscores."""
         section, _, name = self.name.replace("-", "_").lower().rpartition(".")
         return section, name
 
 
 class Reader(Generic[T]):
-    """Collects the settings of one root: `values` by name, `problems` in sentences, and what is `unreadable` for them.
+    """Collects the settings of one root from its sources.
 
-    `chosen` are the assignments that the values come from. `also_known` are names that are no settings and that a
-    misspelt one may have meant.
+    Attributes:
+        also_known: names besides settings that a misspelt name may have meant.
+        values: parsed values by name.
+        chosen: assignments that the values come from, by name.
+        problems: one sentence each.
+        unreadable: names of settings with a value that could not be parsed.
     """
 
     def __init__(self, root: type[T], also_known: Sequence[str] = ()) -> None:
@@ -105,16 +100,16 @@ class Reader(Generic[T]):
         self.unreadable: set[str] = set()
 
     def read(self, source: Sequence[Assignment]) -> None:
-        """Read one source; its values replace those of earlier sources."""
+        """Read one source; its values replace values of earlier sources."""
         seen: dict[str, tuple[Assignment, Any]] = {}
         for assignment in source:
             setting = self.find(assignment)
             if setting is None:
-                if assignment.section_and_name[1] not in ALWAYS_NONE or assignment.raw not in _NOTHING:
+                if assignment.section_and_name[1] not in ALWAYS_NONE or assignment.raw not in _NONE_TEXTS:
                     self.problems.append(f"{assignment.flag} is not known: {self._hint(*assignment.section_and_name)}")
                 continue
             if assignment.valueless and setting.base is not bool:
-                self._refuse(setting, f"{assignment.flag} is given no value: write {assignment.flag}=…")
+                self._refuse(setting, f"{assignment.flag} has no value: write {assignment.flag}=…")
                 continue
             try:
                 value = self._parse(setting, assignment)
@@ -128,7 +123,7 @@ class Reader(Generic[T]):
             self.values[setting.name], self.chosen[setting.name] = value, assignment
 
     def build(self) -> T | None:
-        """Make the root; None, with a problem for each, where required settings are missing."""
+        """Build the root; None, with a problem per missing setting, if required settings are missing."""
         missing = [known for known in self.settings.values() if known.required and known.name not in self.values]
         self.problems += [
             f"--{known.name} is missing: {known.help}" for known in missing if known.name not in self.unreadable
@@ -140,14 +135,12 @@ class Reader(Generic[T]):
         self.unreadable.add(setting.name)
 
     def find(self, assignment: Assignment) -> Setting | None:
-        """Return the setting that a name means; None where there is none."""
+        """Return the setting that an assignment's name means; None if the name is unknown."""
         section, name = assignment.section_and_name
         setting = self.settings.get(self.aliases[name].target if name in self.aliases else name)
         return setting if setting is not None and section in ("", setting.section) else None
 
     def _hint(self, section: str, name: str) -> str:
-        if name in REMOVED:
-            return REMOVED[name]
         known = [*self.settings, *self.aliases, *self.also_known]
         return (
             (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
@@ -156,19 +149,19 @@ class Reader(Generic[T]):
         )
 
     def _parse(self, setting: Setting, assignment: Assignment) -> Any:
-        """Parse an assignment's text; one under a foreign name is translated first."""
+        """Parse an assignment's text, after the translation of an alias."""
         alias, raw = self.aliases.get(assignment.section_and_name[1]), assignment.raw
         return parse_value(setting, alias.translate(raw) if alias is not None and isinstance(raw, str) else raw)
 
 
 def setting_named(key: str) -> str | None:
-    """Return the setting of training that a key names, directly or by an alias, with its section in front or not."""
+    """Return the setting of training that a key names, by name or alias, with or without its section."""
     setting = Reader(TrainConfig).find(Assignment(key, "", where=key, flag=key))
     return None if setting is None else setting.name
 
 
-def _tokens(text: str) -> str:
-    """Read a number as one of tokens: 5B is 5Btok."""
+def _add_token_unit(text: str) -> str:
+    """Convert a number of tokens to a duration: 5B becomes 5Btok."""
     text = text.strip()
     if text.lower().endswith(("tok", "token", "tokens")):
         return text
@@ -178,11 +171,11 @@ def _tokens(text: str) -> str:
 
 
 ALIASES: dict[str, Alias] = {
-    "max_tokens": Alias("num_steps", "num_steps in tokens: --max_tokens=5B is --num_steps=5Btok", _tokens),
+    "max_tokens": Alias("num_steps", "num_steps in tokens: --max_tokens=5B is --num_steps=5Btok", _add_token_unit),
     "sharding_group_size": Alias("hsdp_group_size", "the same as hsdp_group_size"),
     "eos_token": Alias("sep_token", "the same as sep_token"),
     "report_to": Alias("tracker", "the same as tracker"),
-    "from": Alias("kind", "of translate: the same as kind"),
+    "from": Alias("kind", "translate: the same as kind"),
     "save_total_limit": Alias("keep_last", "the same as keep_last"),
-    "resume_from_checkpoint": Alias("ckpt_load_path", "of other commands than train: the same as ckpt_load_path"),
+    "resume_from_checkpoint": Alias("ckpt_load_path", "commands other than train: the same as ckpt_load_path"),
 }

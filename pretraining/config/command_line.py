@@ -1,11 +1,11 @@
-"""The command line: from what fire hands over to a checked configuration.
+"""The way from the command line to a checked configuration.
 
     main(*overrides, **flags)      raw text, nothing parsed by fire (`fire.decorators.SetParseFn(str)`)
         overrides                  positional: learning_rate=3e-4
         flags                      --learning_rate=3e-4, --optimizer.learning_rate 3e-4, --use-dummy-dataset,
                                    --nomixed_precision
 
-Settings come from defaults < recipes, left to right < command line; then the rules over several settings are checked.
+Defaults < recipes, left to right < command line. The rules over several settings are checked last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, setting_named
 from pretraining.config.fields import setting, settings_of
 from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, Translator, read_recipe
-from pretraining.config.rules import find_problems, settle_run_folder
+from pretraining.config.rules import find_problems, resolve_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError
@@ -32,22 +32,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """Which recipes are read, and what may be left out of those of other systems."""
+    """Recipes to read, and concessions to recipes of other systems."""
 
     recipe: tuple[str, ...] = setting((), "comma list of recipes, read left to right")
     accept_llama: bool = setting(
-        False, "where a recipe of another system describes another model, take a Llama of the same shape"
+        False, "if a recipe of another system describes another model, use a Llama of the same shape"
     )
-    accept_unknown: bool = setting(False, "leave out what is not understood in a recipe of another system")
+    accept_unknown: bool = setting(False, "ignore unknown keys in a recipe of another system")
 
 
-ABOUT_RECIPES = (*RECIPE_NAMES, *settings_of(RecipeChoice))
-"""Names on a command line that are no settings."""
+RECIPE_FLAGS = (*RECIPE_NAMES, *settings_of(RecipeChoice))
+"""Flags that are not settings of a run."""
 
 
 @dataclass(frozen=True)
 class ResolvedConfig(Generic[T]):
-    """A configuration, and by name the assignment that each setting comes from; the others keep their defaults."""
+    """A configuration, and the assignment behind each setting that is not left at its default, by name."""
 
     config: T
     chosen: Mapping[str, Assignment]
@@ -56,50 +56,38 @@ class ResolvedConfig(Generic[T]):
 def load_train_config(
     overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None, translate: Translator | None = None
 ) -> TrainConfig:
-    """Read the settings of a training run; see `parse_config`."""
-    return parse_config(TrainConfig, overrides, flags, translate=translate)
-
-
-def parse_config(
-    root: type[T],
-    overrides: Sequence[str] = (),
-    flags: Mapping[str, Any] | None = None,
-    beneath: Sequence[Assignment] = (),
-    translate: Translator | None = None,
-) -> T:
-    """Read a command line into a dataclass of settings, as `resolve_config` does."""
-    return resolve_config(root, overrides, flags, beneath, translate).config
+    """Read the settings of a training run, as `resolve_config` does."""
+    return resolve_config(TrainConfig, overrides, flags, translate=translate).config
 
 
 def resolve_config(
     root: type[T],
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
-    beneath: Sequence[Assignment] = (),
+    defaults: Sequence[Assignment] = (),
     translate: Translator | None = None,
 ) -> ResolvedConfig[T]:
-    """Read a command line into a dataclass of settings, and checks that they fit each other.
+    """Read a command line into a dataclass of settings, and check that the settings fit each other.
 
-    Where the settings are those of training, the flag `recipe` (or `config`, or a path as the first word) names
-    recipes, a comma list; what became of the settings of another system, in a file or under its dotted names, is
-    logged.
+    For settings of training, the flag `recipe` (or `config`, or a path as the first word) names recipes, a comma list.
+    The translation of another system's settings is logged.
 
     Args:
-        root: the dataclass.
-        overrides: positional `name=value`; of the same name the last one counts. The first may be a value alone, of a
-            setting that is declared as `first_word`; of one that is a list, several may.
-        flags: text by flag name, as fire hands it over; "True", "False" or None stand for a flag without a value. From
-            Python, any value that can be written as text.
-        beneath: settings that come before those of recipes, such as a checkpoint's.
-        translate: reads recipes and words of other systems; None = there are none.
+        root: dataclass of the settings.
+        overrides: positional `name=value`; the last one of a name wins. The first may be a bare value for the setting
+            declared as `first_word`, or several bare values if that setting is a list.
+        flags: text by flag name, as fire passes it; "True", "False" or None for a flag without a value. From Python,
+            any value that has a text form.
+        defaults: assignments that recipes override, such as a checkpoint's settings.
+        translate: reads recipes and arguments of other systems; None = not supported.
 
     Raises:
-        ConfigError: carries every problem found, of recipes, flags and rules.
+        ConfigError: every problem found in recipes, flags and rules.
     """
-    reader, recipes, has_recipes = _read(root, overrides, flags, beneath, translate)
+    reader, recipes, has_recipes = _read(root, overrides, flags, defaults, translate)
     config, problems = reader.build(), reader.problems
-    if config is not None and has_recipes:  # without its recipe a run looks incomplete in ways that it is not
-        config = settle_run_folder(config, reader.chosen)
+    if config is not None and has_recipes:  # without a recipe's settings, rules would report false problems
+        config = resolve_run_folder(config, reader.chosen)
         problems += find_problems(config, reader.unreadable)
     if config is None or problems:
         raise ConfigError(problems)
@@ -111,7 +99,7 @@ def resolve_config(
 
 
 def read_given(overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None) -> Reader[TrainConfig]:
-    """Return what recipes and the command line set of training, whatever else is wrong with them."""
+    """Return the settings of training in recipes and command line, without checks."""
     return _read(TrainConfig, overrides, flags, (), translate)[0]
 
 
@@ -119,37 +107,39 @@ def _read(
     root: type[T],
     overrides: Sequence[str],
     flags: Mapping[str, Any] | None,
-    beneath: Sequence[Assignment],
+    defaults: Sequence[Assignment],
     translate: Translator | None,
 ) -> tuple[Reader[T], list[Recipe], bool]:
-    """Return the settings that are given, the recipes among their sources, and whether all of those could be read."""
+    """Return the given settings, the recipes among their sources, and whether all recipes could be read."""
     reads_recipes = issubclass(root, TrainConfig)
     assignments, problems = read_arguments(*name_first_words(root, overrides, flags or {}), reads_recipes)
-    found = _read_recipes(assignments, translate) if reads_recipes else ([], assignments, [])
-    recipes, given, problems_of_recipes = found
+    recipes, given, recipe_problems = _read_recipes(assignments, translate) if reads_recipes else ([], assignments, [])
     names = [name for recipe in recipes for name in recipe.names]
-    reader = Reader(root, also_known=[*ABOUT_RECIPES, *names] if reads_recipes else ())
-    reader.problems += problems + problems_of_recipes
-    defaults = [recipe.defaults for recipe in recipes]  # of other systems; every recipe wins over them
-    for source in (beneath, *defaults, *(recipe.assignments for recipe in recipes), given):
+    reader = Reader(root, also_known=[*RECIPE_FLAGS, *names] if reads_recipes else ())
+    reader.problems += problems + recipe_problems
+    foreign_defaults = [recipe.defaults for recipe in recipes]  # every recipe overrides them
+    for source in (defaults, *foreign_defaults, *(recipe.assignments for recipe in recipes), given):
         reader.read(source)
     on_command_line = {assignment.section_and_name[1] for assignment in given}
     if "data_path" in on_command_line and "use_dummy_dataset" not in on_command_line:
-        for read in (reader.values, reader.chosen):  # a recipe's made-up data: the command line's data wins over it
+        for read in (reader.values, reader.chosen):  # a data path replaces the recipe's generated data
             read.pop("use_dummy_dataset", None)
-    return reader, recipes, not problems_of_recipes
+    return reader, recipes, not recipe_problems
 
 
 def name_first_words(
     root: type, overrides: Sequence[str], flags: Mapping[str, Any]
 ) -> tuple[list[str], Mapping[str, Any]]:
-    """Return overrides and flags, the first words that are paths alone with the name of the setting that they are of.
+    """Assign bare paths at the beginning to the setting declared as `first_word`, or else to the recipe.
 
-    That is one declared as `first_word`, else a recipe. Of a list, a word is an item if such a path is there, else a
-    comma list: folders of a sweep have commas.
+    If that setting is a list, each word is one item if the path exists (folders of a sweep have commas in their names),
+    else a comma list.
+
+    Returns:
+        Overrides and flags, with a name for every bare path.
 
     Raises:
-        ConfigError: a word is no comma list, or a flag is given for the same list.
+        ConfigError: a comma list is malformed, or a flag sets the same list.
     """
     first = next((setting for setting in settings_of(root).values() if setting.first_word), None)
     words = list(takewhile(_is_path, overrides))
@@ -173,10 +163,10 @@ def _is_path(word: str) -> bool:
 def read_arguments(
     overrides: Sequence[str], flags: Mapping[str, Any], reads_recipes: bool = True
 ) -> tuple[list[Assignment], list[str]]:
-    """Return the assignments of a command line, and a problem for each argument that assigns nothing.
+    """Return the assignments of a command line, and a problem per argument that assigns nothing.
 
     Args:
-        reads_recipes: whether the command takes a recipe, so that a path alone may mean one.
+        reads_recipes: whether the command takes a recipe, which a bare path may mean.
     """
     problems = []
     positional = {}
@@ -196,8 +186,8 @@ def read_arguments(
 def _read_flag(name: str, value: Any) -> Assignment:
     """Return the assignment of one flag.
 
-    fire turns a flag without a value into "True", and one that starts with "no" into "False" under the rest of its
-    name, which of `--no-mixed_precision` is `_mixed_precision`.
+    fire passes a flag without a value as "True". If its name starts with "no", fire passes the rest of the name as
+    "False"; for `--no-mixed_precision` the rest is `_mixed_precision`.
     """
     if isinstance(value, (list, tuple)):
         raw: Raw = [format_value(item) for item in value]
@@ -211,14 +201,14 @@ def _read_flag(name: str, value: Any) -> Assignment:
 def _read_recipes(
     assignments: Sequence[Assignment], translate: Translator | None
 ) -> tuple[list[Recipe], list[Assignment], list[str]]:
-    """Return the recipes that a command line names, left to right, its settings, and what is wrong with recipes.
+    """Return the recipes of a command line, left to right, its other assignments, and the problems of the recipes.
 
-    Arguments that a recipe of another system reads are settings as it says. Those that are no settings, and that no
-    recipe has read, may be words of another system: one more recipe, above the others.
+    A recipe of another system also translates arguments of that system. If unknown arguments remain, they may be
+    settings of another system without a file: one more recipe, which overrides the others.
     """
-    settings = [given for given in assignments if given.section_and_name[1] not in ABOUT_RECIPES]
+    settings = [given for given in assignments if given.section_and_name[1] not in RECIPE_FLAGS]
     reader = Reader(RecipeChoice)
-    reader.read([_one_name(given) for given in assignments if given.section_and_name[1] in ABOUT_RECIPES])
+    reader.read([_as_recipe_flag(given) for given in assignments if given.section_and_name[1] in RECIPE_FLAGS])
     if reader.problems:
         return [], settings, reader.problems
     names = reader.values.get("recipe", ())
@@ -226,7 +216,7 @@ def _read_recipes(
     recipes: list[Recipe] = []
     from_arguments: list[Assignment] = []
     problems: list[str] = []
-    for name in (*names, None):  # None: the words that are left
+    for name in (*names, None):  # None: the remaining arguments
         arguments = {given.name: given.raw for given in settings}
         recipe: Recipe | None
         try:
@@ -243,14 +233,14 @@ def _read_recipes(
             from_arguments += recipe.from_arguments
             settings = [given for given in settings if given.name not in recipe.used]
     if accepts and not problems and not any(recipe.system for recipe in recipes):
-        problems.append(f"--{accepts[0]} is about recipes of other systems, and none is given")
-    if problems:  # what could not be read might have taken arguments that are none of ours
+        problems.append(f"--{accepts[0]} is for recipes of other systems, and none is given")
+    if problems:  # unknown arguments may belong to a recipe that could not be read
         settings = [given for given in settings if setting_named(given.name) is not None]
     return recipes, [*from_arguments, *settings], problems
 
 
-def _one_name(given: Assignment) -> Assignment:
-    """Return an assignment of recipes under their first name, a path with a comma that is there as a list of one."""
+def _as_recipe_flag(given: Assignment) -> Assignment:
+    """Rename `config` to `recipe`; an existing path with a comma becomes a list of one."""
     if given.section_and_name[1] not in RECIPE_NAMES:
         return given
     is_path = isinstance(given.raw, str) and given.raw.endswith(RECIPE_SUFFIXES) and exists(Path(given.raw))

@@ -1,7 +1,6 @@
-"""The settings of the commands besides `pretrain train`: a dataclass each.
+"""The settings of every command except `pretrain train`: one dataclass per command.
 
-A command reads the settings of its dataclass. `pretrain inspect` has those of training, which decide what a step trains
-on, and a section of its own.
+Commands about a run to train (inspect, plan, sweep, doctor) have all settings of training and a section of their own.
 """
 
 from __future__ import annotations
@@ -21,67 +20,66 @@ from pretraining.config.values import parse_ranges
 from pretraining.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
-"""All 256 bytes and the end-of-text token: with these every text can be encoded."""
+"""All 256 bytes and the end-of-text token; enough to encode any text."""
 COMPRESSED_ENDINGS = (".gz", ".zst")
-"""May follow any ending of a text file."""
+"""Allowed after any ending of a text file."""
 LARGEST_STEP = 10**12
-"""More than any run has."""
 LARGEST_CLUSTER = 10**6
 """GPUs."""
 ForeignKind = Literal["stub", "guide", "deepspeed", "composed", "nanogpt"]
-"""Files of settings of other systems: the names of `tools/translate/translate.py`."""
+"""Kinds of settings files of other systems, as `tools/translate/translate.py` names them."""
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """From text to a tokenizer and token files. The same input gives the same bytes, however many work on it."""
+    """Turn text into a tokenizer and token files. The output does not depend on the number of workers."""
 
     input_path: tuple[str, ...] = setting(
         (),
         "files, folders and globs to read, comma list. A document is a line of .jsonl and .ndjson, a row of .parquet, "
-        ".arrow and .feather, else a file; .gz and .zst are read, too",
+        ".arrow and .feather, or a whole file of any other type; .gz and .zst are decompressed",
     )
     source: Literal["stdlib"] | None = setting(
-        None, "text that needs no files; stdlib: the source code of Python's standard library"
+        None, "text to prepare without files of your own; stdlib: the source code of Python's standard library"
     )
     hf_dataset: str | None = setting(
         None, "a Hugging Face dataset: name on the Hub or local folder; needs pip install 'pretraining[hf]'"
     )
     hf_config: str | None = setting(None, "configuration of hf_dataset; none = its only one")
     hf_split: str = setting("train", "split of hf_dataset")
-    text_field: str = setting(
-        "text", "field or column with the text; a column with lists of integers holds token ids, taken as they are"
-    )
+    text_field: str = setting("text", "field or column with the text; a column of integer lists is taken as token ids")
     extensions: tuple[str, ...] = setting(
         ("txt", "text", "md", "jsonl", "ndjson", "parquet", "arrow", "feather"),
-        "endings of the files taken from folders, also with .gz or .zst behind them; globs take any ending",
+        "endings of the files to read in folders, also with .gz or .zst appended; globs take any ending",
     )
-    output_path: str = setting("data", "root folder, data_path of training: tokenizer.json and a folder per dataset")
-    dataset: str | None = setting(None, "name of the dataset's folder; none = that of the input folder, file or source")
+    output_path: str = setting(
+        "data", "root folder to write: tokenizer.json and a folder per dataset; give it to training as data_path"
+    )
+    dataset: str | None = setting(None, "name of the dataset's folder; none = from the input folder, file or source")
     tokenizer_path: str | None = setting(
         None,
-        "folder, tokenizer.json or name on the Hub to encode with; none = that in output_path, else a new BPE",
+        "tokenizer: folder, tokenizer.json or name on the Hub; none = tokenizer.json in output_path, else a new BPE",
     )
     vocab_size: PositiveInt | None = setting(
         None,
-        "entries of a new tokenizer; none = 32000, or fewer for little text. Token ids must be below it; none = the "
-        "tokenizer's size, or one more than the largest id",
+        "entries of a new tokenizer; none = 32000, or fewer for little text. For a column of token ids: every id must "
+        "be below it; none = the tokenizer's size, or the largest id plus one",
     )
     tokens_per_file: PositiveInt = setting(
         100_000_000, "begin a new file after this many tokens, or about 256 MB of input"
     )
     num_workers: NonNegativeInt | None = setting(
-        None, "threads that encode; none or 0 = one per core; the output is the same"
+        None, "threads that encode; none or 0 = one per core; no effect on the output"
     )
     encoder: Literal["auto", "fastokens", "tokenizers"] = setting(
         "auto",
         "fastokens: many times as fast, checked on a sample of the text; tokenizers: the reference; auto: fastokens "
-        "if it is installed and takes the tokenizer. The output is the same",
+        "if it is installed and supports the tokenizer. No effect on the output",
     )
 
     @property
     def dataset_name(self) -> str:
-        """The sub-folder's name: the one given, or that of the input; empty where the input suggests none."""
+        """Name of the dataset's folder: the setting, or derived from the input; empty if nothing can be derived."""
         if self.dataset is not None:
             return self.dataset
         if self.source is not None:
@@ -90,7 +88,7 @@ class PrepareConfig:
             return Path(self.hf_dataset).expanduser().name
         if len(self.input_path) != 1 or any(character in self.input_path[0] for character in "*?["):
             return ""
-        # The longest ending that is listed goes: "wiki.jsonl.gz" is the dataset "wiki", "v1.5" stays as it is.
+        # Remove the longest ending that is listed: "wiki.jsonl.gz" becomes "wiki", "v1.5" stays.
         name = Path(self.input_path[0]).expanduser().absolute().name
         plain = ["." + ending.lstrip(".") for ending in self.extensions]
         endings = [ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS)]
@@ -100,93 +98,93 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Write a checkpoint in a form that other programs read. It takes one process and the memory of one tensor."""
+    """Write a checkpoint in a form that other programs read, in one process, with memory for one tensor at a time."""
 
     ckpt_load_path: str = required(
-        "checkpoint, run (its newest one), or address of one in an object store; also as the first word",
+        "checkpoint, or run (its newest checkpoint): folder or object store address; also as the first word",
         first_word=True,
         may_be_address=True,
     )
-    output_path: str = required("folder to make; it appears when it is complete")
+    output_path: str = required("new folder to write; it appears only when complete")
     format: Literal["hf", "full"] = setting(
         "hf",
         "hf: a folder for AutoModelForCausalLM.from_pretrained; full: four .pt files that training can resume from",
     )
     dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16",
-        "of the weights in the hf form: bfloat16, as Llama models are published; float32, as they are trained",
+        "type of the weights with hf: bfloat16, as Llama models are published; float32, as they are trained",
     )
-    max_shard_size: str = setting("5GB", "largest weight file of the hf form: 500MB, 5GB, 2GiB")
+    max_shard_size: str = setting("5GB", "largest weight file with hf: 500MB, 5GB, 2GiB")
     tokenizer_path: str | None = setting(
-        None, "folder or tokenizer.json for the hf form; none = the run's tokenizer_path"
+        None, "tokenizer to include with hf: folder or tokenizer.json; none = the run's tokenizer_path"
     )
 
     @property
     def max_shard_bytes(self) -> int:
-        """`max_shard_size` in bytes; raises a ConfigError where it is no size."""
+        """`max_shard_size` in bytes; raises a ConfigError if it is malformed."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", self.max_shard_size.strip().upper(), re.ASCII)
         size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
         if not 1 <= size < math.inf:
-            raise ConfigError(f"--max_shard_size={self.max_shard_size} is no size: write 500MB, 5GB or 2GiB")
+            raise ConfigError(f"--max_shard_size={self.max_shard_size} is not a size: write 500MB, 5GB or 2GiB")
         return int(size)
 
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """Make a run of a Hugging Face Llama: a checkpoint of step 0 with its weights, in float32."""
+    """Turn a Hugging Face Llama into a run: a checkpoint of step 0 with the model's weights in float32."""
 
     input_path: str = required("folder with config.json and safetensors files; also as the first word", first_word=True)
-    ckpt_save_path: str = required("the run's folder; it may not hold a checkpoint yet")
+    ckpt_save_path: str = required("run folder to write; it must not hold a checkpoint")
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Continue a prompt with a trained model, in one process: on a GPU where there is one."""
+    """Continue a prompt with a trained model, in one process, on a GPU if there is one."""
 
     ckpt_load_path: str = required(
-        "checkpoint, run (its newest one), or Hugging Face folder; also as the first word", first_word=True
+        "checkpoint, run (its newest checkpoint), or Hugging Face folder; also as the first word", first_word=True
     )
-    prompt: str | None = setting(None, "text to continue; none = as a document begins")
-    prompt_tokens: tuple[NonNegativeInt, ...] = setting((), "token ids instead of prompt, comma list; ids are printed")
+    prompt: str | None = setting(None, "text to continue; none = start like a new document")
+    prompt_tokens: tuple[NonNegativeInt, ...] = setting((), "token ids instead of prompt, comma list; prints token ids")
     tokenizer_path: str | None = setting(
-        None, "folder or tokenizer.json; none = the folder's, or the run's tokenizer_path"
+        None, "folder or tokenizer.json; none = the tokenizer in the folder, or the run's tokenizer_path"
     )
-    max_new_tokens: PositiveInt = setting(128, "how many tokens to add, unless the text ends before")
-    temperature: NonNegativeFloat = setting(0.8, "above 1 bolder, below 1 tamer; 0 takes the likeliest token each time")
-    top_k: PositiveInt = setting(50, "draws among this many of the likeliest tokens")
-    seed: NonNegativeInt = setting(0, "of the draws: the same seed gives the same text")
+    max_new_tokens: PositiveInt = setting(128, "most tokens to generate; the end-of-text token stops earlier")
+    temperature: NonNegativeFloat = setting(0.8, "higher values give more varied text; 0 = always the likeliest token")
+    top_k: PositiveInt = setting(50, "sample among this many of the likeliest tokens")
+    seed: NonNegativeInt = setting(0, "seed of the sampling; the same seed gives the same text")
 
 
 @dataclass(frozen=True)
 class TranslateConfig:
-    """Turn another system's file of settings into a recipe, and say what became of each setting.
+    """Turn another system's settings file into a recipe, and report what each setting became.
 
-    `pretrain train --recipe=FILE` reads such a file as well, without this step.
+    `pretrain train --recipe=FILE` reads such a file directly.
     """
 
-    input_path: str = required("the file; also as the first word", first_word=True)
-    kind: ForeignKind | None = setting(None, "stub, guide, deepspeed, composed or nanogpt; none = as its keys say")
-    output_path: str | None = setting(None, "recipe to write; none = printed")
-    accept_llama: bool = setting(False, "take a Llama of the same shape for another model (GELU, dropout, biases)")
-    accept_unknown: bool = setting(False, "leave out the keys that are not understood")
+    input_path: str = required("settings file; also as the first word", first_word=True)
+    kind: ForeignKind | None = setting(None, "stub, guide, deepspeed, composed or nanogpt; none = by the file's keys")
+    output_path: str | None = setting(None, "recipe to write; none = print it")
+    accept_llama: bool = setting(False, "use a Llama of the same shape for another model (GELU, dropout, biases)")
+    accept_unknown: bool = setting(False, "ignore unknown keys")
 
 
 @dataclass(frozen=True)
 class ListConfig:
-    """Show the checkpoints of a run. Their content is not read: `pretrain verify` does that."""
+    """List the checkpoints of a run, without reading their tensors (`pretrain verify` does)."""
 
     run_path: str = required(
-        "run's folder or address in an object store; also as the first word", first_word=True, may_be_address=True
+        "run folder or its object store address; also as the first word", first_word=True, may_be_address=True
     )
-    json: bool = setting(False, "one JSON object a checkpoint")
+    json: bool = setting(False, "print one JSON object per checkpoint")
 
 
 @dataclass(frozen=True)
 class PushConfig:
-    """Copy the checkpoints of a run that an object store lacks into it, as training does with ckpt_mirror_path."""
+    """Copy a run's missing checkpoints into an object store, as training does with ckpt_mirror_path."""
 
     paths: tuple[str, ...] = required(
-        "the run's folder, and the address to copy to (none = the run's own ckpt_mirror_path); also as the first words",
+        "run folder, then the address to copy to (left out = the run's ckpt_mirror_path); also as the first words",
         first_word=True,
         may_be_address=True,
     )
@@ -194,68 +192,68 @@ class PushConfig:
 
 @dataclass(frozen=True)
 class PageConfig:
-    """Write a page about a run, or about several beside each other: curves, events, settings. It needs no network."""
+    """Write an HTML page about one run or several: curves, events, settings. The page needs no network."""
 
-    run_path: tuple[str, ...] = required("folders of runs, comma list; also as the first words", first_word=True)
+    run_path: tuple[str, ...] = required("run folders, comma list; also as the first words", first_word=True)
     output_path: str | None = setting(
-        None, "page to write; none = report.html in the run's folder, or with several runs in the current folder"
+        None, "page to write; none = report.html in the run folder, or in the current folder for several runs"
     )
-    picture: str | None = setting(None, "a picture of the loss curves besides, .png or .svg")
+    picture: str | None = setting(None, "picture of the loss curves to write as well, .png or .svg")
 
 
 @dataclass(frozen=True)
 class InspectSettings:
-    """What to show of the run that the other settings describe. ckpt_load_path takes those of a checkpoint."""
+    """Samples to show of the run that the other settings describe. ckpt_load_path uses a checkpoint's settings."""
 
-    step: Annotated[int, Ge(1), Le(LARGEST_STEP)] | None = setting(None, "the step to show, counted from 1")
-    steps: str | None = setting(None, "A-B: a summary of steps A to B, a line a dataset, in place of single samples")
-    sample_id: Annotated[int, Ge(0), Le(10**15)] | None = setting(None, "the sample to show, by its global index")
-    rank: NonNegativeInt | None = setting(None, "show only what this process trains on; needs world_size")
+    step: Annotated[int, Ge(1), Le(LARGEST_STEP)] | None = setting(None, "step to show, counted from 1")
+    steps: str | None = setting(None, "A-B: summarize steps A to B, one line per dataset, instead of single samples")
+    sample_id: Annotated[int, Ge(0), Le(10**15)] | None = setting(None, "sample to show, by its global index")
+    rank: NonNegativeInt | None = setting(None, "show only the samples of this rank; needs world_size")
     world_size: PositiveInt | None = setting(
         None,
-        "GPUs that share the global batch; none = 1. It matters only if neither global_batch_size nor a checkpoint "
-        "says its size",
+        "GPUs that share the global batch; none = 1. Without rank, it matters only if neither global_batch_size nor a "
+        "checkpoint gives the batch's size",
     )
-    tokens: bool = setting(False, "show the token ids too, and with tokenizer_path their text")
-    json: bool = setting(False, "one JSON object a sample (with steps: a dataset), nothing shortened")
+    tokens: bool = setting(False, "show the token ids, too, and with tokenizer_path their text")
+    json: bool = setting(False, "print one JSON object per sample (with steps: per dataset), nothing shortened")
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """First and last of `steps`; raises a ConfigError where it is no range of steps."""
+        """First and last of `steps`; raises a ConfigError if it is malformed."""
         return parse_ranges("steps", [self.steps or ""], smallest=1, largest=LARGEST_STEP)[0]
 
 
 @dataclass(frozen=True)
 class InspectConfig(TrainConfig):
-    """A run, and what to show of it."""
+    """Settings of a run, and the samples to show."""
 
     inspect: InspectSettings = InspectSettings()
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """On what the run would train, and what to show. Nothing is read and nothing is started: it is arithmetic."""
+    """Machines to plan for. The plan is pure arithmetic: it reads no data and starts nothing."""
 
     gpu: Literal["h100", "h200", "a100", "b200", "l40s", "4090"] = setting(
         "h100", "kind of GPU: h100, h200, a100, b200, l40s or 4090"
     )
-    gpus: Annotated[int, Ge(1), Le(LARGEST_CLUSTER)] = setting(8, "GPUs in all")
-    gpus_per_node: PositiveInt = setting(8, "GPUs of a node")
+    gpus: Annotated[int, Ge(1), Le(LARGEST_CLUSTER)] = setting(8, "number of GPUs")
+    gpus_per_node: PositiveInt = setting(8, "GPUs per node")
     network: Annotated[float, Ge(0.001)] | None = setting(
-        None, "Gbit/s from each node to others, all of its adapters together; none = common with that GPU"
+        None, "Gbit/s per node, over all of its network adapters; none = what is common with this GPU"
     )
     search: bool = setting(
-        False, "a table of what fits, fastest first: strategies, groups, checkpointing, micro-batches"
+        False, "list the settings that fit, fastest first: strategies, groups, checkpointing, micro-batches"
     )
     optimizer_state_bytes: Annotated[float, Ge(0), Le(1024)] | None = setting(
         None, "bytes per parameter that a user-defined optimizer keeps; none = 8, as AdamW"
     )
-    json: bool = setting(False, "one JSON object in place of the table; with search, one a line")
+    json: bool = setting(False, "print one JSON object instead of the table; with search, one per line")
 
 
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    """A run that is planned; tokens are made up, so that no data is needed."""
+    """Settings of the run to plan; with generated tokens, so no data is needed."""
 
     data: DataConfig = DataConfig(use_dummy_dataset=True)
     plan: PlanSettings = PlanSettings()
@@ -263,36 +261,38 @@ class PlanConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """Which runs, and where. All other settings are those of training, and each may be given several values."""
+    """Which combinations to train, and where. Every setting of training takes several values."""
 
-    sweep_path: str = setting("runs/sweep", "folder of the sweep: a folder per run, and sweep.csv")
-    processes: PositiveInt = setting(1, "processes of each run, one a GPU, on this machine (torchrun)")
-    only: NonNegativeInt | None = setting(None, "train this combination alone, counted from 0; none = all")
+    sweep_path: str = setting("runs/sweep", "folder of the sweep: one folder per run, and sweep.csv")
+    processes: PositiveInt = setting(1, "processes per run on this machine, one per GPU (torchrun)")
+    only: NonNegativeInt | None = setting(None, "train only this combination, counted from 0; none = all")
 
 
 @dataclass(frozen=True)
 class SweepConfig(TrainConfig):
-    """A grid of runs: settings with several values, a comma list; values that are lists or text between semicolons."""
+    """A grid of runs: a comma list of values per setting; semicolons separate values that are lists or text."""
 
     sweep: SweepSettings = SweepSettings()
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Read token files or checkpoints wholly and name every fault. The status is 0 only if there is none."""
+    """Read checkpoints or token files completely and report every fault. Exits with 0 only if there is none."""
 
     ckpt_path: str | None = setting(
-        None, "checkpoint, or run with all of its checkpoints; also as the first word", first_word=True
+        None, "checkpoint, or run (all of its checkpoints); also as the first word", first_word=True
     )
     data_path: str | None = setting(None, "root folder of the datasets to check, as for training")
-    datasets: tuple[str, ...] = setting((), "sub-folders of data_path, comma list; empty = all with token files")
+    datasets: tuple[str, ...] = setting(
+        (), "sub-folders of data_path, comma list; empty = every sub-folder with token files"
+    )
     vocab_size: PositiveInt | None = setting(
-        None, "every token must be below it; none = the size in prepare.json, else no check"
+        None, "report token ids that are not below it; none = the size in prepare.json, else no check"
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto", "format of the token files, as for training"
     )
-    col_name: str = setting("tokens", "column of the token files that holds the token ids")
+    col_name: str = setting("tokens", "column of the token files with the token ids")
     sep_token: NonNegativeInt | None = setting(None, "token id at the end of documents, for files that need it")
     token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one per core")
@@ -300,22 +300,22 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class DoctorSettings:
-    """What to measure of the machines that the run would be on. Started like training; takes seconds."""
+    """Measurements of the machines that the run would use. Start it like training; it takes seconds."""
 
     disk_path: str | None = setting(".", "folder whose disk is measured; none = no disk")
-    disk_mib: PositiveInt = setting(256, "size of the file that is written there and read again, MiB")
+    disk_mib: PositiveInt = setting(256, "size of the file that is written there and read back, MiB")
     message_mib: PositiveInt | None = setting(
         None, "largest message between processes, MiB; none = 256 on GPUs, 16 on CPUs"
     )
     slow_factor: Annotated[float, Ge(1.05)] = setting(
-        1.3, "name a rank or link that is this many times slower than the median of the others"
+        1.3, "report a rank or link that is this many times slower than the median of the others"
     )
-    json: bool = setting(False, "one JSON object in place of the tables")
+    json: bool = setting(False, "print one JSON object instead of the tables")
 
 
 @dataclass(frozen=True)
 class DoctorConfig(TrainConfig):
-    """A run, and what to measure of its machines. With ckpt_save_path saves are measured; with a model, their size."""
+    """Settings of a run, and what to measure. ckpt_save_path adds the speed of saves, a model their size."""
 
     data: DataConfig = DataConfig(use_dummy_dataset=True)
     doctor: DoctorSettings = DoctorSettings()

@@ -1,15 +1,15 @@
-"""How a setting is declared, and the table of settings that a dataclass asks for.
+"""Declaration of settings, and the table of the settings in a dataclass.
 
-A setting is a field of a frozen dataclass. The annotation says what may be given, so that mypy checks the default:
+A setting is a field of a frozen dataclass. Its annotation gives the allowed values, so mypy checks the default:
 
     batch_size: PositiveInt = setting(2, "sequences that one GPU takes at once")
     num_steps: RunLength = setting(Duration(1000, "steps"), "length of the run")
-    ckpt_format: Literal["sharded", "full"] = setting("sharded", "how files are laid out")
+    ckpt_format: Literal["sharded", "full"] = setting("sharded", "layout of the files")
     keep_last: PositiveInt | None = setting(None, "newest checkpoints to keep; none = all")
     output_path: str = required("folder to make")
 
-A root is a dataclass of section dataclasses (`TrainConfig`) or a flat one (a command with few settings). Flags,
-recipes, help and dumps work on the table that `settings_of` returns: a new field is known everywhere at once.
+A root is a dataclass of section dataclasses (`TrainConfig`) or a flat dataclass (a command with few settings). Flags,
+recipes, help and dumps use the table that `settings_of` returns, so a new field needs no other change.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ OTHER_PATHS = ("eval_datasets", "hf_dataset", "paths", "picture", "resume_from_c
 
 @dataclass(frozen=True)
 class Units:
-    """Which units of a `Duration` a setting takes; all of them without it."""
+    """Annotation: the units that a `Duration` setting takes (default: all)."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class OneOfOr:
-    """One of these names, or a user's own as `package.module:Name` (`config/plugins.py`)."""
+    """Annotation: one of these names, or a user-defined `package.module:Name` (`config/plugins.py`)."""
 
     names: tuple[str, ...]
 
@@ -57,15 +57,15 @@ def setting(default: T, help: str = "", **declared: Any) -> T:
     """Declare a setting, or a section of them.
 
     Args:
-        default: the value without a flag or a recipe.
-        help: what the flag does, in a sentence.
-        declared: the last attributes of `Setting`; of a section `silent_change` alone, which holds for all of it.
+        default: value if neither flag nor recipe sets it.
+        help: what the flag does, in one or two sentences.
+        declared: attributes of `Setting` from `silent_change` on; for a section only `silent_change`, for all of it.
     """
     return dataclasses.field(default=default, metadata={"help": help, **declared})
 
 
 def required(help: str, **declared: Any) -> Any:
-    """Declare a setting without a default: the user must give it. Arguments are as in `setting`."""
+    """Declare a setting without a default, which the user must give. Arguments are as in `setting`."""
     return dataclasses.field(metadata={"help": help, **declared})
 
 
@@ -74,23 +74,23 @@ class Setting:
     """One setting of a root.
 
     Attributes:
-        section: the field of the root that holds it; "" in a flat root.
+        section: field of the root that holds the setting; "" in a flat root.
         base: str, int, float, bool or Duration.
-        optional: whether None is a value.
+        optional: whether None is allowed.
         many: whether the value is a tuple of `base`.
-        default: MISSING where a value must be given.
-        choices: the only texts allowed, in canonical spelling (lower case, underscores); empty = any.
-        units: of a duration, the units that are meaningful.
-        limits: of a number, by `Ge`, `Le` or `Lt`.
-        pluggable: whether a user's own, as `package.module:Name`, is a choice, too.
-        help: what the flag does, in a sentence.
-        silent_change: whether a resumed run may change it without a word, because it only says where things are, what
-            is shown or how the work is laid out, or because another line says it.
-        aliases: foreign spellings of its values, and what they mean.
-        per_node: whether nodes may have different values, because it says where files are on a node's disks, or how
-            many threads work there; none is none on all nodes. Every other setting is the same in the whole job.
-        first_word: whether it may be a word alone, before the flags: `pretrain verify runs/a`.
-        may_be_address: whether the path may be the address of a folder in an object store.
+        default: MISSING if the user must give a value.
+        choices: allowed texts in canonical spelling (lower case, underscores); empty = any text.
+        units: allowed units of a duration.
+        limits: bounds of a number, by `Ge`, `Le` or `Lt`.
+        pluggable: whether a user-defined `package.module:Name` is allowed besides `choices`.
+        help: what the flag does, in one or two sentences.
+        silent_change: whether a resumed run changes it without a message: it affects only paths, output or layout, or
+            another message reports it.
+        aliases: other spellings of values, by the value each means.
+        per_node: whether nodes may have different values (paths on local disks, numbers of threads); none must be none
+            on all nodes. All other settings are equal in the whole job.
+        first_word: whether the value may stand alone before the flags: `pretrain verify runs/a`.
+        may_be_address: whether the path may be an object store address.
     """
 
     name: str
@@ -117,12 +117,12 @@ class Setting:
 
     @property
     def is_path(self) -> bool:
-        """Whether it is a path, or may be one, as its name says."""
+        """Whether the name is that of a path."""
         return self.name.endswith(PATH_ENDINGS) or self.name in OTHER_PATHS
 
 
 def sections_of(root: type) -> dict[str, type]:
-    """Return the section dataclasses of a root by the name of their field; none of a flat root."""
+    """Return the section dataclasses of a root by field name; empty for a flat root."""
     return {name: hint for name, hint in get_type_hints(root).items() if _is_section(hint)}
 
 
@@ -130,13 +130,12 @@ def settings_of(root: type) -> Mapping[str, Setting]:
     """Return every setting of a root by name, in the order of declaration.
 
     Raises:
-        TypeError: a field has a type that no text can be parsed into, or two sections share a name (mistakes of the
-            dataclass's author).
+        TypeError: a field's type cannot be parsed from text, or two sections share a name (bugs in the dataclass).
     """
     return _settings_of(root)
 
 
-@cache
+@cache  # not on `settings_of`: mypy would refuse a dataclass as its argument
 def _settings_of(root: type) -> Mapping[str, Setting]:
     settings: dict[str, Setting] = {}
     for setting in _settings_in(root, "", None, silent_change=False):
@@ -147,7 +146,7 @@ def _settings_of(root: type) -> Mapping[str, Setting]:
 
 
 def build(root: type[T], values: Mapping[str, Any]) -> T:
-    """Make a root from values by setting name; every required setting is among them, others keep their defaults."""
+    """Build a root from values by setting name, which include every required setting; the rest keep their defaults."""
     settings = settings_of(root)
     arguments: dict[str, Any] = {name: value for name, value in values.items() if not settings[name].section}
     defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(root)}  # type: ignore[arg-type]
@@ -170,7 +169,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _settings_in(holder: type, section: str, instance: Any, silent_change: bool) -> list[Setting]:
-    """List the settings of a root or a section; defaults are those of the instance, if the root holds one."""
+    """List the settings of a root or a section; an instance gives the defaults of a section."""
     settings = []
     hints = get_type_hints(holder, include_extras=True)
     for field in dataclasses.fields(holder):
@@ -186,7 +185,7 @@ def _settings_in(holder: type, section: str, instance: Any, silent_change: bool)
 
 
 def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
-    """Take `X`, `X | None` or `tuple[X, ...]` apart; X may be a `Literal`, or `Annotated` with limits or units."""
+    """Parse `X`, `X | None` or `tuple[X, ...]`, where X may be a `Literal`, or `Annotated` with limits or units."""
     optional = many = False
     extras: list[Any] = []
     choices: tuple[str, ...] = ()
@@ -201,7 +200,7 @@ def _read_annotation(annotation: Any, name: str) -> dict[str, Any]:
     if get_origin(annotation) is Literal and all(isinstance(choice, str) for choice in get_args(annotation)):
         annotation, choices = str, get_args(annotation)
     if annotation not in (str, int, float, bool, Duration) or (optional and many):
-        raise TypeError(f"{name}: no text can be parsed into this type")
+        raise TypeError(f"{name}: text cannot be parsed into this type")
     plugins = next((extra.names for extra in extras if isinstance(extra, OneOfOr)), None)
     units = next((extra.names for extra in extras if isinstance(extra, Units)), UNITS)
     return {

@@ -1,4 +1,4 @@
-"""What users read about settings, made from the dataclasses: `--help`."""
+"""The text of `--help`, generated from the dataclasses of settings."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pretraining.config.values import describe_type, did_you_mean, format_value
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
 
-# Beyond this width, lines of prose are hard to read.
 _WIDEST = 110
+"""Columns; longer lines of prose are hard to read."""
 _NARROWEST = 60
 _INDENT = 34
 _DURATION = "1000 (steps), 5Btok (tokens; k, M, B, T multiply), 2ep (epochs); intervals also 90s, 30min, 2h, 1h30min"
 
 
 def help_text(root: type, command: str, purpose: str, width: int | None = None, topic: str | None = None) -> str:
-    """Return the text of `--help`: how to call a command, then every setting with its meaning, values and default.
+    """Return the text of `--help`: the command's usage, then every setting with its meaning, values and default.
 
-    Groups of settings that the command has besides those of training stand first.
+    The command's own groups of settings come before those of training.
 
     Args:
-        root: the dataclass of the command's settings.
-        command: as it is typed: `pretrain train`.
-        purpose: what it does, in a few words.
-        width: columns to fit into; None = those of the terminal.
-        topic: the only section or setting to show, as for `--help=optimizer` or `--help=seed`; None = all.
+        root: the command's dataclass of settings.
+        command: as typed: `pretrain train`.
+        purpose: what the command does, in a few words.
+        width: columns; None = the terminal's.
+        topic: section or setting to show, as in `--help=optimizer` or `--help=seed`; None = all.
 
     Raises:
-        ConfigError: there is no such section or setting.
+        ConfigError: the section or setting is unknown.
     """
     word = (topic or "").lstrip("-").replace("-", "_").lower().rpartition(".")[2]
     word = ALIASES[word].target if word in ALIASES else word
@@ -45,21 +45,21 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
     lines: list[str] = []
     if word in settings and word not in groups:
         lines += [f"of {settings[word].section}:"] if settings[word].section else []
-        lines += _entry(f"--{word}={_placeholder(settings[word])}", _explanation(settings[word]), columns)
-        lines += _entry("", f"Values: {describe_type(settings[word])}", columns)
+        lines += _format_entry(f"--{word}={_placeholder_of(settings[word])}", _explain(settings[word]), columns)
+        lines += _format_entry("", f"Values: {describe_type(settings[word])}", columns)
     elif word and word not in groups:
         hint = did_you_mean(word, [*groups, *settings], "did you mean {}? ")
-        there = ", ".join(groups) or "none"
-        raise ConfigError(f"--help={topic}: there is no such flag or group. {hint}Groups of {command}: {there}")
+        known = ", ".join(groups) or "none"
+        raise ConfigError(f"--help={topic}: no such flag or group. {hint}Groups of {command}: {known}")
     else:
         lines += [] if word else _introduction(root, command, purpose, groups, columns)
         for name, subject, members in sections:
             if word in ("", name):
                 lines += ["", *textwrap.wrap(f"{name}: {subject}" if name else subject, columns)]
                 for setting in members:
-                    lines += _entry(f"--{setting.name}={_placeholder(setting)}", _explanation(setting), columns)
+                    lines += _format_entry(f"--{setting.name}={_placeholder_of(setting)}", _explain(setting), columns)
     if any(setting.base is Duration for setting in settings.values()):
-        lines += ["", *_entry("DURATION", _DURATION, columns)]
+        lines += ["", *_format_entry("DURATION", _DURATION, columns)]
     return "\n".join(lines).lstrip("\n")
 
 
@@ -68,17 +68,15 @@ def _introduction(root: type, command: str, purpose: str, groups: Sequence[str],
     lines = [f"{command}: {purpose}", f"usage: {command} [--NAME=VALUE ...]", "", *textwrap.wrap(text, columns)]
     if issubclass(root, TrainConfig):
         shipped = ", ".join(shipped_recipes())
-        text = (
-            f"files of settings (YAML, JSON, or of another system), or of {shipped}; later ones win, flags win over all"
-        )
-        lines += ["", *_entry("--recipe=A,B", text, columns)]
+        text = f"settings files (YAML, JSON, or another system's) or {shipped}; later recipes win, flags win over all"
+        lines += ["", *_format_entry("--recipe=A,B", text, columns)]
         for name in ("accept_llama", "accept_unknown"):
-            lines += _entry(f"--{name}=BOOL", _explanation(settings_of(RecipeChoice)[name]), columns)
+            lines += _format_entry(f"--{name}=BOOL", _explain(settings_of(RecipeChoice)[name]), columns)
     return lines
 
 
 def sections_for_readers(root: type) -> Iterator[tuple[str, str, list[Setting]]]:
-    """Yield the name, the subject and the settings of each section; of a flat root, of itself under no name."""
+    """Yield name, subject and settings of each section; a flat root is one section without a name."""
     sections = sections_of(root) or {"": root}
     shared = sections_of(TrainConfig) if root is not TrainConfig else {}
     for section, section_type in sorted(sections.items(), key=lambda item: item[0] in shared):
@@ -86,26 +84,26 @@ def sections_for_readers(root: type) -> Iterator[tuple[str, str, list[Setting]]]
         yield section, subject, [setting for setting in settings_of(root).values() if setting.section == section]
 
 
-def _entry(flag: str, text: str, columns: int) -> list[str]:
-    """Set a flag and its text in two columns."""
+def _format_entry(flag: str, text: str, columns: int) -> list[str]:
+    """Format a flag and its text in two columns."""
     return textwrap.wrap(text, columns, initial_indent=f"  {flag:{_INDENT - 4}}  ", subsequent_indent=" " * _INDENT)
 
 
-def _placeholder(setting: Setting) -> str:
+def _placeholder_of(setting: Setting) -> str:
     words = {int: "N", float: "X", bool: "BOOL", Duration: "DURATION", str: "TEXT"}
     return "A,B" if setting.many else words[setting.base]
 
 
-def _explanation(setting: Setting) -> str:
-    """Return a setting's help with its choices, where the help does not name them, and its default."""
+def _explain(setting: Setting) -> str:
+    """Return a setting's help, its choices if the help does not name them, and its default."""
     words = [setting.help]
     if any(choice not in setting.help for choice in setting.choices):
         words.append(f"({describe_type(setting)})")
-    if setting.default is not None:  # what none means, the help says
+    if setting.default is not None:  # the help explains none
         words.append(f"[{describe_default(setting)}]")
     return " ".join(words)
 
 
 def describe_default(setting: Setting) -> str:
-    """Return what holds when nothing is given."""
+    """Return the default as text."""
     return "must be given" if setting.required else format_value(setting.default) or "empty"

@@ -1,9 +1,9 @@
-"""What users exchange by name: optimizers, schedules, trackers, token formats and scores. No torch.
+"""Registries of the plugins that users choose by name: optimizers, schedules, trackers, token formats, scores.
 
-    --optimizer=adamw                 a name of a table here: where its code is, and what it reads
-    --optimizer=my_package.lion:Lion  a class or function of the user's own, without registration
+    --optimizer=adamw                 built in: a row of a table here, with the path of its code
+    --optimizer=my_package.lion:Lion  user-defined class or function, without registration
 
-docs/extending.md says what each has to offer. What a name stands for is imported when it is built.
+docs/extending.md gives the interface of each. Plugins are imported only when they are built; nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 from pretraining.errors import ConfigError, PretrainError
 
-OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-"""A user's own: package.module:Name."""
+PLUGIN_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+"""A user-defined plugin: package.module:Name."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What ships with the project under a name.
+    """A built-in plugin.
 
     Attributes:
-        path: as `package.module:Name`, of its class or function.
-        options: the settings of its section that it reads; of optimizers besides learning_rate and weight_decay.
+        path: class or function, as `package.module:Name`.
+        options: settings of its section that it reads; for optimizers besides learning_rate and weight_decay.
     """
 
     path: str
@@ -39,16 +39,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class OptimizerEntry(Entry):
-    """An optimizer: a class, made over parameter groups with settings by the names of torch; or a function.
+    """A built-in optimizer.
 
-    A function is given the parameters and the settings, in which nothing is none.
+    A class is built from parameter groups and settings under torch's names; a function gets the parameters and the
+    resolved settings (no None).
 
     Attributes:
-        defaults: what settings stand for where they are none.
-        moments: what it keeps of a parameter's shape for each parameter; "momentum_buffer" with momentum only.
-        matrix_moments: the same for the matrices of blocks, if that is something else.
-        update_bytes: of temporary tensors in an update, per parameter of the larger group of parameters.
-        matrix_update_bytes: per parameter of the blocks' matrices instead, (whole, sharded).
+        defaults: values of settings that are None.
+        moments: tensors kept per parameter, of its shape; "momentum_buffer" only if momentum is not 0.
+        matrix_moments: the same for the blocks' matrices, if different.
+        update_bytes: bytes of temporary tensors in an update, per parameter of the larger parameter group.
+        matrix_update_bytes: the same for the blocks' matrices, (whole, sharded), if different.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +103,7 @@ OPTIMIZERS = {
         {"learning_rate": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "muon_ns_steps": 5},
         _ADAM_MOMENTS,
         matrix_moments=_MOMENTUM,
-        matrix_update_bytes=(5, 10),  # as simulated; sharded ones go to their owners and back
+        matrix_update_bytes=(5, 10),  # as simulated; shards are sent to their owners and back
     ),
 }
 _WARMUP_AND_DECAY = "pretraining.optim.schedules:warmup_and_decay"
@@ -138,10 +139,10 @@ TRACKERS = {
 
 
 def load_plugin(flag: str, path: str) -> Any:
-    """Import what `package.module:Name` names, also from the working directory; `flag` is the setting that names it.
+    """Import `package.module:Name`, also from the working directory; `flag` is the setting that gives the path.
 
     Raises:
-        ConfigError: there is no such module, or nothing of that name in it.
+        ConfigError: the module cannot be imported, or lacks the name.
     """
     module_name, _, name = path.partition(":")
     if not {"", str(Path.cwd())} & set(sys.path):
@@ -160,12 +161,12 @@ def load_plugin(flag: str, path: str) -> Any:
 
 @contextmanager
 def plugin_errors(flag: str, name: str) -> Iterator[None]:
-    """Turn what a user's own code raises into one error that says where.
+    """Turn an exception of user-defined code into an error that names file and line.
 
-    Errors for users, of imports and of the file system pass: their callers say more.
+    A PretrainError, ImportError or OSError passes unchanged: callers handle it.
 
     Raises:
-        ConfigError: the code inside of the `with` block fails.
+        ConfigError: the code in the `with` block raised another exception.
     """
     try:
         yield
@@ -179,10 +180,10 @@ def plugin_errors(flag: str, name: str) -> Iterator[None]:
 
 
 def parse_options(flag: str, texts: tuple[str, ...]) -> Mapping[str, Any]:
-    """Read `key=value` texts: whole numbers, numbers, true, false and none become values, the rest stays text.
+    """Read `key=value` texts; numbers, true, false and none are converted, other values stay text.
 
     Raises:
-        ConfigError: a text is not `key=value`, or a key comes twice.
+        ConfigError: a text is not `key=value`, or a key is repeated.
     """
     options: dict[str, Any] = {}
     for text in texts:
@@ -190,7 +191,7 @@ def parse_options(flag: str, texts: tuple[str, ...]) -> Mapping[str, Any]:
         if not equals or not key.isidentifier():
             raise ConfigError(f"--{flag}={','.join(texts)}: write key=value, comma list, as in momentum=0.9,fast=true")
         if key in options:
-            raise ConfigError(f"--{flag}={','.join(texts)}: {key} comes twice")
+            raise ConfigError(f"--{flag}={','.join(texts)}: {key} is given twice")
         options[key] = _value_of(value)
     return options
 

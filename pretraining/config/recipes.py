@@ -1,8 +1,8 @@
-"""Recipes: files of settings, and the resolved configuration written as one.
+"""Recipes: settings files to read, and the resolved configuration to write.
 
-A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`), named by its
-path or, in this package's recipes folder, by its bare name. A file of another system is a recipe, too, where the caller
-hands over a `Translator`.
+A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`), given by path
+or by the name of a recipe in this package. If the caller passes a `Translator`, a file of another system is a recipe,
+too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pretraining.errors import ConfigError
 from pretraining.files import exists
 from pretraining.progress import Duration
 
-OF_OTHER_SYSTEMS = (".toml", ".py")
-RECIPE_SUFFIXES = (".yaml", ".yml", ".json", *OF_OTHER_SYSTEMS)
+FOREIGN_SUFFIXES = (".toml", ".py")
+RECIPE_SUFFIXES = (".yaml", ".yml", ".json", *FOREIGN_SUFFIXES)
 SHIPPED = Path(__file__).parent / "recipes"
 
 
@@ -38,13 +38,13 @@ class Recipe:
     """A recipe's settings as raw text.
 
     Attributes:
-        defaults: settings that another system takes where its file is silent; every recipe wins over them.
-        from_arguments: settings that arguments of the command line became, which were read with the file of another
-            system; they count as the command line's.
+        defaults: another system's defaults for settings that its file leaves out; every recipe overrides them.
+        from_arguments: settings translated from command-line arguments of another system; they rank as the command
+            line's.
         used: names of these arguments.
-        names: what other arguments may have meant.
-        system: that the file is of; "" of a recipe of this project.
-        table: what became of each key of such a file, in lines.
+        names: known names of the other system, for hints about misspelt arguments.
+        system: the other system; "" for a recipe of this project.
+        table: lines that tell what each key of the other system became.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Recipe:
 
 
 Translator = Callable[[Path | None, str, Mapping[str, Raw], Collection[str]], Recipe | None]
-"""Reads the settings of another system as a recipe; the command line hands one over.
+"""Function that reads the settings of another system as a recipe.
 
-It takes a file, or None if arguments alone may be words of another system, its name in messages, the arguments of the
-command line by name, and switches that say what may be left out of a file. It returns None if the file is of no known
-system, and raises a ConfigError if it cannot be translated.
+Its arguments are a file (None to translate command-line arguments alone), the file's name in messages, the command-line
+arguments by name, and the names of `accept_…` flags that are set. It returns None if the system is unknown, and raises
+a ConfigError if the settings cannot be translated.
 """
 
 
@@ -72,17 +72,16 @@ def read_recipe(
     arguments: Mapping[str, Raw] | None = None,
     accepts: Collection[str] = (),
 ) -> Recipe:
-    """Read a recipe, a path or the name of a shipped one; the other arguments are those of a `Translator`.
+    """Read a recipe by its path or shipped name; `arguments` and `accepts` are passed to the `Translator`.
 
     Raises:
-        ConfigError: there is no such recipe, it is not valid, it is no mapping of settings, or of another system and
-            cannot be translated.
+        ConfigError: the recipe does not exist, is malformed, or is another system's and cannot be translated.
     """
     path = _find(name)
-    if path.suffix in OF_OTHER_SYSTEMS:
+    if path.suffix in FOREIGN_SUFFIXES:
         recipe = translate(path, name, arguments or {}, accepts) if translate is not None else None
         if recipe is None:
-            raise ConfigError(f"--recipe={name} is of another system: pretrain translate {name} makes a recipe of it")
+            raise ConfigError(f"--recipe={name} is another system's file: translate it with pretrain translate {name}")
         return recipe
     tree = parse_tree(read_text(path, name), name, path.suffix)
     if translate is not None and isinstance(tree, dict) and not is_of_ours(tree):
@@ -93,19 +92,19 @@ def read_recipe(
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
-    """Return the settings in the content of a YAML recipe as raw text; messages call it by `name`.
+    """Return the settings in a YAML recipe as raw text; `name` is the recipe's name in messages.
 
     Raises:
-        ConfigError: it is not valid, or no mapping of settings.
+        ConfigError: the content is malformed.
     """
     return _settings_of_tree(parse_tree(content, name), name, name)
 
 
 def load_config(path: str | Path) -> TrainConfig:
-    """Read a resolved configuration back, as `dump_config` wrote it, without checking rules again.
+    """Read a configuration that `dump_config` wrote, without checking rules again.
 
     Raises:
-        ConfigError: carries every problem of the file.
+        ConfigError: every problem of the file.
     """
     config, problems = _read_config(read_recipe(str(path)).assignments)
     if problems:
@@ -114,32 +113,32 @@ def load_config(path: str | Path) -> TrainConfig:
 
 
 def settings_in(content: str, name: str) -> TrainConfig:
-    """Read the resolved configuration that a checkpoint carries; messages call it by `name`.
+    """Read the configuration in a checkpoint; `name` is its name in messages.
 
     Settings that this version does not know or would refuse, because another version wrote them, keep their defaults.
 
     Raises:
-        ConfigError: it is no YAML of settings.
+        ConfigError: the content is malformed.
     """
     return _read_config(parse_recipe(content, name))[0]
 
 
 def dump_config(config: Any) -> str:
-    """Write a root of settings, resolved in full, as YAML by sections that `load_config` reads back equal."""
+    """Return all settings of a root as YAML by sections, which `load_config` reads back equal."""
     tree: dict[str, Any] = {}
     values = values_of(config)
     for name, setting in settings_of(type(config)).items():
         target = tree.setdefault(setting.section, {}) if setting.section else tree
-        target[name] = _plain(values[name])
+        target[name] = _to_yaml_type(values[name])
     return yaml.dump(tree, Dumper=_FlowListDumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
-    """Return the settings that can be read, over defaults, and what is wrong with others."""
+    """Return the settings that can be parsed, with defaults for the rest, and the problems."""
     reader = Reader(TrainConfig)
     reader.read(source)
     config = reader.build()
-    assert config is not None  # no setting of training must be given
+    assert config is not None  # every setting of training has a default
     return config, reader.problems
 
 
@@ -150,7 +149,7 @@ def _find(name: str) -> Path:
         except ValueError as error:
             raise ConfigError(f"--recipe={name}: {error}") from None
         if not exists(path):
-            raise ConfigError(f"--recipe={name}: there is no such file")
+            raise ConfigError(f"--recipe={name}: no such file")
         return path
     shipped = shipped_recipes()
     if name not in shipped:
@@ -165,12 +164,12 @@ def _settings_of_tree(tree: Any, name: str, source: str) -> list[Assignment]:
     if tree is None:
         return []
     if not isinstance(tree, dict):
-        raise ConfigError(f"recipe {name} holds no settings: write name: value on each line")
+        raise ConfigError(f"recipe {name} holds no settings: write one name: value per line")
     return [replace(each, source=source) for each in _assignments(name, tree, "")]
 
 
 def is_of_ours(tree: Mapping[str, Any], above: str = "") -> bool:
-    """Return whether every key is a setting of training, under a section or not."""
+    """Return whether every key is a setting of training, with or without its section."""
     return all(
         is_of_ours(value, f"{above}{key}.")
         if isinstance(value, dict) and value
@@ -180,12 +179,12 @@ def is_of_ours(tree: Mapping[str, Any], above: str = "") -> bool:
 
 
 def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:
-    """Flatten a mapping; names carry the keys above them."""
+    """Flatten a mapping; names are prefixed with the keys above them."""
     assignments = []
     for key, value in tree.items():
         if isinstance(value, dict):
             assignments += _assignments(recipe, value, f"{section}{key}.")
-        elif value is not None or section or key not in sections_of(TrainConfig):  # a section may have nothing under it
+        elif value is not None or section or key not in sections_of(TrainConfig):  # a section may be empty
             assignments.append(_assignment(recipe, f"{section}{key}", value))
     return assignments
 
@@ -196,28 +195,27 @@ def _assignment(recipe: str, name: str, value: Any) -> Assignment:
         if any(isinstance(item, (dict, list)) for item in value):
             raise ConfigError(f"{recipe}: {name}: a list holds plain values, not lists or mappings")
         raw = [format_value(item) for item in value]
-        shown = f"[{', '.join(raw)}]"
+        text = f"[{', '.join(raw)}]"
     else:
         raw = None if value is None else format_value(value)
-        shown = "null" if raw is None else raw
-    return Assignment(name, raw, where=f"{recipe}: {name}: {shown}", flag=f"{recipe}: {name}")
+        text = "null" if raw is None else raw
+    return Assignment(name, raw, where=f"{recipe}: {name}: {text}", flag=f"{recipe}: {name}")
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as YAML's own types, a duration as its text."""
+def _to_yaml_type(value: Any) -> Any:
     if isinstance(value, Duration):
         return value.amount if value.unit == "steps" else str(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 class _FlowListDumper(yaml.SafeDumper):
-    """YAML with lists on one line."""
+    """YAML writer that puts each list on one line."""
 
 
 _FlowListDumper.add_representer(
     list, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
 )
-# Unicode's line breaks are read back only where they are escaped, which double quotes do.
+# Double quotes escape Unicode's line breaks, which YAML would not read back otherwise.
 _FlowListDumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(

@@ -1,10 +1,9 @@
-"""Every rule over several settings, in one place.
+"""Every rule over several settings.
 
-Most rules are rows: settings that cannot be as they are at the same time, and what to do. The others are functions of a
-configuration: each yields a sentence per problem, naming the flags to change, or lets through the ConfigError of what
-it tries. A problem that names a setting which could not be read is left out: that setting has a problem of its own.
-Rules use what is known before a run starts; what needs the number of GPUs, the batch or the data is checked where that
-is known (`batch_sizes.py`, `progress.py`, `optim/horizon.py`).
+Most rules are rows: settings that contradict each other, and the remedy. The other rules are functions of a
+configuration that yield one sentence per problem, with the flags to change, or raise a ConfigError. A setting that
+could not be parsed has a problem already, so problems that name it are dropped. Rules that need the number of GPUs, the
+batch or the data are elsewhere (`batch_sizes.py`, `progress.py`, `optim/horizon.py`).
 """
 
 from __future__ import annotations
@@ -33,35 +32,35 @@ from pretraining.errors import ConfigError
 from pretraining.files import address_problem, is_address
 
 FLOAT8_MULTIPLE = 16
-"""Sides of matrices that multiply in float8 are multiples of this."""
+"""Divides every dimension of a matrix in a float8 product."""
 
 Problems = Iterable[str]
 T = TypeVar("T")
 
 
 def is_on(value: Any) -> bool:
-    """Return whether a value is something."""
+    """Return whether a value is not none, false, zero or empty."""
     return bool(getattr(value, "amount", value))
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value is nothing: none, false, zero or empty."""
+    """Return whether a value is none, false, zero or empty."""
     return not is_on(value)
 
 
 def is_given(value: Any) -> bool:
-    """Return whether a value is not none, as 0 is not."""
+    """Return whether a value is not none."""
     return value is not None
 
 
 @dataclass(frozen=True)
 class Row:
-    """Settings that cannot be as they are at the same time.
+    """Settings that contradict each other.
 
     Attributes:
-        settings: by name, values, or a test such as `is_on`; the first is named first.
+        settings: by name, the values that contradict, or a test such as `is_on`; messages name them in this order.
         remedy: what to do.
-        root: the configurations that it is for.
+        root: type of the configurations that the row applies to.
     """
 
     settings: Mapping[str, Any]
@@ -69,20 +68,20 @@ class Row:
     root: type = TrainConfig
 
     def problem(self, values: Mapping[str, Any]) -> str | None:
-        """Return the sentence about settings that are so; None if they are not."""
-        for name, asked in self.settings.items():
-            if not (asked(values[name]) if callable(asked) else values[name] in asked):
+        """Return the problem if all settings have the values of this row, else None."""
+        for name, wrong in self.settings.items():
+            if not (wrong(values[name]) if callable(wrong) else values[name] in wrong):
                 return None
         first, *others = [f"--{name}={format_value(values[name])}" for name in self.settings]
         return f"{first}{' with ' if others else ''}{' and '.join(others)}: {self.remedy}"
 
 
-TO_EVALUATE_ON = {"held_out_fraction": is_off, "eval_datasets": is_off}
-ONE = "leave one of them out"
+NO_EVALUATION_SET = {"held_out_fraction": is_off, "eval_datasets": is_off}
+DROP_ONE = "leave one of them out"
 ROWS = (
     # length and schedule
     Row({"num_steps": is_off}, "give a length, in steps (1000), tokens (5Btok) or epochs (2ep)"),
-    Row({"stable_steps": is_given, "decay_steps": is_given}, "both say where the decay begins: keep one"),
+    Row({"stable_steps": is_given, "decay_steps": is_given}, "both set the start of the decay: keep one"),
     Row(
         {"schedule": ["piecewise_linear"], "schedule_points": is_off},
         "give --schedule_points, as in 0:0,80%:1,100%:0.1",
@@ -90,88 +89,91 @@ ROWS = (
     # data, parallelism and precision
     Row(
         {"token_dtype": is_given, "file_type": ["arrow", "npy"]},
-        "such files say the type of their tokens; leave it out",
+        "these files store the type of their tokens; leave --token_dtype out",
     ),
-    Row({"float8": is_on, "mixed_precision": [False]}, f"all but the matrices is in bfloat16 then; {ONE}"),
-    Row({"float8": is_on, "mp_dtype": ["float16"]}, f"all but the matrices is in bfloat16 then; {ONE}"),
-    Row({"mp_dtype": ["float16"], "mixed_precision": [False]}, f"mixed precision is off; {ONE}"),
+    Row({"float8": is_on, "mixed_precision": [False]}, f"float8 needs bfloat16 for all other operations; {DROP_ONE}"),
+    Row({"float8": is_on, "mp_dtype": ["float16"]}, f"float8 needs bfloat16 for all other operations; {DROP_ONE}"),
+    Row({"mp_dtype": ["float16"], "mixed_precision": [False]}, f"mixed precision is off; {DROP_ONE}"),
     Row(
         {"hsdp_group_size": is_on, "sharding_strategy": [n for n, each in STRATEGIES.items() if not each.in_groups]},
-        f"only hsdp and hsdp_zero2 shard inside groups; {ONE}",
+        f"only hsdp and hsdp_zero2 shard inside groups; {DROP_ONE}",
     ),
     Row(
         {
             "replica_check_interval": is_on,
             "sharding_strategy": [n for n, each in STRATEGIES.items() if each.shards_gradients and not each.in_groups],
         },
-        "there is one copy of the weights, in pieces; give --replica_check_interval=0, or a strategy with replicas",
+        "this strategy has no replicas; give --replica_check_interval=0, or a strategy with replicas",
     ),
     # checkpoints
-    *(Row({"ckpt_save_path": [""]}, "name the run's folder", root) for root in (TrainConfig, ImportConfig)),
-    Row({"weights_only": [True], "ckpt_load_path": is_off}, "name the run or checkpoint whose weights to begin with"),
-    Row({"init_from": ["scratch"], "ckpt_load_path": is_on}, f"a run from scratch loads nothing; {ONE}"),
-    Row({"init_from": ["scratch"], "resume_from_checkpoint": is_on}, f"a run from scratch loads nothing; {ONE}"),
-    Row({"resume_from_checkpoint": is_on, "ckpt_load_path": is_on}, f"both say what to start from; {ONE}"),
-    Row({"ckpt_format": ["full"], "async_save": [True]}, f"training waits for unsharded checkpoints; {ONE}"),
+    Row({"ckpt_save_path": [""]}, "name the run folder", ImportConfig),
+    Row({"weights_only": [True], "ckpt_load_path": is_off}, "name the run or checkpoint whose weights to load"),
+    Row({"init_from": ["scratch"], "ckpt_load_path": is_on}, f"a run from scratch loads nothing; {DROP_ONE}"),
+    Row({"init_from": ["scratch"], "resume_from_checkpoint": is_on}, f"a run from scratch loads nothing; {DROP_ONE}"),
+    Row({"resume_from_checkpoint": is_on, "ckpt_load_path": is_on}, f"both set where to start; {DROP_ONE}"),
+    Row({"ckpt_format": ["full"], "async_save": [True]}, f"full checkpoints cannot be saved async; {DROP_ONE}"),
     # evaluation
     *(
-        Row({name: is_on, **TO_EVALUATE_ON}, "give documents to evaluate on, with one of the last two")
+        Row({name: is_on, **NO_EVALUATION_SET}, "give documents to evaluate on, with one of the last two")
         for name in ("best_by", "early_stopping_evaluations", "eval_only", "sample_at_evaluations")
     ),
     Row(
         {"held_out_fraction": is_on, "eval_only": [True], "data_path": is_off, "use_dummy_dataset": is_off},
-        "it is a share of the documents in --data_path: give that, too, or --held_out_fraction=0",
+        "held-out documents come from --data_path: give --data_path, or --held_out_fraction=0",
     ),
     Row(
         {"early_stopping_evaluations": is_on, "eval_interval": is_off}, "the only evaluation is at the end; change one"
     ),
     *(
-        Row({"sample_at_evaluations": [True], name: is_off}, "there is nothing to sample with; change one")
+        Row({"sample_at_evaluations": [True], name: is_off}, "no text can be generated; change one")
         for name in ("tokenizer_path", "sample_tokens")
     ),
-    Row({"dry_run": [True], "eval_only": [True]}, f"a dry run shows what a training would do; {ONE}"),
+    Row({"dry_run": [True], "eval_only": [True]}, f"a dry run shows a training run; {DROP_ONE}"),
     # guards and profiler
-    Row({"max_rollbacks": is_on, "max_skipped_steps": is_off}, "no number of skipped updates rolls back; change one"),
+    Row({"max_rollbacks": is_on, "max_skipped_steps": is_off}, "no rollback would ever happen; change one"),
     *(
-        Row({name: is_on, "use_profiler": [False]}, "give --use_profiler=true, or leave it out")
+        Row({name: is_on, "use_profiler": [False]}, f"give --use_profiler=true, or leave --{name} out")
         for name in ("profile_steps", "profile_interval")
     ),
     # other commands
-    Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset that it is of", PrepareConfig),
+    Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset with --hf_dataset", PrepareConfig),
     Row(
-        {"vocab_size": is_on, "tokenizer_path": is_on}, f"the size is of a tokenizer trained here; {ONE}", PrepareConfig
+        {"vocab_size": is_on, "tokenizer_path": is_on}, f"a given tokenizer has its own size; {DROP_ONE}", PrepareConfig
     ),
     Row({"step": [None], "sample_id": [None], "steps": [None]}, "nothing to show: give one of them", InspectConfig),
     *(
-        Row({"steps": is_given, name: asked}, f"a summary is of whole steps; {ONE}", InspectConfig)
-        for name, asked in (("step", is_given), ("sample_id", is_given), ("rank", is_given), ("tokens", is_on))
+        Row({"steps": is_given, name: wrong}, f"--steps summarizes whole steps; {DROP_ONE}", InspectConfig)
+        for name, wrong in (("step", is_given), ("sample_id", is_given), ("rank", is_given), ("tokens", is_on))
     ),
-    Row({"prompt": is_on, "prompt_tokens": is_on}, f"both are prompts; {ONE}", SampleConfig),
+    Row({"prompt": is_on, "prompt_tokens": is_on}, f"both are prompts; {DROP_ONE}", SampleConfig),
     Row({"ckpt_path": is_off, "data_path": is_off}, "name a checkpoint or run, or token files", VerifyConfig),
     *(
-        Row({"ckpt_path": is_on, name: is_on}, f"a checkpoint has none of it; {ONE}", VerifyConfig)
+        Row({"ckpt_path": is_on, name: is_on}, f"--{name} is for token files only; {DROP_ONE}", VerifyConfig)
         for name in ("data_path", "datasets", "vocab_size")
     ),
 )
 
-VAIN = "the first has no effect"
+NO_EFFECT = "the first has no effect"
 _WITHOUT_RATIO = [name for name, entry in SCHEDULES.items() if "min_lr_ratio" not in entry.options]
-_ANOTHER_RATIO = {"min_lr_ratio": lambda ratio: ratio != ScheduleConfig().min_lr_ratio}
-REMARKS = (
-    Row({"use_dummy_dataset": [True], "data_path": is_on}, "tokens are made up, and no data is read"),
-    Row({"selective_checkpointing": lambda value: value != ALL_BLOCKS, "fsdp_activation_checkpointing": [False]}, VAIN),
-    Row({**_ANOTHER_RATIO, "training_stage": ["annealing"]}, VAIN),
-    Row({**_ANOTHER_RATIO, "training_stage": ["initial"], "schedule": _WITHOUT_RATIO}, VAIN),
-    Row({"sample_prompt": is_on, "tokenizer_path": is_off}, VAIN),
-    Row({"sample_prompt": is_on, "sample_tokens": is_off}, VAIN),
+_CHANGED_RATIO = {"min_lr_ratio": lambda ratio: ratio != ScheduleConfig().min_lr_ratio}
+INEFFECTIVE = (
+    Row({"use_dummy_dataset": [True], "data_path": is_on}, "tokens are generated, and no data is read"),
+    Row(
+        {"selective_checkpointing": lambda value: value != ALL_BLOCKS, "fsdp_activation_checkpointing": [False]},
+        NO_EFFECT,
+    ),
+    Row({**_CHANGED_RATIO, "training_stage": ["annealing"]}, NO_EFFECT),
+    Row({**_CHANGED_RATIO, "training_stage": ["initial"], "schedule": _WITHOUT_RATIO}, NO_EFFECT),
+    Row({"sample_prompt": is_on, "tokenizer_path": is_off}, NO_EFFECT),
+    Row({"sample_prompt": is_on, "sample_tokens": is_off}, NO_EFFECT),
 )
 
 
 def check_config(config: Any) -> None:
-    """Check a configuration that was made in Python: type and limits of each setting, then the rules over several.
+    """Check a configuration built in Python: type and limits of each setting, then the rules over several settings.
 
     Raises:
-        ConfigError: carries every problem.
+        ConfigError: every problem found.
     """
     values, problems = values_of(config), {}
     for name, setting in settings_of(type(config)).items():
@@ -179,18 +181,18 @@ def check_config(config: Any) -> None:
         if problem:
             problems[name] = f"{name}={format_value(values[name])}: {problem}"
             if not setting.required:
-                values[name] = setting.default  # as where a flag cannot be read
+                values[name] = setting.default  # as for a flag that cannot be parsed
     found = [*problems.values(), *find_problems(build(type(config), values), problems)]
     if found:
         raise ConfigError(found)
 
 
 def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
-    """Return what the rules have to say about a configuration whose single values are within their limits.
+    """Return the problems that the rules find in a configuration whose single values are valid.
 
     Args:
         config: the configuration.
-        unreadable: settings that hold their default only because what was given could not be read.
+        unreadable: settings whose given value could not be parsed, and that hold their default.
     """
     values = values_of(config)
     problems = [row.problem(values) or "" for row in ROWS if isinstance(config, row.root)]
@@ -202,12 +204,12 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
     return [each for each in dict.fromkeys(problems) if each and set(unreadable).isdisjoint(re.findall(r"\w+", each))]
 
 
-def settle_run_folder(config: T, given: Collection[str]) -> T:
-    """Give made-up data no run folder, and a run without a folder no tracker, unless the user asks for them.
+def resolve_run_folder(config: T, given: Collection[str]) -> T:
+    """Remove the default run folder with generated data, and the default tracker without a run folder.
 
     Args:
-        config: settings of training; others are returned as they are.
-        given: names of the settings that the user has given.
+        config: settings; only a `TrainConfig` changes.
+        given: names of the settings that the user gave.
     """
     if not isinstance(config, TrainConfig) or config.evaluation.eval_only:
         return config
@@ -219,10 +221,10 @@ def settle_run_folder(config: T, given: Collection[str]) -> T:
     return replace(config, checkpoint=checkpoint, report=report)
 
 
-def remarks(config: TrainConfig) -> list[str]:
-    """Return a line for each setting that another one leaves without an effect, so that one flag can be flipped."""
+def ineffective_settings(config: TrainConfig) -> list[str]:
+    """Return a line per setting that has no effect because of another one. They are allowed: users flip one flag."""
     values = values_of(config)
-    return [line for row in REMARKS if (line := row.problem(values)) is not None]
+    return [line for row in INEFFECTIVE if (line := row.problem(values)) is not None]
 
 
 # Training
@@ -245,7 +247,7 @@ def _check_data(config: TrainConfig) -> Problems:
     if weights and (len(weights) != len(data.datasets) or min(weights) < 0 or not any(weights)):
         yield (
             f"--weights={format_value(weights)}: give a number of at least 0 for each of "
-            f"--datasets={format_value(data.datasets)}, in the same order, and one of them above 0"
+            f"--datasets={format_value(data.datasets)}, in the same order, at least one above 0"
         )
 
 
@@ -258,24 +260,24 @@ def _check_schedule(config: TrainConfig) -> Problems:
     schedule, options = config.schedule, {option for entry in SCHEDULES.values() for option in entry.options}
     given = [name for name in sorted(options - {"min_lr_ratio"}) if getattr(schedule, name) not in (None, ())]
     if schedule.training_stage != "annealing":
-        yield from _unread("schedule", schedule.schedule, SCHEDULES, given)
+        yield from _unread_settings("schedule", schedule.schedule, SCHEDULES, given)
     elif given or schedule.schedule != ScheduleConfig().schedule:
         others = ", ".join(f"--{name}" for name in given or ["schedule"])
-        yield f"--training_stage=annealing is a schedule of its own, to zero: leave it out, or {others}"
+        yield f"--training_stage=annealing replaces the schedule: leave it out, or {others}"
 
 
 def _check_optimizer(config: TrainConfig) -> Problems:
     optimizer, options = config.optimizer, {option for entry in OPTIMIZERS.values() for option in entry.options}
     default = OptimizerConfig()
     given = [name for name in sorted(options) if getattr(optimizer, name) != getattr(default, name)]
-    yield from _unread("optimizer", optimizer.optimizer, OPTIMIZERS, given)
+    yield from _unread_settings("optimizer", optimizer.optimizer, OPTIMIZERS, given)
     if optimizer.optimizer_options and optimizer.optimizer in OPTIMIZERS:
-        yield f"--optimizer_options is for an optimizer of your own, not for {optimizer.optimizer}: leave it out"
+        yield f"--optimizer_options is for a user-defined optimizer, not for {optimizer.optimizer}: leave it out"
     parse_options("optimizer_options", optimizer.optimizer_options)
 
 
-def _unread(flag: str, chosen: str, table: Mapping[str, Entry], given: Iterable[str]) -> Problems:
-    """Yield a problem for each given setting that the chosen entry of a table does not read."""
+def _unread_settings(flag: str, chosen: str, table: Mapping[str, Entry], given: Iterable[str]) -> Problems:
+    """Yield a problem per given setting that the chosen entry of a table does not read."""
     for name in given:
         if chosen in table and name not in table[chosen].options:
             readers = " or ".join(other for other, entry in table.items() if name in entry.options)
@@ -287,17 +289,17 @@ def _check_trackers(config: TrainConfig) -> Problems:
     services = [each for each in report.tracker if each not in TRACKERS or TRACKERS[each].options]
     names = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
     given = [name for name in names if getattr(report, name) is not None]
-    if report.tracker and given and not services:  # without trackers, what would be said to them waits for some
-        yield f"--{given[0]} is for trackers that are services, such as wandb, and --tracker names none: leave it out"
+    if report.tracker and given and not services:  # without any tracker these settings are harmless
+        yield f"--{given[0]} is for services such as wandb, and --tracker names none: leave it out"
     if report.tracker_run_id is not None and len(services) > 1:
-        yield f"--tracker_run_id={report.tracker_run_id} is the id of one tracker: give one of {', '.join(services)}"
+        yield f"--tracker_run_id={report.tracker_run_id} is for one tracker: give one of {', '.join(services)}"
 
 
 def _check_float8(config: TrainConfig) -> Problems:
     model = config.model
     dimensions = (model.hidden_size, model.intermediate_size, model.num_attention_heads, model.num_key_value_heads)
     if config.parallel.float8 is None or (model.model_variant is None and None in dimensions):
-        return  # a checkpoint may say the rest, and then they are checked again
+        return  # a checkpoint may give the rest; the check runs again then
     shape = resolve_shape(model)
     for name, side in {
         "seq_length": config.data.seq_length,
@@ -307,9 +309,8 @@ def _check_float8(config: TrainConfig) -> Problems:
     }.items():
         if side % FLOAT8_MULTIPLE:
             yield (
-                f"--{name}={side} / {FLOAT8_MULTIPLE} = {side / FLOAT8_MULTIPLE:g}, and "
-                f"--float8={config.parallel.float8} multiplies matrices whose sides are multiples of "
-                f"{FLOAT8_MULTIPLE}: change one"
+                f"--{name}={side} / {FLOAT8_MULTIPLE} = {side / FLOAT8_MULTIPLE:g}, but "
+                f"--float8={config.parallel.float8} needs dimensions that {FLOAT8_MULTIPLE} divides: change one"
             )
 
 
@@ -320,27 +321,27 @@ def _check_addresses(config: TrainConfig) -> Problems:
             yield f"--{name} {problem}"
     mirror = config.checkpoint.ckpt_mirror_path
     if mirror is not None and not is_address(mirror):
-        yield f"--ckpt_mirror_path={mirror} is no address: write s3://bucket/runs/mine, gs://, abfss:// or file://"
+        yield f"--ckpt_mirror_path={mirror} is not an address: write s3://bucket/runs/mine, gs://, abfss:// or file://"
     if mirror is not None and "{timestamp}" in (config.checkpoint.ckpt_save_path or ""):
-        yield "--ckpt_mirror_path is of one run: give a --ckpt_save_path without {timestamp}"
+        yield "--ckpt_mirror_path holds one run: give a --ckpt_save_path without {timestamp}"
     if config.evaluation.eval_only and is_address(config.checkpoint.ckpt_load_path):
-        yield "--eval_only=true reads no object store: copy the checkpoint to a disk first (aws s3 sync)"
+        yield "--eval_only=true cannot read an object store: copy the checkpoint to a disk first (aws s3 sync)"
 
 
 def _check_run_folder(config: TrainConfig) -> Problems:
     if config.checkpoint.ckpt_save_path is not None or isinstance(config, PlanConfig | DoctorConfig):
-        return  # those two take the settings of any run, and keep nothing
+        return  # these two take the settings of any run, and save nothing
     if config.evaluation.eval_only:
         if config.checkpoint.ckpt_load_path is None:
             yield "--eval_only=true with --ckpt_save_path=none evaluates nothing: give --ckpt_load_path"
         return
     settings, values = settings_of(TrainConfig), values_of(config)
-    kept = (*vars(config.checkpoint), "max_rollbacks", "use_profiler", "memory_snapshot")
-    asked = [name for name in kept if is_on(values[name]) and values[name] != settings[name].default]
+    need_folder = (*vars(config.checkpoint), "max_rollbacks", "use_profiler", "memory_snapshot")
+    given = [name for name in need_folder if is_on(values[name]) and values[name] != settings[name].default]
     if config.report.tracker and config.report.tracker_dir is None:
-        asked.append("tracker")
-    if asked:
-        flags = ", ".join(f"--{name}={format_value(values[name])}" for name in asked)
+        given.append("tracker")
+    if given:
+        flags = ", ".join(f"--{name}={format_value(values[name])}" for name in given)
         yield (
             f"{flags}: there is no run folder (--ckpt_save_path=none, the default with --use_dummy_dataset). Give "
             "--ckpt_save_path=<folder>, or leave them out"
@@ -354,18 +355,18 @@ def _check_text(config: PrepareConfig) -> Problems:
     given = {"--input_path": ",".join(config.input_path), "--source": config.source, "--hf_dataset": config.hf_dataset}
     named = [f"{flag}={value}" for flag, value in given.items() if value]
     if len(named) != 1:
-        yield f"{' and '.join(named) or 'nothing'} says which text to prepare: give one of {', '.join(given)}"
+        yield f"the text to prepare is given by {' and '.join(named) or 'nothing'}: give one of {', '.join(given)}"
     name = config.dataset_name
     if (named or config.dataset is not None) and (not name or name.startswith(".") or "/" in name or "," in name):
-        yield f"{name!r} is no plain name of a folder that is not hidden: give another --dataset=<name>"
+        yield f"{name!r} cannot name a dataset's folder: give --dataset=<name>, without / and comma, not hidden"
 
 
 def _check_steps(config: InspectConfig) -> Problems:
-    asked = config.inspect
-    if asked.rank is not None and asked.rank >= (asked.world_size or 1):
-        yield f"--rank={asked.rank} is not there: give --world_size=<number of GPUs>, whose ranks are counted from 0"
-    if asked.steps is not None:
-        _ = asked.step_range
+    inspect = config.inspect
+    if inspect.rank is not None and inspect.rank >= (inspect.world_size or 1):
+        yield f"--rank={inspect.rank} does not exist: ranks count from 0; give --world_size=<number of GPUs>"
+    if inspect.steps is not None:
+        _ = inspect.step_range
 
 
 CHECKS: Mapping[type, Sequence[Callable[[Any], Problems]]] = {
@@ -383,4 +384,4 @@ CHECKS: Mapping[type, Sequence[Callable[[Any], Problems]]] = {
     PrepareConfig: (_check_text,),
     InspectConfig: (_check_steps,),
 }
-"""The rules that are no rows, by the configurations that they are for."""
+"""Rules as functions, by the type of configuration that they apply to."""

@@ -1,7 +1,7 @@
-"""Files of settings as trees: YAML and JSON.
+"""Reader of settings files, YAML and JSON, into trees.
 
-Scalars keep the text of the file, and the parser of flags decides what they mean: YAML alone would take 1e-3 for a
-string, `on` for a boolean and 010 for eight. Nothing in a file is executed, and no file takes longer than a second.
+Scalars stay text, which the parser of flags interprets: YAML would read 1e-3 as a string, `on` as a boolean and 010 as
+eight. Nothing in a file is executed, and limits keep parsing below a second.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pretraining.errors import ConfigError
 from pretraining.files import parse_json, read_file
 
 LARGEST_FILE_BYTES = 2**20
-"""Names and weights of thousands of datasets."""
+"""Room for names and weights of thousands of datasets."""
 _MOST_VALUES = 2**14
-"""As many take the parser a second."""
+"""A file of this size takes the parser a second."""
 
 
 def read_text(path: Path, name: str) -> str:
-    """Return the content of a file of settings, which messages call `name`, without a byte order mark.
+    """Return the text of a settings file, without a byte order mark; `name` is its name in messages.
 
     Raises:
-        ConfigError: it cannot be read, is too large, or is no UTF-8.
+        ConfigError: the file cannot be read, is too large, or is not UTF-8.
     """
     try:
         return read_file(path, LARGEST_FILE_BYTES).decode("utf-8-sig")
@@ -36,14 +36,15 @@ def read_text(path: Path, name: str) -> str:
 
 
 def parse_tree(content: str, name: str, suffix: str = ".yaml") -> Any:
-    """Return what a file of settings holds: mappings, lists, and texts or None for what has no parts.
+    """Parse the content of a settings file into mappings and lists, with text or None as leaves.
 
     Args:
-        name: what messages call the file.
-        suffix: .json is JSON; everything else is YAML.
+        content: text of the file.
+        name: name of the file in messages.
+        suffix: .json for JSON; YAML otherwise.
 
     Raises:
-        ConfigError: it is not valid.
+        ConfigError: the content is malformed.
     """
     is_json = suffix == ".json"
     try:
@@ -53,17 +54,17 @@ def parse_tree(content: str, name: str, suffix: str = ".yaml") -> Any:
 
 
 def read_json(content: str) -> Any:
-    """Parse JSON that may come from anywhere, its scalars as text; a ValueError if it is not valid."""
+    """Parse untrusted JSON with scalars as text; a ValueError if it is malformed."""
     hooks = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), str)
     return _as_texts(parse_json(content, object_pairs_hook=_mapping_of, **hooks))
 
 
 def read_yaml(content: str) -> Any:
-    """Parse YAML that may come from anywhere, its scalars as text.
+    """Parse untrusted YAML with scalars as text.
 
     Raises:
-        yaml.YAMLError: it is not valid, or would build an object.
-        ValueError: it is too large, nested too deep, or its aliases make too much of it.
+        yaml.YAMLError: the content is malformed, or would build an object.
+        ValueError: the content is too large or nested too deep, also after its aliases are expanded.
     """
     if len(content) > LARGEST_FILE_BYTES:
         raise ValueError(f"it has more than {LARGEST_FILE_BYTES:,} characters")
@@ -74,23 +75,23 @@ def read_yaml(content: str) -> Any:
 
 
 def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a mapping of pairs; a repeated key would silently hide the first."""
+    """Build a mapping; a ValueError for a repeated key, which would silently hide the first."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} stands there twice")
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} is given twice")
     return mapping
 
 
 class _TextLoader(yaml.SafeLoader):
-    """YAML whose scalars are text, except null."""
+    """YAML loader that keeps scalars as text, except null."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._sizes: dict[yaml.Node, int] = {}  # of nodes whose end was read, with their aliases written out
+        self._sizes: dict[yaml.Node, int] = {}  # values in each complete node, aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Read a node; a ValueError if a key is no name, or it is too large once its aliases are written out."""
+        """Read a node; a ValueError if a key is a list or mapping, or the node with expanded aliases is too large."""
         node: yaml.Node | None = super().compose_node(parent, index)
         if node is not None and node not in self._sizes:
             children: list[yaml.Node] = [] if isinstance(node, yaml.ScalarNode) else node.value
@@ -99,17 +100,17 @@ class _TextLoader(yaml.SafeLoader):
                 children = list(chain.from_iterable(node.value))
             self._sizes[node] = size = 1 + sum(self._sizes.get(child, 0) for child in children)
             if max(size, len(self._sizes)) > _MOST_VALUES:
-                raise ValueError(f"with its aliases written out it holds more than {_MOST_VALUES:,} values")
+                raise ValueError(f"with its aliases expanded it holds more than {_MOST_VALUES:,} values")
         return node
 
 
 def _name_of(key: yaml.Node) -> str:
-    if not isinstance(key, yaml.ScalarNode):  # the text of nested ones doubles with each level
-        raise ValueError(f"line {key.start_mark.line + 1}: a list or a mapping is no name of a setting")
+    if not isinstance(key, yaml.ScalarNode):  # the text of nested keys would double with each level
+        raise ValueError(f"line {key.start_mark.line + 1}: a list or a mapping cannot name a setting")
     return str(key.value)
 
 
-# An empty value, ~ and null are null; everything else stays text, and no tag makes anything else of it.
+# An empty value, ~ and null are null. Everything else stays text, whatever its tag.
 _TextLoader.yaml_constructors = {
     tag: make
     for tag, make in yaml.SafeLoader.yaml_constructors.items()
@@ -121,7 +122,6 @@ _TextLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"),
 
 
 def _as_texts(value: Any) -> Any:
-    """Return a tree with its scalars as texts, None left as it is."""
     if isinstance(value, dict):
         return {str(key): _as_texts(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""The sharding strategies: what of a model's state is spread over devices, and the mesh that follows from it.
+"""The table of sharding strategies, and the shape of the device mesh of each.
 
-The mesh has two axes: along `replicate` lie copies of each other, along `shard` the pieces of one copy. W processes are
-(W, 1) if nothing is sharded, (1, W) if all share one copy, (W / G, G) in groups of G: `hsdp_group_size`, by default the
-processes of a node.
+The mesh has two axes: `replicate` over copies of the model, `shard` over the shards of one copy. W processes form
+(W, 1) without sharding, (1, W) with one sharded copy, and (W / G, G) with groups of G = `hsdp_group_size`, by default
+the processes of a node.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Strategy:
     """A row of `STRATEGIES`.
 
     Attributes:
-        shards_parameters: whole parameters are gathered for the time that a block computes, and freed after it.
-        shards_gradients: each device keeps its part of gradients, optimizer state and masters.
-        in_groups: this holds inside groups, which are replicas of each other.
+        shards_parameters: whether parameters are sharded, gathered while a block computes, and freed afterwards.
+        shards_gradients: whether gradients, optimizer state and master weights are sharded.
+        in_groups: whether sharding stays inside groups that replicate each other.
     """
 
     shards_parameters: bool
@@ -42,8 +42,7 @@ def mesh_shape(parallel: ParallelConfig, local_world_sizes: Sequence[int]) -> tu
     """Return the sizes of the axes (replicate, shard); `local_world_sizes` has the processes on each rank's node.
 
     Raises:
-        ConfigError: the group size does not divide the number of processes, or would be that of a node and nodes
-            differ.
+        ConfigError: the group size does not divide the number of processes, or is unset and nodes differ in size.
     """
     strategy, world_size = STRATEGIES[parallel.sharding_strategy], len(local_world_sizes)
     if not strategy.shards_gradients:

@@ -1,8 +1,8 @@
-"""One setting's value: from text, against its limits, and back to text.
+"""Parsing, checking and formatting of one setting's value.
 
-Flags and recipes hand over raw text (a recipe's list as a list of texts, its null as None). `parse_value` makes the
-typed value, `limit_problem` judges a value, whether it is parsed or given in Python, and `format_value` writes it so
-that it parses back equal.
+Flags and recipes give raw text (a list of texts for a recipe's list, None for its null). `parse_value` returns the
+typed value, `limit_problem` checks a value, parsed or given in Python, and `format_value` returns text that parses back
+equal.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any
 from annotated_types import Ge, Le, Lt
 
 from pretraining.config.fields import Setting
-from pretraining.config.plugins import OWN
+from pretraining.config.plugins import PLUGIN_PATH
 from pretraining.errors import ConfigError
 from pretraining.files import is_address
 from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
 Raw = str | list[str] | None
 
-# Every integer of a run fits 64 bits; seeds, too.
 LARGEST_INTEGER = 2**63
+"""All integers of a run fit 64 bits, seeds included."""
 
 NONE_WORDS = ("none", "null", "")
 BOOL_WORDS = {**dict.fromkeys(("true", "1", "yes", "on"), True), **dict.fromkeys(("false", "0", "no", "off"), False)}
 _NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", Duration: "a duration"}
 
-# Of an object store or a server. As a path it would be a folder called `s3:`; pathlib makes one slash of two.
+# Address of an object store or server. As a path it would be a folder `s3:`; pathlib merges the two slashes.
 _ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*:/", re.IGNORECASE)
 
-# Each limit with the words of help, its test, and the words of a refusal.
+# Each limit with its words in help, its test, and its words in an error.
 _LIMITS = (
     (Ge, "at least", operator.ge, "the smallest value is"),
     (Le, "at most", operator.le, "the largest value is"),
@@ -45,10 +45,10 @@ _LIMITS = (
 
 
 def parse_value(setting: Setting, raw: Raw) -> Any:
-    """Return the value that a text stands for; `raw` is a list or None only in a recipe.
+    """Parse a setting's text; `raw` is a list or None only in a recipe.
 
     Raises:
-        ValueError: it is not of the setting's type or beyond its limits; the message completes "<flag>=<text>: ".
+        ValueError: the text has the wrong type or exceeds the limits; the message completes "<flag>=<text>: ".
     """
     value: Any
     if setting.many:
@@ -66,7 +66,7 @@ def parse_value(setting: Setting, raw: Raw) -> Any:
 
 
 def split_list(raw: Raw) -> list[str]:
-    """Take a comma list apart: `a,b`, `[a, b]` or `(a,b)`, items bare or quoted; nothing, `[]` and `none` are empty.
+    """Split a comma list: `a,b`, `[a, b]` or `(a,b)`, items bare or quoted; "", `[]` and `none` are empty.
 
     Raises:
         ValueError: an item is empty.
@@ -88,10 +88,10 @@ def split_list(raw: Raw) -> list[str]:
 def parse_ranges(
     flag: str, texts: Sequence[str], smallest: int, largest: int = LARGEST_AMOUNT
 ) -> list[tuple[int, int]]:
-    """Return the first and the last number of each `A-B`, both included, or of `A` alone.
+    """Return the first and last number of each range `A-B` or `A`, both included.
 
     Raises:
-        ConfigError: a text is no range, or goes beyond these bounds.
+        ConfigError: a range is malformed or out of bounds.
     """
     try:
         ranges = [(int(begin), int(end or begin)) for begin, _, end in (text.partition("-") for text in texts)]
@@ -99,26 +99,26 @@ def parse_ranges(
         ranges = [(0, -1)]
     if not all(smallest <= first <= last <= largest for first, last in ranges):
         raise ConfigError(
-            f"--{flag}={','.join(texts)}: write the first and the last of each range, counted from {smallest}, as in "
+            f"--{flag}={','.join(texts)}: write first and last of each range, counted from {smallest}, as in "
             "10-12,1000-1002"
         )
     return ranges
 
 
 def expand_home(path: str | Path) -> str:
-    """Return a path with `~` or `~name` at its beginning as that home folder: behind a flag's `=` no shell does it.
+    """Expand `~` or `~name` at the beginning of a path: shells do not expand it after a flag's `=`.
 
     Raises:
-        ValueError: there is no such home folder.
+        ValueError: the home folder does not exist.
     """
-    expanded = os.path.expanduser(path)  # noqa: PTH111  # of pathlib, it would make `./a` of `a/`
+    expanded = os.path.expanduser(path)  # noqa: PTH111  # pathlib would turn `./a` and `a/` into `a`
     if expanded.startswith("~"):
         raise ValueError(f"there is no home folder {expanded.partition('/')[0]}: write the path in full")
     return expanded
 
 
 def limit_problem(setting: Setting, value: Any) -> str | None:
-    """Return what is wrong with a value, parsed or given in Python, by type and limits; None where nothing is."""
+    """Return the problem of a value, parsed or given in Python, with type or limits; None if it is valid."""
     if value is None and setting.optional:
         return None
     if setting.many:
@@ -126,12 +126,12 @@ def limit_problem(setting: Setting, value: Any) -> str | None:
             return "a tuple is needed"
         return next(filter(None, (_item_problem(setting, item) for item in value)), None)
     if setting.optional and _is_none(value):
-        return f"{value!r} reads as none: write None, or ./{value} for a path"
+        return f"{value!r} means none: write None, or ./{value} for a path"
     return _item_problem(setting, value)
 
 
 def format_value(value: Any) -> str:
-    """Write a value as a flag would be: `parse_value` reads it back equal."""
+    """Return a value as text, which `parse_value` reads back equal."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -142,7 +142,7 @@ def format_value(value: Any) -> str:
 
 
 def describe_type(setting: Setting) -> str:
-    """Return in a few words what may be given: "whole number, at least 1, or none", "one of ddp, zero2"."""
+    """Describe the allowed values: "whole number, at least 1, or none", "one of ddp, zero2"."""
     if setting.choices:
         text = ("any of " if setting.many else "one of ") * (len(setting.choices) > 1) + ", ".join(setting.choices)
         text += ", or package.module:Name" if setting.pluggable else ""
@@ -155,9 +155,9 @@ def describe_type(setting: Setting) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], question: str) -> str:
-    """Put the known name that a misspelt or abbreviated one means into a question, as "did you mean {}?"; "" for none.
+    """Return a question such as "did you mean {}?" with the known name closest to a misspelt one; "" if none is close.
 
-    lr, wd and bs are the initials of what they stand for.
+    Initials also match: lr, wd, bs.
     """
     candidates = list(known)
     initials = [each for each in candidates if "".join(word[:1] for word in each.split("_")) == name.lower()]
@@ -186,12 +186,12 @@ def _parse_one(setting: Setting, text: str) -> Any:
     number = parse_number(text)
     if number is None or (setting.base is int and number.denominator != 1):
         raise ValueError(f"{_NOUNS[setting.base]} is needed, as 5_000 or 5e3")
-    # A float is infinite beyond the range of floats, which is then refused.
+    # A number beyond the range of floats becomes infinite, which `limit_problem` refuses.
     return int(number) if setting.base is int else float(text.replace("_", ""))
 
 
 def _canonical_choice(setting: Setting, text: str) -> str:
-    """Return a choice, written in any case and with dashes or underscores, in its canonical spelling."""
+    """Return the canonical spelling of a choice that is written in any case, with dashes or underscores."""
     word = text.lower().replace("-", "_")
     word = setting.aliases.get(word, word)
     return {choice.replace("-", "_"): choice for choice in setting.choices}.get(word, text)
@@ -200,17 +200,17 @@ def _canonical_choice(setting: Setting, text: str) -> str:
 def _item_problem(setting: Setting, value: Any) -> str | None:
     accepted: Any = (int, float) if setting.base is float else setting.base
     if not isinstance(value, accepted) or isinstance(value, bool) != (setting.base is bool):
-        hint = ", as Duration.parse makes it," if setting.base is Duration else ""
+        hint = " (Duration.parse)" if setting.base is Duration else ""
         return f"{_NOUNS[setting.base]}{hint} is needed"
     if setting.base is Duration and value.unit not in setting.units:
-        return f"{value.unit} mean nothing here, give {' or '.join(setting.units)}"
-    is_foreign = setting.is_path and _ADDRESS.match(value) is not None
-    if is_foreign and not (setting.may_be_address and is_address(value)):
-        return "an address is no path: copy it to a disk first (aws s3 sync), or give one that is mounted"
-    if setting.choices and value not in setting.choices and not (setting.pluggable and OWN.fullmatch(value)):
+        return f"{value.unit} are not allowed here, give {' or '.join(setting.units)}"
+    looks_like_address = setting.is_path and _ADDRESS.match(value) is not None
+    if looks_like_address and not (setting.may_be_address and is_address(value)):
+        return "this setting takes no address: copy the files to a disk first (aws s3 sync), or give a mounted path"
+    if setting.choices and value not in setting.choices and not (setting.pluggable and PLUGIN_PATH.fullmatch(value)):
         hint = did_you_mean(value, setting.choices, " (did you mean {}?)")
-        own = ", or your own as package.module:Name" if setting.pluggable else ""
-        return f"not known{hint}, use one of {', '.join(setting.choices)}{own}"
+        user_defined = ", or a user-defined package.module:Name" if setting.pluggable else ""
+        return f"not known{hint}, use one of {', '.join(setting.choices)}{user_defined}"
     if isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
         return "it must be below 2^63"
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,7 +1,7 @@
-"""The Llama family as pure data: named dimensions, and the settings that change them.
+"""The Llama family as pure data: a table of named dimensions, and the settings that override them.
 
-`VARIANTS` is the table; `resolve_shape` lays the flags of `ModelConfig` over one of its rows and checks that the result
-can be built. The model, checkpoints and exports all read the same `LlamaShape`.
+`resolve_shape` overrides a row of `VARIANTS` with the flags of `ModelConfig` and checks that the result can be built.
+The model, checkpoints and exports all read the same `LlamaShape`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pretraining.errors import ConfigError
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The llama3 rule that stretches rotary frequencies to a longer context, as in the code released with Llama 3.1.
+    """Scaling of rotary frequencies to a longer context, as in the code released with Llama 3.1.
 
-    Wavelengths above original context / low_freq_factor become `factor` times as long, those below original context /
-    high_freq_factor stay, and a linear blend lies between. The original context is in tokens.
+    Wavelengths above original context / low_freq_factor become `factor` times as long. Wavelengths below original
+    context / high_freq_factor stay. A linear blend connects both. The original context is in tokens.
     """
 
     factor: float
@@ -33,7 +33,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Every dimension of one Llama, under its Hugging Face name.
+    """The dimensions of a Llama, under their Hugging Face names.
 
     Attributes:
         hidden_size: D, width of the residual stream.
@@ -41,9 +41,9 @@ class LlamaShape:
         num_hidden_layers: L, number of blocks.
         num_attention_heads: H, query heads.
         num_key_value_heads: K, divides H.
-        head_dim: E = D / H; even, because rotary embeddings turn pairs.
+        head_dim: E = D / H; even, because rotary embeddings rotate pairs.
         vocab_size: V, rows of the embedding.
-        max_position_embeddings: the context that the variant was made for; longer sequences may be trained.
+        max_position_embeddings: context length of the variant, which training sequences may exceed.
         rope_theta: base of the rotary frequencies.
     """
 
@@ -64,18 +64,17 @@ class LlamaShape:
 def _shape(
     hidden: int, heads: int, kv_heads: int, layers: int, feed_forward: int, context: int, theta: float, vocab: int
 ) -> LlamaShape:
-    """Build a row of the table."""
     return LlamaShape(hidden, feed_forward, layers, heads, kv_heads, hidden // heads, vocab, context, theta)
 
 
 def _llama32(hidden: int, heads: int, layers: int) -> LlamaShape:
-    """Return a small Llama 3.2: tied embeddings and a context of 131072 tokens stretched from 8192."""
+    """Return a small Llama 3.2: tied embeddings, and a context of 131072 tokens scaled from 8192."""
     shape = _shape(hidden, heads, 8, layers, 8192, 131072, 5e5, 128256)
     return replace(shape, tie_word_embeddings=True, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
 
 
 def _research(hidden: int, heads: int, layers: int) -> LlamaShape:
-    """Return a size for experiments: full attention heads, feed-forward 8/3 of the width, rounded up to 256."""
+    """Return a shape for experiments: no grouped queries, feed-forward 8/3 of the width, rounded up to 256."""
     feed_forward = -(-hidden * 8 // (3 * 256)) * 256
     return _shape(hidden, heads, heads, layers, feed_forward, 2048, 1e4, 32000)
 
@@ -102,7 +101,7 @@ VARIANTS: dict[str, LlamaShape] = {
     "350m": _research(1024, 16, 24),
     "760m": _research(1536, 16, 24),
     "1b": _research(2048, 16, 24),
-    "demo": _shape(192, 4, 4, 4, 512, 2048, 1e4, 4096),  # of the recipe of this name
+    "demo": _shape(192, 4, 4, 4, 512, 2048, 1e4, 4096),  # for the recipe demo
 }
 
 
@@ -117,29 +116,29 @@ LARGEST_SIZES = {
     "vocab_size": 2**31,
     "max_position_embeddings": 2**40,
 }
-"""Far beyond any model that was trained; what is larger is a mistake, and could take for ever to be made."""
+"""Limits far beyond any trained model: larger sizes are mistakes, and could take forever to build."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 
 
 def resolve_shape(model: ModelConfig) -> LlamaShape:
-    """Lay the dimensions that were given over those of the named variant.
+    """Return the named variant with the given dimensions in place of its own.
 
     Raises:
-        ConfigError: the variant is unknown, or the dimensions do not fit each other; carries every problem.
+        ConfigError: the variant is unknown, or dimensions do not fit each other; every problem.
     """
     name = DEFAULT_VARIANT if model.model_variant is None else model.model_variant
     variant = VARIANTS.get(name.lower())
     if variant is None:
         hint = did_you_mean(name, VARIANTS, "did you mean {}? ")
-        raise ConfigError(f"--model_variant={name} is not known: {hint}Known are {', '.join(VARIANTS)}")
+        raise ConfigError(f"--model_variant={name} is not known: {hint}Give one of {', '.join(VARIANTS)}")
 
     others = ("model_variant", "rope_scaling")
     given = {name: value for name, value in vars(model).items() if value is not None and name not in others}
     shape = replace(variant, **given)
     if beyond := list(size_problems(shape)):
         raise ConfigError(beyond)
-    # A variant without grouped queries stays without them when only the number of heads is changed.
+    # A variant without grouped queries keeps one key/value head per query head.
     if variant.num_key_value_heads == variant.num_attention_heads and model.num_key_value_heads is None:
         shape = replace(shape, num_key_value_heads=shape.num_attention_heads)
     if problems := [*_head_problems(shape), *_scaling_problems(model.rope_scaling)]:
@@ -147,43 +146,43 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
     scaling = variant.rope_scaling
     if model.rope_scaling:
         factor, low, high, context = model.rope_scaling
-        scaling = None if factor == 1 else RopeScaling(factor, low, high, int(context))  # 1 stretches nothing
+        scaling = None if factor == 1 else RopeScaling(factor, low, high, int(context))  # 1 = no scaling
     return replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads, rope_scaling=scaling)
 
 
 def size_problems(shape: LlamaShape) -> Iterator[str]:
-    """Return which dimensions no model has; ask before anything is made of a shape that comes from elsewhere."""
+    """Yield the impossible dimensions of an untrusted shape; check before use."""
     for name, largest in LARGEST_SIZES.items():
         size = getattr(shape, name)
         if type(size) is not int or not 1 <= size <= largest:
-            yield f"{name}={shown(size)} is no size of a model: give a whole number from 1 to {largest:,}"
+            yield f"{name}={shown(size)} is out of range: give a whole number from 1 to {largest:,}"
     scaling = {} if shape.rope_scaling is None else vars(shape.rope_scaling)
     for name, value in {"rms_norm_eps": shape.rms_norm_eps, "rope_theta": shape.rope_theta, **scaling}.items():
         smallest = 1 if name == "rope_theta" else 0
         if not is_number(value) or value < smallest:
-            yield f"{name}={shown(value)} cannot be computed with: give a finite number, at least {smallest}"
+            yield f"{name}={shown(value)} is out of range: give a finite number, at least {smallest}"
     tied: object = shape.tie_word_embeddings
     if type(tied) is not bool:
         yield f"tie_word_embeddings={shown(tied)} is neither true nor false"
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number that a float can hold."""
+    """Return whether a value is a finite number in the range of floats."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def shown(value: Any) -> str:
-    """Write the beginning of a value that comes from elsewhere, and may be of any size, for a message: one line."""
+    """Return the beginning of an untrusted value of any size, as one line for messages."""
     try:
         return " ".join(_SHORT.repr(value).split())
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except ValueError:  # Python refuses to print numbers of more than 4300 digits
         return "a huge number"
 
 
 def model_settings(shape: LlamaShape) -> ModelConfig:
-    """Return the settings that `resolve_shape` makes this shape of, every dimension given.
+    """Return settings that `resolve_shape` turns into this shape, with every dimension given.
 
-    They name the variant if the shape is one, perhaps with another vocabulary or context.
+    They name the matching variant, if any; vocabulary, context and tying may differ from the variant's.
     """
     names = [name for name, variant in VARIANTS.items() if _is_alike(variant, shape)]
     scaling = shape.rope_scaling
@@ -195,10 +194,7 @@ def model_settings(shape: LlamaShape) -> ModelConfig:
 
 
 def name_of_model(model: ModelConfig) -> str:
-    """Return the name of the variant that these settings make, or "llama".
-
-    A variant with another vocabulary, context or tying is that variant still.
-    """
+    """Return the name of the matching variant, or "llama"; vocabulary, context and tying may differ."""
     shape = resolve_shape(model)
     given = (model.model_variant or DEFAULT_VARIANT).lower()
     alike = [name for name, variant in VARIANTS.items() if _is_alike(variant, shape)]
@@ -213,9 +209,9 @@ def _is_alike(variant: LlamaShape, shape: LlamaShape) -> bool:
 
 
 def parameter_count(shape: LlamaShape) -> int:
-    """Return the number of trained parameters; a tied head is counted once.
+    """Return the number of trained parameters.
 
-    Around the blocks are the embedding (V x D), the last norm (D) and, unless tied, the head (V x D).
+    Besides the blocks: the embedding (V x D), the last norm (D) and, unless tied, the head (V x D).
     """
     width = shape.hidden_size
     matrices_of_vocabulary = 1 if shape.tie_word_embeddings else 2
@@ -224,10 +220,7 @@ def parameter_count(shape: LlamaShape) -> int:
 
 
 def block_parameters(shape: LlamaShape) -> int:
-    """Return the parameters of one decoder block.
-
-    They are q and o (D x HE each), k and v (D x KE each), gate, up and down (D x F each) and two norms (D each).
-    """
+    """Return the parameters of a block: q, o (D x HE each), k, v (D x KE), gate, up, down (D x F), two norms (D)."""
     width = shape.hidden_size
     heads_width = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
     return 2 * width * heads_width + 3 * width * shape.intermediate_size + 2 * width
@@ -247,11 +240,11 @@ def _head_problems(shape: LlamaShape) -> Iterator[str]:
     hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
     if hidden % (2 * heads):
         yield (
-            f"hidden_size={hidden} / num_attention_heads={heads} = {hidden / heads:.2f} is no even number, and rotary "
-            f"embeddings turn pairs. Change --hidden_size (a multiple of {2 * heads}) or --num_attention_heads"
+            f"hidden_size={hidden} / num_attention_heads={heads} = {hidden / heads:.2f} must be an even number. "
+            f"Change --hidden_size (a multiple of {2 * heads}) or --num_attention_heads"
         )
     if heads % kv_heads:
         yield (
-            f"num_attention_heads={heads} / num_key_value_heads={kv_heads} = {heads / kv_heads:.2f} is no whole "
+            f"num_attention_heads={heads} / num_key_value_heads={kv_heads} = {heads / kv_heads:.2f} must be a whole "
             "number. Change --num_attention_heads or --num_key_value_heads (a divisor of it)"
         )

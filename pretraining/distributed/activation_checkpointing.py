@@ -1,15 +1,15 @@
-"""Activation checkpointing: less memory for activations, more arithmetic.
+"""Activation checkpointing, which trades arithmetic for memory.
 
-Without it, forward keeps what backward needs of every operation. A checkpointed block keeps its input alone, and
-backward computes the block again from there. Kept for one token and block, in elements of the compute dtype (D hidden,
+Without checkpointing, forward stores the activations of every operation for backward. A checkpointed block stores only
+its input, and backward recomputes the block. Stored per token and block, in elements of the compute dtype (D hidden,
 Q = heads x head dim, K = key/value heads x head dim, F feed-forward):
 
-    none            4 D + 2 Q + 2 K + 4 F   the inputs of norms, matrix products, attention and SwiGLU
-    per operation   3 D + 2 Q + 2 K + 2 F   the input of the block, results of matrix products and attention
-    full            D                       the input of the block
+    none            4 D + 2 Q + 2 K + 4 F   inputs of norms, matrix products, attention and SwiGLU
+    per operation   3 D + 2 Q + 2 K + 2 F   input of the block, results of matrix products and attention
+    full            D                       input of the block
 
-The block that is being computed again takes what "none" does. Per operation adds hardly any arithmetic: norms,
-rotations and SwiGLU are bound by memory. A compiled block keeps little of them anyway, so there it gains little.
+A block that is being recomputed needs the memory of "none". "Per operation" adds hardly any time, since norms,
+rotations and SwiGLU are bound by memory; compiled blocks store few of these activations, and gain little from it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pretraining.distributed.torch_private import recompute_in_backward
 
 
 def checkpoint_activations(blocks: nn.ModuleList, parallel: ParallelConfig) -> None:
-    """Exchange blocks, in place, for ones that compute their activations again; which ones is a setting.
+    """Wrap the blocks that the settings select, in place, so that backward recomputes their activations.
 
-    Comes before compilation, which then compiles the recomputation too. Blocks must draw no random numbers.
+    Call it before compilation, which then compiles the recomputation, too. Blocks must draw no random numbers.
     """
     if not parallel.fsdp_activation_checkpointing:
         return
-    keeps_some = parallel.selective_checkpointing == PER_OPERATION
-    contexts = partial(create_selective_checkpoint_contexts, _kept_operations()) if keeps_some else None
+    is_selective = parallel.selective_checkpointing == PER_OPERATION
+    contexts = partial(create_selective_checkpoint_contexts, _kept_operations()) if is_selective else None
     for index in checkpointed_blocks(parallel.selective_checkpointing, len(blocks)):
         blocks[index] = recompute_in_backward(blocks[index], contexts)
 
 
 def _kept_operations() -> list[Any]:
-    """Return the operations with most of the arithmetic: matrix products (also in float8), attention by any kernel."""
-    from torch.nn.attention import varlen  # noqa: F401  it makes the last of these; here, since it takes a second
+    """Return the operations with most of the arithmetic: matrix products (also in float8) and attention kernels."""
+    from torch.nn.attention import varlen  # noqa: F401  registers the last operation; the import takes a second
 
     return [
         torch.ops.aten.mm.default,

@@ -1,12 +1,11 @@
 """Compilation of a model's blocks with torch.compile.
 
-Blocks are alike: one is compiled and the others use the result, so 80 blocks compile as fast as 2. Each is one whole
-graph; what would break it into pieces, and cost speed in silence, is an error. Compilation comes after activation
-checkpointing, so that the compiler sees what is computed again, and before sharding, whose gathering stays outside of
-the graphs. Embedding, head and loss are not compiled: nearly all of their work is one matrix product.
+Blocks are alike, so the compiled code of one block serves all: 80 blocks compile as fast as 2. Each block is one graph;
+a graph break, which would silently cost speed, is an error. Compilation follows activation checkpointing, so that the
+compiler sees the recomputation, and precedes sharding, so that gathering stays outside of the graphs. Embedding, head
+and loss are not compiled: nearly all of their work is one matrix product.
 
-Tokens and positions enter a block as tensors of fixed shape, so only the first step compiles (and the first evaluation,
-a forward without gradients).
+Inputs of a block have fixed shapes, so only the first step compiles, and the first evaluation (no gradients).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import nn
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Have each block compiled, in place, when it is first used."""
-    # What an earlier model of this process has left, as before a rollback, counts against the limit on variants.
+    """Compile each block, in place, on its first use."""
+    # Code of an earlier model in this process, as before a rollback, would count against the limit on recompilations.
     torch.compiler.reset()
     for block in blocks:
         block.compile(fullgraph=True)
@@ -28,6 +27,6 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Run compiled blocks uncompiled, for inputs that have another shape each time."""
+    """Run compiled blocks in eager mode, for inputs whose shape changes on each call."""
     with torch.compiler.set_stance("force_eager"):
         yield

@@ -1,7 +1,7 @@
-"""Shards a model over several devices with FSDP2: one implementation for all strategies that shard.
+"""Sharding of a model over several devices with FSDP2, for all strategies that shard.
 
-Gradients are summed, not averaged, over ranks: the loss of each micro-batch is already divided by the number of valid
-tokens of the *global* batch. So ranks and micro-batches with fewer valid tokens weigh less, as on one process.
+Gradients are summed over ranks, not averaged: the loss of each micro-batch is already divided by the number of valid
+tokens in the *global* batch. So ranks and micro-batches with fewer valid tokens weigh less, as on one process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class ShardedModel:
-    """A module that FSDP2 shards in place: each block is gathered and freed in its turn, the rest is another group.
+    """A module sharded in place by FSDP2, with each block as one group, and all other parameters as the root group.
 
     Attributes:
-        module: what computes.
-        parameters: DTensors over the mesh (replicate, shard) by their names in the module, without values if it was on
-            meta. Taken once: while a group is gathered, the module shows whole copies in place of them.
+        module: the sharded module.
+        parameters: DTensors over the mesh (replicate, shard), by name in the module, without values if the module was
+            on meta. Stored here, because the module shows whole copies while a group is gathered.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class ShardedModel:
         device: torch.device,
         tie_weights: Callable[[], None],
     ) -> None:
-        # Here, since it takes a second, and one device shards nothing.
+        # Imported here: it takes a second, and a run on one device does not need it.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         # Inputs are not cast: token ids need no cast, and the rotation tables must stay in float32.
         policy = MixedPrecisionPolicy(
             None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        # A replicate axis of one would add an all-reduce with nobody.
+        # A replicate axis of size 1 would add an empty all-reduce.
         axes = mesh if mesh.size(0) > 1 else mesh["shard"]
         for block in blocks:
             fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=shards_parameters)
-        # The root's parameters are needed at both ends of forward and backward: never freed between them.
+        # The root's parameters are needed at the beginning and the end of forward and backward, so they stay gathered.
         root = fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=False)
         groups = [each for each in module.modules() if _is_group(each)]
         for group in groups:
@@ -62,10 +62,10 @@ class ShardedModel:
         self._kept_gathered = [root] if shards_parameters else groups
 
     def next_backward(self, is_last: bool) -> None:
-        """Prepare the next forward and backward, perhaps the last of the step.
+        """Prepare the next forward and backward; `is_last` is the last one of the step.
 
-        Only in the last one do replicas exchange gradients, and parameters that were kept gathered are freed: until the
-        update they stay the same. Shards are reduced in each micro-batch, which saves the memory of whole gradients.
+        Only the last one all-reduces gradients over replicas, and frees parameters that stay gathered between
+        micro-batches. Every micro-batch reduces gradients to shards, which saves the memory of whole gradients.
         """
         self._root.set_requires_all_reduce(is_last)
         self._root.set_is_last_backward(is_last)
@@ -73,14 +73,14 @@ class ShardedModel:
             group.set_reshard_after_backward(is_last, recurse=False)
 
     def finish_gradients(self) -> None:
-        """Do nothing: FSDP has the gradients reduced when backward returns."""
+        """Do nothing: FSDP has reduced the gradients when backward returns."""
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Free gathered parameters after a forward without a backward (evaluation, generation).
+    """Free gathered parameters after a forward without backward (evaluation, generation).
 
-    Some strategies keep parameters gathered until a backward frees them. Without this, the module would show whole
-    bfloat16 parameters in place of its shards, and the next training step would start from copies.
+    Some strategies keep parameters gathered until backward frees them. Without this call, the next training step would
+    start from the gathered bfloat16 copies instead of the shards.
     """
     for module in model.modules():
         if _is_group(module):
@@ -88,5 +88,5 @@ def reshard_model(model: nn.Module) -> None:
 
 
 def _is_group(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Return whether FSDP gathers and frees the parameters of a module; it then has methods of FSDP's."""
+    """Return whether a module is an FSDP group, which has FSDP's methods."""
     return hasattr(module, "reshard")

@@ -1,4 +1,4 @@
-"""The norm of a gradient whose pieces lie on several devices, and clipping by it."""
+"""The norm of a gradient that is sharded over devices, and clipping by the norm."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor lies on several devices, without DTensor's class, which takes a second to import."""
+    """Return whether a tensor is a DTensor, without the import of its class, which takes a second."""
     return hasattr(tensor, "placements")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, which is all of it unless it is sharded."""
+    """Return this rank's shard of a tensor, or the whole tensor if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
 def gradient_norm(gradients: list[torch.Tensor], shard_group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the Euclidean norm of the whole gradient, a scalar on the device, the same on every rank.
+    """Return the Euclidean norm of the whole gradient, a scalar on the device, equal on every rank.
 
-    It takes one all-reduce of one number over the shard axis; replicas hold the same gradient. A NaN or an infinity
-    anywhere shows in the norm.
+    One number is all-reduced over the shard axis; replicas have equal gradients. A NaN or infinity in any gradient
+    makes the norm not finite.
     """
     squared = torch.nn.utils.get_total_norm(gradients).square()
     if shard_group.size() > 1:
@@ -45,9 +45,9 @@ def gradient_norm(gradients: list[torch.Tensor], shard_group: dist.ProcessGroup)
 def clip_gradients(
     gradients: list[torch.Tensor], norm: torch.Tensor, threshold: float, loss_scale: torch.Tensor | float = 1.0
 ) -> None:
-    """Scale gradients of the loss times `loss_scale` to those of the loss, with a norm of at most `threshold`.
+    """Divide gradients by `loss_scale`, and limit their norm to `threshold` (0 = no limit).
 
-    `norm` is that of the loss's own gradient; a threshold of 0 allows any.
+    `norm` is the norm of the gradients after the division.
     """
     factor = torch.clamp(threshold / (norm + 1e-6), max=1.0) if threshold > 0 else torch.ones_like(norm)
     if threshold > 0 or isinstance(loss_scale, torch.Tensor):

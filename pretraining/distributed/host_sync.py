@@ -1,11 +1,11 @@
-"""What the hosts agree on while the devices work, and where they wait.
+"""Agreement between hosts while devices compute, and detection of waiting threads.
 
-Decisions that every rank must take alike (a save after so many minutes, an early end that one rank was told) cannot
-come from a local clock or signal. `DelayedMinimum` is an all-reduce of small host values that are offered after one
-step and read after the next. It runs on CPU tensors beside the step, so neither host nor device waits for it.
+All ranks must make the same decisions, such as a save after 30 minutes, or a stop that only one rank was asked for. So
+decisions cannot depend on a local clock or signal. `DelayedMinimum` is an all-reduce of small host values, offered
+after one step and read after the next. It runs on CPU tensors during the step, so neither host nor device waits.
 
-`is_waiting` tells whether the main thread waits: its innermost Python function is one of `torch.distributed` that calls
-into a collective, or `wait_for` or `wait_for_device`, through which this project's own code waits.
+`is_waiting` tells whether the main thread waits: its innermost Python function is a collective of `torch.distributed`,
+or `wait_for` or `wait_for_device`, which this project's own code waits through.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class HostValues:
-    """What all ranks know alike: the clock of the rank that started last, the largest request to stop (0 = none)."""
+    """Values that all ranks share: the clock of the rank that started last, the largest stop request (0 = none)."""
 
     seconds: float
     stop: int
 
 
 class DelayedMinimum:
-    """The least of the values that all ranks offer, known at the next offer: no rank waits for another."""
+    """A minimum over ranks whose result is read one call later, so that no rank waits for another."""
 
     def __init__(self) -> None:
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def offer(self, *values: float) -> list[float] | None:
-        """Offer this rank's values; return the least of each of the call before, None at the first call.
+        """Offer this rank's values; return the minima of the previous call, None on the first call.
 
-        One process communicates nothing but has the same delay, so it decides at the same steps as many.
+        A single process has the same delay, so it decides at the same steps as many processes.
         """
         offered = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(offered, op=dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
@@ -44,7 +44,7 @@ class DelayedMinimum:
         return least
 
     def forget(self) -> list[float] | None:
-        """Begin again; return the least of the values offered last, if any."""
+        """Start over; return the minima of the last offer, if any."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -55,29 +55,28 @@ class DelayedMinimum:
 
 
 class HostSync:
-    """A clock and a request to end that all ranks read alike, as a context around the loop."""
+    """A clock and a stop request that all ranks share, as a context around the loop."""
 
     def __init__(self) -> None:
-        self._agreement = DelayedMinimum()
+        self._minimum = DelayedMinimum()
 
     def __enter__(self) -> HostSync:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:  # after an error the other ranks may never answer
-            self._agreement.forget()
+            self._minimum.forget()
 
     def exchange(self, seconds: float, stop: int) -> HostValues:
-        """Offer this rank's clock and request to stop; returns what all ranks offered at the call before.
+        """Offer this rank's clock and stop request; return the shared values of the previous call (first call: zeros).
 
-        Every rank calls it equally often: after each step, and inside what takes longer than one. The first call
-        returns zeros.
+        All ranks must call this equally often: after each step, and during longer work.
 
         Args:
-            seconds: since the start, on this rank's clock.
-            stop: this rank's request, above 0, or 0.
+            seconds: time since the start on this rank's clock.
+            stop: this rank's stop request; 0 = none.
         """
-        least, negative_stop = self._agreement.offer(seconds, -stop) or (0.0, 0.0)
+        least, negative_stop = self._minimum.offer(seconds, -stop) or (0.0, 0.0)
         return HostValues(least, -int(negative_stop))
 
 
@@ -92,9 +91,9 @@ def wait_for_device(event: torch.cuda.Event) -> None:
 
 
 _COLLECTIVES = dist.distributed_c10d.__file__
-_OWN = {function.__code__ for function in (wait_for, wait_for_device)}
+_WAIT_FUNCTIONS = {function.__code__ for function in (wait_for, wait_for_device)}
 
 
 def is_waiting(frame: FrameType) -> bool:
     """Return whether a thread with this innermost frame waits for other processes or for the device."""
-    return frame.f_code in _OWN or frame.f_code.co_filename == _COLLECTIVES
+    return frame.f_code in _WAIT_FUNCTIONS or frame.f_code.co_filename == _COLLECTIVES

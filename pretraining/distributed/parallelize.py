@@ -1,10 +1,10 @@
-"""Lays a model out on its devices: the one place that says in which order everything is applied to it.
+"""Parallelization of a model, and the order of its steps.
 
     float8 -> activation checkpointing -> compilation -> sharding, or masters and copies -> memory
 
-Each step needs the ones before it: checkpointing recomputes the float8 products, the compiler sees both, and what is
-sharded is the compiled block, so that gathering parameters stays outside of the graphs. Values come last, from
-`model/init.py` or a checkpoint: a parameter has memory only once it is known which part of it lies here.
+The order matters: checkpointing recomputes the float8 products, the compiler sees both, and sharding wraps compiled
+blocks, so that gathering stays outside of the graphs. Parameters get memory after sharding, and values last, from
+`model/init.py` or a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pretraining.distributed.fsdp import ShardedModel
 from pretraining.distributed.replicated import ReplicatedModel
 
 ParallelModel = ShardedModel | ReplicatedModel
-"""What is trained of a module, and what its devices exchange in a step."""
+"""A parallelized module with its parameters and the communication of a step."""
 
 
 def parallelize(
@@ -35,15 +35,15 @@ def parallelize(
     device: torch.device,
     tie_weights: Callable[[], None],
 ) -> ParallelModel:
-    """Lay out a module in place, on the device; what is trained of it has no values yet if it was on meta.
+    """Parallelize a module in place; parameters have memory but no values afterwards if the module was on meta.
 
     Args:
-        module: on the meta device with `low_cpu_fsdp`, else on `device`.
-        blocks: its decoder blocks: the units of checkpointing, compilation and sharding.
-        parallel: strategy, precision and levers.
-        mesh: with axes (replicate, shard).
-        device: of this rank.
-        tie_weights: shares parameters again once they have memory.
+        module: the model, on the meta device with `low_cpu_fsdp`, else on `device`.
+        blocks: its decoder blocks, the units of checkpointing, compilation and sharding.
+        parallel: settings.
+        mesh: device mesh with axes (replicate, shard).
+        device: this rank's device.
+        tie_weights: function that ties shared parameters again after memory is allocated.
     """
     multiply_in_float8(blocks, parallel.float8)
     checkpoint_activations(blocks, parallel)
@@ -59,9 +59,9 @@ def parallelize(
 def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype:
     """Return the dtype that a model computes in: bfloat16, float16 or float32.
 
-    Without a setting, the device decides: a CPU without units for bfloat16 emulates it, some twenty times slower than
-    float32. Always in float32 are master weights, optimizer state, gradient reduction, the statistics of norms, rotary
-    angles and rotations, and the loss with what it makes of the logits.
+    By default the device decides: a CPU without bfloat16 hardware emulates it, about twenty times slower than float32.
+    Master weights, optimizer state, gradient reduction, statistics of norms, rotary embeddings and the loss are always
+    in float32.
     """
     dtype = torch.float16 if parallel.mp_dtype == "float16" else torch.bfloat16
     wanted = parallel.mixed_precision
@@ -76,5 +76,5 @@ def has_units(device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cuda"
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # The public capability string stops at AVX512; these are the only names that PyTorch has for more.
+    # PyTorch has no public names for these two capabilities.
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

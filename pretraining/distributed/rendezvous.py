@@ -1,9 +1,9 @@
-"""How the processes of a job find each other, and what they do while some are missing.
+"""The rendezvous: how the processes of a job find each other.
 
     store of rank 0 answers -> every rank arrives (rank 0 counts) -> process group connects -> every rank is connected
 
-What waits inside PyTorch runs in a thread while the main thread polls, so that signals are heard. Who is missing is
-named every half minute. If one process cannot connect, all end with the same error.
+Blocking calls of PyTorch run in a thread while the main thread polls, so that signals are handled. Missing processes
+are logged every half minute. If one process cannot connect, all raise the same error.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Long enough for rank 0 to index a large dataset while the others wait for it. A watchdog that is on ends a job that
-# hangs earlier, since it can say why (`watchdog.collective_timeout`).
+# Long enough for rank 0 to index a large dataset while the others wait. The watchdog, if enabled, stops a hanging job
+# earlier and with a report (`watchdog.collective_timeout`).
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
-SECONDS_BETWEEN_LINES = 30.0
-SECONDS_OF_A_PROBE = 1.0
+LOG_INTERVAL_SECONDS = 30.0
+PROBE_SECONDS = 1.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 0.25
-"""Between two polls, in seconds: short while all are starting, longer when one is late."""
+"""Seconds between polls: short at the start, longer for late processes."""
 MOST_NAMED = 16
 
-SECONDS_FOR_OTHERS = 5.0
-"""How long the process that serves the store stays after a failure, for the others to read it."""
+FAILURE_GRACE_SECONDS = 5.0
+"""Time that the process with the store keeps running after a failure, so that others can read the error."""
 
 
 @dataclass
 class Deadline:
-    """Until when a process waits for others, and what it does meanwhile.
+    """A time limit for waiting on other processes.
 
     Attributes:
-        timeout: from now on.
-        check_signals: called at each poll; raises when the process has been told to stop.
-        rank: of this process, if it is one that says whom it waits for.
+        timeout: time limit, counted from now.
+        check_signals: called at each poll; raises if a signal stops the process.
+        rank: this process's rank if it logs missing processes, else None.
     """
 
     timeout: timedelta = COLLECTIVE_TIMEOUT
@@ -61,25 +61,25 @@ class Deadline:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._began = self._logged = self.clock()
+        self._start = self._logged = self.clock()
 
     def poll(self, missing: str = "") -> None:
-        """Check signals and the time, log who is `missing` every half minute, and sleep for a moment.
+        """Check signals and the time limit, log `missing` every half minute, and sleep briefly.
 
         Raises:
-            LaunchError: the time is over.
+            LaunchError: the time limit is exceeded.
         """
         self.check_signals()
         now = self.clock()
-        waited = now - self._began
+        waited = now - self._start
         if waited > self.timeout.total_seconds():
             error = LaunchError(
                 f"waited {self.timeout.total_seconds():.0f} s (--first_step_timeout) for {missing or 'other ranks'}.\n"
-                "See what their machines print, and whether MASTER_ADDR and MASTER_PORT are the same everywhere."
+                "Check the output on their machines, and that MASTER_ADDR and MASTER_PORT are the same everywhere."
             )
             error.rank = self.rank
             raise error
-        if missing and self.rank is not None and now - self._logged >= SECONDS_BETWEEN_LINES:
+        if missing and self.rank is not None and now - self._logged >= LOG_INTERVAL_SECONDS:
             self._logged = now
             log.warning("waiting for %s, for %.0f s so far", missing, waited)
         time.sleep(min(LONGEST_PAUSE, max(SHORTEST_PAUSE, waited / 20)))
@@ -89,20 +89,20 @@ class Rendezvous:
     """The rendezvous of one process, as a sequence of collective calls.
 
     Raises:
-        LaunchError: (all calls) some ranks do not come.
+        LaunchError: (all calls) a process is missing after the time limit.
     """
 
     def __init__(self, layout: ProcessLayout, deadline: Deadline) -> None:
         self._layout, self._deadline = layout, deadline
-        # Rank 0 knows who is missing. The others know whether it is rank 0: one of a node says so, beside it rank 1.
+        # Rank 0 logs missing ranks. If rank 0 itself is missing, one process per node logs it, and rank 1.
         deadline.rank = layout.rank if layout.local_rank == 0 or layout.rank == 1 else None
 
     def run(self, connect: Callable[[dist.Store], object]) -> None:
-        """Wait for all processes of the job, then have each `connect` by a store of this start.
+        """Wait for all processes of the job, then `connect` each through a store of this start.
 
         Raises:
-            LaunchError: a process cannot connect, which all then raise.
-            LostPeerError: the process that serves the store has ended.
+            LaunchError: a process cannot connect; all raise the same error.
+            LostPeerError: the process that serves the store exited.
         """
         master, has_other_nodes = self._layout.master_addr, self._layout.local_world_size < self._layout.world_size
         towards_rank_0 = interface_to_others([master]) if has_other_nodes else None
@@ -113,31 +113,31 @@ class Rendezvous:
                 choose_interface([master, *(address.decode() for address in addresses if address)])
             self.connect_all(store, connect)
         except dist.DistError as error:
-            self._deadline.check_signals()  # if all are told to stop, rank 0 may be the first to do so
+            self._deadline.check_signals()  # a signal may have stopped rank 0 first
             raise LostPeerError(
-                "rank 0, or its torchrun, has ended before all processes were connected; what it printed last says why."
+                "rank 0, or its torchrun, exited before all processes were connected; see its last output for why."
             ) from error
 
     def open_store(self) -> dist.Store:
-        """Return the store in which the processes find each other: rank 0's, or torchrun's if it offers one.
+        """Return the key-value store of the rendezvous: rank 0's, or torchrun's if it offers one.
 
         Raises:
-            LaunchError: something else answers; or the port is taken.
+            LaunchError: another program answers, or the port is taken.
         """
         layout, deadline = self._layout, self._deadline
         where = f"rank 0 at {layout.master_addr}:{layout.master_port}"
         is_server = layout.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True, "timeout": COLLECTIVE_TIMEOUT}
-        while not is_server:  # a store looks for its server once a second only, and does not say why it waits
+        while not is_server:  # TCPStore itself would retry only once per second, without a reason to log
             try:
-                socket.create_connection((layout.master_addr, layout.master_port), SECONDS_OF_A_PROBE).close()
+                socket.create_connection((layout.master_addr, layout.master_port), PROBE_SECONDS).close()
                 break
             except OSError as error:
                 deadline.poll(f"{where} ({error.strerror or error})")
         try:
             return run_in_thread(
                 lambda: dist.TCPStore(layout.master_addr, layout.master_port, layout.world_size, is_server, **options),
-                lambda: deadline.poll(f"{where}, where something answers that may be no store"),
+                lambda: deadline.poll(f"{where}, where another program may be listening"),
             )
         except (dist.DistError, ValueError) as error:
             refused = LaunchError(
@@ -148,15 +148,15 @@ class Rendezvous:
             raise refused from error
 
     def join_start(self, store: dist.Store, address: str = "") -> dist.Store:
-        """Return the part of a store that belongs to this start alone, once every rank has left its address there.
+        """Return the part of a store that belongs to this start, after every rank has written its address there.
 
-        torchrun keeps one key-value store for all its restarts. A restarted process would find in it the addresses of
-        dead ones, and wait for them until a timeout (pytorch issue 135712; the number of restarts does not help, since
-        each machine counts its own). So rank 0 makes up a name for this start and gives it to every rank that asks now:
+        torchrun keeps one store for all its restarts. A restarted process would read the addresses of dead processes,
+        and wait for them until a timeout (pytorch issue 135712; the restart count does not help, since each machine
+        counts separately). So rank 0 creates a name for this start, and sends it to every rank that asks:
 
-            rank r    ask/<r> = a word of its own      rank 0    answer/<that word> = the name of this start
+            rank r    ask/<r> = a random word      rank 0    answer/<that word> = the name of this start
 
-        Nobody reads the answer to a word that a dead process has left.
+        Nobody reads the answer to the word of a dead process.
         """
         word = uuid.uuid4().hex
         if self._layout.rank == 0:
@@ -179,23 +179,23 @@ class Rendezvous:
         """Connect this process, and return once all are connected.
 
         Raises:
-            LaunchError: this one or another could not connect; the same error on all.
+            LaunchError: a process could not connect; all raise the same error.
         """
         layout, own = self._layout, cast(Any, store)
-        watch: dist.Store = own.clone()  # a call that waits holds up its connection
+        watch: dist.Store = own.clone()  # a blocking call blocks its whole connection
 
         def fail(text: str) -> NoReturn:
             first = watch.compare_set("failed", "", text).decode()
             if layout.rank == 0 and layout.world_size > 1:
-                time.sleep(SECONDS_FOR_OTHERS)
+                time.sleep(FAILURE_GRACE_SECONDS)
             raise LaunchError(first)
 
-        def look(missing: Iterable[int]) -> None:
+        def check_failure(missing: Iterable[int]) -> None:
             if watch.check(["failed"]):
                 fail("")
 
         def poll() -> None:
-            look([])
+            check_failure([])
             self._deadline.poll("the processes to connect to each other" if layout.rank == 0 else "")
 
         try:
@@ -207,38 +207,38 @@ class Rendezvous:
                 f"Set {GLOO_INTERFACE} (there {os.environ.get(GLOO_INTERFACE) or 'not set'}) and {NCCL_INTERFACE} to "
                 "an interface that all nodes reach."
             )
-        self._await_all(watch, "connected", "", look)
+        self._await_all(watch, "connected", "", check_failure)
 
-    def _await_all(self, store: dist.Store, key: str, value: str, look: Callable[[Iterable[int]], object]) -> None:
-        """Leave a value under a key, and wait until all ranks have; rank 0 counts them.
+    def _await_all(self, store: dist.Store, key: str, value: str, on_poll: Callable[[Iterable[int]], object]) -> None:
+        """Write a value under a key, and wait until all ranks have; rank 0 counts them.
 
-        `look` is called meanwhile, with the ranks that rank 0 misses.
+        `on_poll` is called at each poll; rank 0 passes the missing ranks.
         """
         store.set(f"{key}/{self._layout.rank}", value)
         if self._layout.rank == 0:
             missing = list(range(self._layout.world_size))
             while missing := [rank for rank in missing if not store.check([f"{key}/{rank}"])]:
-                look(missing)
+                on_poll(missing)
                 self._deadline.poll(f"ranks {list_ranks(missing)}")
             store.set(f"{key}/all", "")
         while not store.check([f"{key}/all"]):
-            look([])
+            on_poll([])
             self._deadline.poll()
 
 
 def choose_interface(hosts: Iterable[str]) -> None:
-    """Have gloo use the interface that leads to the first host on another machine, unless the user has chosen one.
+    """Make gloo use the interface that leads to the first host on another machine, unless the user chose one.
 
-    On the machine of rank 0 its own name may lead nowhere else; the addresses of the others do.
+    On rank 0's machine MASTER_ADDR may lead to this machine only, so the other processes' addresses follow it.
     """
     found = None if os.environ.get(GLOO_INTERFACE) else interface_to_others(hosts)
     if found is not None:
         os.environ[GLOO_INTERFACE] = found.name
-        log.info("gloo talks to other machines from %s; %s chooses another interface", found, GLOO_INTERFACE)
+        log.info("gloo reaches other machines through %s; set %s to use another interface", found, GLOO_INTERFACE)
 
 
 def run_in_thread(call: Callable[[], T], poll: Callable[[], object]) -> T:
-    """Return what a call returns that waits inside PyTorch, which runs in a thread; `poll` is called meanwhile."""
+    """Run a blocking call of PyTorch in a thread, and `poll` until the call returns."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -258,5 +258,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as a message names them: all of a few, of many the first and how many more there are."""
+    """Return ranks as text: all if they are few, else the first ones and the number of the rest."""
     return f"[{list_some(ranks, MOST_NAMED)}]"

@@ -1,7 +1,8 @@
-"""Whether replicas still hold the same weights, to the bit.
+"""The check that replicas have bit-equal weights.
 
-Replicas start equal and make the same updates, so they stay equal, unless a device computes or remembers wrongly.
-Nothing else shows that: each replica would go on with its own weights, and average gradients of different models.
+Replicas start equal and make the same updates, so they stay equal unless a device computes wrongly or corrupts memory.
+No other check finds such faults: each replica would keep training its own weights, with gradients summed over
+different models.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.distributed.grad_norm import local_part
 
 _CHUNK = 1 << 20
-"""Words that are hashed at once: what a check takes in memory is two int64 for each."""
+"""Words per hashing step; a check needs memory for two int64 per word."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = -7046029254386353131
 """2**64 / golden ratio, rounded to an odd number, as int64."""
 
 
 class Replicas:
-    """The copies of a model's pieces over a mesh with axes (replicate, shard)."""
+    """The replicas of a model's shards on a mesh with axes (replicate, shard)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self._parameters = parameters
         self._ranks = mesh.mesh.tolist()  # [replicate][shard]
 
     def differing_ranks(self) -> dict[int, list[int]]:
-        """Return the ranks whose weights differ from others with the same piece, each with those others' ranks.
+        """Return each rank whose weights differ from other holders of the same shard, with the ranks of these holders.
 
-        Where more than half of the holders of a piece agree, the rest are returned; else all are. A collective call,
-        which waits for the device.
+        If more than half of the holders of a shard agree, only the others are returned; else all holders. A collective
+        call, which waits for the device.
         """
         own = torch.tensor([hash_tensors(map(local_part, self._parameters))])
         everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
@@ -53,8 +54,8 @@ class Replicas:
 def hash_tensors(tensors: Iterable[torch.Tensor]) -> int:
     """Return a hash of the bits of tensors, in their order; waits for the device.
 
-    It sums words, each times an odd number that depends on its place, modulo 2**64: a difference in a single word
-    always shows, others all but always.
+    The hash is a sum of words times odd, position-dependent factors, modulo 2**64: it always detects a change of one
+    word, and almost always any other change.
     """
     total: torch.Tensor | int = 0
     for tensor in tensors:

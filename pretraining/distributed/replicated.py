@@ -1,15 +1,15 @@
-"""A model that each device holds whole: on one device, or on several that add up their gradients.
+"""A model without sharding, on one device, or replicated on several devices that sum their gradients.
 
     masters, float32 --refresh--> copies in the compute dtype --forward, backward--> gradients of the copies
        ^                                                                                       |
        +--- update <--- gradients of all devices, summed bucket by bucket <--- added up in float32
 
-The masters are what the optimizer, checkpoints and reports see; the module computes with the copies. A model that
-computes in float32 has none: its parameters are the masters.
+The optimizer, checkpoints and reports see the masters; the module computes with the copies. In float32 there are no
+copies: the parameters are the masters.
 
-Several devices sum their gradients in the last micro-batch of a step only, while its backward goes on: a bucket is sent
-once all of its gradients are there. They are summed, not averaged, since each loss is already divided by the number of
-valid tokens of the global batch.
+Devices sum gradients only in the last micro-batch of a step, while its backward runs: a bucket is sent once all of its
+gradients are complete. Gradients are summed, not averaged, since each loss is already divided by the number of valid
+tokens in the global batch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pretraining.distributed.gradient_buckets import GradientBuckets
 
 
 class ReplicatedModel:
-    """The masters, copies and gradients of a module, which it lays out in place.
+    """A module changed in place to compute with copies of its masters.
 
     Attributes:
-        module: what computes.
-        parameters: the masters by their names in the module, float32; without values if the module was on meta.
+        module: the module that computes.
+        parameters: float32 masters, by name in the module; without values if the module was on meta.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class ReplicatedModel:
         self._is_fresh, self._is_last = False, True
         self._buckets = GradientBuckets(self._masters, replicas) if replicas.size() > 1 else None
         computing = self._copies or self._masters
-        _exchange_parameters(module, computing)
+        _replace_parameters(module, computing)
         module.register_forward_pre_hook(lambda module, arguments: self.refresh())
         if self._copies or self._buckets is not None:
-            # What a parameter refers to by a hook, Python's collector does not see: nothing may lead back from there.
-            take = partial(ReplicatedModel._take_gradient, proxy(self))
+            # A weak proxy, because Python's garbage collector does not see hooks of parameters: it would leak a cycle.
+            hook = partial(ReplicatedModel._accumulate, proxy(self))
             for index, parameter in enumerate(computing):
-                parameter.register_post_accumulate_grad_hook(partial(take, index))
+                parameter.register_post_accumulate_grad_hook(partial(hook, index))
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the copies from the masters, if the last step has used up those that were; each forward does so."""
+        """Copy the masters into the copies, if the last step freed them; every forward calls this."""
         if self._is_fresh or not self._copies:
             return
         for copy in self._copies:
@@ -64,17 +64,16 @@ class ReplicatedModel:
         self._is_fresh = True
 
     def next_backward(self, is_last: bool) -> None:
-        """Prepare the next forward and backward, perhaps the last of the step: devices sum gradients only there."""
+        """Prepare the next forward and backward; devices sum gradients only in the last one of a step."""
         self._is_last = is_last
 
     def finish_gradients(self) -> None:
-        """Wait, after the last backward of a step, until the masters' gradients are those of all devices."""
+        """Wait, after the last backward of a step, until the masters' gradients are summed over devices."""
         if self._buckets is not None:
             self._buckets.wait()
 
     @torch.no_grad()
-    def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Add what a backward has left at a parameter to the gradient of its master."""
+    def _accumulate(self, index: int, parameter: torch.Tensor) -> None:
         master, gradient, buckets = self._masters[index], parameter.grad, self._buckets
         assert gradient is not None
         if parameter is not master:
@@ -84,14 +83,14 @@ class ReplicatedModel:
             elif buckets is None:
                 master.grad = gradient.float()
             else:
-                master.grad = buckets.place_of(master).copy_(gradient)
-            if self._is_last:  # nothing of this step reads the copy any more: gradients can have its memory
+                master.grad = buckets.view_of(master).copy_(gradient)
+            if self._is_last:  # this step does not read the copy again: free its memory for gradients
                 parameter.untyped_storage().resize_(0)
                 self._is_fresh = False
-        elif buckets is not None and not buckets.hold(master):  # else backward has added to what is there
-            master.grad = buckets.place_of(master).copy_(gradient)
+        elif buckets is not None and not buckets.hold(master):  # otherwise backward has added to the bucket
+            master.grad = buckets.view_of(master).copy_(gradient)
         if self._is_last and buckets is not None:
-            buckets.arrived(master)
+            buckets.mark_complete(master)
 
 
 def _on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -104,8 +103,8 @@ def _empty_copy(master: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
     return copy
 
 
-def _exchange_parameters(module: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
-    """Put parameters in the places of the module's own, in their order; shared ones stay shared."""
+def _replace_parameters(module: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+    """Replace the module's parameters, in their order; tied parameters stay tied."""
     new = dict(zip(module.parameters(), parameters, strict=True))
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):

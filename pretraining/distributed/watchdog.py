@@ -1,15 +1,15 @@
-"""Ends a job that hangs, and says where.
+"""The watchdog, which stops a hanging job and reports where it hangs.
 
-    main thread --Activity--> watchdog, a thread that looks now and then --Heartbeats--> watchdogs of other processes
+    main thread --Activity--> watchdog, a thread that checks periodically --Heartbeats--> watchdogs of other processes
 
-Progress is what the main thread gets done (a micro-batch, a batch of an evaluation), bytes that the process reads or
-writes, and at the start, when files are indexed and on a CPU models compiled, time that it computes. A process without
-progress for the timeout asks how the others are, and waits while one gets on, such as one that writes a long
-checkpoint. If none does, it tells them, and each prints its stacks and which processes stand out (not alive, or doing
-something else than the rest), and ends with `EXIT_HUNG`. The launcher ends what is left: a process that is stopped
-cannot end itself.
+Progress is completed work of the main thread (a micro-batch, a batch of an evaluation), or bytes read or written. At
+the start, while files are indexed and (on a CPU) models compiled, CPU time counts, too. A process without progress for
+the timeout reads the heartbeats of the others, and waits while any of them makes progress, such as by writing a long
+checkpoint. If none does, it notifies them. Each process then prints its stacks and the outliers (processes that are
+dead, or do something else than the rest), and exits with `EXIT_HUNG`. The launcher kills stopped processes, which
+cannot exit by themselves.
 
-A watchdog is a Python thread, so it does not see a hang of its own process that holds Python's lock. The others do.
+The watchdog is a Python thread, so a hang that holds Python's lock blocks it, too. Other processes detect that hang.
 """
 
 from __future__ import annotations
@@ -33,34 +33,33 @@ from pretraining.distributed.torch_private import store_of_job
 from pretraining.text import list_some
 
 EXIT_HUNG = 124
-"""What timeout(1) returns for a program that took too long."""
+"""The exit code of timeout(1)."""
 LONGEST_PERIOD_SECONDS = 10.0
-LOOKS_OF_A_TIMEOUT = 20
+CHECKS_PER_TIMEOUT = 20
 MOVED_BYTES = 1 << 20
-"""Bytes between two looks that count as progress; heartbeats and logs are fewer."""
+"""Bytes between two checks that count as progress; heartbeats and logs are smaller."""
 COMPUTING_SHARE = 0.1
-"""Share of the time that a process, with its children, must compute for it to count as progress."""
+"""Share of the time that a process and its children must compute to count as progress."""
 MOST_NAMED = 16
 STDERR = 2
-PATIENCE_SECONDS = 5.0
-"""How long to wait for an answer of the store."""
+STORE_TIMEOUT_SECONDS = 5.0
 _HANG = "hang"
 
 
 def collective_timeout(guard: GuardConfig) -> timedelta:
-    """Return when processes that wait for others give up: later than the watchdog, which can say more."""
+    """Return the timeout of collectives: longer than the watchdog's, whose report is better."""
     longest = max(guard.hang_timeout.amount, guard.first_step_timeout.amount)
     return max(COLLECTIVE_TIMEOUT, timedelta(seconds=longest) + timedelta(minutes=10))
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What is known of a hang.
+    """The facts about a hang.
 
     Attributes:
-        seconds: without progress.
-        others: the newest heartbeats of the other processes; None if the store does not answer.
-        silent: the ranks that gave none for half the timeout.
+        seconds: time without progress.
+        others: newest heartbeats of the other processes, by rank; None if the store does not answer.
+        silent: ranks without a heartbeat for half the timeout.
     """
 
     seconds: float
@@ -69,25 +68,25 @@ class Hang:
 
 
 class HangDetector:
-    """Counts the time without progress and decides when it is a hang; `ask` returns `Hang.others`."""
+    """The decision that a job hangs, from the time without progress; `read_others` returns `Hang.others`."""
 
-    def __init__(self, ask: Callable[[], dict[int, Heartbeat] | None]) -> None:
-        self._ask = ask
+    def __init__(self, read_others: Callable[[], dict[int, Heartbeat] | None]) -> None:
+        self._read_others = read_others
         self._progress: int | None = None
         self._seconds = 0.0
         self._earlier: dict[int, Heartbeat] | None = None
 
-    def look(self, seconds: float, progress: int, timeout: float) -> Hang | None:
-        """Take in this process's progress since the last look, `seconds` ago; return what is wrong if the job hangs.
+    def update(self, seconds: float, progress: int, timeout: float) -> Hang | None:
+        """Count the seconds since the last check; return a Hang if the job hangs.
 
-        A job hangs after `timeout` seconds in which neither this process nor another makes progress; with 0, never.
+        A job hangs after `timeout` seconds (0 = never) without progress of this or any other process.
         """
         self._seconds += seconds
         if progress != self._progress or not timeout:
             self._progress, self._seconds, self._earlier = progress, 0.0, None
             return None
         if self._seconds >= timeout / 2 and self._earlier is None:
-            self._earlier = self._ask()
+            self._earlier = self._read_others()
         if self._seconds < timeout:
             return None
         hang = self.describe(self._seconds)
@@ -95,34 +94,36 @@ class HangDetector:
         if earlier is None or now is None:
             return Hang(self._seconds, None, [])
         if any(rank not in earlier or beat.progress != earlier[rank].progress for rank, beat in now.items()):
-            self._seconds, self._earlier = timeout / 2, now  # wait for those that get on, half a timeout at a time
+            self._seconds, self._earlier = timeout / 2, now  # others make progress: wait half a timeout more
             return None
         return hang
 
     def describe(self, seconds: float) -> Hang:
-        """Return what is known of a hang of so many seconds, found here or by another process."""
-        earlier, now = self._earlier or {}, self._ask()
+        """Return the facts about a hang that this or another process found after some seconds."""
+        earlier, now = self._earlier or {}, self._read_others()
         silent = [rank for rank, beat in (now or {}).items() if rank in earlier and beat.count == earlier[rank].count]
         return Hang(max(seconds, self._seconds), now, silent)
 
 
 class Watchdog:
-    """Watches over this process as a context; `end` ends it."""
+    """The watchdog of this process, as a context; `exit_process` is called with the exit code."""
 
-    def __init__(self, guard: GuardConfig, processes: Processes, end: Callable[[int], object] = os._exit) -> None:
+    def __init__(
+        self, guard: GuardConfig, processes: Processes, exit_process: Callable[[int], object] = os._exit
+    ) -> None:
         self._processes = processes
-        self._end = end
+        self._exit_process = exit_process
         self._timeout = float(guard.hang_timeout.amount)
         self._first_timeout = float(guard.first_step_timeout.amount)
         timeouts = [seconds for seconds in (self._timeout, self._first_timeout) if seconds]
-        self._period = min([LONGEST_PERIOD_SECONDS, *(seconds / LOOKS_OF_A_TIMEOUT for seconds in timeouts)])
+        self._period = min([LONGEST_PERIOD_SECONDS, *(seconds / CHECKS_PER_TIMEOUT for seconds in timeouts)])
         self._is_on = bool(timeouts)
         self._stopped = threading.Event()
         self._heartbeats: Heartbeats | None = None
         self._threads: list[threading.Thread] = []
         self._progress = self._events = self._bytes = 0
         self._computed = 0.0
-        self._hung_seconds = 0.0  # found here, or told by another process
+        self._hung_seconds = 0.0  # found by this or another process
 
     def __enter__(self) -> Watchdog:
         if self._is_on:
@@ -136,89 +137,89 @@ class Watchdog:
 
     def __exit__(self, *raised: object) -> None:
         if self._hung_seconds:
-            threading.Event().wait()  # the main thread lost a process that has ended already: this one is about to, too
+            threading.Event().wait()  # another process exited because of the hang: wait for the exit of this one
         self._stopped.set()
-        for thread in self._threads:  # before the store goes that they talk to
-            thread.join(PATIENCE_SECONDS)  # one that it blocks is left behind
+        for thread in self._threads:  # before their store is gone
+            thread.join(STORE_TIMEOUT_SECONDS)  # the store may block a thread forever
 
     def _watch(self) -> None:
-        detector = HangDetector(dict if self._heartbeats is None else self._heartbeats.of_others)
+        detector = HangDetector(dict if self._heartbeats is None else self._heartbeats.read_others)
         before = time.monotonic()
         while not self._stopped.wait(self._period):
             now = time.monotonic()
-            # A process that was stopped as a whole, and goes on, did not hang meanwhile.
+            # A process that was suspended and continues did not hang in between.
             seconds, before = min(now - before, 2 * self._period), now
             timeout = self._timeout if self._processes.activity.warm else self._first_timeout
-            hang = detector.look(seconds, self._measure_progress(seconds), timeout)
+            hang = detector.update(seconds, self._measure_progress(seconds), timeout)
             if hang is None and self._hung_seconds:
                 hang = detector.describe(self._hung_seconds)
             if hang is not None and not self._stopped.is_set():
-                self._end_process(hang)
+                self._stop_job(hang)
 
     def _publish(self) -> None:
-        """Publish heartbeats, from a thread of its own, since the store may block it."""
+        """Publish heartbeats, from a separate thread, since the store may block it."""
         assert self._heartbeats is not None
         while not self._stopped.is_set():
             activity = self._processes.activity
             try:
                 self._heartbeats.publish(self._progress, activity.step, activity.doing)
-                if told := self._heartbeats.share_hang(self._hung_seconds):
-                    self._hung_seconds = told
-            except RuntimeError:  # the store is gone, and with it the process that serves it
+                if hung_seconds := self._heartbeats.share_hang(self._hung_seconds):
+                    self._hung_seconds = hung_seconds
+            except RuntimeError:  # the process that serves the store exited
                 return
             self._stopped.wait(self._period)
 
     def _measure_progress(self, seconds: float) -> int:
-        """Return a number that grows if something got done in the seconds since the last look."""
+        """Return a number that grows if there was progress in the seconds since the last check."""
         activity, moved, computed = self._processes.activity, _bytes_moved(), sum(os.times()[:4])
         events = activity.events
-        got_on = events != self._events or moved - self._bytes >= MOVED_BYTES
-        # Indexing, restoring and compiling compute. A host that waits for its GPU does so, too: it spins.
+        has_progress = events != self._events or moved - self._bytes >= MOVED_BYTES
+        # CPU time counts for indexing, restoring and compiling only: a host that waits for its GPU spins, too.
         computing_counts = activity.doing == "starting" or (not activity.warm and self._processes.device.type == "cpu")
-        got_on |= computing_counts and computed - self._computed >= COMPUTING_SHARE * seconds
-        self._progress += got_on
+        has_progress |= computing_counts and computed - self._computed >= COMPUTING_SHARE * seconds
+        self._progress += has_progress
         self._events, self._bytes, self._computed = events, moved, computed
         return self._progress
 
-    def _end_process(self, hang: Hang) -> None:
+    def _stop_job(self, hang: Hang) -> None:
         self._hung_seconds = hang.seconds
-        # Past Python's buffers, whose locks the thread that hangs may hold.
+        # Not through Python's buffers: the hanging thread may hold their locks.
         faulthandler.dump_traceback(STDERR, all_threads=True)
         os.write(STDERR, f"{describe(hang, self._processes)}\n".encode())
-        # When this process ends, the main threads of the others fail, too. Each of the three threads between here and
-        # there (this one's heartbeat, the other's heartbeat and watchdog) has a period to say it first.
+        # The exit of this process makes the other main threads fail. Their watchdogs must know of the hang before: the
+        # news passes three threads (heartbeat here; heartbeat and watchdog there), each with a period.
         time.sleep(5 * self._period)
-        self._end(EXIT_HUNG)
+        self._exit_process(EXIT_HUNG)
 
 
 def describe(hang: Hang, processes: Processes) -> str:
-    """Return the error that says what is known of a hang."""
+    """Return the error message about a hang."""
     lines = [
-        f"error: rank {processes.rank}: the job hangs: nothing has made progress for {hang.seconds:.0f} s. This "
-        f"process is {_state_of(processes.activity)}; its stacks stand above."
+        f"error: rank {processes.rank}: the job hangs: no process made progress for {hang.seconds:.0f} s. This "
+        f"process is {_state_of(processes.activity)}; its stacks are above."
     ]
     if hang.others is None:
-        lines.append("  The other processes cannot be asked: the one that answers for all, with rank 0, does not.")
+        lines.append("  The other processes' states are unknown: their store, in or beside rank 0, does not answer.")
     elif processes.world_size > 1:
         lines += _outliers(hang.others, hang.silent, processes)
     lines.append(
-        "  The same command goes on from the newest checkpoint; if the machine is at fault, without it. "
-        "--hang_timeout and --first_step_timeout say how long is waited."
+        "  The same command resumes from the newest checkpoint; leave out a machine that is at fault. "
+        "--hang_timeout and --first_step_timeout set the time limits."
     )
     return "\n".join(lines)
 
 
 def _outliers(others: Mapping[int, Heartbeat], silent: list[int], processes: Processes) -> list[str]:
-    """Return a line for each process that is not alive, or does something else than most."""
+    """Return a line per process that is dead, or does something else than most."""
     states = {rank: _state_of(beat) for rank, beat in others.items()} | {processes.rank: _state_of(processes.activity)}
     lines = [
-        f"  rank {rank} on {others[rank].host} is not heard from any more; it was {states.pop(rank)}"
+        f"  rank {rank} on {others[rank].host} sends no heartbeats any more; it was {states.pop(rank)}"
         for rank in sorted(silent)
     ]
     unknown = set(range(processes.world_size)) - states.keys() - set(silent)
-    lines += [f"  rank {rank} was never heard from" for rank in sorted(unknown)]
-    usual, holding = Counter(states.values()).most_common(1)[0]
-    odd = [rank for rank, state in states.items() if state != usual or 2 * holding <= len(states)]
+    lines += [f"  rank {rank} never sent a heartbeat" for rank in sorted(unknown)]
+    usual, count = Counter(states.values()).most_common(1)[0]
+    odd = [rank for rank, state in states.items() if state != usual or 2 * count <= len(states)]
     lines += [f"  rank {rank} is {states[rank]}" for rank in sorted(odd)]
     return [list_some(lines or [f"  all processes are alive, and {usual}"], MOST_NAMED, "\n")]
 
@@ -229,7 +230,7 @@ def _state_of(process: Activity | Heartbeat) -> str:
 
 
 def _bytes_moved() -> int:
-    """Return the bytes that this process has read and written so far; 0 if the system does not say."""
+    """Return the bytes that this process has read and written; 0 if Linux does not tell."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -240,11 +241,11 @@ def _bytes_moved() -> int:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How a process is.
+    """The state of a process.
 
     Attributes:
-        count: of its heartbeats so far; if it does not grow, the process is not alive.
-        progress: grows with everything that the main thread gets done.
+        count: heartbeats so far; if the count stops growing, the process is dead.
+        progress: grows with the work of the main thread.
         step, doing: as in `Activity`.
     """
 
@@ -256,10 +257,9 @@ class Heartbeat:
 
 
 class Heartbeats:
-    """Heartbeats of all processes, in the key-value store of their rendezvous; making one is a collective call.
+    """Heartbeats of all processes, in the key-value store of the rendezvous; the constructor is a collective call.
 
-    If the process that serves the store does not answer, an operation may block for good, and with it all others of
-    its connection.
+    If the process that serves the store does not answer, an operation may block forever, and with it its connection.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -267,33 +267,33 @@ class Heartbeats:
         self._world_size = world_size
         self._host = socket.gethostname()
         self._count = 0
-        self._telling, self._asking = store_of_job("heartbeats"), store_of_job("heartbeats")
-        for store in (self._telling, self._asking):
-            store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+        self._writer, self._reader = store_of_job("heartbeats"), store_of_job("heartbeats")
+        for store in (self._writer, self._reader):
+            store.set_timeout(timedelta(seconds=STORE_TIMEOUT_SECONDS))
 
     def publish(self, progress: int, step: int, doing: str) -> None:
         """Write this process's heartbeat; may block."""
         self._count += 1
         beat = Heartbeat(self._count, progress, step, doing, self._host)
-        self._telling.set(str(self._rank), json.dumps(asdict(beat)))
+        self._writer.set(str(self._rank), json.dumps(asdict(beat)))
 
     def share_hang(self, seconds: float) -> float:
-        """Tell all processes for how long the job hangs, unless it is 0; return what any has told. May block."""
+        """Publish the seconds of a hang (0 = none found here); return the seconds that any process found. May block."""
         if seconds:
-            self._telling.set(_HANG, str(seconds))
-        return float(self._telling.get(_HANG)) if self._telling.check([_HANG]) else 0.0
+            self._writer.set(_HANG, str(seconds))
+        return float(self._writer.get(_HANG)) if self._writer.check([_HANG]) else 0.0
 
-    def of_others(self) -> dict[int, Heartbeat] | None:
-        """Return the newest heartbeat of each other process that gave one; None if the store does not answer."""
+    def read_others(self) -> dict[int, Heartbeat] | None:
+        """Return the newest heartbeat of each other process that sent one; None if the store does not answer."""
         answers: list[dict[int, Heartbeat]] = []
-        asking = threading.Thread(target=lambda: answers.append(self._ask()), name="heartbeats", daemon=True)
-        asking.start()
-        asking.join(PATIENCE_SECONDS)
+        reader = threading.Thread(target=lambda: answers.append(self._read()), name="heartbeats", daemon=True)
+        reader.start()
+        reader.join(STORE_TIMEOUT_SECONDS)
         return answers[0] if answers else None
 
-    def _ask(self) -> dict[int, Heartbeat]:
+    def _read(self) -> dict[int, Heartbeat]:
         known = [rank for rank in range(self._world_size) if rank != self._rank]
-        if not self._asking.check([str(rank) for rank in known]):  # one question for all, unless somebody is missing
-            known = [rank for rank in known if self._asking.check([str(rank)])]
-        found = self._asking.multi_get([str(rank) for rank in known])
+        if not self._reader.check([str(rank) for rank in known]):  # one request for all, unless one is missing
+            known = [rank for rank in known if self._reader.check([str(rank)])]
+        found = self._reader.multi_get([str(rank) for rank in known])
         return {rank: Heartbeat(**json.loads(beat)) for rank, beat in zip(known, found, strict=True)}

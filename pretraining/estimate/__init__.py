@@ -1,1 +1,1 @@
-"""What a run takes, worked out before it begins: memory, operations, time. Arithmetic, no torch."""
+"""Estimates of a run before it starts: memory, operations, time. Arithmetic, no torch."""

@@ -1,4 +1,4 @@
-"""Settings that take less memory, each with what it takes: for plans, refusals and out-of-memory errors."""
+"""Advice on settings that need less memory, for plans, refusals and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pretraining.estimate.memory import estimate_memory
 from pretraining.text import format_gib
 
 SHORTEST = 128
-"""Tokens of a sequence that is worth training on."""
+"""Tokens of the shortest sequence to suggest."""
 MOST_DOUBLINGS = 10
-"""Of the devices."""
+"""Doublings of the number of devices."""
 
 Change = tuple[str, TrainConfig, LlamaShape, int]
-"""Flags, the settings with them, the model's shape, and the devices that share one copy of the model."""
+"""Flags, the changed settings, the model's shape, the devices per copy of the model."""
 
 
 def memory_advice(
@@ -30,37 +30,39 @@ def memory_advice(
     limit_bytes: float | None = None,
     optimizer_state_bytes: float | None = None,
 ) -> list[str]:
-    """Return flags that make a run smaller, each with the memory that one process would then take.
+    """Return flags that reduce memory, each with the memory per process that results.
 
     Args:
-        config: the settings.
+        config: settings.
         shape: dimensions of the model.
-        shard_size: devices that share one copy of the model.
-        compute_bytes: bytes of a value in the precision that blocks compute in.
+        shard_size: devices per copy of the model.
+        compute_bytes: bytes per value in the compute dtype.
         device_type: "cpu" or "cuda".
-        limit_bytes: only what takes no more than this; None is anything that takes less than now.
-        optimizer_state_bytes: of a user-defined optimizer, per parameter.
+        limit_bytes: memory that the result must fit into; None = less than now.
+        optimizer_state_bytes: bytes per parameter of a user-defined optimizer.
     """
 
-    def total_of(of: TrainConfig, its_shape: LlamaShape, devices: int) -> int:
-        found = estimate_memory(of, its_shape, shard_size=devices, compute_bytes=compute_bytes, device_type=device_type)
+    def total_of(settings: TrainConfig, model: LlamaShape, devices: int) -> int:
+        found = estimate_memory(
+            settings, model, shard_size=devices, compute_bytes=compute_bytes, device_type=device_type
+        )
         if optimizer_state_bytes is not None:
-            own = -(-parameter_count(its_shape) // devices)
-            found = replace(found, optimizer_state=round(optimizer_state_bytes * own))
+            local = -(-parameter_count(model) // devices)
+            found = replace(found, optimizer_state=round(optimizer_state_bytes * local))
         return found.total
 
     limit = total_of(config, shape, shard_size) - 1 if limit_bytes is None else limit_bytes
     found = []
     for changes in _changes(config, shape, shard_size, device_type):
-        for flags, changed, its_shape, devices in changes:
-            if (total := total_of(changed, its_shape, devices)) <= limit:
+        for flags, changed, model, devices in changes:
+            if (total := total_of(changed, model, devices)) <= limit:
                 found.append(f"{flags} (about {format_gib(total)})")
                 break
     return found
 
 
 def _changes(config: TrainConfig, shape: LlamaShape, shard_size: int, device_type: str) -> Iterator[list[Change]]:
-    """Yield changes of one kind each, the smallest change of a kind first."""
+    """Yield a list per kind of change, smallest change first."""
 
     def change(flags: str, section: str, **values: Any) -> Change:
         changed = {section: replace(getattr(config, section), **values)}

@@ -1,22 +1,22 @@
-"""What GPUs can do: peaks of arithmetic for MFU, and what a plan needs to know of those that it knows by name."""
+"""Data of GPUs: peak FLOP/s for MFU, and more for the kinds that `pretrain plan` knows."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-# Dense bfloat16 peaks in TFLOP/s of devices whose names match. The first one counts, so longer names stand before
-# shorter ones. Where a data sheet names the figure with sparsity, it is halved here.
+# Dense bfloat16 peaks in TFLOP/s, by a pattern for the device's name. The first match counts, so longer names come
+# first. Figures with sparsity in a data sheet are halved here.
 PEAK_TFLOPS = (
     # NVIDIA: data sheets of HGX B300 and B200, GB300 and GB200 NVL72
     ("B300|B200", 2250.0),
     ("GB300|GB200", 2500.0),
-    # NVIDIA: data sheets of GH200, H200, H100, H100 NVL; H800 computes as H100 does, H20 is its smaller sibling
+    # NVIDIA: data sheets of GH200, H200, H100, H100 NVL; H800 is as fast as H100, H20 slower
     ("H200 NVL|H100 NVL", 835.5),
     ("H100 PCIe", 756.0),
     ("GH200|H200|H100|H800", 989.4),
     ("H20", 148.0),
-    # NVIDIA: data sheets of A100 (A800 computes as it does), A40, A30, A10; AWS and NVIDIA for A10G
+    # NVIDIA: data sheets of A100 (A800 is as fast), A40, A30, A10; AWS and NVIDIA for A10G
     ("A100|A800", 312.0),
     ("A40", 149.7),
     ("A30", 165.0),
@@ -40,21 +40,21 @@ PEAK_TFLOPS = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bfloat16 peak of a device in TFLOP/s; None where it is not known, as of CPUs."""
+    """Return the dense bfloat16 peak of a device in TFLOP/s; None if it is unknown, as for CPUs."""
     return next((peak for names, peak in PEAK_TFLOPS if re.search(rf"\b({names})\b", device_name)), None)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU, as a plan knows it.
+    """A kind of GPU.
 
     Attributes:
-        peak_tflops: dense, in bfloat16, by its data sheet.
-        sustained_tflops: what large matrix products in bfloat16 reach.
-        memory_gib: that its driver shows.
-        memory_tbs: bandwidth of its memory, TB/s.
-        link_gbs: to the other GPUs of a node, GB/s in each direction.
-        network_gbits: of a node to others, Gbit/s, where the user names none.
+        peak_tflops: dense peak in bfloat16.
+        sustained_tflops: rate of large matrix products in bfloat16.
+        memory_gib: memory that the driver reports.
+        memory_tbs: memory bandwidth, TB/s.
+        link_gbs: bandwidth to other GPUs of the node, GB/s per direction.
+        network_gbits: default network bandwidth per node, Gbit/s.
     """
 
     peak_tflops: float
@@ -66,11 +66,11 @@ class Gpu:
 
 
 _UNMEASURED = 0.8
-"""Of the peak, where nobody has published what matrix products sustain."""
+"""Sustained share of the peak for GPUs without published measurements."""
 
-# Peaks, memory, its bandwidth and links: NVIDIA's data sheets (SXM forms of h100, h200, a100, b200). Sustained: Stas
-# Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS"; h200 as h100, whose arithmetic it has.
-# Networks: 8 adapters of 400 Gbit/s a node in NVIDIA's reference designs from h100 on, 8 of 200 with a100.
+# Peaks, memory, memory bandwidth, links: NVIDIA's data sheets (SXM forms of h100, h200, a100, b200). Sustained: Stas
+# Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS"; h200 computes like h100. Networks: 8 adapters
+# of 400 Gbit/s per node in NVIDIA's reference designs from h100 on, 8 of 200 with a100.
 GPUS = {
     "h100": Gpu(989.4, 794.5, 79.6, 3.35, 450, 3200),
     "h200": Gpu(989.4, 794.5, 140.4, 4.8, 450, 3200),

@@ -1,4 +1,4 @@
-"""What a decoder block is made of, and how many floating-point operations a token of training costs.
+"""Floating-point operations per token of training, and the costs of a decoder block.
 
 Letters: D hidden, H query heads, K key/value heads, E head dim, F feed-forward, V vocabulary, L layers, S sequence.
 """
@@ -13,13 +13,13 @@ from pretraining.config.variants import LlamaShape
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What operations, memory and time of a decoder block are counted from.
+    """Sizes of a decoder block, from which operations, memory and time are computed.
 
     Attributes:
         matrices: rows and columns of q, k, v, o, gate, up and down.
         query_width: H·E.
-        results: elements that matrix products and attention give for a token.
-        last_product: parameters of the matrix product (down) whose result the backward pass does not need.
+        results: elements per token in the results of matrix products and attention.
+        last_product: parameters of the last matrix product (down), whose result backward does not need.
     """
 
     matrices: tuple[tuple[int, int], ...]
@@ -29,12 +29,12 @@ class BlockCosts:
 
     @property
     def matmul_parameters(self) -> int:
-        """The parameters that a token is multiplied with."""
+        """Parameters in matrix products."""
         return sum(rows * columns for rows, columns in self.matrices)
 
 
 def block_costs(shape: LlamaShape) -> BlockCosts:
-    """Return what a block of a model costs."""
+    """Return the costs of one block."""
     width, feed_forward = shape.hidden_size, shape.intermediate_size
     query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     attention = ((query, width), (key, width), (key, width), (width, query))
@@ -47,41 +47,41 @@ def block_costs(shape: LlamaShape) -> BlockCosts:
 
 
 def matmul_parameters(shape: LlamaShape) -> int:
-    """Return the parameters that a token is multiplied with, of the blocks and of the head.
+    """Return the parameters in matrix products: of the blocks, and of the head (D·V, tied or not).
 
-    The head counts, tied or not: D·V. The embedding is a look-up and never counts.
+    The embedding is a look-up and does not count.
     """
     return shape.num_hidden_layers * block_costs(shape).matmul_parameters + shape.hidden_size * shape.vocab_size
 
 
 def flops_per_token(shape: LlamaShape, seq_length: float) -> float:
-    """Return the floating-point operations of training for one token: 6 x matmul parameters + 6·L·(H·E)·S.
+    """Return the floating-point operations per token of training: 6 x matmul parameters + 6·L·(H·E)·S.
 
-    Matrices: 2 FLOPs a token and parameter, a multiplication and an addition. Backward does that twice more, for the
+    Matrices: 2 FLOPs per token and parameter, a multiplication and an addition. Backward adds twice as many, for the
     gradients of input and parameter: 2 + 4 = 6.
 
-    Attention: a token's scores against S keys cost 2·(H·E)·S, its mix of S values again; three times that for forward
-    and backward is 12·(H·E)·S a layer. Causality leaves half, since a token sees S/2 others on average.
+    Attention: the scores of a token against S keys cost 2·(H·E)·S, the mix of S values as much again. Forward and
+    backward together are three times that, 12·(H·E)·S per layer. Causality halves it: a token sees S/2 on average.
 
-    This is what the model needs: recomputed activations, norms, rotations and softmax do not count. It is the numerator
-    of MFU in PaLM (Chowdhery et al. 2022, appendix B), except that the attention term there is not halved.
+    Recomputed activations, norms, rotations and softmax do not count. This is the numerator of MFU in PaLM (Chowdhery
+    et al. 2022, appendix B), except that the attention term is not halved there.
 
     Args:
         shape: dimensions of the model.
-        seq_length: S, tokens a sequence. Under a document mask, the tokens of the document that a token is in, on
-            average over tokens: the formula is linear in it.
+        seq_length: S, tokens per sequence. Under a document mask: length of a token's document, averaged over tokens;
+            the formula is linear in S.
     """
     attention = 6 * shape.num_hidden_layers * block_costs(shape).query_width * seq_length
     return 6 * matmul_parameters(shape) + attention
 
 
 def recomputed_flops_per_token(shape: LlamaShape, share: float, seq_length: float) -> float:
-    """Return the operations a token that activation checkpointing repeats: a share of the forward of the blocks.
+    """Return the operations per token that activation checkpointing repeats: a share of the blocks' forward.
 
         forward of the blocks  =  2 x matmul parameters of the blocks  +  2·L·(H·E)·S
 
-    With `flops_per_token` it is the numerator of HFU (Chowdhery et al. 2022, appendix B), in which what a flash kernel
-    repeats inside its backward does not count. `seq_length` is as in `flops_per_token`.
+    The sum with `flops_per_token` is the numerator of HFU (Chowdhery et al. 2022, appendix B), which does not count the
+    recomputation inside a flash kernel's backward. `seq_length` is as in `flops_per_token`.
     """
     block = block_costs(shape)
     matrices = 2 * shape.num_hidden_layers * block.matmul_parameters
@@ -89,11 +89,10 @@ def recomputed_flops_per_token(shape: LlamaShape, share: float, seq_length: floa
 
 
 def recomputed_share(parallel: ParallelConfig, shape: LlamaShape, seq_length: float) -> float:
-    """Return the operations that backward repeats, as a share of those of the blocks' forward; 0 = none.
+    """Return the share of the blocks' forward operations that backward repeats; 0 = none.
 
-    A checkpointed block repeats all but its last matrix product, whose result backward does not need. Operations are
-    counted as above. `seq_length` is the tokens that attention reaches over: of a sequence, or of a
-    document on average.
+    A checkpointed block repeats all but its last matrix product, whose result backward does not need. `seq_length` is
+    as in `flops_per_token`.
     """
     if not parallel.fsdp_activation_checkpointing or parallel.selective_checkpointing == PER_OPERATION:
         return 0.0

@@ -1,14 +1,13 @@
-"""How long a training step takes on GPUs, worked out from what the step computes and sends.
+"""The time of a training step on GPUs, estimated from its computation and communication.
 
-    compute        FLOPs of the model and of what is recomputed / (what matrix products sustain / SLOWDOWN)
-    unhidden       UNHIDDEN_SECONDS a parameter and micro-batch: gathering the first block, reducing the last, the
+    compute        FLOPs of model and recomputation / (sustained rate of matrix products / SLOWDOWN)
+    unhidden       UNHIDDEN_SECONDS per parameter and micro-batch: gathering the first block, reducing the last one, the
                    optimizer, launches
-    communication  bytes of parameters and gradients / the slowest link on their way; hidden behind computation as far
-                   as there is any
-    step           n x (compute + unhidden + communication beyond it)
+    communication  bytes of parameters and gradients / the slowest link on their way; hidden by computation as far as
+                   there is any
+    step           n x (compute + unhidden + communication that is not hidden)
 
-SLOWDOWN and UNHIDDEN_SECONDS are the only fitted numbers: to half of the runs that docs/planner.md lists, and compared
-with the other half there.
+Only SLOWDOWN and UNHIDDEN_SECONDS are fitted, to half of the runs in docs/planner.md; the page compares the other half.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from pretraining.estimate.devices import Gpu
 from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token, recomputed_share
 
 SLOWDOWN = 1.245
-"""Time of all computation, as a multiple of that of its matrix products at the rate that large ones sustain."""
+"""Time of all computation, relative to its matrix products at the sustained rate."""
 UNHIDDEN_SECONDS = 42e-12
-"""A parameter and micro-batch."""
+"""Per parameter and micro-batch."""
 COMPUTE_BYTES = 2
-"""Of a parameter as it is gathered: bfloat16."""
+"""Bytes per parameter in a gather: bfloat16."""
 REDUCED_BYTES = 4
-"""Of a gradient as it is reduced: float32."""
+"""Bytes per gradient in a reduction: float32."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which GPUs train, and how they are connected.
+    """GPUs and their connections.
 
     Attributes:
-        gpus: in all.
-        gpus_per_node: on a node; fewer where there are fewer.
-        network_gbits: of a node to others, Gbit/s.
+        gpus: number of GPUs; may be fewer than `gpus_per_node`.
+        network_gbits: network bandwidth per node, Gbit/s.
     """
 
     gpu: Gpu
@@ -48,15 +46,15 @@ class Cluster:
     network_gbits: float
 
     def seconds_to_gather(self, total_bytes: float, group: int) -> float:
-        """Return how long a group of GPUs, next to each other, takes to hand all parts of so many bytes to each."""
+        """Return the seconds of an all-gather (or reduce-scatter) of this size in a group of neighboring GPUs."""
         share = total_bytes * (group - 1) / group
         if group <= self.gpus_per_node:
             return share / (self.gpu.link_gbs * 1e9)
-        # A ring crosses into each node once; all of its adapters carry it.
+        # A ring enters each node once, over all of its adapters.
         return share / min(self.gpu.link_gbs * 1e9, self.network_gbits / 8 * 1e9)
 
     def seconds_between_groups(self, bytes_per_gpu: float, groups: int) -> float:
-        """Return how long GPUs of the same place in different groups take to sum so many bytes of each."""
+        """Return the seconds of an all-reduce of this size between corresponding GPUs of the groups."""
         moved = 2 * bytes_per_gpu * (groups - 1) / groups
         if self.gpus <= self.gpus_per_node:
             return moved / (self.gpu.link_gbs * 1e9)
@@ -65,14 +63,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a training step, by what they go to.
+    """Seconds of a training step by purpose.
 
     Attributes:
-        compute: of the model, with what is recomputed.
-        recompute: of these, what activation checkpointing repeats.
-        unhidden: of communication, the optimizer and launches, which nothing runs beside.
-        exposed: communication beyond what computation hides.
-        hidden: communication that computation hides; no part of the step's time.
+        compute: the model, with recomputation.
+        recompute: the part of `compute` that activation checkpointing repeats.
+        unhidden: communication, optimizer and launches that never overlap with computation.
+        exposed: communication that does not fit behind computation.
+        hidden: communication behind computation, not part of the total.
     """
 
     compute: float
@@ -83,7 +81,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.compute + self.unhidden + self.exposed
 
 
@@ -93,11 +91,11 @@ def estimate_step_time(
     """Estimate the time of a step in bfloat16.
 
     Args:
-        config: the settings.
+        config: settings.
         shape: dimensions of the model.
-        batch: how the global batch is cut for the cluster's GPUs.
-        cluster: what trains.
-        shard_size: GPUs that share one copy of the model.
+        batch: batch sizes on the cluster's GPUs.
+        cluster: GPUs and their connections.
+        shard_size: GPUs per copy of the model.
     """
     tokens = batch.micro_batch_size * config.data.seq_length
     steps = batch.grad_accum_steps
@@ -121,7 +119,7 @@ def estimate_step_time(
 def _communication(
     config: TrainConfig, parameters: int, steps: int, cluster: Cluster, shard_size: int
 ) -> tuple[float, float]:
-    """Return seconds within the groups that share a model, in all micro-batches, and between them, in the last one."""
+    """Return seconds inside sharding groups, of all micro-batches, and between groups, of the last micro-batch."""
     groups = cluster.gpus // shard_size
     within = 0.0
     if shard_size > 1:

@@ -1,1 +1,1 @@
-"""From the variables that a launcher leaves in the environment to one `ProcessLayout`. Imports no torch."""
+"""The start of a process: its place in the job, its signals, threads and terminal. No torch."""

@@ -1,12 +1,12 @@
-"""How many threads of a process compute on a CPU: no more than it has cores for.
+"""The number of compute threads of a process on a CPU.
 
-    --cpu_threads, or OMP_NUM_THREADS   what the user says
-    else, without either                the cores that the process may use, of its affinity, of its control groups' CPU
-                                        quota and of its SLURM job, shared with the other processes of its machine
+    --cpu_threads, else OMP_NUM_THREADS   the user's choice
+    else                                  one per core that the process may use: by affinity, CPU quota of its control
+                                          groups and SLURM job, divided among the job's processes on the machine
 
-Sums depend on the number of threads in their last bits. So nothing that comes and goes decides on it, as the load of a
-machine does: checkpoints keep the number, and a run that goes on takes it again where it fits. How threads wait for
-each other changes no sum, and follows the load (shared_cores.py).
+The number of threads changes the last bits of sums, so it must not depend on the machine's load. Checkpoints store the
+number, and a resumed run uses it again if it fits. How threads wait for each other does not change sums, and does
+follow the load (shared_cores.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from pretraining.launch.layout import ProcessLayout, read_text
+from pretraining.launch.layout import ProcessLayout, read_variable
 from pretraining.launch.machine import allowed_cpus, cpu_quota, is_bound_by_parent, physical_cores
 
 THREADS = "OMP_NUM_THREADS"
@@ -24,11 +24,11 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class CpuThreads:
-    """The number of threads that a process begins with.
+    """The number of threads that a process starts with.
 
     Attributes:
-        fitting: the most that it has cores for.
-        is_chosen: whether nobody has said another number, so that a run that goes on may take the one of before.
+        fitting: one per core of the process.
+        is_chosen: whether the program chose the number, so that a resumed run may use the checkpoint's instead.
     """
 
     fitting: int
@@ -38,12 +38,10 @@ class CpuThreads:
 def set_threads(
     wanted: int | None, layout: ProcessLayout, environ: MutableMapping[str, str] = os.environ
 ) -> CpuThreads:
-    """Have this process compute with as many threads as it should; called before torch is imported, which reads it.
-
-    Afterwards it changes nothing.
+    """Set the number of compute threads, before torch is imported and reads it; without effect afterwards.
 
     Args:
-        wanted: by the user; None = decide.
+        wanted: the user's `--cpu_threads`; None = decide.
     """
     fitting = cores_of_process(layout, environ)
     is_chosen = wanted is None and not _is_given(layout, environ)
@@ -55,22 +53,22 @@ def set_threads(
 
 
 def torch_is_imported() -> bool:
-    """Return whether torch has read how many threads it has, as in a notebook, whose user may want another number."""
+    """Return whether torch has set its number of threads already, as in a notebook."""
     return "torch" in sys.modules
 
 
 def cores_of_process(layout: ProcessLayout, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the cores, at least one, that this process may keep busy beside the others of its job on this machine."""
+    """Return this process's share of the machine's cores, at least one."""
     processes = layout.local_world_size
     cores = physical_cores(allowed_cpus())
     shares = [
-        # A launcher may have given each process cores of its own.
+        # A launcher may have bound each process to its own cores.
         cores if processes > 1 and is_bound_by_parent() else cores / processes,
         cpu_quota() / processes,
     ]
-    task, node = read_text(environ, "SLURM_CPUS_PER_TASK"), read_text(environ, "SLURM_CPUS_ON_NODE")
+    task, node = read_variable(environ, "SLURM_CPUS_PER_TASK"), read_variable(environ, "SLURM_CPUS_ON_NODE")
     if task is not None and task.isdecimal():
-        # The task of torchrun is shared by its processes; one of srun is a process.
+        # Under srun a task is one process; torchrun's processes share one task.
         shares.append(int(task) if layout.launcher == "slurm" else int(task) / processes)
     elif node is not None and node.isdecimal():
         shares.append(int(node) / processes)
@@ -78,7 +76,7 @@ def cores_of_process(layout: ProcessLayout, environ: Mapping[str, str] = os.envi
 
 
 def _is_given(layout: ProcessLayout, environ: Mapping[str, str]) -> bool:
-    """Return whether the user has said how many threads; torchrun says one where the user has not."""
-    given = read_text(environ, THREADS)
+    """Return whether the user set OMP_NUM_THREADS; torchrun sets 1 if the user did not."""
+    given = read_variable(environ, THREADS)
     by_torchrun = layout.launcher == "torchrun" and layout.local_world_size > 1 and given == "1"
     return given is not None and not by_torchrun

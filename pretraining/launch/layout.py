@@ -1,17 +1,16 @@
-"""Which process of a job this is, and where its processes meet (rendezvous): one answer for every launcher.
+"""The place of this process in its job, and the address of rank 0, read from any launcher's environment variables.
 
-Each launcher says it in environment variables of its own. They are looked for in the order in which launchers nest,
-innermost first: torchrun runs inside `srun` tasks, and `mpirun` starts its daemons with `srun`, so the outer launcher's
-variables are there too and number other things.
+Launchers nest: torchrun runs inside `srun` tasks, and `mpirun` starts its daemons with `srun`. The outer launcher's
+variables are then set, too, and count other processes. So launchers are tried from the innermost outwards:
 
     torchrun       TORCHELASTIC_RUN_ID    also `python -m torch.distributed.launch`
     openmpi        OMPI_COMM_WORLD_RANK
     mpich          MPI_LOCALRANKID        Hydra, the mpirun of MPICH and of Intel MPI
-    slurm          SLURM_STEP_NUM_TASKS   a task of `srun`; the shell of a batch script lacks it and is one process
+    slurm          SLURM_STEP_NUM_TASKS   a task of `srun`; a batch script's shell lacks it, and is a single process
     environment    RANK or WORLD_SIZE     set by hand or by a platform
     single         none of these
 
-Where rank 0 answers is derived from what all processes of the job know, if MASTER_ADDR and MASTER_PORT are not given.
+Without MASTER_ADDR and MASTER_PORT, the address of rank 0 is derived from facts that all processes of the job know.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ NAMES_OF_THIS_HOST = (LOCALHOST, "localhost", "::1")
 
 @dataclass(frozen=True)
 class Launcher:
-    """How a launcher tells a process its place.
+    """A launcher's environment variables.
 
     Attributes:
-        sign: the variable that tells it.
-        variables: of rank, world size, local rank, local world size. (SLURM lists the last one for all nodes.)
+        sign: variable that identifies the launcher.
+        variables: rank, world size, local rank, local world size (SLURM's last one lists all nodes).
     """
 
     name: str
@@ -48,7 +47,7 @@ class Launcher:
 BY_HAND = Launcher("environment", "RANK", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-# Innermost first. PMI_RANK alone is no sign: srun --mpi=pmi2 sets it as well.
+# Innermost first. PMI_RANK alone does not identify MPICH: srun --mpi=pmi2 sets it, too.
 LAUNCHERS = (
     Launcher("torchrun", "TORCHELASTIC_RUN_ID", BY_HAND.variables),
     Launcher("openmpi", "OMPI_COMM_WORLD_RANK", _OPEN_MPI),
@@ -56,14 +55,14 @@ LAUNCHERS = (
     Launcher("slurm", "SLURM_STEP_NUM_TASKS", _SLURM),
 )
 
-# Derived ports lie in 16384..32767: above most services of a machine, below the range from which Linux gives ports to
-# outgoing connections (32768 and up), so that chance seldom takes them.
+# Derived ports lie in 16384..32767: above most services, and below the ports that Linux gives to outgoing connections
+# (32768 and up).
 FIRST_PORT = 16384
 PORTS = 16384
-STEPS_OF_A_JOB = 16
+STEPS_PER_JOB = 16
 
-# SLURM's compressed notations of node lists and of tasks a node, read without `scontrol`, which containers often lack.
-# A comma that is not inside brackets: those separate numbers of one name.
+# SLURM's compressed notations of node lists and of tasks per node, read without `scontrol`, which containers often
+# lack. A comma outside brackets separates names; a comma inside separates numbers of one name.
 _BETWEEN_NAMES = re.compile(r",(?![^\[]*\])")
 _FIRST_IN_BRACKETS = re.compile(r"\[(\d+)[-,\d]*\]")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -71,11 +70,11 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True)
 class ProcessLayout:
-    """This process among all processes of the job; the `local_` numbers count those of this node.
+    """The place of this process in its job; `local_` numbers count the processes of this node.
 
     Attributes:
-        launcher: the name of one of `LAUNCHERS`, "environment" (set by hand) or "single".
-        master_addr, master_port: where rank 0 answers.
+        launcher: name of one of `LAUNCHERS`, "environment" (set by hand) or "single".
+        master_addr, master_port: address of rank 0.
     """
 
     rank: int
@@ -102,15 +101,15 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
     """Read the layout from the environment.
 
     Raises:
-        LaunchError: the variables contradict each other, or the address of rank 0 is not given and cannot be derived.
+        LaunchError: the variables contradict each other, or the address of rank 0 cannot be derived.
     """
-    by_hand = read_text(environ, "RANK"), read_text(environ, "WORLD_SIZE")
+    by_hand = read_variable(environ, "RANK"), read_variable(environ, "WORLD_SIZE")
     launcher = next((each for each in LAUNCHERS if each.sign in environ), None)
     if launcher is None:
         if by_hand[0] is None and by_hand[1] in (None, "1"):
             return ProcessLayout(0, 1, 0, 1, "single", LOCALHOST, free_port())  # alone, so any port does
         launcher = BY_HAND
-    rank, world_size, local_rank, local_world_size = _read_place(launcher, environ)
+    rank, world_size, local_rank, local_world_size = _read_ranks(launcher, environ)
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         names = [*launcher.variables, "SLURM_NODEID"] if launcher.name == "slurm" else launcher.variables
         raise LaunchError(
@@ -120,29 +119,29 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
         )
     if None not in by_hand and by_hand != (str(rank), str(world_size)):
         raise LaunchError(
-            f"{launcher.name} says that this is rank {rank} of {world_size}, but RANK={by_hand[0]} and WORLD_SIZE="
+            f"{launcher.name} makes this rank {rank} of {world_size}, but RANK={by_hand[0]} and WORLD_SIZE="
             f"{by_hand[1]} are set. Unset RANK and WORLD_SIZE, or start without {launcher.name}."
         )
     is_one_node = world_size == local_world_size
-    address = read_text(environ, "MASTER_ADDR") or _derive_address(launcher, environ, is_one_node)
+    address = read_variable(environ, "MASTER_ADDR") or _derive_address(launcher, environ, is_one_node)
     port = _read_port(environ) or _derive_port(launcher, environ, is_one_node, world_size)
     if address is None or port is None:
         raise LaunchError(
-            f"{'MASTER_ADDR' if address is None else 'MASTER_PORT'} is not set, and {launcher.name} says nothing to "
-            f"derive it from. Give all {world_size} processes the same: export MASTER_ADDR=<host of rank 0> "
-            "MASTER_PORT=29500 (mpirun hands them on with -x NAME=VALUE or -genv NAME VALUE)."
+            f"{'MASTER_ADDR' if address is None else 'MASTER_PORT'} is not set, and cannot be derived from the "
+            f"variables of {launcher.name}. Give all {world_size} processes the same: export MASTER_ADDR=<host of rank "
+            "0> MASTER_PORT=29500 (with mpirun: -x NAME=VALUE or -genv NAME VALUE)."
         )
     return ProcessLayout(rank, world_size, local_rank, local_world_size, launcher.name, address, port)
 
 
-def _read_place(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Return rank, world size, local rank and local world size as the launcher gives them."""
+def _read_ranks(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Return rank, world size, local rank and local world size."""
     rank, world_size = (_read_integer(environ, name, launcher) for name in launcher.variables[:2])
     if launcher is BY_HAND and (
-        world_size == 1 or (read_text(environ, "MASTER_ADDR") or LOCALHOST) in NAMES_OF_THIS_HOST
+        world_size == 1 or (read_variable(environ, "MASTER_ADDR") or LOCALHOST) in NAMES_OF_THIS_HOST
     ):
         on_one_node = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-        environ = {name: read_text(environ, name) or default for name, default in on_one_node.items()}
+        environ = {name: read_variable(environ, name) or default for name, default in on_one_node.items()}
     local_rank = _read_integer(environ, launcher.variables[2], launcher)
     if launcher.name != "slurm":
         return rank, world_size, local_rank, _read_integer(environ, launcher.variables[3], launcher)
@@ -153,50 +152,50 @@ def _read_place(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, in
 
 
 def _derive_address(launcher: Launcher, environ: Mapping[str, str], is_one_node: bool) -> str | None:
-    """Return where rank 0 is: here if the whole job is, else where SLURM's node list begins."""
+    """Return the host of rank 0: this host if the job has one node, else the first host in SLURM's node list."""
     if is_one_node and launcher.name != "torchrun":
         return LOCALHOST
     return first_node(environ.get("SLURM_STEP_NODELIST", "")) if launcher.name == "slurm" else None
 
 
 def _derive_port(launcher: Launcher, environ: Mapping[str, str], is_one_node: bool, world_size: int) -> int | None:
-    """Return a port from what every process of this job knows and no other job shares."""
+    """Return a port derived from a value that all processes of this job share, and no other job does."""
     if world_size == 1 and launcher.name != "torchrun":
         return free_port()
     if launcher.name == "slurm":
         job, step = (_read_integer(environ, name, launcher) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         return port_of_slurm_step(job, step)
-    namespace = read_text(environ, "PMIX_NAMESPACE")
+    namespace = read_variable(environ, "PMIX_NAMESPACE")
     if launcher.name == "openmpi" and namespace is not None:
         return port_of_name(namespace)
-    # Hydra gives its jobs no name, but all processes of a node descend from one proxy.
+    # Hydra does not name its jobs, but all processes of a node descend from one proxy.
     proxy = ancestor_named("hydra_pmi_proxy") if launcher.name == "mpich" and is_one_node else None
     return None if proxy is None else port_of_name(f"hydra {proxy}")
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nothing listens on right now."""
+    """Return a free TCP port of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((LOCALHOST, 0))
         return int(probe.getsockname()[1])
 
 
 def port_of_slurm_step(job: int, step: int) -> int:
-    """Return the port of a SLURM step: different for 16 steps of each of any 1024 jobs in a row."""
-    return FIRST_PORT + (job * STEPS_OF_A_JOB + step % STEPS_OF_A_JOB) % PORTS
+    """Return the port of a SLURM step, distinct for 16 steps of each of any 1024 consecutive jobs."""
+    return FIRST_PORT + (job * STEPS_PER_JOB + step % STEPS_PER_JOB) % PORTS
 
 
 def port_of_name(name: str) -> int:
-    """Return the same port for the same name in every process (`hash()` is salted in each)."""
+    """Return a port that depends only on the name (`hash()` is salted per process)."""
     return FIRST_PORT + zlib.crc32(name.encode()) % PORTS
 
 
 def ancestor_named(name: str, pid: int | str = "self", proc: Path = Path("/proc")) -> int | None:
-    """Return the id of the closest ancestor with this command name, of at most 15 characters; None without one."""
+    """Return the id of the closest ancestor process with this command name (15 characters at most), or None."""
     with suppress(OSError):
         while str(pid) not in ("0", "1"):
             stat = (proc / str(pid) / "stat").read_text()
-            # "pid (command) state parent ..."; a command may hold blanks and brackets itself.
+            # "pid (command) state parent ..."; the command may contain blanks and brackets.
             command, _, rest = stat.partition("(")[2].rpartition(")")
             if command == name:
                 return int(stat.split()[0])
@@ -205,37 +204,37 @@ def ancestor_named(name: str, pid: int | str = "self", proc: Path = Path("/proc"
 
 
 def first_node(node_list: str) -> str | None:
-    """Return the first host of a node list, where SLURM places task 0: `node[01-03,7],gpu-a` -> `node01`."""
+    """Return the first host of a node list, which runs task 0: `node[01-03,7],gpu-a` -> `node01`."""
     first = _FIRST_IN_BRACKETS.sub(r"\1", _BETWEEN_NAMES.split(node_list)[0])
     return first if re.fullmatch(r"[\w.-]+", first) else None
 
 
 def tasks_of_nodes(text: str) -> tuple[int, ...]:
-    """Return the tasks on each node of a step, in node order: `4(x2),1` -> (4, 4, 1); none of another text."""
+    """Return the number of tasks on each node, in node order: `4(x2),1` -> (4, 4, 1); empty for malformed text."""
     parts = [_TASKS.fullmatch(part) for part in text.split(",")]
     counts = [(int(part[1]),) * int(part[2] or 1) for part in parts if part is not None]
     return sum(counts, ()) if None not in parts else ()
 
 
-def read_text(environ: Mapping[str, str], name: str) -> str | None:
+def read_variable(environ: Mapping[str, str], name: str) -> str | None:
     """Return a value without surrounding blanks; None if it is unset or empty (`export NAME=` means unset)."""
     return environ.get(name, "").strip() or None
 
 
 def _read_integer(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
-    text = read_text(environ, name)
+    text = read_variable(environ, name)
     try:
         return int(text or "")
     except ValueError:
-        fault = "is not set" if text is None else f"is {text!r}, no integer"
+        fault = "is not set" if text is None else f"is {text!r}, not an integer"
         raise LaunchError(
-            f"{name} {fault}, though other variables say that this process was started by {launcher.name} "
-            f"({launcher.sign}): start the whole job with it, or unset what is left over from it."
+            f"{name} {fault}, though {launcher.sign} is set by {launcher.name}: start the whole job with "
+            f"{launcher.name}, or unset the variables left over from it."
         ) from None
 
 
 def _read_port(environ: Mapping[str, str]) -> int | None:
-    text = read_text(environ, "MASTER_PORT")
+    text = read_variable(environ, "MASTER_PORT")
     if text is not None and not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
         raise LaunchError(f"MASTER_PORT={text!r} is not a port: give a number from 1 to 65535.")
     return None if text is None else int(text)

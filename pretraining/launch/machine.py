@@ -1,6 +1,6 @@
-"""What this machine lets a process use: cores and memory, of the hardware, of the process and of its container.
+"""The cores and the memory that a process may use, given hardware, affinity and container limits.
 
-Linux says so in files below /proc and /sys; where they are missing, as on macOS, the answers are those of the hardware.
+The values come from Linux's files in /proc and /sys. Without these files, as on macOS, only the hardware counts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ CPUS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class MachineMemory:
-    """Memory of the machine, or of the part of it that this process's control group may use, in bytes.
+    """Memory of the machine or of this process's control group, in bytes.
 
     Attributes:
-        available: what can still be taken without swapping.
-        total: all of it.
-        limited_by: what sets the total: "this machine" or "this control group".
+        available: free without swapping.
+        limited_by: origin of the total: "this machine" or "this control group".
     """
 
     available: int
@@ -37,31 +36,31 @@ def usable_cores() -> int:
 
 
 def allowed_cpus() -> set[int]:
-    """Return the CPUs that this process may run on by its affinity, however much of their time it gets."""
+    """Return the CPUs in this process's affinity, whatever share of their time it gets."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def physical_cores(cpus: Iterable[int]) -> int:
-    """Return the number of cores of some CPUs: two threads of a core (hyper-threading) share its arithmetic."""
+    """Return the number of cores behind some CPUs: the hyper-threads of a core count once."""
     siblings = [read_text(CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in cpus]
     return len(set(siblings))
 
 
 def cpu_quota() -> float:
-    """Return the cores' worth of time that control groups leave this process; infinite if none is limited."""
+    """Return the CPU quota of the control groups, in cores; infinite without a quota."""
     return min(_cpu_quotas(), default=math.inf)
 
 
 def is_bound_by_parent() -> bool:
-    """Return whether the parent may run on more CPUs, as a launcher may that gives each process its own."""
+    """Return whether the parent may run on more CPUs: a launcher then bound this process to its own CPUs."""
     try:
         return os.sched_getaffinity(os.getppid()) > allowed_cpus()
-    except (AttributeError, OSError):  # a system without affinities; a parent that has ended
+    except (AttributeError, OSError):  # a system without affinities; a parent that has exited
         return False
 
 
 def machine_memory() -> MachineMemory:
-    """Return the memory that processes here may use: the machine's, or less where a control group has a limit."""
+    """Return the memory that processes here may use: the machine's, or less if a control group limits it."""
     fields = dict(line.split(":", 1) for line in read_text(PROC / "meminfo").splitlines())
     if "MemTotal" in fields:
         total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -75,7 +74,7 @@ def machine_memory() -> MachineMemory:
 
 
 def read_text(path: Path) -> str:
-    """Return a file of the system; empty where there is none."""
+    """Return the content of a system file; "" if it does not exist."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -83,7 +82,7 @@ def read_text(path: Path) -> str:
 
 
 def _cpu_quotas() -> Iterator[float]:
-    """Yield the cores' worth of time that each control group around this process has, where it is limited."""
+    """Yield the CPU quota of each control group with a quota, in cores."""
     for folder in _control_groups("cpu"):
         quota, _, period = read_text(folder / "cpu.max").partition(" ")  # version 2
         if not quota:
@@ -93,25 +92,25 @@ def _cpu_quotas() -> Iterator[float]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group around this process, and what is in use of it that cannot be dropped."""
+    """Yield limit and use of each control group with a limit, in bytes; reclaimable file cache does not count."""
     for folder in _control_groups("memory"):
-        for limit, used, dropped in (
+        for limit, used, reclaimable in (
             ("memory.max", "memory.current", "inactive_file"),  # version 2
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
         ):
             texts = [read_text(folder / name).strip() for name in (limit, used)]
             if all(text.isdigit() for text in texts):
                 statistics = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
-                yield int(texts[0]), int(texts[1]) - int(statistics.get(dropped, 0))
+                yield int(texts[0]), int(texts[1]) - int(statistics.get(reclaimable, 0))
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of the control groups that this process is in, innermost first, for a controller."""
+    """Yield the folders of this process's control groups for a controller, innermost first."""
     for line in read_text(PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         root = CGROUPS / controllers if controllers else CGROUPS
-        # In a container the path is often that of the host, and its own group is mounted as the root.
+        # In a container the path is often the host's, while the container's own group is mounted as the root.
         inner = root / path.strip("/")
         yield from (folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents)

@@ -1,10 +1,10 @@
-"""How a program ends: with its own exit code, once everything is written, and without the interpreter's end.
+"""The exit of a program: with its own exit code, after all output is written, without Python's shutdown.
 
     command returns or raises --> exit code --> atexit handlers --> stdout and stderr flushed --> os._exit
 
-Python takes itself apart at its end while threads of libraries (gloo's, NCCL's, Arrow's) still run. One that then wants
-Python's lock aborts ("terminate called without an active exception", exit code 134 of a run that is finished), and one
-that never ends keeps the process for ever. So threads are not waited for; code that starts one joins it.
+Python's shutdown runs while threads of libraries (gloo, NCCL, Arrow) are still active. A thread that then asks for
+Python's lock aborts the process ("terminate called without an active exception", exit code 134 after a finished run),
+and a thread that never returns keeps it forever. So the exit waits for no thread; code that starts a thread joins it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,20 @@ from typing import NoReturn
 from pretraining.launch.signals import INTERRUPTED
 
 FAILED = 1
-_handlers_may_wait = False
+_skips_exit_handlers = False
 
 
 def skip_exit_handlers() -> None:
-    """Have this program end without the exit handlers of libraries, one of which would wait for what never comes."""
-    global _handlers_may_wait
-    _handlers_may_wait = True
+    """Make this program exit without atexit handlers, when a library's handler would wait forever."""
+    global _skips_exit_handlers
+    _skips_exit_handlers = True
 
 
 def run_as_program(command: Callable[[], object]) -> NoReturn:
-    """Run a command as all that this process is for, and end the process with its exit code.
-
-    The command returns (exit code 0), or raises SystemExit, or something else, whose traceback is printed.
-    """
+    """Run a command, and exit: with 0 if it returns, with the code of a SystemExit, or with a traceback and 1."""
     code = _exit_code_of(command)
-    if not _handlers_may_wait:
-        atexit._run_exitfuncs()  # prints what goes wrong in a handler, and goes on with the next one
+    if not _skips_exit_handlers:
+        atexit._run_exitfuncs()  # prints an exception in a handler, and continues with the next handler
     if not _flush_output():
         code = code or FAILED
     os._exit(code)
@@ -57,17 +54,17 @@ def _exit_code_of(command: Callable[[], object]) -> int:
 
 
 def _flush_output() -> bool:
-    """Write out what is buffered, and return whether all of it has arrived. A reader that has gone is no error."""
-    arrived = True
+    """Flush stdout and stderr, and return whether all output was written. A closed pipe prints no error."""
+    is_written = True
     for stream in (sys.stdout, sys.stderr):
-        if stream is None or stream.closed:  # a program may be started without
+        if stream is None or stream.closed:  # a program may be started without them
             continue
         try:
             stream.flush()
         except OSError as error:
-            arrived = False
+            is_written = False
             if stream is sys.stdout and not isinstance(error, BrokenPipeError):
                 with suppress(OSError):
                     os.write(2, f"error: the output cannot be written: {error}\n".encode())
-    ctypes.CDLL(None).fflush(None)  # what libraries have printed is in buffers of their own
-    return arrived
+    ctypes.CDLL(None).fflush(None)  # C libraries have their own buffers
+    return is_written

@@ -1,17 +1,17 @@
-"""Leaves a CPU's cores to other programs while they want them: how threads that compute wait for each other.
+"""A watch that shortens the spinning of OpenMP threads while other programs want the same cores.
 
-At each end of a parallel region the threads of GNU's OpenMP, which torch comes with, look 300,000 times whether the
-others are done, some milliseconds long, and only then sleep. That is fastest on cores of one's own. Where other
-programs want the cores as well, threads that look keep those from them that still compute: beside one busy loop on two
-cores, a run kept a third of its rate (docs/performance.md).
+At the end of a parallel region, threads of GNU's OpenMP (part of torch) spin for some milliseconds, 300,000 iterations,
+until the others are done, and sleep only then. This is fastest on idle cores. On shared cores, threads that spin take
+cores from threads that compute: next to one busy loop on two cores, a run kept a third of its speed
+(docs/performance.md).
 
-    awake    every half second: how long have this process's threads waited for a core? -> much: asleep
-    asleep   20 seconds -> awake, to look again
+    spin     every half second: how long did this process's threads wait for a core? -> too long: sleep
+    sleep    for 20 seconds -> spin, and measure again
 
-libgomp reads its settings (GOMP_SPINCOUNT, OMP_WAIT_POLICY) once, when torch is imported, and a load comes and goes.
-But it has a rule that it follows each time: while it has more threads than the process has CPUs, they look 100 times
-(its manual, under GOMP_SPINCOUNT). So a team of threads that do nothing, but count, has all the others wait briefly for
-as long as it is there. Sums stay the same, bit for bit: the team that computes is the same, and who computes what.
+libgomp reads GOMP_SPINCOUNT and OMP_WAIT_POLICY only once, when torch is imported, but other programs come and go. One
+rule is applied each time: while libgomp has more threads than the process has CPUs, threads spin only 100 iterations
+(its manual, GOMP_SPINCOUNT). So an extra team of idle threads makes all other threads sleep early while it exists. Sums
+stay the same, bit for bit: the threads that compute, and their work, do not change.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ from pretraining.launch.machine import allowed_cpus, read_text
 log = logging.getLogger(__name__)
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-"""Variables by which a user says how threads wait."""
+"""Variables by which a user sets how threads wait."""
 
-LOOK_SECONDS = 0.5
-"""Between two looks at how long threads have waited for a core. They say something only while threads wait awake for
-each other: each that sleeps waits for a core when it is woken, too."""
-ASLEEP_SECONDS = 20.0
-"""Of waiting asleep, until the next look: 1 second of 41 is awake where the cores are shared all the time."""
+CHECK_SECONDS = 0.5
+"""Interval of the measurement. It is valid only while threads spin: a thread that wakes up waits for a core, too."""
+SLEEP_PHASE_SECONDS = 20.0
+"""Time with little spinning before the next measurement; on cores that stay shared, threads spin 1 second in 41."""
 CONTENDED = 0.30
-"""Seconds that all threads together wait for a core in a second; with more, the cores are shared. On a quiet machine a
-run's own threads wait for each other up to 0.2, where it reports; beside one busy loop they wait 0.7."""
+"""Seconds per second that all threads together wait for a core; above, the cores are shared. On an idle machine the
+run's own threads wait up to 0.2 s, while it reports; next to one busy loop they wait 0.7 s."""
 
 
 @contextmanager
 def leaving_cores_to_others(threads: int, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """For the time of a `with` block, have threads wait briefly for each other while other programs want the cores.
+    """Within a `with` block, make threads spin only briefly while other programs want the cores.
 
-    Does nothing if the user has said how threads wait, or if the system does not say how long they wait for a core.
+    Does nothing if the user set how threads wait, or if the system does not report how long threads wait for a core.
 
     Args:
-        threads: how many of this process compute together, torch.get_num_threads() of the thread that computes; in
-            another one it is what any thread has set last, such as a loader's 1. One has none to wait for.
+        threads: torch.get_num_threads(), read in the thread that computes: other threads read the number that any
+            thread set last, such as a loader's 1. A single thread waits for no other.
     """
     openmp = find_openmp()
     if threads == 1 or openmp is None or not seconds_waited() or any(environ.get(name) for name in WAITING):
@@ -67,16 +66,15 @@ def leaving_cores_to_others(threads: int, environ: Mapping[str, str] = os.enviro
 
 
 def find_openmp() -> ctypes.CDLL | None:
-    """Return GNU's OpenMP as this process has loaded it, torch's own if there are several; None without it."""
+    """Return GNU's OpenMP as loaded in this process, torch's if several packages brought one; None if not loaded."""
     lines = read_text(machine.PROC / "self" / "maps").splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "/libgomp" in line}
-    # Another package may have brought one of its own.
     path = min(paths, key=lambda path: ("/torch" not in path, path), default=None)
     return None if path is None else ctypes.CDLL(path)
 
 
 def seconds_waited() -> dict[str, float]:
-    """Return how long each thread of this process, by its id, has waited for a core; nothing if nothing says so."""
+    """Return how long each thread of this process has waited for a core, by thread id; empty if Linux does not tell."""
     waited = {}
     for folder in (machine.PROC / "self" / "task").glob("*"):
         fields = read_text(folder / "schedstat").split()  # nanoseconds on a core, waiting for one; slices
@@ -87,28 +85,28 @@ def seconds_waited() -> dict[str, float]:
 
 def _watch(openmp: ctypes.CDLL, ended: threading.Event) -> None:
     is_logged = False
-    before, began = seconds_waited(), time.monotonic()
-    while not ended.wait(LOOK_SECONDS):
-        now, looked = seconds_waited(), time.monotonic()
+    before, since = seconds_waited(), time.monotonic()
+    while not ended.wait(CHECK_SECONDS):
+        now, checked = seconds_waited(), time.monotonic()
         waited = sum(now[thread] - before[thread] for thread in now.keys() & before.keys())
-        if waited > CONTENDED * (looked - began):
+        if waited > CONTENDED * (checked - since):
             if not is_logged:
                 log.info(
-                    "others want these cores, too: while they do, threads that wait for each other sleep at once "
-                    "(OMP_WAIT_POLICY=ACTIVE keeps them awake)"
+                    "other programs use these cores, too: while they do, waiting threads sleep instead of spinning "
+                    "(OMP_WAIT_POLICY=ACTIVE makes them spin)"
                 )
             is_logged = True
             team = threading.Thread(target=hold_idle_team, args=(openmp, ended), name="idle team", daemon=True)
             team.start()
             team.join()
-            now, looked = seconds_waited(), time.monotonic()
-        before, began = now, looked
+            now, checked = seconds_waited(), time.monotonic()
+        before, since = now, checked
 
 
 def hold_idle_team(openmp: ctypes.CDLL, ended: threading.Event) -> None:
-    """Give this thread a team that does nothing, until it ends: libgomp has more threads than there are CPUs."""
-    # Each of the team calls a function of libgomp that only returns a number: none has to wait for Python's lock. The
-    # thread that begins a parallel region is one of its team, and no thread of libgomp's.
+    """Start an idle OpenMP team for this thread, until the thread ends, so that libgomp has more threads than CPUs."""
+    # Each thread of the team calls a function of libgomp that only returns a number, so none waits for Python's lock.
+    # The calling thread is part of the team, but not one of libgomp's threads, hence the + 1.
     nothing = ctypes.cast(openmp.omp_get_num_threads, ctypes.c_void_p)
     openmp.GOMP_parallel(nothing, None, ctypes.c_uint(len(allowed_cpus()) + 1), ctypes.c_uint(0))
-    ended.wait(ASLEEP_SECONDS)
+    ended.wait(SLEEP_PHASE_SECONDS)

@@ -1,11 +1,11 @@
-"""What this process does about signals, from its start.
+"""Signal handlers, installed when a process starts.
 
-    SIGTERM, SIGUSR1    remembered, no more: training looks between steps, saves and ends (train/preemption.py)
-    SIGINT (Ctrl-C)     KeyboardInterrupt, as always in Python; during imports one line and the end; in the training
-                        loop the first one is remembered like the others, and the next one is a KeyboardInterrupt
+    SIGTERM, SIGUSR1    recorded; training checks between steps, saves and stops (train/preemption.py)
+    SIGINT (Ctrl-C)     while torch is imported: exit with one line; in the training loop: the first one is recorded
+                        like the others, the next one raises KeyboardInterrupt; elsewhere: KeyboardInterrupt
 
-A handler that only remembers cannot interrupt a save half-way. By default either signal would end a process on the
-spot, so they are listened to before torch is imported, which takes seconds.
+A handler that only records cannot interrupt a save. By default SIGTERM and SIGUSR1 kill a process at once, so the
+handlers are installed before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from pathlib import Path
 from types import FrameType
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-INTERRUPTED = 130  # what shells report for a process that SIGINT ended
-TIME_IS_OVER = "PRETRAINING_TIME_IS_OVER"  # a path, of scripts/torchrun.py
+INTERRUPTED = 130  # what shells report for SIGINT
+TIME_IS_OVER = "PRETRAINING_TIME_IS_OVER"  # names a file that scripts/torchrun.py watches for
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ReceivedSignals:
-    """The first of the signals that ask for an early end that has come to this process, if one has."""
+    """The first signal to this process that requests a stop, or None."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self._listens = False
 
     def listen(self) -> ReceivedSignals:
-        """Remember signals from now on until the process ends, so that a late one does not kill it on its way out."""
+        """Record signals until the process exits, so that a late signal does not kill it during its exit."""
         for number in PREEMPTION_SIGNALS:
-            signal.signal(number, self._remember)
+            signal.signal(number, self._record)
         self._listens = True
         return self
 
     @contextmanager
     def listening(self) -> Iterator[ReceivedSignals]:
-        """Remember signals for the time of a `with` block; hears nothing outside of the main thread."""
-        if threading.current_thread() is not threading.main_thread():  # Python allows handlers there alone
+        """Record signals within a `with` block; without effect outside of the main thread."""
+        if threading.current_thread() is not threading.main_thread():  # Python allows handlers only there
             yield self
             return
         before = {number: signal.getsignal(number) for number in PREEMPTION_SIGNALS}
@@ -53,57 +53,56 @@ class ReceivedSignals:
         finally:
             self._listens = False
             for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
     @contextmanager
-    def remembering_interrupts(self, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-        """For the time of a `with` block, the first Ctrl-C is remembered as well; the next one interrupts.
+    def recording_interrupts(self, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+        """Within a `with` block, record the first Ctrl-C, too; the next one raises KeyboardInterrupt.
 
-        Only where signals are listened to at all. What a shell starts in the background ignores SIGINT, and goes on so.
+        Without effect if signals are not recorded, or if the process ignores SIGINT, as background jobs of shells do.
         """
 
-        def come(number: int, frame: FrameType | None) -> None:
-            self._remember(number, frame)
+        def handle(number: int, frame: FrameType | None) -> None:
+            self._record(number, frame)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            _say("\ninterrupted: the run ends after this step; Ctrl-C again ends it at once", environ)
+            _print_on_rank_zero("\ninterrupted: the run stops after this step; Ctrl-C again stops it at once", environ)
 
         if not self._listens:
             yield
             return
-        with _at_interrupt(come):
+        with _at_interrupt(handle):
             yield
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
             self.first = signal.Signals(number)
 
 
 @contextmanager
-def leave_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """For the time of a `with` block, Ctrl-C ends the process at once, with a line from rank 0 and no traceback.
+def exit_at_interrupt(text: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Within a `with` block, exit on Ctrl-C with a line from rank 0 and without a traceback.
 
-    For imports: a KeyboardInterrupt inside them may come out as any error, or not at all.
+    For imports: they may turn a KeyboardInterrupt into another error, or drop it.
     """
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        _say(text, environ)
+    def handle(number: int, frame: FrameType | None) -> None:
+        _print_on_rank_zero(text, environ)
         os._exit(INTERRUPTED)
 
-    with _at_interrupt(leave):
+    with _at_interrupt(handle):
         yield
 
 
-def _say(text: str, environ: Mapping[str, str]) -> None:
-    """Print a line of rank 0; a handler of a signal may interrupt Python's own printing."""
+def _print_on_rank_zero(text: str, environ: Mapping[str, str]) -> None:
+    """Write a line to stderr, without `print`, which the signal may have interrupted."""
     if environ.get("RANK", "0") == "0":
-        with suppress(OSError):  # nobody reads it
+        with suppress(OSError):  # stderr is closed
             os.write(2, f"{text}\n".encode())
 
 
 @contextmanager
 def _at_interrupt(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """For the time of a `with` block, Ctrl-C calls a handler, unless it means something else already."""
-    # What a shell starts in the background ignores SIGINT, and shall go on doing so.
+    """Within a `with` block, call a handler on Ctrl-C, unless SIGINT has a handler already or is ignored."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
@@ -114,23 +113,23 @@ def _at_interrupt(handler: Callable[[int, FrameType | None], None]) -> Iterator[
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Ask Linux for a SIGTERM when the torchrun that started this process dies, even by SIGKILL.
+def terminate_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Ask Linux to send SIGTERM when the torchrun that started this process dies, even by SIGKILL.
 
-    torchrun's processes are in sessions of their own: without this they would train on, unseen.
+    torchrun's processes have their own sessions, and would otherwise keep training.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
-        end_with_parent()
+        terminate_with_parent()
 
 
-def tell_launcher_that_time_is_over(environ: Mapping[str, str] = os.environ) -> None:
-    """Leave a note for scripts/torchrun.py, which then starts nothing again, also where machines come and go."""
+def mark_time_limit(environ: Mapping[str, str] = os.environ) -> None:
+    """Create the file by which scripts/torchrun.py knows that the time limit was reached, and does not restart."""
     if path := environ.get(TIME_IS_OVER):
-        with suppress(OSError):  # it only saves starts that would end at once
+        with suppress(OSError):  # without the file, a restart stops at once
             Path(path).touch()
 
 
-def end_with_parent() -> None:
-    """Ask Linux for a SIGTERM when the process that started this one dies, even by SIGKILL."""
+def terminate_with_parent() -> None:
+    """Ask Linux to send SIGTERM when the process that started this one dies, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

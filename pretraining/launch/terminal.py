@@ -1,13 +1,13 @@
-r"""Messages for people go through Python's `logging`; here is where they are shown.
+r"""The terminal output: log messages, results of commands, and what happens when output cannot be written.
 
-    log = logging.getLogger(__name__)      in every module that has something to say
-    log.info(…)       shown by rank 0 alone, on stdout, above the live line where there is one
-    log.warning(…)    shown by every rank, on stderr, with the rank in front
+    log = logging.getLogger(__name__)      in every module that logs
+    log.info(…)       printed by rank 0 only, on stdout, above the live line if there is one
+    log.warning(…)    printed by every rank, on stderr, with the rank in front
 
-Results that a command was asked for (a table, a JSON line) are printed, not logged. Names and generated text may hold
-control characters, which would steer the terminal: `print_text` and the log write them as `\x1b`.
+Results of a command (a table, a JSON line) are printed, not logged. Names and generated text may contain control
+characters that change the terminal, so `print_text` and the log print these as `\x1b`.
 
-A run of days outlives those who read what it prints: `outlive_readers` makes output that cannot be written no error.
+A run of days may lose its terminal. After `ignore_output_errors`, output that cannot be written is no error.
 """
 
 from __future__ import annotations
@@ -30,56 +30,56 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class _Output(io.FileIO):
-    """Standard output or standard error; what cannot be written is lost, and of stdout this is said once on stderr."""
+class _LossyOutput(io.FileIO):
+    """Standard output or error that drops output instead of failing; stderr reports the first loss of stdout."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
-        self._says = descriptor == STDOUT
+        self._reports_loss = descriptor == STDOUT
 
     def write(self, content: ReadableBuffer) -> int:
-        """Write as much as goes in; the rest of what a reader does not take counts as written, too."""
+        """Write the content; after an error all of it counts as written."""
         size = memoryview(content).nbytes
         try:
             written = super().write(content)
-        except OSError as error:  # its reader has gone, its disk is full, its terminal was closed
-            if self._says:
+        except OSError as error:  # closed pipe, full disk, closed terminal
+            if self._reports_loss:
                 with suppress(OSError):
-                    line = f"standard output cannot be written ({error.strerror}): training goes on, reports are in "
+                    line = f"standard output cannot be written ({error.strerror}): training continues, reports are in "
                     os.write(STDERR, f"{line}the run's logs\n".encode())
-            self._says = False
+            self._reports_loss = False
             return size
-        return size if written is None else written  # None: it may not block, and would
+        return size if written is None else written  # None: a non-blocking pipe is full
 
 
-def outlive_readers() -> None:
-    """Make what this process prints from now on no reason to end if nobody can read it.
+def ignore_output_errors() -> None:
+    """Make errors of stdout and stderr harmless for this process from now on.
 
-    Leaves alone a `sys.stdout` or `sys.stderr` that somebody has put in place of the process's own.
+    A `sys.stdout` or `sys.stderr` that was replaced stays as it is.
     """
     for descriptor in (STDIN, STDOUT, STDERR):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed by whoever started the process: the next file would get its number, and its output
+        except OSError:  # it was closed at the start: the next file to open would get its number, and the output
             os.open(os.devnull, os.O_RDWR)
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _lasting(sys.stdout, STDOUT)
+        sys.stdout = _lossy_stream(sys.stdout, STDOUT)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _lasting(sys.stderr, STDERR)
+        sys.stderr = _lossy_stream(sys.stderr, STDERR)
 
 
-def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
-    if stream is not None:  # otherwise it was closed at the start of the process
+def _lossy_stream(stream: TextIO | None, descriptor: int) -> TextIO:
+    if stream is not None:  # None: it was closed at the start of the process
         with suppress(OSError):
             stream.flush()
-    output = io.BufferedWriter(_Output(descriptor))
+    output = io.BufferedWriter(_LossyOutput(descriptor))
     return io.TextIOWrapper(output, getattr(stream, "encoding", None), "backslashreplace", line_buffering=True)
 
 
 def is_watched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a person sees standard output as it is written, on a terminal.
+    """Return whether standard output is a terminal.
 
-    Open MPI gives its processes terminals of their own, whatever becomes of what they write.
+    False under Open MPI, which gives its processes terminals that nobody sees.
     """
     if any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
         return False
@@ -87,12 +87,12 @@ def is_watched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def escape_controls(text: str) -> str:
-    r"""Return a text with its control characters as `\x1b`; tabs and newlines stay."""
+    r"""Return a text with control characters written as `\x1b`; tabs and newlines stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def print_text(text: str = "", **options: Any) -> None:
-    """Print a text that may hold names or generated text; `options` are those of `print`."""
+    """Print a text with names or generated text; `options` are those of `print`."""
     print(escape_controls(text), **options)
 
 
@@ -101,7 +101,7 @@ def _print_line(line: str) -> None:
 
 
 class TerminalHandler(logging.Handler):
-    """Shows what the package logs; rank 0 shows messages of level INFO for all."""
+    """Prints the package's log; INFO messages only on rank 0."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.INFO if rank == 0 else logging.WARNING)
@@ -109,7 +109,7 @@ class TerminalHandler(logging.Handler):
         self.show: Callable[[str], None] = _print_line
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show one message."""
+        """Print one message."""
         try:
             text = escape_controls(record.getMessage())
             if record.levelno >= logging.WARNING:
@@ -117,14 +117,14 @@ class TerminalHandler(logging.Handler):
             else:
                 self.show(text)
         except Exception as error:
-            is_of_stdout = isinstance(error, OSError) and record.levelno < logging.WARNING
-            if is_of_stdout or isinstance(error, BrokenPipeError):
-                raise  # its reader has gone, as `head` does, or its disk is full: the program ends
+            is_stdout_error = isinstance(error, OSError) and record.levelno < logging.WARNING
+            if is_stdout_error or isinstance(error, BrokenPipeError):
+                raise  # the pipe is closed, as by `head`, or the disk is full: the program exits
             self.handleError(record)
 
 
 def log_to_terminal(rank: int = 0) -> TerminalHandler:
-    """Show the package's messages on this process's terminal; a second call replaces the first."""
+    """Print the package's log on this process's terminal; a second call replaces the first."""
     logger = logging.getLogger(PACKAGE)
     for handler in [each for each in logger.handlers if isinstance(each, TerminalHandler)]:
         logger.removeHandler(handler)
@@ -136,7 +136,7 @@ def log_to_terminal(rank: int = 0) -> TerminalHandler:
 
 @contextmanager
 def logging_to_terminal(rank: int = 0) -> Iterator[None]:
-    """Show the package's messages for the time of a `with` block, as `log_to_terminal` does until the process ends."""
+    """Print the package's log on this process's terminal within a `with` block."""
     logger = logging.getLogger(PACKAGE)
     handlers, level = list(logger.handlers), logger.level
     log_to_terminal(rank)
@@ -149,7 +149,7 @@ def logging_to_terminal(rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def showing_through(show: Callable[[str], None]) -> Iterator[None]:
-    """For the time of a `with` block, hand lines of level INFO to `show`, which prints them above a live line."""
+    """Within a `with` block, pass INFO messages to `show`, which prints them above a live line."""
     handlers = [each for each in logging.getLogger(PACKAGE).handlers if isinstance(each, TerminalHandler)]
     for handler in handlers:
         handler.show = show

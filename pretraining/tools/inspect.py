@@ -24,7 +24,7 @@ from pretraining.checkpoint.run_settings import adopt_settings
 from pretraining.checkpoint.start_point import find_newest, find_start
 from pretraining.config.assignments import COMMAND_LINE
 from pretraining.config.batch_sizes import BatchSizes
-from pretraining.config.command_line import parse_config, read_given
+from pretraining.config.command_line import read_given, resolve_config
 from pretraining.config.commands import InspectConfig
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.rules import check_config
@@ -73,7 +73,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         return
     # The manifest alone determines the samples: a checkpoint with damaged tensors can be inspected.
     if named is None:
-        config = parse_config(InspectConfig, overrides, flags, translate=translate_when_needed)
+        config = resolve_config(InspectConfig, overrides, flags, translate=translate_when_needed).config
         path = config.checkpoint.ckpt_save_path
         path = None if path is None else newest_run_path(path)
         start = find_start(replace(config.checkpoint, ckpt_save_path=path))
@@ -81,7 +81,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         path = newest_run_path(named)
         start = find_newest(Path(path))
         settings = parse_recipe(start.manifest.config, f"config of {start.path}")
-        config = parse_config(InspectConfig, overrides, flags, settings, translate_when_needed)
+        config = resolve_config(InspectConfig, overrides, flags, settings, translate_when_needed).config
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
         config = adopt_settings(config, start)
     # A run that takes only the weights starts its data from the beginning.

@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
-from pretraining.config.command_line import name_first_words, parse_config, read_arguments
+from pretraining.config.command_line import name_first_words, read_arguments, resolve_config
 from pretraining.config.commands import SweepConfig, SweepSettings
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_object, write_atomic
-from pretraining.launch.signals import ReceivedSignals, end_with_parent
-from pretraining.launch.terminal import outlive_readers, print_text
+from pretraining.launch.signals import ReceivedSignals, terminate_with_parent
+from pretraining.launch.terminal import ignore_output_errors, print_text
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import format_table
 from pretraining.tools.run_records import number_of, read_lines
@@ -91,7 +91,7 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
                 f"{folder / each.name} is a run with other settings ({', '.join(differ)}): set another --sweep_path or "
                 "delete the folder"
             )
-    outlive_readers()
+    ignore_output_errors()
     for number, each in enumerate(combinations):
         ended = read_object(folder / each.name / OUTCOME_FILE).get("status") not in (None, "killed")
         if settings.only in (None, number) and not ended:
@@ -132,7 +132,7 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
         combinations.append(Combination(chosen, (*trained, *varying)))
         try:
             words = [*arguments, *varying, "ckpt_save_path=run"]
-            settings = parse_config(SweepConfig, words, translate=translate_when_needed).sweep
+            settings = resolve_config(SweepConfig, words, translate=translate_when_needed).config.sweep
         except ConfigError as error:
             problems += [f"{','.join(varying)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):
@@ -171,7 +171,7 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
         write_atomic(run / ARGUMENTS_FILE, json.dumps({"arguments": combination.arguments}, indent=1) + "\n")
         with (run / OUTPUT_FILE).open("ab") as output, ReceivedSignals().listening() as received:
             begun, printed = time.monotonic(), output.seek(0, os.SEEK_END)
-            with received.remembering_interrupts():
+            with received.recording_interrupts():
                 code = _run(command, output, received)
         if received.first is not None:
             error = Interrupted if received.first == signal.SIGINT else Preempted
@@ -188,7 +188,7 @@ def _train(combination: Combination, run: Path, processes: int) -> None:
 def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -> int:
     """Run a command and return its exit code; forward the first signal, so that the command saves and stops."""
     child = subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent
+        command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=terminate_with_parent
     )
     is_sent = False
     try:

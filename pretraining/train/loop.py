@@ -50,7 +50,7 @@ def train_loop(run: Run) -> None:
     state = run.state
     batches = run.stopwatch.watch(run.batches, "data")
     earlier_seconds = state.progress.seconds
-    interrupts = run.stop_requests.signals.remembering_interrupts()
+    interrupts = run.stop_requests.signals.recording_interrupts()
     with interrupts, run.observer, run.garbage, run.profiler, run.checkpoints, run.host_sync, closing(run.batches):
         _finish_pending_evaluation(run)
         while not state.stopping:

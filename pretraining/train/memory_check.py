@@ -19,7 +19,11 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
-from pretraining.distributed.torch_private import forget_allocations, remember_allocations, write_snapshot
+from pretraining.distributed.torch_private import (
+    start_recording_allocations,
+    stop_recording_allocations,
+    write_snapshot,
+)
 from pretraining.errors import ConfigError, OutOfMemoryError
 from pretraining.estimate.advice import memory_advice
 from pretraining.estimate.memory import STATE_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
@@ -89,7 +93,7 @@ def explain_out_of_memory(config: TrainConfig, shard_size: int, processes: Proce
     if records and processes.device.type != "cuda":
         raise ConfigError(f"--memory_snapshot=true needs GPUs, and this run is on {processes.device.type}")
     if records:
-        remember_allocations()
+        start_recording_allocations()
     try:
         yield
     except Exception as error:
@@ -100,7 +104,7 @@ def explain_out_of_memory(config: TrainConfig, shard_size: int, processes: Proce
         raise explained from error
     finally:
         if records:
-            forget_allocations()
+            stop_recording_allocations()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

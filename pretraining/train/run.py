@@ -25,7 +25,7 @@ from pretraining.checkpoint.run_path import with_run_path
 from pretraining.checkpoint.run_settings import resolve_run
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import settings_of, values_of
-from pretraining.config.rules import remarks
+from pretraining.config.rules import ineffective_settings
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.distributed.processes import (
@@ -196,7 +196,7 @@ def join_job(
     config: TrainConfig, layout: ProcessLayout, requests: StopRequests, is_embedded: bool
 ) -> Iterator[Processes]:
     """Join the processes of a job for a `with` block, with a watchdog; a collective call."""
-    for line in remarks(config):
+    for line in ineffective_settings(config):
         log.info(line)
     waiting = config.guard.first_step_timeout.amount or collective_timeout(config.guard).total_seconds()
     with (

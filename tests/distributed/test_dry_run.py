@@ -30,7 +30,7 @@ def test_two_processes_show_one_plan_and_leave_everything_as_it_was(workplace: P
     done = run_forked(ROOT / "main_training.py", 2, flags, environment={"TMPDIR": str(temporary)})
     for part in (
         "fsdp over 2 x cpu",
-        "batch       4 sequences a step: 2 data-parallel ranks x 1 micro-batch of 2",
+        "batch       4 sequences per step: 2 data-parallel ranks x 1 micro-batch of 2",
         f"start       from {workplace / 'run'}/checkpoints/step_2_ckp, step 2",
         "indexing dataset 'first'",
         "step 3, all ranks: the global batch has 4 slots of 32 + 1 tokens",

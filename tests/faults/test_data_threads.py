@@ -24,4 +24,4 @@ def test_a_thread_that_dies_ends_the_run_and_is_named(
     outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     for part in said:
         assert part in "".join(outputs[1]), outputs[1]
-    assert "another process of the job has ended" in "".join(outputs[0]), outputs[0]
+    assert "another process of the job exited" in "".join(outputs[0]), outputs[0]

@@ -28,12 +28,12 @@ def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, data_pat
         other = processes[1 - stopped]
         _, stderr = other.communicate(timeout=PATIENCE_SECONDS)
         assert other.returncode == HUNG, stderr
-        assert "the job hangs: nothing has made progress for" in stderr
+        assert "the job hangs: no process made progress for" in stderr
         assert "train_step" in stderr  # where this process stands
         if stopped == 0:  # it also serves the store that it would be asked through
-            assert "with rank 0, does not" in stderr
+            assert "beside rank 0, does not" in stderr
         else:
-            assert "rank 1 on " in stderr and "is not heard from any more" in stderr
+            assert "rank 1 on " in stderr and "sends no heartbeats any more" in stderr
     finally:
         for process in processes:
             process.kill()
@@ -66,7 +66,7 @@ def test_a_process_that_fails_alone_ends_at_once_whatever_it_has_under_way(tmp_p
         (_, other), (_, alone) = (process.communicate(timeout=PATIENCE_SECONDS) for process in processes)
         assert [process.returncode for process in processes] == [1, 1]
         assert "error: rank 1: a file of this machine is gone" in alone
-        assert "error: rank 0: another process of the job has ended" in other
+        assert "error: rank 0: another process of the job exited" in other
     finally:
         for process in processes:
             process.kill()

@@ -55,7 +55,7 @@ def test_the_peers_of_a_killed_rank_end_by_themselves_and_say_why(
 ) -> None:
     (code, words), (killed_code, _) = lost_peer
     assert (code, killed_code) == (1, -signal.SIGKILL)
-    assert words.startswith("another process of the job has ended")
+    assert words.startswith("another process of the job exited")
     status = status_of(root / "killed")
     assert (status["status"], status["reason"]) == ("failed", words)
     assert status["starts_without_progress"] == 1

@@ -19,4 +19,4 @@ def test_the_rank_without_memory_says_why_and_the_other_one_ends(data_path: Path
         endings |= {each["rank"]: each["error"] for each in found}
     assert endings[1].startswith("OutOfMemoryError: out of memory in step 3, at pretraining/model/llama.py:")
     assert "--batch_size=1" in endings[1] and "optimizer state" in endings[1]
-    assert endings[0].startswith("LostPeerError: another process of the job has ended")
+    assert endings[0].startswith("LostPeerError: another process of the job exited")

@@ -43,7 +43,7 @@ def test_row_8_killed_in_a_save_the_older_checkpoint_loads_and_the_partial_one_i
     flags = [*COMMON, f"ckpt_save_path={tmp_path / 'run'}"]
     ended = run_job([flags], fault=("kill_in_save", rank, place, 2), check=False)
     assert ended[rank].status == -9 and ended[1 - rank].status == 1
-    assert "another process of the job has ended" in ended[1 - rank].output
+    assert "another process of the job exited" in ended[1 - rank].output
     assert "step_2_ckp" in checkpoints_in(tmp_path / "run")
     resumed = run_job([flags])[0].output
     assert f"from {tmp_path}/run/checkpoints/step_{resumes_from}_ckp, step {resumes_from}" in resumed

@@ -21,7 +21,7 @@ from pretraining.launch.shared_cores import WAITING
 
 PREEMPTED = 75
 STEPS = 4
-LINE = "others want these cores, too"
+LINE = "other programs use these cores, too"
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says who waits for a core")
 

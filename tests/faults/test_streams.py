@@ -47,7 +47,7 @@ def test_a_run_outlives_its_readers(tmp_path: Path, fault: str, progress: str) -
 def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, processes: int) -> None:
     codes, _, stderr = train("Ctrl-C", tmp_path / "run", processes=processes)
     assert codes == {130} and "Traceback" not in stderr
-    assert stderr.count("interrupted: the run ends after this step; Ctrl-C again ends it at once\n") == 1
+    assert stderr.count("interrupted: the run stops after this step; Ctrl-C again stops it at once\n") == 1
     said = "Interrupted at step 3 of 8 (Ctrl-C): saved; the same command resumes from there.\n"
     assert stderr.endswith(said) and stderr.count(said) == 1
     status = status_of(tmp_path / "run")

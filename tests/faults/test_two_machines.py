@@ -55,7 +55,7 @@ def test_machines_whose_names_resolve_to_loopback_find_each_other(nodes: Nodes, 
     processes = start(nodes, tmp_path, ["num_steps=3"])
     (said, errors), others = (process.communicate(timeout=PATIENCE_SECONDS) for process in processes)
     assert [process.returncode for process in processes] == [0, 0], said + errors + "".join(others)
-    assert "gloo talks to other machines from 10.231.77.1 (way0)" in said
+    assert "gloo reaches other machines through 10.231.77.1 (way0)" in said
     assert len(losses_of(tmp_path)) == 3
 
 
@@ -78,7 +78,7 @@ def test_the_processes_of_other_machines_end_when_one_dies(dead: int, nodes: Nod
     nodes.kill(dead)
     _, said = processes[1 - dead].communicate(timeout=PATIENCE_SECONDS)
     assert processes[1 - dead].returncode == 1
-    assert "another process of the job has ended" in said
+    assert "another process of the job exited" in said
 
 
 @pytest.mark.slow
@@ -88,8 +88,8 @@ def test_a_link_that_is_cut_is_a_hang_that_every_machine_ends(nodes: Nodes, tmp_
     nodes.cut_link()
     said = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in processes]
     assert [process.returncode for process in processes] == [HUNG, HUNG], said
-    assert f"rank 1 on {nodes.names[1]} is not heard from any more" in said[0]
-    assert "with rank 0, does not" in said[1]
+    assert f"rank 1 on {nodes.names[1]} sends no heartbeats any more" in said[0]
+    assert "beside rank 0, does not" in said[1]
 
 
 @pytest.mark.slow

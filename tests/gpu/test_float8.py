@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
-        reason="needs a GPU with units for float8, of compute capability 8.9 or more",
+        reason="needs a GPU with float8 hardware, compute capability 8.9 or higher",
     ),
     pytest.mark.skipif(
         importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install 'pretraining[float8]'"

@@ -30,7 +30,7 @@ def test_a_run_is_that_of_the_command_line_and_its_result_says_what_came_of_it(
     assert "step 4/4  loss" in out and "Finished 4 steps" in out
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "signal", lambda *_: None)  # a command listens until its process ends
-        patch.setattr("pretraining.cli.outlive_readers", lambda: None)
+        patch.setattr("pretraining.cli.ignore_output_errors", lambda: None)
         flags = [f"{name}={value}" for name, value in SETTINGS.items()]
         main(["train", *flags, "eval_interval=2", f"ckpt_save_path={tmp_path / 'command'}"])
     logging.getLogger("pretraining").handlers.clear()

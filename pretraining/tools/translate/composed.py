@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-from pretraining.config.plugins import OPTIMIZERS, OWN, SCHEDULES
+from pretraining.config.plugins import OPTIMIZERS, PLUGIN_PATH, SCHEDULES
 from pretraining.config.variants import VARIANTS
 from pretraining.files import is_file, is_folder
 from pretraining.tools.translate import key_rules as rules
@@ -87,7 +87,7 @@ def _optimizer(translation: Translation) -> str | None:
 def _own_options(translation: Translation) -> None:
     """Turn the keys of a user-defined optimizer into `optimizer_options`."""
     options = {}
-    if OWN.fullmatch(_optimizer(translation) or ""):
+    if PLUGIN_PATH.fullmatch(_optimizer(translation) or ""):
         for key, given in translation.values.items():
             is_option = key.startswith(_OPTIMIZER) and not key.startswith(_LR) and given.text is not None
             if is_option and key not in (_NAME, f"{_OPTIMIZER}lr", _DECAY, f"{_OPTIMIZER}betas"):
@@ -101,7 +101,7 @@ def _own_options(translation: Translation) -> None:
 
 def _name(translation: Translation, key: str) -> None:
     text, word = translation.text(key) or "", translation.word(key)
-    if word in _OPTIMIZER_NAMES or OWN.fullmatch(text):
+    if word in _OPTIMIZER_NAMES or PLUGIN_PATH.fullmatch(text):
         translation.set(key, optimizer=_OPTIMIZER_NAMES.get(word, text))
     else:
         translation.refuse(key, f"must be one of {', '.join(OPTIMIZERS)}, or package.module:Class", "optimizer")
@@ -142,7 +142,7 @@ def _decoupling(translation: Translation, key: str) -> None:
 def _schedule(translation: Translation, key: str) -> None:
     """Set a schedule with their defaults: no warm-up, and an end at zero."""
     name = translation.word(key)
-    if OWN.fullmatch(translation.text(key) or ""):
+    if PLUGIN_PATH.fullmatch(translation.text(key) or ""):
         translation.set(key, schedule=translation.text(key))
         return
     if name not in SCHEDULES:

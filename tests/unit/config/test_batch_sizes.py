@@ -73,6 +73,6 @@ def test_a_batch_that_cannot_be_dealt_out_is_refused(batch: BatchConfig, count: 
 
 def test_a_plan_says_what_is_wasted() -> None:
     even = resolve_batch_sizes(BatchConfig(batch_size=2, global_batch_size=64), 8)
-    assert even.describe() == "64 sequences a step: 8 data-parallel ranks x 4 micro-batches of 2"
+    assert even.describe() == "64 sequences per step: 8 data-parallel ranks x 4 micro-batches of 2"
     uneven = resolve_batch_sizes(BatchConfig(batch_size=2, global_batch_size=64), 3)
     assert uneven.describe().endswith("; 2 of 66 computed sequences are padding (3.0% wasted)")

@@ -12,7 +12,7 @@ from fire.decorators import SetParseFn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.command_line import load_train_config, parse_config
+from pretraining.config.command_line import load_train_config, resolve_config
 from pretraining.config.commands import ListConfig
 from pretraining.config.fields import required, setting, values_of
 from pretraining.config.training import TrainConfig
@@ -37,7 +37,7 @@ def value_of(name: str, *arguments: str) -> object:
     """One setting of a training run started with these words, on some data unless they name its source."""
     source = [] if any(re.search("data.path|use.dummy", word) for word in arguments) else ["--data_path=d"]
     overrides, flags = through_fire(*source, *arguments)
-    return values_of(parse_config(TrainConfig, overrides, flags))[name]
+    return values_of(resolve_config(TrainConfig, overrides, flags).config)[name]
 
 
 def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
@@ -86,12 +86,11 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["--learning_rat=1"], "did you mean learning_rate?"),
         (["--lr=1"], "did you mean learning_rate?"),
         (["--recipes=demo"], "did you mean recipe?"),
-        (["--collect=true"], "--collect is not known: it is gone"),
         (["--eol_token=3"], "--eol_token is not known"),
         (["--model.seed=1"], "did you mean seed?"),
         (["--seed=x"], "--seed=x"),
-        *(([word], "is given no value") for word in ("--data_path", "--max_tokens", "--noseed")),
-        (["--recipe"], "--recipe is given no value"),
+        *(([word], "has no value") for word in ("--data_path", "--max_tokens", "--noseed")),
+        (["--recipe"], "--recipe has no value"),
         (["demo"], "'demo' sets nothing"),
         (["mine.yaml"], "--recipe=mine.yaml"),
         (["seed=1", "mine.yaml"], "'mine.yaml' sets nothing"),
@@ -161,10 +160,10 @@ class Flat:
 def test_the_first_word_may_be_a_path_alone(tmp_path: Path) -> None:
     (tmp_path / "lr=3").mkdir()
     for path in ("runs/a", str(tmp_path / "lr=3")):
-        assert parse_config(ListConfig, [path, "json=true"]) == ListConfig(path, json=True)
-    assert parse_config(ListConfig, ["run_path=a"]) == ListConfig("a")
+        assert resolve_config(ListConfig, [path, "json=true"]).config == ListConfig(path, json=True)
+    assert resolve_config(ListConfig, ["run_path=a"]).config == ListConfig("a")
     with pytest.raises(ConfigError, match="'runs/a' sets nothing"):
-        parse_config(Flat, ["runs/a", "output_path=x"])
+        resolve_config(Flat, ["runs/a", "output_path=x"])
 
 
 def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +185,9 @@ def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_a_flat_command_refuses_what_it_lacks_or_does_not_know(flags: dict[str, str], named: str) -> None:
-    assert parse_config(Flat, ["count=4"], {"output-path": "x", "local-rank": "0"}) == Flat("x", 4)
+    assert resolve_config(Flat, ["count=4"], {"output-path": "x", "local-rank": "0"}).config == Flat("x", 4)
     with pytest.raises(ConfigError) as error:
-        parse_config(Flat, [], flags)
+        resolve_config(Flat, [], flags)
     assert len(error.value.problems) == 1 and error.value.settings[0] == named
 
 

@@ -23,7 +23,7 @@ def test_what_the_tables_name_is_there_and_options_are_settings() -> None:
 def test_a_users_own_is_a_value_and_a_misspelt_name_is_refused(name: str) -> None:
     config = load_train_config([*COMMON, f"{name}=my_package.module:Name"], {})
     assert values_of(config)[name] in ("my_package.module:Name", ("my_package.module:Name",))
-    with pytest.raises(ConfigError, match=r"not known.*or your own as package.module:Name"):
+    with pytest.raises(ConfigError, match=r"not known.*or a user-defined package.module:Name"):
         load_train_config([*COMMON, f"{name}=adamv"], {})
 
 

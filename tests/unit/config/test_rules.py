@@ -8,7 +8,7 @@ import pytest
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import build, settings_of
-from pretraining.config.rules import check_config, find_problems, remarks
+from pretraining.config.rules import check_config, find_problems, ineffective_settings
 from pretraining.config.training import DataConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.values import parse_value
 from pretraining.errors import ConfigError
@@ -146,7 +146,7 @@ def test_what_selects_no_blocks_is_refused(selective: str) -> None:
 )
 def test_a_setting_that_another_one_leaves_without_an_effect_is_a_remark(flags: list[str], named: list[str]) -> None:
     """So that one flag can be flipped: to measure speed, or to see what checkpointing costs."""
-    found = remarks(load_train_config(flags))
+    found = ineffective_settings(load_train_config(flags))
     assert [ConfigError(remark).settings[0] for remark in found] == named
 
 

@@ -75,7 +75,7 @@ def test_what_is_not_given_is_the_variants_or_follows(model: ModelConfig, values
             ModelConfig(model_variant="7b", num_attention_heads=30, num_key_value_heads=7),
             ["4096 / num_attention_heads=30 = 136.53", "30 / num_key_value_heads=7 = 4.29"],
         ),
-        (ModelConfig(model_variant="tiny", hidden_size=36), ["= 9.00 is no even number"]),
+        (ModelConfig(model_variant="tiny", hidden_size=36), ["= 9.00 must be an even number"]),
         *(
             (ModelConfig(rope_scaling=scaling), ["--rope_scaling="])
             for scaling in (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pretraining.config.strategies import mesh_shape
 from pretraining.config.training import ParallelConfig, ShardingStrategy
 from pretraining.distributed import mesh as mesh_module
-from pretraining.distributed.mesh import build_mesh, try_groups
+from pretraining.distributed.mesh import build_mesh, check_groups
 from pretraining.errors import ConfigError, LaunchError
 
 UNEVEN = [2, 2, 4, 4, 4, 4]
@@ -53,6 +53,6 @@ def test_a_group_that_does_not_answer_adds_up_wrongly_or_fails_is_named(monkeypa
     for fault in faults:
         monkeypatch.setattr(dist, "all_reduce", fault)
         with pytest.raises(LaunchError) as raised:
-            try_groups(mesh)
+            check_groups(mesh)
         assert raised.value.rank == 0
     release.set()

@@ -182,7 +182,7 @@ def never_ending() -> Iterator[Callable[[dist.Store], object]]:
 
 
 def test_where_one_cannot_connect_all_end_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_module, "SECONDS_FOR_OTHERS", 0.0)  # this store outlives the process that serves it
+    monkeypatch.setattr(rendezvous_module, "FAILURE_GRACE_SECONDS", 0.0)  # this store has no server
     store = dist.HashStore()
 
     def refuse(store: dist.Store) -> None:

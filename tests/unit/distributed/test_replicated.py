@@ -174,6 +174,6 @@ def test_copies_are_made_once_for_all_forwards_between_two_updates(monkeypatch: 
 def test_a_parameter_without_a_gradient_is_a_mistake_and_no_wrong_sum() -> None:
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     buckets = GradientBuckets([used, unused], None)  # type: ignore[arg-type]  # nothing is sent
-    buckets.arrived(used)
+    buckets.mark_complete(used)
     with pytest.raises(AssertionError, match="without a gradient"):
         buckets.wait()

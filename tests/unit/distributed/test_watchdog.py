@@ -59,7 +59,7 @@ def looks_until_a_hang(answers: list[Answer], progress: list[int], timeout: floa
     waiting = iter(answers)
     detector = HangDetector(lambda: next(waiting, answers[-1]))
     for number in range(200):
-        hang = detector.look(1.0, progress[min(number, len(progress) - 1)], timeout)
+        hang = detector.update(1.0, progress[min(number, len(progress) - 1)], timeout)
         if hang is not None:
             return number, hang
     return 200, None
@@ -90,7 +90,7 @@ def test_what_another_has_found_is_a_hang_here_too_with_those_known_to_be_silent
     waiting = iter(SILENT)
     detector = HangDetector(lambda: next(waiting))
     for _ in range(7):
-        assert detector.look(1.0, 1, 10.0) is None
+        assert detector.update(1.0, 1, 10.0) is None
     hang = detector.describe(5.0)
     assert (hang.seconds, hang.silent) == (6.0, [1])
 
@@ -167,11 +167,11 @@ def test_one_that_finds_a_hang_tells_the_others_which_end_with_it(
 
 def test_it_is_heard_of_by_others_and_its_threads_end_before_what_comes_after_it(single_process: None) -> None:
     before, other = set(threading.enumerate()), Heartbeats(1, 2)
-    assert other.of_others() == {}
+    assert other.read_others() == {}
     until = time.monotonic() + PATIENCE_SECONDS
     with Watchdog(GuardConfig(), processes(2)):
         assert {thread.name for thread in set(threading.enumerate()) - before} == {"watchdog", "heartbeat"}
-        while not (heard := other.of_others()) and time.monotonic() < until:
+        while not (heard := other.read_others()) and time.monotonic() < until:
             pass
     assert heard and (heard[0].step, heard[0].doing) == (5, "training")
     assert set(threading.enumerate()) == before
@@ -180,7 +180,7 @@ def test_it_is_heard_of_by_others_and_its_threads_end_before_what_comes_after_it
 def test_a_thread_that_the_store_blocks_does_not_keep_a_run_from_its_end(
     single_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog_module, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog_module, "STORE_TIMEOUT_SECONDS", 0.05)
     release = threading.Event()
     monkeypatch.setattr(Heartbeats, "publish", lambda *_: release.wait())
     with Watchdog(GuardConfig(), processes(2)):
@@ -205,10 +205,10 @@ def test_collectives_give_up_after_the_watchdog() -> None:
 
 
 def test_a_store_that_blocks_is_given_up(single_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_module, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog_module, "STORE_TIMEOUT_SECONDS", 0.05)
     told = Heartbeats(0, 2)
     release = threading.Event()
     stuck: Any = release.wait
-    monkeypatch.setattr(told, "_ask", stuck)
-    assert told.of_others() is None
+    monkeypatch.setattr(told, "_read", stuck)
+    assert told.read_others() is None
     release.set()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from pretraining.config.command_line import parse_config
+from pretraining.config.command_line import resolve_config
 from pretraining.config.commands import PlanConfig
 from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
 from pretraining.estimate.memory import kept_bytes_per_token
@@ -48,7 +48,7 @@ def test_a_block_keeps_what_the_formula_says(dtype: torch.dtype, shape: LlamaSha
 
 @pytest.mark.parametrize("simulated", SIMULATED, ids=lambda simulated: simulated["flags"])
 def test_the_state_is_exact_and_the_peak_close_to_a_simulated_step(simulated: dict[str, Any]) -> None:
-    config = parse_config(PlanConfig, simulated["flags"].split(), {})
+    config = resolve_config(PlanConfig, simulated["flags"].split(), {}).config
     shape = resolve_shape(config.model)
     memory = make_plan(config, shape, cluster_of(config)).memory
     for part in ("parameters", "gradients", "optimizer_state"):

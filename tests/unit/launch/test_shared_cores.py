@@ -60,7 +60,7 @@ def contended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(60.0))
     monkeypatch.setattr(shared_cores, "find_openmp", lambda: object())
     monkeypatch.setattr(shared_cores, "hold_idle_team", hold_team)
-    monkeypatch.setattr(shared_cores, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(shared_cores, "CHECK_SECONDS", 0.0)
 
 
 def next_events(*wanted: str) -> None:

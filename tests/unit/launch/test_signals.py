@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment
 
-from pretraining.launch.signals import PREEMPTION_SIGNALS, ReceivedSignals, leave_at_interrupt
+from pretraining.launch.signals import PREEMPTION_SIGNALS, ReceivedSignals, exit_at_interrupt
 
 
 @pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
@@ -27,7 +27,7 @@ def test_a_process_that_goes_on_gets_its_handlers_back(handler: Any) -> None:
         signal.signal(number, handler)
     with pytest.raises(ValueError), ReceivedSignals().listening() as signals:
         signal.raise_signal(signal.SIGUSR1)
-        with signals.remembering_interrupts():
+        with signals.recording_interrupts():
             pass
         raise ValueError
     assert signals.first is signal.SIGUSR1 and not signals._listens
@@ -50,8 +50,8 @@ def run_python(
 
 INTERRUPTED_IMPORT = """
 import signal
-from pretraining.launch.signals import leave_at_interrupt
-with leave_at_interrupt("interrupted"):
+from pretraining.launch.signals import exit_at_interrupt
+with exit_at_interrupt("interrupted"):
     try:
         signal.raise_signal(signal.SIGINT)
     except BaseException:
@@ -70,7 +70,7 @@ def test_after_imports_an_interrupt_is_pythons_again_and_a_process_in_the_backgr
     try:
         for handler in (signal.default_int_handler, signal.SIG_IGN):
             signal.signal(signal.SIGINT, handler)
-            with leave_at_interrupt(""):
+            with exit_at_interrupt(""):
                 assert (signal.getsignal(signal.SIGINT) is handler) == (handler is signal.SIG_IGN)
             assert signal.getsignal(signal.SIGINT) is handler
     finally:
@@ -79,9 +79,9 @@ def test_after_imports_an_interrupt_is_pythons_again_and_a_process_in_the_backgr
 
 WORKER = """
 import signal, sys
-from pretraining.launch.signals import end_with_launcher
+from pretraining.launch.signals import terminate_with_launcher
 signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
-end_with_launcher()
+terminate_with_launcher()
 print("ready", flush=True)
 signal.pause()
 """

@@ -12,7 +12,7 @@ import pytest
 from pretraining.launch.terminal import (
     PACKAGE,
     TerminalHandler,
-    _Output,
+    _LossyOutput,
     log_to_terminal,
     logging_to_terminal,
     print_text,
@@ -92,7 +92,7 @@ def test_a_reader_that_has_gone_ends_the_program_and_other_trouble_does_not() ->
 
 def test_what_a_slow_reader_of_a_pipe_that_may_not_block_does_not_take_is_lost() -> None:
     reading, writing = os.pipe2(os.O_NONBLOCK)
-    stream = io.TextIOWrapper(io.BufferedWriter(_Output(writing)), line_buffering=True)
+    stream = io.TextIOWrapper(io.BufferedWriter(_LossyOutput(writing)), line_buffering=True)
     stream.write("x" * 1_000_000 + "\n")
     assert len(os.read(reading, 10_000_000)) > 1000
     stream.write("again\n")

@@ -42,7 +42,7 @@ def test_interrupts_are_remembered_in_the_training_loop_of_a_command_only() -> N
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for signals, listens in ((ReceivedSignals(), False), (ReceivedSignals().listen(), True)):
-            with signals.remembering_interrupts({"RANK": "1"}):
+            with signals.recording_interrupts({"RANK": "1"}):
                 assert (signal.getsignal(signal.SIGINT) is signal.default_int_handler) != listens
                 if listens:
                     signal.raise_signal(signal.SIGINT)
@@ -51,7 +51,7 @@ def test_interrupts_are_remembered_in_the_training_loop_of_a_command_only() -> N
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert signals.first == signal.SIGINT
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with signals.remembering_interrupts():
+        with signals.recording_interrupts():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
