@@ -43,6 +43,15 @@ class Alias:
 
 ALWAYS_NONE = ("bol_token", "eol_token")
 """Foreign settings that are accepted only as none: tokens around every sequence are not supported."""
+
+REMOVED = {
+    "simulate": "it was removed: the estimate of `pretrain plan` equals the simulated step within 0.1%",
+    "picture": "it was removed: plot the output of --json=true, or the sweep's sweep.csv",
+    "collect": "it was removed: the sweep's own command prints the table once every run has ended",
+    "retry_failed": "it was removed: remove the folder of a failed run to start it again",
+    "print_slurm": 'it was removed: give --only="$SLURM_ARRAY_TASK_ID" in a job array',
+}
+"""Former settings of commands, and what to use instead."""
 _NONE_TEXTS = (None, "", "none", "None", "null")
 
 
@@ -141,6 +150,8 @@ class Reader(Generic[T]):
         return setting if setting is not None and section in ("", setting.section) else None
 
     def _hint(self, section: str, name: str) -> str:
+        if name in REMOVED:
+            return REMOVED[name]
         known = [*self.settings, *self.aliases, *self.also_known]
         return (
             (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))

@@ -86,6 +86,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["--learning_rat=1"], "did you mean learning_rate?"),
         (["--lr=1"], "did you mean learning_rate?"),
         (["--recipes=demo"], "did you mean recipe?"),
+        (["--collect=true"], "--collect is not known: it was removed"),
         (["--eol_token=3"], "--eol_token is not known"),
         (["--model.seed=1"], "did you mean seed?"),
         (["--seed=x"], "--seed=x"),
