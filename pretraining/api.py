@@ -262,6 +262,10 @@ class Trainer:
         return source
 
     def _hook(self) -> MetricsHook | None:
+        if hasattr(self, "_log_metrics"):
+            log.warning(
+                "_log_metrics of %s is never called: override extra_metrics (docs/python.md)", type(self).__name__
+            )
         if getattr(self.extra_metrics, "__func__", None) is Trainer.extra_metrics:
             return None
         from pretraining.observability.custom_metrics import MetricsHook

@@ -60,6 +60,14 @@ def test_a_recipe_wins_over_another_systems_defaults_and_its_file_over_the_recip
     assert "(deepspeed)" in caplog.text and "not in the file" in caplog.text  # the start says what became of each key
 
 
+def test_a_trainer_that_overrides_log_metrics_is_told_of_extra_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(Trainer):
+        def _log_metrics(self) -> None: ...
+
+    Mine.from_recipe("demo")._hook()
+    assert "_log_metrics of Mine is never called: override extra_metrics" in caplog.text
+
+
 def test_only_an_earlier_recipe_is_replaced(tmp_path: Path) -> None:
     output, link, pipe, theirs = (tmp_path / f"{name}.yaml" for name in ("mine", "link", "pipe", "theirs"))
     theirs.write_text("learning_rate: 1e-3\n")
