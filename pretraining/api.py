@@ -25,7 +25,6 @@ from pretraining.checkpoint import start_point
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import newest_run_path
 from pretraining.config.command_line import load_train_config
-from pretraining.config.commands import ExportConfig, SampleConfig
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config, resolve_run_folder
 from pretraining.config.training import TrainConfig
@@ -37,6 +36,7 @@ from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.signals import ReceivedSignals, terminate_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
 from pretraining.progress import Duration
+from pretraining.tools.commands import ExportConfig, SampleConfig
 from pretraining.tools.translate.hook import translate_when_needed
 
 if TYPE_CHECKING:

@@ -14,28 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
 from pretraining.config.command_line import resolve_config
-from pretraining.config.commands import (
-    DoctorConfig,
-    ExportConfig,
-    ImportConfig,
-    InspectConfig,
-    ListConfig,
-    PageConfig,
-    PlanConfig,
-    PrepareConfig,
-    PushConfig,
-    SampleConfig,
-    SweepConfig,
-    TranslateConfig,
-    VerifyConfig,
-)
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
@@ -51,6 +36,7 @@ from pretraining.launch.signals import (
     terminate_with_launcher,
 )
 from pretraining.launch.terminal import ignore_output_errors, log_to_terminal, print_text
+from pretraining.tools.commands import BESIDE_TRAINING, Command
 from pretraining.tools.translate.hook import translate_when_needed
 
 log = logging.getLogger(__name__)
@@ -84,55 +70,21 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         train(config, layout, requests, threads)
 
 
-@dataclass(frozen=True)
-class Command:
-    """A row of `COMMANDS`.
-
-    Attributes:
-        settings: dataclass of the command's settings.
-        function: "module:function" in `pretraining`, called with the settings.
-        purpose: text in the list of commands.
-        parses_arguments: whether the function takes positional arguments and flags instead of settings.
-    """
-
-    settings: type
-    function: str
-    purpose: str
-    parses_arguments: bool = False
-
-    def run(self, overrides: Sequence[str], flags: dict[str, str]) -> None:
-        """Import and run the command, after the number of CPU threads is set."""
-        module, _, name = self.function.partition(":")
-        if self.parses_arguments:
-            getattr(import_module(f"pretraining.{module}"), name)(overrides, flags)
-            return
-        config: Any = resolve_config(self.settings, overrides, flags, translate=translate_when_needed).config
-        if (layout := _layout()) is not None:
-            set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
-        getattr(import_module(f"pretraining.{module}"), name)(config)
+def _run_command(row: Command, overrides: Sequence[str], flags: dict[str, str]) -> None:
+    """Import and run the command, after the number of CPU threads is set."""
+    module, _, name = row.function.partition(":")
+    if row.parses_arguments:
+        getattr(import_module(f"pretraining.{module}"), name)(overrides, flags)
+        return
+    config: Any = resolve_config(row.settings, overrides, flags, translate=translate_when_needed).config
+    if (layout := _layout()) is not None:
+        set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
+    getattr(import_module(f"pretraining.{module}"), name)(config)
 
 
 COMMANDS = {
     "train": Command(TrainConfig, "cli:train_command", "train a model", parses_arguments=True),
-    "prepare": Command(
-        PrepareConfig, "tools.prepare.prepare:prepare_in_job", "turn text into a tokenizer and token files"
-    ),
-    "inspect": Command(
-        InspectConfig, "tools.inspect:inspect_command", "show the samples of a training step", parses_arguments=True
-    ),
-    "list": Command(ListConfig, "tools.list_checkpoints:list_checkpoints", "list the checkpoints of a run"),
-    "push": Command(PushConfig, "tools.push:push", "copy the checkpoints of a run into an object store"),
-    "report": Command(PageConfig, "tools.report:report", "write a page about runs: curves, events, settings"),
-    "sample": Command(SampleConfig, "tools.sample:sample", "continue a prompt with a trained model"),
-    "export": Command(ExportConfig, "tools.export:export", "write a checkpoint for transformers, or as .pt files"),
-    "import": Command(ImportConfig, "tools.import_weights:import_weights", "turn a Hugging Face Llama into a run"),
-    "plan": Command(PlanConfig, "tools.planner:plan", "estimate memory and speed of a run before it is started"),
-    "sweep": Command(SweepConfig, "tools.sweep:sweep", "train a grid of values per setting", parses_arguments=True),
-    "translate": Command(
-        TranslateConfig, "tools.translate.translate:translate", "turn another system's settings file into a recipe"
-    ),
-    "verify": Command(VerifyConfig, "tools.verify:verify", "check checkpoints or token files completely"),
-    "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, disk and links, and report slow ones"),
+    **BESIDE_TRAINING,
 }
 
 WHEN_INTERRUPTED = "interrupted; the same command resumes from what is complete"
@@ -195,7 +147,7 @@ def _run(arguments: Sequence[str]) -> None:
             raise PathError(f"the working folder was deleted ({error.strerror}): change to another") from None
         import fire  # here, so that `--help` is fast
 
-        fire.Fire(_for_fire(COMMANDS[name].run), command=arguments[1:], name=f"pretrain {name}")
+        fire.Fire(_for_fire(partial(_run_command, COMMANDS[name])), command=arguments[1:], name=f"pretrain {name}")
 
 
 def _exit_without_output(error: OSError) -> NoReturn:

@@ -9,19 +9,10 @@ batch or the data are elsewhere (`batch_sizes.py`, `progress.py`, `optim/horizon
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from pretraining.config.commands import (
-    DoctorConfig,
-    ImportConfig,
-    InspectConfig,
-    PlanConfig,
-    PrepareConfig,
-    SampleConfig,
-    VerifyConfig,
-)
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, Entry, parse_options
 from pretraining.config.strategies import STRATEGIES
@@ -60,12 +51,10 @@ class Row:
     Attributes:
         settings: by name, the values that contradict, or a test such as `is_on`; messages name them in this order.
         remedy: what to do.
-        root: type of the configurations that the row applies to.
     """
 
     settings: Mapping[str, Any]
     remedy: str
-    root: type = TrainConfig
 
     def problem(self, values: Mapping[str, Any]) -> str | None:
         """Return the problem if all settings have the values of this row, else None."""
@@ -74,6 +63,18 @@ class Row:
                 return None
         first, *others = [f"--{name}={format_value(values[name])}" for name in self.settings]
         return f"{first}{' with ' if others else ''}{' and '.join(others)}: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a configuration. A command's dataclass names its own as the class attribute `RULES`.
+
+    Attributes:
+        checks: functions for the rules that are no rows; each yields problems.
+    """
+
+    rows: tuple[Row, ...] = ()
+    checks: tuple[Callable[[Any], Problems], ...] = ()
 
 
 NO_EVALUATION_SET = {"held_out_fraction": is_off, "eval_datasets": is_off}
@@ -106,7 +107,7 @@ ROWS = (
         "this strategy has no replicas; give --replica_check_interval=0, or a strategy with replicas",
     ),
     # checkpoints
-    Row({"ckpt_save_path": [""]}, "name the run folder", ImportConfig),
+    Row({"ckpt_save_path": [""]}, "name the run folder"),
     Row({"weights_only": [True], "ckpt_load_path": is_off}, "name the run or checkpoint whose weights to load"),
     Row({"init_from": ["scratch"], "ckpt_load_path": is_on}, f"a run from scratch loads nothing; {DROP_ONE}"),
     Row({"init_from": ["scratch"], "resume_from_checkpoint": is_on}, f"a run from scratch loads nothing; {DROP_ONE}"),
@@ -134,22 +135,6 @@ ROWS = (
     *(
         Row({name: is_on, "use_profiler": [False]}, f"give --use_profiler=true, or leave --{name} out")
         for name in ("profile_steps", "profile_interval")
-    ),
-    # other commands
-    Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset with --hf_dataset", PrepareConfig),
-    Row(
-        {"vocab_size": is_on, "tokenizer_path": is_on}, f"a given tokenizer has its own size; {DROP_ONE}", PrepareConfig
-    ),
-    Row({"step": [None], "sample_id": [None], "steps": [None]}, "nothing to show: give one of them", InspectConfig),
-    *(
-        Row({"steps": is_given, name: wrong}, f"--steps summarizes whole steps; {DROP_ONE}", InspectConfig)
-        for name, wrong in (("step", is_given), ("sample_id", is_given), ("rank", is_given), ("tokens", is_on))
-    ),
-    Row({"prompt": is_on, "prompt_tokens": is_on}, f"both are prompts; {DROP_ONE}", SampleConfig),
-    Row({"ckpt_path": is_off, "data_path": is_off}, "name a checkpoint or run, or token files", VerifyConfig),
-    *(
-        Row({"ckpt_path": is_on, name: is_on}, f"--{name} is for token files only; {DROP_ONE}", VerifyConfig)
-        for name in ("data_path", "datasets", "vocab_size")
     ),
 )
 
@@ -195,8 +180,11 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
         unreadable: settings whose given value could not be parsed, and that hold their default.
     """
     values = values_of(config)
-    problems = [row.problem(values) or "" for row in ROWS if isinstance(config, row.root)]
-    for check in [check for root, checks in CHECKS.items() if isinstance(config, root) for check in checks]:
+    rules: Rules = getattr(config, "RULES", Rules())
+    if isinstance(config, TrainConfig):
+        rules = Rules((*TRAINING.rows, *rules.rows), (*TRAINING.checks, *rules.checks))
+    problems = [row.problem(values) or "" for row in rules.rows]
+    for check in rules.checks:
         try:
             problems.extend(check(config))
         except ConfigError as error:
@@ -329,8 +317,8 @@ def _check_addresses(config: TrainConfig) -> Problems:
 
 
 def _check_run_folder(config: TrainConfig) -> Problems:
-    if config.checkpoint.ckpt_save_path is not None or isinstance(config, PlanConfig | DoctorConfig):
-        return  # these two take the settings of any run, and save nothing
+    if config.checkpoint.ckpt_save_path is not None or type(config) is not TrainConfig:
+        return  # the other commands accept the settings of any run, and save nothing
     if config.evaluation.eval_only:
         if config.checkpoint.ckpt_load_path is None:
             yield "--eval_only=true with --ckpt_save_path=none evaluates nothing: give --ckpt_load_path"
@@ -348,29 +336,9 @@ def _check_run_folder(config: TrainConfig) -> Problems:
         )
 
 
-# Other commands
-
-
-def _check_text(config: PrepareConfig) -> Problems:
-    given = {"--input_path": ",".join(config.input_path), "--source": config.source, "--hf_dataset": config.hf_dataset}
-    named = [f"{flag}={value}" for flag, value in given.items() if value]
-    if len(named) != 1:
-        yield f"the text to prepare is given by {' and '.join(named) or 'nothing'}: give one of {', '.join(given)}"
-    name = config.dataset_name
-    if (named or config.dataset is not None) and (not name or name.startswith(".") or "/" in name or "," in name):
-        yield f"{name!r} cannot name a dataset's folder: give --dataset=<name>, without / and comma, not hidden"
-
-
-def _check_steps(config: InspectConfig) -> Problems:
-    inspect = config.inspect
-    if inspect.rank is not None and inspect.rank >= (inspect.world_size or 1):
-        yield f"--rank={inspect.rank} does not exist: ranks count from 0; give --world_size=<number of GPUs>"
-    if inspect.steps is not None:
-        _ = inspect.step_range
-
-
-CHECKS: Mapping[type, Sequence[Callable[[Any], Problems]]] = {
-    TrainConfig: (
+TRAINING = Rules(
+    ROWS,
+    (
         _check_model,
         _check_data,
         _check_ranges,
@@ -381,7 +349,5 @@ CHECKS: Mapping[type, Sequence[Callable[[Any], Problems]]] = {
         _check_addresses,
         _check_run_folder,
     ),
-    PrepareConfig: (_check_text,),
-    InspectConfig: (_check_steps,),
-}
-"""Rules as functions, by the type of configuration that they apply to."""
+)
+"""The rules of training."""

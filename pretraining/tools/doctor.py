@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.writer import plan_save
-from pretraining.config.commands import DoctorConfig
 from pretraining.config.training import CheckpointConfig, ModelConfig
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
@@ -48,6 +47,7 @@ from pretraining.launch.layout import resolve_layout
 from pretraining.launch.machine import machine_memory, usable_cores
 from pretraining.launch.program import FAILED
 from pretraining.text import count_of, format_table
+from pretraining.tools.commands import DoctorConfig
 
 Verdict = Literal["good", "look at", "bad"]
 

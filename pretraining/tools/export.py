@@ -31,7 +31,6 @@ from pretraining.checkpoint.pt_files import check_host_memory, write_full
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
-from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
@@ -58,6 +57,7 @@ from pretraining.model.hf import (
     parameter_shapes,
 )
 from pretraining.text import count_of, format_bytes
+from pretraining.tools.commands import ExportConfig
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import size_of, write_tensors
-from pretraining.config.commands import ImportConfig
 from pretraining.config.recipes import dump_config
 from pretraining.config.settings_files import read_yaml
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
@@ -32,6 +31,7 @@ from pretraining.errors import CheckpointError
 from pretraining.files import atomic_folder, exists, from_hub, is_file, read_file, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import CONFIG_FILE, MODEL_FILES, parameter_shapes
+from pretraining.tools.commands import ImportConfig
 from pretraining.tools.export import ORIGIN_FILE, plan_files
 
 FILE_BYTES = 2**30

@@ -25,7 +25,6 @@ from pretraining.checkpoint.start_point import find_newest, find_start
 from pretraining.config.assignments import COMMAND_LINE
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.command_line import read_given, resolve_config
-from pretraining.config.commands import InspectConfig
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.rules import check_config
 from pretraining.config.variants import resolve_shape
@@ -40,6 +39,7 @@ from pretraining.errors import ConfigError, DataError
 from pretraining.files import is_address
 from pretraining.launch.terminal import print_text, showing_through
 from pretraining.text import count_of, format_table
+from pretraining.tools.commands import InspectConfig
 from pretraining.tools.translate.hook import translate_when_needed
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from pretraining.checkpoint.manifest import read_manifest
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
-from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_address, is_folder, real_path
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_bytes, format_seconds, format_table
+from pretraining.tools.commands import ListConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
-from pretraining.config.commands import PlanConfig
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES, mesh_shape
 from pretraining.config.training import ALL_BLOCKS, ParallelConfig, ShardingStrategy
@@ -28,6 +27,7 @@ from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_m
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
 from pretraining.text import count_of, format_gib, format_seconds, format_table
+from pretraining.tools.commands import PlanConfig
 
 USABLE_FRACTION = 0.9
 """Fraction of a GPU's memory that a search fills: allocators keep reserves, and the estimate has an error."""

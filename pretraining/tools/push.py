@@ -11,12 +11,12 @@ from pretraining.checkpoint.mirror import Mirror, newest_good_step, open_mirror
 from pretraining.checkpoint.object_store import checkpoints_in
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import CONFIG_FILE
-from pretraining.config.commands import PushConfig
 from pretraining.config.recipes import load_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import is_address
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of
+from pretraining.tools.commands import PushConfig
 
 
 def push(config: PushConfig) -> None:

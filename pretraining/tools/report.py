@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretraining.config.commands import PageConfig
 from pretraining.config.fields import settings_of
 from pretraining.config.plugins import SCORES
 from pretraining.config.training import TrainConfig
@@ -31,6 +30,7 @@ from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
 from pretraining.text import format_seconds
+from pretraining.tools.commands import PageConfig
 from pretraining.tools.run_records import Columns, RunRecord, number_of, read_runs, seconds_of
 
 if TYPE_CHECKING:

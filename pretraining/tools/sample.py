@@ -16,7 +16,6 @@ import torch
 
 from pretraining.checkpoint.completeness import check_finite
 from pretraining.checkpoint.start_point import load_model
-from pretraining.config.commands import SampleConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import DataConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -25,6 +24,7 @@ from pretraining.evaluation.generation import CachedModel, draw_tokens
 from pretraining.files import is_file, read_object
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import CONFIG_FILE, GENERATION_CONFIG_FILE
+from pretraining.tools.commands import SampleConfig
 
 UNFINISHED_CHARACTER = "\ufffd"
 """Replacement character that tokenizers return for bytes that do not form a character yet."""

@@ -31,7 +31,6 @@ from typing import IO, Any
 
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
 from pretraining.config.command_line import name_first_words, read_arguments, resolve_config
-from pretraining.config.commands import SweepConfig, SweepSettings
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_object, write_atomic
@@ -39,6 +38,7 @@ from pretraining.launch.signals import ReceivedSignals, terminate_with_parent
 from pretraining.launch.terminal import ignore_output_errors, print_text
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import format_table
+from pretraining.tools.commands import SweepConfig, SweepSettings
 from pretraining.tools.run_records import number_of, read_lines
 from pretraining.tools.translate.hook import translate_when_needed
 from pretraining.train.run_status import STATUS_FILE

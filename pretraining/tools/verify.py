@@ -25,7 +25,6 @@ from pretraining.checkpoint.manifest import MANIFEST, misnamed_files, read_docum
 from pretraining.checkpoint.reader import file_faults
 from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at
-from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
@@ -33,6 +32,7 @@ from pretraining.errors import CheckpointError, DataError
 from pretraining.files import file_checksum
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_bytes
+from pretraining.tools.commands import VerifyConfig
 from pretraining.tools.prepare.records import read_summary
 from pretraining.tools.prepare.token_files import TokenFile
 

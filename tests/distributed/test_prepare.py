@@ -10,7 +10,7 @@ import pytest
 from helpers import run_command
 from slurm_cluster import SlurmCluster
 
-from pretraining.config.commands import PrepareConfig
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
 
 pytestmark = pytest.mark.thorough

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pretraining.config.commands import TranslateConfig
+from pretraining.tools.commands import TranslateConfig
 from pretraining.tools.translate.translate import translate
 
 FOLDER = Path(__file__).parent / "translate"

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from pretraining.config.commands import COMPRESSED_ENDINGS
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder
+from pretraining.tools.commands import COMPRESSED_ENDINGS
 
 SMALLEST_MODULE_BYTES = 200
 """Smaller modules, such as empty `__init__.py` files, are left out."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, overload
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.config.rules import check_config
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -28,6 +27,7 @@ from pretraining.files import exists, flush_folder, output_errors, read_object, 
 from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.console import Progress, print_summary
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
 from pretraining.tools.prepare.records import (

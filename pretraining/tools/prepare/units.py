@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pretraining.config.commands import PrepareConfig
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.documents import Document, read_lines, read_text
 from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
 from pretraining.tools.prepare.inputs import InputFile, even_cuts, fingerprint, list_files, standard_library_files

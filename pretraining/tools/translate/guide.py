@@ -9,10 +9,10 @@ import re
 import shlex
 from pathlib import Path
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.files import exists, is_file
 from pretraining.progress import parse_number
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.translate import deepspeed
 from pretraining.tools.translate import key_rules as rules
 from pretraining.tools.translate.key_rules import each, not_a_llama, off, only, renamed, row, skip, when

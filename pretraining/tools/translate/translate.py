@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.assignments import Assignment, Reader, setting_named
-from pretraining.config.commands import TranslateConfig
 from pretraining.config.fields import settings_of
 from pretraining.config.recipes import Recipe, is_of_ours
 from pretraining.config.training import TrainConfig
@@ -21,6 +20,7 @@ from pretraining.config.values import Raw
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, exists, output_errors, write_atomic
 from pretraining.launch.terminal import print_text
+from pretraining.tools.commands import TranslateConfig
 from pretraining.tools.translate import composed, deepspeed, guide, nanogpt, stub
 from pretraining.tools.translate.compose import Composition
 from pretraining.tools.translate.parse import flatten, read_tree

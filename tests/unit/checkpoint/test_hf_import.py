@@ -16,11 +16,11 @@ from pretraining.checkpoint.hf_import import manifest_of_folder, open_folder
 from pretraining.checkpoint.manifest import shape_of
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.checkpoint.start_point import find_newest, find_start
-from pretraining.config.commands import ExportConfig, ImportConfig
 from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import config_document, parameter_shapes
+from pretraining.tools.commands import ExportConfig, ImportConfig
 from pretraining.tools.export import export
 from pretraining.tools.import_weights import import_weights
 from pretraining.tools.verify import faults_of

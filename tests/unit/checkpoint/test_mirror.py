@@ -15,10 +15,10 @@ from pretraining.checkpoint import object_store
 from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, fetch_start
 from pretraining.checkpoint.object_store import Store, _fetch, checkpoints_in
 from pretraining.cli import main
-from pretraining.config.commands import PushConfig
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import address_problem
+from pretraining.tools.commands import PushConfig
 from pretraining.tools.push import push
 
 COMMON = [*TINY, "use_dummy_dataset=true", "batch_size=2", "num_steps=6", "checkpoint_interval=2"]

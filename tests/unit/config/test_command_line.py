@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.command_line import load_train_config, resolve_config
-from pretraining.config.commands import ListConfig
 from pretraining.config.fields import required, setting, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
+from pretraining.tools.commands import ListConfig
 
 DUMMY = {"use_dummy_dataset": "true"}
 

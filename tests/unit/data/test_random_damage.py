@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tiers import first_quick
 from unit.data.token_files import loader, make_root, plan, random_documents, rows, write_documents
 
-from pretraining.config.commands import VerifyConfig
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
+from pretraining.tools.commands import VerifyConfig
 from pretraining.tools.prepare.records import UnitRecord, manifest
 from pretraining.tools.prepare.token_files import TokenFile
 from pretraining.tools.verify import verify

@@ -11,10 +11,10 @@ import torch
 from helpers import ROOT
 
 from pretraining.config.command_line import resolve_config
-from pretraining.config.commands import PlanConfig
 from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
 from pretraining.estimate.memory import kept_bytes_per_token
 from pretraining.model.llama import Llama
+from pretraining.tools.commands import PlanConfig
 from pretraining.tools.planner import cluster_of, make_plan
 
 SHAPE = LlamaShape(256, 704, 2, 4, 2, 64, 1000, 2048, 1e4, 1e-5, False, None)

@@ -12,9 +12,9 @@ from helpers import ROOT, run_command
 from unit.checkpoint.checkpoint_files import SHAPES
 from unit.tools.test_sample import TEXTS, make_run, printed
 
-from pretraining.config.commands import ExportConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
+from pretraining.tools.commands import ExportConfig
 from pretraining.tools.export import export
 
 pytestmark = pytest.mark.slow

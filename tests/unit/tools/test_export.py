@@ -28,7 +28,6 @@ from unit.checkpoint.checkpoint_files import (
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, read_manifest
 from pretraining.checkpoint.reader import file_entry, open_tensors, read_tensor
-from pretraining.config.commands import ExportConfig
 from pretraining.config.recipes import dump_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
@@ -36,6 +35,7 @@ from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.launch.machine import MachineMemory
 from pretraining.model.hf import parameter_shapes
 from pretraining.model.llama import Llama
+from pretraining.tools.commands import ExportConfig
 from pretraining.tools.export import export
 
 PLAIN = SHAPES["plain"]

@@ -15,12 +15,12 @@ from unit.checkpoint.test_hf_import import sharded, single, weights
 
 from pretraining.checkpoint.manifest import read_manifest, shape_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
-from pretraining.config.commands import ExportConfig, ImportConfig
 from pretraining.config.recipes import settings_in
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError
 from pretraining.tools import import_weights as module
+from pretraining.tools.commands import ExportConfig, ImportConfig
 from pretraining.tools.export import export as export_model
 from pretraining.tools.import_weights import import_weights
 from pretraining.tools.verify import faults_of

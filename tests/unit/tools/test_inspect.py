@@ -14,12 +14,12 @@ import pyarrow as pa
 import pytest
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.commands import InspectConfig, InspectSettings
 from pretraining.config.training import BatchConfig, DataConfig, ModelConfig, RunConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.tools import inspect as inspect_module
+from pretraining.tools.commands import InspectConfig, InspectSettings
 from pretraining.tools.inspect import Inspector, inspect
 
 SEP = 999

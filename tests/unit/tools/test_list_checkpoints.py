@@ -11,8 +11,8 @@ import pytest
 from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_full_form, write_sharded
 
 from pretraining.checkpoint.manifest import MANIFEST
-from pretraining.config.commands import ListConfig
 from pretraining.errors import CheckpointError
+from pretraining.tools.commands import ListConfig
 from pretraining.tools.list_checkpoints import list_checkpoints, rows_of
 
 SHAPE = SHAPES["plain"]

@@ -13,8 +13,8 @@ from helpers import ROOT
 from unit.tools.run_folders import event, training_report, write_lines, write_run
 
 from pretraining.cli import main
-from pretraining.config.commands import PageConfig
 from pretraining.errors import ConfigError
+from pretraining.tools.commands import PageConfig
 from pretraining.tools.report import PLOTS, downsample, render, report
 from pretraining.tools.run_records import read_runs
 

@@ -20,13 +20,13 @@ from unit.checkpoint.checkpoint_files import (
 )
 
 from pretraining.api import load_model
-from pretraining.config.commands import ExportConfig, SampleConfig
 from pretraining.config.recipes import dump_config
 from pretraining.config.rules import check_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.generation import CachedModel
+from pretraining.tools.commands import ExportConfig, SampleConfig
 from pretraining.tools.export import export
 from pretraining.tools.sample import sample, stream_text
 

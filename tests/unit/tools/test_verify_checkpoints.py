@@ -37,12 +37,12 @@ from pretraining.checkpoint.manifest import (
 from pretraining.checkpoint.reader import file_entry
 from pretraining.checkpoint.start_point import CheckpointRef, find_start, load
 from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
-from pretraining.config.commands import VerifyConfig
 from pretraining.config.recipes import dump_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.model.hf import parameter_shapes
+from pretraining.tools.commands import VerifyConfig
 from pretraining.tools.verify import faults_of, verify
 
 SHAPE = SHAPES["plain"]

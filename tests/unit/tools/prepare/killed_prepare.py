@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.launch.layout import ProcessLayout
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.token_files import TokenWriter
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pretraining.config.commands import PrepareConfig
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.inputs import InputFile, list_files
 from pretraining.tools.prepare.prepare import prepare

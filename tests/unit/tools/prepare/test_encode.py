@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers
 from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed, rows
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import END_OF_TEXT, train_tokenizer
 from pretraining.errors import DataError
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import documents as text_module
 from pretraining.tools.prepare import encode as module
 from pretraining.tools.prepare import units

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from unit.tools.prepare.prepare_files import json_lines, rows, texts_of
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import DataError
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import hub, units
 from pretraining.tools.prepare.hub import HubSplit, read_shards, shards_of
 from pretraining.tools.prepare.prepare import prepare

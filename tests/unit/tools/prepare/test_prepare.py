@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.tools.prepare.prepare_files import contents, json_lines, packed, rows
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
 from pretraining.launch.layout import ProcessLayout
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import documents, encode, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.console import suggested_variant, training_flags

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import encode, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.encode import Report

@@ -11,9 +11,9 @@ import pytest
 from unit.tools.prepare.killed_prepare import prepare_killed
 from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import encode, units, vocabulary
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.prepare import prepare

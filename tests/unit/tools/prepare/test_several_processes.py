@@ -11,10 +11,10 @@ import pytest
 from unit.tools.prepare.killed_prepare import prepare_killed
 from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 from pretraining.launch.layout import ProcessLayout
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare import units
 from pretraining.tools.prepare.prepare import prepare

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.tools.prepare.prepare_files import json_lines, packed, texts_of
 
-from pretraining.config.commands import PrepareConfig
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import units
 from pretraining.tools.prepare.inputs import InputFile
 from pretraining.tools.prepare.units import Input, Part, cut_units, find_input, read_part

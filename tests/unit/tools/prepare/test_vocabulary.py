@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from unit.tools.prepare.prepare_files import contents, json_lines
 
-from pretraining.config.commands import PrepareConfig
 from pretraining.errors import ConfigError, DataError
+from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import encode, units, vocabulary
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.units import find_input

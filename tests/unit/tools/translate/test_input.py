@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.command_line import load_train_config, read_given
-from pretraining.config.commands import TranslateConfig
 from pretraining.config.fields import values_of
 from pretraining.errors import ConfigError
+from pretraining.tools.commands import TranslateConfig
 from pretraining.tools.translate.hook import translate_when_needed
 from pretraining.tools.translate.parse import parse
 from pretraining.tools.translate.translate import SYSTEMS, translate, translate_recipe

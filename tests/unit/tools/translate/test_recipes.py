@@ -12,9 +12,9 @@ from golden.make_translations import FOLDER, PAIRS
 
 from pretraining.api import Trainer
 from pretraining.config.command_line import load_train_config
-from pretraining.config.commands import TranslateConfig
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, DataError
+from pretraining.tools.commands import TranslateConfig
 from pretraining.tools.translate.hook import translate_when_needed
 from pretraining.tools.translate.translate import SYSTEMS, translate
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from pretraining.cli import COMMANDS
-from pretraining.config.commands import ImportConfig, PrepareConfig
 from pretraining.config.fields import settings_of
 from pretraining.config.rules import check_config, find_problems
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
 from pretraining.config.values import limit_problem, parse_value
 from pretraining.errors import ConfigError
+from pretraining.tools.commands import ImportConfig, PrepareConfig
 
 
 @pytest.mark.parametrize(

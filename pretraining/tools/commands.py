@@ -9,12 +9,13 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
 from pretraining.config.fields import NonNegativeFloat, NonNegativeInt, OneOfOr, PositiveInt, required, setting
 from pretraining.config.plugins import TOKEN_FORMATS
+from pretraining.config.rules import DROP_ONE, Problems, Row, Rules, is_given, is_off, is_on
 from pretraining.config.training import DataConfig, TrainConfig
 from pretraining.config.values import parse_ranges
 from pretraining.errors import ConfigError
@@ -30,9 +31,27 @@ ForeignKind = Literal["stub", "guide", "deepspeed", "composed", "nanogpt"]
 """Kinds of settings files of other systems, as `tools/translate/translate.py` names them."""
 
 
+def _check_text(config: PrepareConfig) -> Problems:
+    given = {"--input_path": ",".join(config.input_path), "--source": config.source, "--hf_dataset": config.hf_dataset}
+    named = [f"{flag}={value}" for flag, value in given.items() if value]
+    if len(named) != 1:
+        yield f"the text to prepare is given by {' and '.join(named) or 'nothing'}: give one of {', '.join(given)}"
+    name = config.dataset_name
+    if (named or config.dataset is not None) and (not name or name.startswith(".") or "/" in name or "," in name):
+        yield f"{name!r} cannot name a dataset's folder: give --dataset=<name>, without / and comma, not hidden"
+
+
 @dataclass(frozen=True)
 class PrepareConfig:
     """Turn text into a tokenizer and token files. The output does not depend on the number of workers."""
+
+    RULES: ClassVar = Rules(
+        (
+            Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset with --hf_dataset"),
+            Row({"vocab_size": is_on, "tokenizer_path": is_on}, f"a given tokenizer has its own size; {DROP_ONE}"),
+        ),
+        (_check_text,),
+    )
 
     input_path: tuple[str, ...] = setting(
         (),
@@ -133,6 +152,10 @@ class ExportConfig:
 class ImportConfig:
     """Turn a Hugging Face Llama into a run: a checkpoint of step 0 with the model's weights in float32."""
 
+    RULES: ClassVar = Rules(
+        (Row({"ckpt_save_path": [""]}, "name the run folder"),),
+    )
+
     input_path: str = required("folder with config.json and safetensors files; also as the first word", first_word=True)
     ckpt_save_path: str = required("run folder to write; it must not hold a checkpoint")
 
@@ -140,6 +163,10 @@ class ImportConfig:
 @dataclass(frozen=True)
 class SampleConfig:
     """Continue a prompt with a trained model, in one process, on a GPU if there is one."""
+
+    RULES: ClassVar = Rules(
+        (Row({"prompt": is_on, "prompt_tokens": is_on}, f"both are prompts; {DROP_ONE}"),),
+    )
 
     ckpt_load_path: str = required(
         "checkpoint, run (its newest checkpoint), or Hugging Face folder; also as the first word", first_word=True
@@ -223,9 +250,28 @@ class InspectSettings:
         return parse_ranges("steps", [self.steps or ""], smallest=1, largest=LARGEST_STEP)[0]
 
 
+def _check_steps(config: InspectConfig) -> Problems:
+    inspect = config.inspect
+    if inspect.rank is not None and inspect.rank >= (inspect.world_size or 1):
+        yield f"--rank={inspect.rank} does not exist: ranks count from 0; give --world_size=<number of GPUs>"
+    if inspect.steps is not None:
+        _ = inspect.step_range
+
+
 @dataclass(frozen=True)
 class InspectConfig(TrainConfig):
     """Settings of a run, and the samples to show."""
+
+    RULES: ClassVar = Rules(
+        (
+            Row({"step": [None], "sample_id": [None], "steps": [None]}, "nothing to show: give one of them"),
+            *(
+                Row({"steps": is_given, name: wrong}, f"--steps summarizes whole steps; {DROP_ONE}")
+                for name, wrong in (("step", is_given), ("sample_id", is_given), ("rank", is_given), ("tokens", is_on))
+            ),
+        ),
+        (_check_steps,),
+    )
 
     inspect: InspectSettings = InspectSettings()
 
@@ -279,6 +325,16 @@ class SweepConfig(TrainConfig):
 class VerifyConfig:
     """Read checkpoints or token files completely and report every fault. Exits with 0 only if there is none."""
 
+    RULES: ClassVar = Rules(
+        (
+            Row({"ckpt_path": is_off, "data_path": is_off}, "name a checkpoint or run, or token files"),
+            *(
+                Row({"ckpt_path": is_on, name: is_on}, f"--{name} is for token files only; {DROP_ONE}")
+                for name in ("data_path", "datasets", "vocab_size")
+            ),
+        ),
+    )
+
     ckpt_path: str | None = setting(
         None, "checkpoint, or run (all of its checkpoints); also as the first word", first_word=True
     )
@@ -319,3 +375,43 @@ class DoctorConfig(TrainConfig):
 
     data: DataConfig = DataConfig(use_dummy_dataset=True)
     doctor: DoctorSettings = DoctorSettings()
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of `COMMANDS`.
+
+    Attributes:
+        settings: dataclass of the command's settings.
+        function: "module:function" in `pretraining`, called with the settings.
+        purpose: text in the list of commands.
+        parses_arguments: whether the function takes positional arguments and flags instead of settings.
+    """
+
+    settings: type
+    function: str
+    purpose: str
+    parses_arguments: bool = False
+
+
+BESIDE_TRAINING = {
+    "prepare": Command(
+        PrepareConfig, "tools.prepare.prepare:prepare_in_job", "turn text into a tokenizer and token files"
+    ),
+    "inspect": Command(
+        InspectConfig, "tools.inspect:inspect_command", "show the samples of a training step", parses_arguments=True
+    ),
+    "list": Command(ListConfig, "tools.list_checkpoints:list_checkpoints", "list the checkpoints of a run"),
+    "push": Command(PushConfig, "tools.push:push", "copy the checkpoints of a run into an object store"),
+    "report": Command(PageConfig, "tools.report:report", "write a page about runs: curves, events, settings"),
+    "sample": Command(SampleConfig, "tools.sample:sample", "continue a prompt with a trained model"),
+    "export": Command(ExportConfig, "tools.export:export", "write a checkpoint for transformers, or as .pt files"),
+    "import": Command(ImportConfig, "tools.import_weights:import_weights", "turn a Hugging Face Llama into a run"),
+    "plan": Command(PlanConfig, "tools.planner:plan", "estimate memory and speed of a run before it is started"),
+    "sweep": Command(SweepConfig, "tools.sweep:sweep", "train a grid of values per setting", parses_arguments=True),
+    "translate": Command(
+        TranslateConfig, "tools.translate.translate:translate", "turn another system's settings file into a recipe"
+    ),
+    "verify": Command(VerifyConfig, "tools.verify:verify", "check checkpoints or token files completely"),
+    "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, disk and links, and report slow ones"),
+}
