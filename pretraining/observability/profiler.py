@@ -119,7 +119,7 @@ class Profiler:
             self._mark.__enter__()
 
     def _action_at(self, step: int) -> ProfilerAction:
-        """Return the action of a step, by the first range that contains it, else by a range that begins after it."""
+        """Return the action of a step, by the first range with this step, else by a range that starts with the next."""
         for first, last in self._ranges:
             if first <= step <= last:
                 return ProfilerAction.RECORD if step < last else ProfilerAction.RECORD_AND_SAVE

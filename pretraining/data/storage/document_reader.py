@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,11 @@ class OpenFile:
 
     def __init__(self, path: str, size: int, token_format: TokenFormat) -> None:
         """Open a token file; raise a DataError if it is missing, or has another size or a wrong ending."""
-        self._descriptor = -1
         self.path = path
         try:
             check_regular(path)
             self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            weakref.finalize(self, os.close, self._descriptor).atexit = False  # threads may still read at exit
             found = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise DataError(f"cannot be opened: {error.strerror}", path=path) from error
@@ -64,11 +64,6 @@ class OpenFile:
                 end = os.fstat(self._descriptor).st_size
                 raise DataError(f"truncated: it ends at byte {end:,}, before its documents do", path=self.path)
             target, offset = target[count:], offset + count
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # The default argument keeps `close` alive: Python may clear the module before the last file at exit.
-        if self._descriptor >= 0:
-            close(self._descriptor)
 
 
 OpenFiles = RecentlyUsed[OpenFile]
