@@ -135,7 +135,6 @@ class Trainer:
             is_interrupted = False
             try:
                 result = train(self.config, layout, requests, threads, hook=self._hook(), is_embedded=True)
-                assert result is not None  # None only with eval_only
             except Preempted as stop:
                 if stop.result is None:
                     raise
@@ -167,9 +166,9 @@ class Trainer:
         config = replace(self.config, checkpoint=checkpoint, evaluation=evaluation)
         check_config(config)
         with _embedded(config) as (layout, requests, _):
-            from pretraining.train.run import evaluate
+            from pretraining.tools.evaluate import evaluate_checkpoint
 
-            found = evaluate(config, layout, requests, hook=self._hook(), is_embedded=True)
+            found = evaluate_checkpoint(config, layout, requests, hook=self._hook(), is_embedded=True)
             for line in found.evaluation.lines():
                 log.info("%s", line)
         return found.as_json()

@@ -62,10 +62,14 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
 
         if config.run.dry_run:
             from pretraining.tools.dry_run import dry_run
+        if config.evaluation.eval_only:
+            from pretraining.tools.evaluate import evaluate_and_print
 
     requests = make_stop_requests(signals, config.run.time_limit)
     if config.run.dry_run:
         dry_run(resolved, layout, requests, threads)
+    elif config.evaluation.eval_only:
+        evaluate_and_print(config, layout, requests)
     else:
         train(config, layout, requests, threads)
 

@@ -49,7 +49,6 @@ from pretraining.observability.environment import record_environment
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
 from pretraining.train.build import build_run
-from pretraining.train.evaluate_only import CheckpointEvaluation, evaluate_only, print_evaluation
 from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import describe_end, describe_speed
@@ -105,8 +104,8 @@ def train(
     *,
     hook: MetricsHook | None = None,
     is_embedded: bool = False,
-) -> TrainResult | None:
-    """Train in every process of a job; with `eval_only`, evaluate and print, and return None.
+) -> TrainResult:
+    """Train in every process of a job.
 
     Args:
         config: the same in every process.
@@ -119,11 +118,6 @@ def train(
         Preempted: the run was asked to stop early and is saved; `Interrupted` after Ctrl-C.
         PretrainError: any mistake of the user; the message says what to change.
     """
-    if config.evaluation.eval_only:
-        evaluated = evaluate(config, layout, stop_requests, hook=hook, is_embedded=is_embedded)
-        if layout.rank == 0:
-            print_evaluation(evaluated)
-        return None
     requests = StopRequests() if stop_requests is None else stop_requests
     # The status is written last: by then the error has its final text.
     with (
@@ -157,20 +151,6 @@ def train(
                 record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
             run = train_with_rollbacks(make_plan, build, status, start)
         return _finish(config, processes, run, sampler)
-
-
-def evaluate(
-    config: TrainConfig,
-    layout: ProcessLayout,
-    stop_requests: StopRequests | None = None,
-    *,
-    hook: MetricsHook | None = None,
-    is_embedded: bool = False,
-) -> CheckpointEvaluation:
-    """Evaluate a checkpoint in every process of a job, and write nothing; arguments and errors as in `train`."""
-    requests = StopRequests() if stop_requests is None else stop_requests
-    with join_job(config, layout, requests, is_embedded) as processes:
-        return evaluate_only(config, processes, requests, hook)
 
 
 def _fetch_start(config: CheckpointConfig, processes: Processes) -> None:

@@ -13,6 +13,8 @@ import torch
 
 from pretraining.config.command_line import load_train_config
 from pretraining.launch.layout import resolve_layout
+from pretraining.tools.evaluate import evaluate_and_print
+from pretraining.train.preemption import StopRequests
 from pretraining.train.run import train
 
 if __name__ == "__main__":
@@ -21,7 +23,11 @@ if __name__ == "__main__":
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for port, arguments in json.loads(sys.argv[1]):
         os.environ["MASTER_PORT"] = str(port)
-        train(load_train_config(arguments), resolve_layout(os.environ))
+        config, layout = load_train_config(arguments), resolve_layout(os.environ)
+        if config.evaluation.eval_only:
+            evaluate_and_print(config, layout, StopRequests())
+        else:
+            train(config, layout)
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the interpreter's end: after several process groups in one process, torch's threads were once seen to

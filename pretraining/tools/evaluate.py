@@ -23,6 +23,7 @@ from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, format_score
 from pretraining.evaluation.scores import Scores
 from pretraining.files import from_hub
+from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
@@ -31,6 +32,7 @@ from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
 from pretraining.train.plan import build_run_mesh, check_kernels
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
+from pretraining.train.run import join_job
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,41 @@ class CheckpointEvaluation:
         return {"checkpoint": str(self.checkpoint), "step": self.step, **mean, "sets": sets}
 
 
-def evaluate_only(
-    config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None = None
+def evaluate_and_print(config: TrainConfig, layout: ProcessLayout, requests: StopRequests) -> None:
+    """Evaluate a checkpoint, and print a table, and then the scores as a JSON object on one line."""
+    evaluated = evaluate_checkpoint(config, layout, requests)
+    if layout.rank == 0:
+        for line in format_evaluation(evaluated.evaluation):
+            print_text(line)
+        print(json.dumps(evaluated.as_json()), flush=True)
+
+
+def evaluate_checkpoint(
+    config: TrainConfig,
+    layout: ProcessLayout,
+    requests: StopRequests,
+    *,
+    hook: MetricsHook | None = None,
+    is_embedded: bool = False,
 ) -> CheckpointEvaluation:
-    """Evaluate `ckpt_load_path`, else `ckpt_save_path`, on every set; a collective call with one result for all ranks.
+    """Evaluate `ckpt_load_path`, else `ckpt_save_path`, on every set; call it in every process of a job.
+
+    Args:
+        hook: user-defined metrics.
+        is_embedded: as in `train`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or holds another model.
         ConfigError, DataError: a set cannot be opened, or the model was trained on held-out documents.
         Preempted: a stop was requested.
     """
+    with join_job(config, layout, requests, is_embedded) as processes:
+        return _evaluate(config, processes, requests, hook)
+
+
+def _evaluate(
+    config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None
+) -> CheckpointEvaluation:
     source = on_rank_zero(lambda: _evaluated_path(config.checkpoint))
     newest = on_rank_zero(lambda: find_newest(source))
     config, manifest = adopt_settings(config, newest), newest.manifest
@@ -89,13 +116,6 @@ def evaluate_only(
     if found is None:
         raise preemption_error(stop, f"in an evaluation ({stop_reason(stop)}): nothing was written.")
     return CheckpointEvaluation(start.path, start.manifest.step, found)
-
-
-def print_evaluation(evaluated: CheckpointEvaluation) -> None:
-    """Print a table, and then the JSON object on one line."""
-    for line in format_evaluation(evaluated.evaluation):
-        print_text(line)
-    print(json.dumps(evaluated.as_json()), flush=True)
 
 
 def _evaluated_path(config: CheckpointConfig) -> Path:
