@@ -146,7 +146,7 @@ def _optimizer(translation: Translation, key: str) -> None:
     name = translation.word(key).removesuffix("_torch")
     if name not in OPTIMIZERS:
         translation.refuse(
-            key, f"must be one of {', '.join(OPTIMIZERS)}; or --optimizer=package.module:Class", "optimizer"
+            key, f"must be one of {', '.join(OPTIMIZERS)}: --optimizer takes your own class", "optimizer"
         )
     else:
         translation.set(key, optimizer="sgdm" if name == "sgd" and translation.number("momentum") else name)
