@@ -145,7 +145,9 @@ def _length(translation: Translation, key: str) -> None:
 def _optimizer(translation: Translation, key: str) -> None:
     name = translation.word(key).removesuffix("_torch")
     if name not in OPTIMIZERS:
-        translation.refuse(key, f"must be one of {', '.join(OPTIMIZERS)}, or package.module:Class", "optimizer")
+        translation.refuse(
+            key, f"must be one of {', '.join(OPTIMIZERS)}: --optimizer takes your own class", "optimizer"
+        )
     else:
         translation.set(key, optimizer="sgdm" if name == "sgd" and translation.number("momentum") else name)
 
