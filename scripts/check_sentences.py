@@ -31,6 +31,7 @@ _HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 _BLOCK = re.compile(r"^ *(?:>|[-*+]|\d+\.) +|^ *$|\|", re.MULTILINE)
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])[\"')*]* +(?=[\"'(*]*[A-Z0-9`])|(?<=[.!?])$")
 _ENTRY = re.compile(r"^(?:Args|Attributes|Raises|Returns|Yields):\n|^ +(?=[\w*, ]+: )", re.MULTILINE)
+_PROSE = re.compile(r"(?:^|\s)[A-Za-z]+ [a-z]+ [a-z]+(?:[\s.,:;]|$)")
 _WORD = re.compile(r"\w[\w'’/.,%-]*")
 _MEASURED = "bits|bytes|KiB|MiB|GiB|MB|GB|tokens|TFLOPs?|seconds|ms|µs"
 _EACH = "second|byte|token|step|parameter|row|document|report|line|file|page|process|rank|GPU|node|dataset|run|sample"
@@ -68,7 +69,7 @@ def texts(python: str) -> Iterator[str]:
             text = node.value
         else:
             continue
-        if len(text.split()) > 3:
+        if _PROSE.search(text):
             yield text
     comment, last = "", 0
     for token in tokenize.generate_tokens(io.StringIO(python).readline):
