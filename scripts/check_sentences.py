@@ -5,7 +5,7 @@
 The script flags a sentence that has more than 35 words, or that begins with "Of", "What", "Who" or "Where". It also
 flags a few phrases that plain English avoids, such as "a row a document" for "a row per document". It skips headings
 and code blocks. Code inside a sentence counts as one word, and a cell of a table is read like a paragraph. In Python
-files, the script reads docstrings, comments and texts of four words and more.
+files, the script reads docstrings, comments and texts with three plain words in a row.
 """
 
 from __future__ import annotations
