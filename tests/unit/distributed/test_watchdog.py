@@ -168,7 +168,7 @@ def test_a_process_that_finds_a_hang_stops_the_others(
                 thread.join(PATIENCE_SECONDS)
             watchdog._hung_seconds = 0.0
     text = capfd.readouterr().err
-    assert "error: rank 1: the job hangs" in text and "_which_end_with_it" in text  # in the stack of the main thread
+    assert "error: rank 1: the job hangs" in text and "_stops_the_others" in text  # in the stack of the main thread
 
 
 def test_others_read_the_heartbeat_and_the_threads_stop_before_the_block_ends(single_process: None) -> None:
