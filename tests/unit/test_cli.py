@@ -46,7 +46,7 @@ def test_help_explains_commands_and_every_flag_of_one_or_of_a_group(capsys: pyte
 
 
 def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    # fire alone would make 12345e67 a float, `false` a true string, and let a misspelt flag through.
+    # fire alone would read 12345e67 as a float and `false` as a true string, and accept a misspelt flag.
     with pytest.raises(SystemExit):
         main(["train", "--use_dummy_dataset=false", "--data_path=12345e67", "--weigths=1", "--hidden_size=12345e67"])
     error = capsys.readouterr().err
@@ -65,7 +65,7 @@ def test_what_the_file_system_says_about_a_path_is_one_error(
     for name, value in {**layout, **rank}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("pretraining.cli.resolve_config", refused)
-    monkeypatch.setattr(os, "_exit", sys.exit)  # of one of several processes
+    monkeypatch.setattr(os, "_exit", sys.exit)  # one of several processes
     with pytest.raises(SystemExit) as ending:
         main(["train"])
     assert ending.value.code == 1
@@ -99,7 +99,7 @@ def test_an_interrupt_has_its_exit_code_and_an_error_without_a_path_keeps_its_tr
     assert getattr(ending.value, "code", None) == code
 
 
-def test_a_process_that_says_nothing_ends_after_the_one_that_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_process_exits_after_the_one_that_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     for name, value in {**layout, "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -129,11 +129,11 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest.document()))
     (tmp_path / "run/config.yaml").write_text(manifest.config)
-    capsys.readouterr()  # that the datasets were indexed
+    capsys.readouterr()  # the datasets were indexed
     asked = ["--tokens", "--json"]
     for source in (
         [f"--ckpt_load_path={checkpoint}"],
-        [f"--recipe={tmp_path}/run/config.yaml", f"--ckpt_save_path={tmp_path}/run"],  # the run that would go on
+        [f"--recipe={tmp_path}/run/config.yaml", f"--ckpt_save_path={tmp_path}/run"],  # the run to resume
     ):
         for step in (1, 4):
             main(["inspect", *source, f"--step={step}", *asked])

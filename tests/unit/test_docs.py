@@ -32,9 +32,9 @@ OTHER_PROGRAMS = """
 """
 """Flags of llama-cli, lm_eval, pip, torchrun, mpirun, srun, docker, mkdocs, pytest, and two that stand for any."""
 USUAL = {*ALIASES, "recipe", "config", "help"}
-# Dotted names of other systems, which are flags as well: --training.steps=100.
+# Dotted names of other systems, which are flags, too: --training.steps=100.
 FOREIGN = {name for system in SYSTEMS.values() for name in system.rules}
-# Flags of this project's scripts, as their parsers are given them.
+# Flags of this project's scripts, from their parsers.
 SCRIPTS = {
     "".join(flag)
     for script in (ROOT / "scripts").rglob("*.py")
@@ -52,7 +52,7 @@ def text_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_files_and_flags_of_a_page_exist(page: Path) -> None:
-    """A file may be named as a path from the root, or from the package."""
+    """Paths of files start at the root or at the package."""
     text = text_of(page)
     assert [target for target in LINK.findall(text) if not (page.parent / target).exists()] == []
     homes = (ROOT, ROOT / "pretraining", ROOT / "scripts", ROOT / "docs", ROOT / "tests")

@@ -1,4 +1,4 @@
-"""What errors carry: tests elsewhere look at these fields, and not at sentences."""
+"""The fields of errors, which other tests check instead of sentences."""
 
 from __future__ import annotations
 

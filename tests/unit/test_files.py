@@ -47,7 +47,7 @@ def test_what_nobody_can_tell_is_an_error_for_users(
     question: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", str(tmp_path)))
-    for call in ("stat", "listdir", "scandir"):  # which of the last two lists a folder depends on the version of Python
+    for call in ("stat", "listdir", "scandir"):  # the Python version decides which of the last two lists a folder
         monkeypatch.setattr(os, call, refuse)
     with pytest.raises(PathError) as refused:
         question(tmp_path)
@@ -81,7 +81,7 @@ def test_json_is_read_up_to_a_depth(brackets: Sequence[str], tmp_path: Path) -> 
 
 
 def test_json_is_text_up_to_a_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = os.fsdecode(b"caf\xe9")  # of a file, as the index of a dataset has it
+    name = os.fsdecode(b"caf\xe9")  # a file's checksum, as in the index of a dataset
     assert parse_json(json.dumps({"\U0001f600": name})) == {"\U0001f600": name}
     assert parse_json(b"\xef\xbb\xbf[1]") == [1]
     monkeypatch.setattr(files, "MOST_IN_JSON", 4)
@@ -146,5 +146,5 @@ def test_what_the_system_says_about_the_output_is_an_error_for_users(error: OSEr
     with pytest.raises(DataError) as refused, output_errors(Path("root")):
         raise error
     assert refused.value.path == Path(path) and refused.value.settings == ("output_path",)
-    with pytest.raises(BrokenPipeError), output_errors(Path("root")):  # a reader of the messages that has gone
+    with pytest.raises(BrokenPipeError), output_errors(Path("root")):  # a closed pipe
         raise BrokenPipeError

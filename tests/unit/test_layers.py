@@ -1,4 +1,4 @@
-"""The house's order: a part imports only from the rows below it, not from its siblings; settings need no torch."""
+"""The order of packages: each imports only from rows below, not from siblings; settings need no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def part_of_file(path: Path) -> str:
 
 
 def imported_modules(source: str, package: str) -> Iterator[str]:
-    """Dotted names of everything that a source imports, inside functions too; `from a import b` gives `a.b`.
+    """Return the dotted names of all imports, also inside functions; `from a import b` gives `a.b`.
 
     Args:
         source: Python code.
@@ -61,7 +61,7 @@ def modules_of_file(path: Path) -> list[str]:
 
 
 def parts_imported(modules: list[str]) -> set[str]:
-    """The parts of this project among dotted names; a name of the package itself is its `__init__`."""
+    """Return the packages of this project among dotted names; `pretraining` itself is its `__init__`."""
     parts = set()
     for name in modules:
         top, *rest = name.split(".")
@@ -74,7 +74,7 @@ def parts_imported(modules: list[str]) -> set[str]:
 
 
 def violations(part: str, imported: set[str]) -> list[str]:
-    """Which of the imported parts this part may not see."""
+    """Return the imported packages that this package must not import."""
     return sorted(other for other in imported - {part} if ROW_OF[other] >= ROW_OF[part])
 
 
@@ -88,7 +88,7 @@ def test_imports_go_downwards_only(path: Path) -> None:
 
 
 def test_settings_and_launch_load_no_torch() -> None:
-    """Not through another library or the package's `__init__` either: `--help` answers at once."""
+    """Not through another library or the package's `__init__` either, so that `--help` is fast."""
     names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES if part_of_file(path) in TORCH_FREE
     ]
@@ -108,7 +108,7 @@ def test_only_the_composition_root_sees_every_part() -> None:
 
 
 def test_package_files_are_docstrings_only() -> None:
-    """Names are imported from the modules that define them; only `pretraining` itself offers some."""
+    """Names are imported from the modules that define them; only `pretraining` re-exports names."""
     for path in PACKAGE.glob("*/**/__init__.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body
         assert len(body) == 1 and isinstance(body[0], ast.Expr), path

@@ -1,4 +1,4 @@
-"""Durations: how they are written, what they come to, and when an interval fires."""
+"""Durations: their texts, their lengths in steps, and when an interval is due."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ durations = st.one_of(
 )
 
 
-# The ways to write an amount, by unit.
+# Spellings of an amount, by unit.
 WRITTEN: dict[str, dict[float, str]] = {
     "steps": {1000: "1000|1_000|1e3|1000.0|1000 steps", 10_000: "10k steps", 1_500_000: "1.5Msteps", 0: "0"},
     "tokens": {
@@ -117,7 +117,7 @@ def is_due(every: Duration, before: Progress, after: Progress, training_tokens: 
 
 @given(durations.filter(lambda every: every.amount > 1e-6), st.integers(1, 30), st.integers(0, 60))
 def test_an_interval_never_drifts(every: Duration, stride: int, steps: int) -> None:
-    """However often it is asked, it has fired for every boundary passed, at most once a question."""
+    """However often it is checked, an interval is due once per boundary, at most once per check."""
     training_tokens = 55
     walk = [progress(step) for step in range(0, steps + 1, stride)]
     fired = [is_due(every, before, after, training_tokens) for before, after in pairwise(walk)]
@@ -131,7 +131,7 @@ def test_an_interval_never_drifts(every: Duration, stride: int, steps: int) -> N
         ("3", [3, 6, 9]),
         ("25tok", [3, 5, 8, 10]),
         ("0.5ep", [2, 4, 6, 8, 10]),  # of 40 tokens
-        ("2s", [3, 6, 9]),  # of 0.7 seconds a step
+        ("2s", [3, 6, 9]),  # 0.7 seconds per step
         ("1tok", list(range(1, 11))),
         ("0", []),
         ("0s", []),

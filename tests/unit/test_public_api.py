@@ -1,4 +1,4 @@
-"""What `from pretraining import …` gives."""
+"""The public names of `pretraining`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pretraining.cli import main
 
 
 def test_every_public_name_stays_whatever_is_imported_and_settings_need_no_torch() -> None:
-    """A sub-module of the same name would take a name's place once it is imported."""
+    """An imported sub-module would replace a public name of the same spelling."""
     program = """
 import importlib, pathlib, sys, pretraining
 from pretraining import TrainConfig, ModelConfig

@@ -1,4 +1,4 @@
-"""The README's reading path: what a reader must know to follow one step stays short."""
+"""The README's reading path: the files behind one step stay short."""
 
 from __future__ import annotations
 

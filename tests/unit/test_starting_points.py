@@ -1,4 +1,4 @@
-"""docs/parallelism.md, "Where to begin, by model": each line fits by the estimate that runs are checked by."""
+"""docs/parallelism.md, "Where to begin, by model": each line fits by the memory estimate of runs."""
 
 from __future__ import annotations
 

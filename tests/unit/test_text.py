@@ -1,4 +1,4 @@
-"""Numbers, lists and tables as text."""
+"""Formatting of numbers, lists and tables."""
 
 from __future__ import annotations
 

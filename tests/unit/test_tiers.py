@@ -1,4 +1,4 @@
-"""The quick tier has a test of every fault that docs/reliability.md promises to survive."""
+"""The quick tier tests every fault that docs/reliability.md promises to survive."""
 
 from __future__ import annotations
 

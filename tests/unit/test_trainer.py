@@ -1,4 +1,4 @@
-"""`pretraining.Trainer` in this process: what it trains, finds and returns."""
+"""`pretraining.Trainer` in this process: training, evaluation and results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_run_is_that_of_the_command_line_and_its_result_says_what_came_of_it(
     out = capsys.readouterr().out
     assert "step 4/4  loss" in out and "Finished 4 steps" in out
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signal, "signal", lambda *_: None)  # a command listens until its process ends
+        patch.setattr(signal, "signal", lambda *_: None)  # a command records signals until its process exits
         patch.setattr("pretraining.cli.ignore_output_errors", lambda: None)
         flags = [f"{name}={value}" for name, value in SETTINGS.items()]
         main(["train", *flags, "eval_interval=2", f"ckpt_save_path={tmp_path / 'command'}"])
@@ -177,7 +177,7 @@ def test_a_model_goes_on_with_token_ids_and_is_saved_for_others(tmp_path: Path) 
     assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
     assert made.evaluate(tmp_path / "hf")["evaluation_loss"] == pytest.approx(made.evaluate()["evaluation_loss"])
     other = trainer(Trainer, tmp_path / "other", ckpt_load_path=tmp_path / "hf", tie_word_embeddings=True)
-    assert other.generate([1, 2, 3], 3, temperature=0.0) == greedy  # what it would begin from
+    assert other.generate([1, 2, 3], 3, temperature=0.0) == greedy  # where it would start
 
 
 def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/tutorial.md: every block of it, in order, in a folder of its own; only training is shorter."""
+"""docs/tutorial.md: every block runs, in order, in a new folder; only training is shorter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAMS = {"pretrain": "-m pretraining", "python": "", "lm_eval": "-m lm_eval"}
 
 
 class Tutorial:
-    """The page's blocks by section, and the folder that they run in."""
+    """The blocks of the page by section, and the folder that they run in."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "tutorial"
@@ -37,7 +37,7 @@ class Tutorial:
         self._run(BLOCK.findall(beginning), folder)
 
     def run(self, section: str) -> str:
-        """Runs the blocks of a section, and returns what they print."""
+        """Run the blocks of a section, and return their output."""
         return self._run(self.sections[section], self.folder)
 
     def _run(self, blocks: list[str], folder: Path) -> str:
@@ -49,7 +49,7 @@ class Tutorial:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tutorial, dict[str, str]]:
-    """The page up to the model, and what its sections have printed."""
+    """Run the page up to the model, and return the output of its sections."""
     tutorial = Tutorial(tmp_path_factory.mktemp("tutorial"))
     names = ("1. Text to tokens", "2. Look before you train", "3. Train", "4. Try it", "5. Transformers")
     return tutorial, {name: tutorial.run(name) for name in names}

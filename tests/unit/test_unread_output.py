@@ -1,4 +1,4 @@
-"""What is printed may find no reader, as in `pretrain plan | head -1`, or no room: no command ends with a traceback."""
+"""Output to a closed pipe, as in `pretrain plan | head -1`, or to a full disk gives no traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def run_unread(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command whose standard output nobody reads."""
+    """Run a command whose standard output is a closed pipe."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as unread:

@@ -1,4 +1,4 @@
-"""The batch plan: the same sequences make a step on any number of ranks."""
+"""Batch sizes: a step has the same sequences on any number of ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_shares_tile_the_global_batch_and_fit_the_micro_batches(size: int, batch
     assert max(lengths) <= plan.micro_batch_size * plan.grad_accum_steps
     assert plan.micro_batch_size <= batch_size
     assert plan.padding_sequences == count * plan.micro_batch_size * plan.grad_accum_steps - size >= 0
-    assert (plan.grad_accum_steps - 1) * batch_size < max(lengths)  # no plan takes fewer micro-batches
+    assert (plan.grad_accum_steps - 1) * batch_size < max(lengths)  # fewer micro-batches do not fit
 
 
 @given(st.integers(1, 64), st.integers(1, 64), ranks)
-def test_the_global_batch_is_the_product_where_it_is_left_open(batch_size: int, steps: int, count: int) -> None:
+def test_without_a_global_batch_size_it_is_the_product(batch_size: int, steps: int, count: int) -> None:
     plan = resolve_batch_sizes(BatchConfig(batch_size=batch_size, grad_accum_steps=steps), count)
     assert plan == BatchSizes(batch_size * steps * count, batch_size, steps, count)
     assert plan.padding_sequences == 0
@@ -42,7 +42,7 @@ def test_the_global_batch_is_the_product_where_it_is_left_open(batch_size: int, 
     [
         (BatchConfig(batch_size=3), 4, BatchSizes(12, 3, 1, 4)),
         (BatchConfig(batch_size=2, global_batch_size=64), 8, BatchSizes(64, 2, 4, 8)),
-        # Three of 4 would compute 12 sequences for a share of 9; three of 3 compute none in vain.
+        # Three micro-batches of 4 would compute 12 sequences for a share of 9; three of 3 need no padding.
         (BatchConfig(batch_size=4, global_batch_size=9), 1, BatchSizes(9, 3, 3, 1)),
         (BatchConfig(batch_size=4, global_batch_size=16, grad_accum_steps=4), 2, BatchSizes(16, 2, 4, 2)),
     ],
@@ -52,7 +52,7 @@ def test_what_is_left_open_is_derived(batch: BatchConfig, count: int, plan: Batc
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64])
-def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks_unless_told_otherwise(count: int) -> None:
+def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks_unless_set(count: int) -> None:
     given = BatchConfig(batch_size=2, grad_accum_steps=4)
     assert resolve_batch_sizes(given, count, restored_global_batch_size=64).global_batch_size == 64
     told = BatchConfig(global_batch_size=8)
@@ -66,12 +66,12 @@ def test_a_resumed_run_keeps_its_global_batch_on_any_number_of_ranks_unless_told
         (BatchConfig(batch_size=2, global_batch_size=8, grad_accum_steps=3), 4, "from 1 to 2"),
     ],
 )
-def test_a_batch_that_cannot_be_dealt_out_is_refused(batch: BatchConfig, count: int, arithmetic: str) -> None:
+def test_a_batch_that_does_not_fit_is_refused(batch: BatchConfig, count: int, arithmetic: str) -> None:
     with pytest.raises(ConfigError, match=arithmetic):
         resolve_batch_sizes(batch, count)
 
 
-def test_a_plan_says_what_is_wasted() -> None:
+def test_the_description_has_the_padding() -> None:
     even = resolve_batch_sizes(BatchConfig(batch_size=2, global_batch_size=64), 8)
     assert even.describe() == "64 sequences per step: 8 data-parallel ranks x 4 micro-batches of 2"
     uneven = resolve_batch_sizes(BatchConfig(batch_size=2, global_batch_size=64), 3)

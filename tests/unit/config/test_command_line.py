@@ -1,4 +1,4 @@
-"""The command line: every spelling of a flag, every mistake, all of them at once."""
+"""The command line: every spelling of a flag, and every mistake, all reported at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DUMMY = {"use_dummy_dataset": "true"}
 
 
 def through_fire(*arguments: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """What a command receives from fire for words on the command line."""
+    """Return what fire passes to a command for these arguments."""
     received: list[tuple[tuple[str, ...], dict[str, str]]] = []
 
     def main(*overrides: str, **flags: str) -> None:
@@ -34,7 +34,7 @@ def through_fire(*arguments: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def value_of(name: str, *arguments: str) -> object:
-    """One setting of a training run started with these words, on some data unless they name its source."""
+    """Return one setting of a training run, on generated data unless the arguments name data."""
     source = [] if any(re.search("data.path|use.dummy", word) for word in arguments) else ["--data_path=d"]
     overrides, flags = through_fire(*source, *arguments)
     return values_of(resolve_config(TrainConfig, overrides, flags).config)[name]
@@ -96,7 +96,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["mine.yaml"], "--recipe=mine.yaml"),
         (["seed=1", "mine.yaml"], "'mine.yaml' sets nothing"),
         (["--accept_llama=perhaps"], "--accept_llama=perhaps"),
-        (["--accept_unknown=true"], "--accept_unknown"),  # of no file of another system
+        (["--accept_unknown=true"], "--accept_unknown"),  # no file of another system is given
         (["--num_steps=10", "--max_tokens=5B"], "--num_steps=10 and --max_tokens=5B"),
         (["seed=1", "--run.seed=2"], "seed=1 and --run.seed=2"),
         (["--max_tokens=2ep"], "--max_tokens=2ep"),
@@ -106,7 +106,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["--recipe=~nobody_of_that_name/a.yaml"], "~nobody_of_that_name"),
     ],
 )
-def test_a_mistake_is_told_with_what_to_write(arguments: list[str], problem: str) -> None:
+def test_an_error_says_what_to_write(arguments: list[str], problem: str) -> None:
     if not {"--recipe", "--data_path"} & {argument.partition("=")[0] for argument in arguments}:
         arguments = [*arguments, "--use_dummy_dataset=true", "--ckpt_save_path=runs/a"]
     overrides, flags = through_fire(*arguments)
@@ -114,7 +114,7 @@ def test_a_mistake_is_told_with_what_to_write(arguments: list[str], problem: str
     assert problem in found
 
 
-def test_all_problems_come_in_one_error_and_none_twice() -> None:
+def test_one_error_has_all_problems_once() -> None:
     problems = problems_of(
         "stray", learning_rat="1", seed="x", weights="1,2", recipe="demo", num_steps="0", hsdp_group_size="two"
     )
@@ -130,7 +130,7 @@ def test_all_problems_come_in_one_error_and_none_twice() -> None:
     assert len(problems_of(recipe="missing.yaml,nowhere.json,demo")) == 2
 
 
-def test_a_path_with_a_comma_is_one_recipe_where_it_is_there(tmp_path: Path) -> None:
+def test_an_existing_path_with_a_comma_is_one_recipe(tmp_path: Path) -> None:
     path = tmp_path / "a,b.yaml"
     path.write_text("use_dummy_dataset: true\nseed: 5")
     assert load_train_config([], {"recipe": str(path)}).run.seed == 5
@@ -146,7 +146,7 @@ def test_later_recipes_win_and_flags_win_over_all(tmp_path: Path) -> None:
     assert config.run.seed == 2  # from the second
     assert config.batch.batch_size == 13  # from the command line
     assert config.data.seq_length == 4096  # default
-    longer = load_train_config([], {"recipe": "demo", "max_tokens": "1M"})  # a recipe's num_steps, by its other name
+    longer = load_train_config([], {"recipe": "demo", "max_tokens": "1M"})  # a recipe's num_steps, by its alias
     assert longer.run.num_steps == Duration(10**6, "tokens")
 
 
@@ -180,9 +180,9 @@ def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest
     ("flags", "named"),
     [
         ({}, "output_path"),
-        ({"output_path": "True"}, "output_path"),  # what fire makes of a flag without a value
+        ({"output_path": "True"}, "output_path"),  # fire's value for a flag without a value
         ({"run.count": "3", "output_path": "x"}, "run"),
-        ({"max_tokens": "3", "output_path": "x"}, "max_tokens"),  # another name of a setting that it lacks
+        ({"max_tokens": "3", "output_path": "x"}, "max_tokens"),  # alias of a setting that this command lacks
     ],
 )
 def test_a_flat_command_refuses_what_it_lacks_or_does_not_know(flags: dict[str, str], named: str) -> None:
@@ -195,7 +195,7 @@ def test_a_flat_command_refuses_what_it_lacks_or_does_not_know(flags: dict[str, 
 @given(
     st.lists(st.text(max_size=20), max_size=5), st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=5)
 )
-def test_whatever_is_typed_gives_a_configuration_or_a_config_error(overrides: list[str], flags: dict[str, str]) -> None:
+def test_any_text_gives_a_configuration_or_a_config_error(overrides: list[str], flags: dict[str, str]) -> None:
     try:
         load_train_config(overrides, flags | DUMMY)
     except ConfigError as error:

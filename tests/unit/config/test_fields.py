@@ -1,4 +1,4 @@
-"""The table of settings that a dataclass asks for."""
+"""The table of the settings in a dataclass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pretraining.config.values import limit_problem
 
 @dataclass(frozen=True)
 class Size:
-    """How large."""
+    """Size of something."""
 
     width: int = setting(4, "width")
     heights: tuple[int, ...] = setting((1, 2), "heights")
@@ -27,7 +27,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A required setting, a section with a default of its own, and one with its class's."""
+    """A required setting, a section with changed defaults, and a section with its class's defaults."""
 
     name: str = required("what it is called")
     size: Size = setting(Size(width=8), silent_change=True)
@@ -58,11 +58,11 @@ def test_building_keeps_the_defaults_of_the_root() -> None:
     "fields",
     [
         [("one", Size, Size()), ("two", Size, Size())],  # two sections with the same names
-        [("mapping", dict[str, int], None)],  # no text stands for it
-        [("several", tuple[int, ...] | None, None)],  # nothing and the empty tuple would be written the same
+        [("mapping", dict[str, int], None)],  # no text parses into it
+        [("several", tuple[int, ...] | None, None)],  # none and the empty tuple would have the same text
     ],
 )
-def test_a_root_that_flags_cannot_be_made_of_is_refused(fields: list[tuple[str, Any, Any]]) -> None:
+def test_a_root_with_unsupported_fields_is_refused(fields: list[tuple[str, Any, Any]]) -> None:
     with pytest.raises(TypeError):
         settings_of(make_dataclass("Root", fields, frozen=True))
 

@@ -1,4 +1,4 @@
-"""What users read about settings is complete, fits the terminal and is current."""
+"""`--help` is complete and fits the terminal, and docs/configurations.md is current."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_help_explains_every_flag() -> None:
     assert "\n  DURATION " in text
 
 
-def test_a_group_that_is_not_there_is_an_error() -> None:
+def test_an_unknown_group_is_an_error() -> None:
     for root in (TrainConfig, PrepareConfig):
         with pytest.raises(ConfigError) as error:
             help_text(root, "x", "y", topic="optimiser")
@@ -39,7 +39,7 @@ def test_a_group_that_is_not_there_is_an_error() -> None:
     [
         ("--warmup-steps", "of schedule:\n  --warmup_steps=DURATION "),
         ("schedule.warmup_steps", "of schedule:\n  --warmup_steps=DURATION "),
-        ("eos_token", "of data:\n  --sep_token=N"),  # its other name
+        ("eos_token", "of data:\n  --sep_token=N"),  # its alias
         ("optimizer", "optimizer: "),
     ],
 )

@@ -13,14 +13,14 @@ from pretraining.errors import ConfigError
 COMMON = ["use_dummy_dataset=true", "ckpt_save_path=runs/a"]
 
 
-def test_what_the_tables_name_is_there_and_options_are_settings() -> None:
+def test_paths_in_the_tables_exist_and_options_are_settings() -> None:
     settings = settings_of(TrainConfig)
     for entry in (*OPTIMIZERS.values(), *SCHEDULES.values(), *TRACKERS.values()):
         assert callable(load_plugin("table", entry.path)) and set(entry.options) <= settings.keys()
 
 
 @pytest.mark.parametrize("name", ["optimizer", "schedule", "tracker", "file_type"])
-def test_a_users_own_is_a_value_and_a_misspelt_name_is_refused(name: str) -> None:
+def test_a_user_defined_plugin_is_accepted_and_a_misspelt_name_is_refused(name: str) -> None:
     config = load_train_config([*COMMON, f"{name}=my_package.module:Name"], {})
     assert values_of(config)[name] in ("my_package.module:Name", ("my_package.module:Name",))
     with pytest.raises(ConfigError, match=r"not known.*or a user-defined package.module:Name"):

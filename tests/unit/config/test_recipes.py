@@ -1,4 +1,4 @@
-"""Recipes: what may stand in them, what is wrong with them, and the resolved configuration as one."""
+"""Recipes: allowed content, mistakes, and the resolved configuration as a recipe."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         read_recipe("dmo")
 
 
-def test_merged_mappings_stand_beneath_a_mappings_own_keys_and_the_first_one_counts_most() -> None:
+def test_own_keys_override_merged_mappings_and_the_first_merged_mapping_wins() -> None:
     tree = parse_tree(
         "a: &a {learning_rate: 1e-2, weight_decay: 0.5}\nb: &b {weight_decay: 0.2, grad_clip_thresh: &three 3}\n"
         "optimizer: {<<: [*a, *b], learning_rate: 1e-3}\nseed: *three\n'<<': text\n",
@@ -127,14 +127,14 @@ def test_a_shipped_recipe_can_be_trained_with(name: str) -> None:
 
 
 def values(setting: Setting) -> st.SearchStrategy[Any]:
-    """Any value that a setting may have."""
+    """Generate any value of a setting."""
     one: st.SearchStrategy[Any]
     if setting.choices:
         one = st.sampled_from(setting.choices)
     elif setting.base is str:
         one = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
         if setting.is_path:
-            one = one.filter(lambda text: not text.startswith("~"))  # read as a home folder: no configuration has it
+            one = one.filter(lambda text: not text.startswith("~"))  # means a home folder, so no configuration has it
         if setting.optional:
             one = one.filter(lambda text: text.strip().lower() not in NONE_WORDS)
     elif setting.base is bool:
@@ -158,7 +158,7 @@ configs = st.fixed_dictionaries({}, optional={name: values(known) for name, know
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(configs)
-@example({"tokenizer_path": "0\x85"})  # line breaks to YAML, which would fold them into spaces
+@example({"tokenizer_path": "0\x85"})  # YAML's line breaks, which it would fold into spaces
 @example({"datasets": ("a\u2028b", "c")})
 def test_a_dumped_configuration_loads_back_equal(tmp_path: Path, chosen: dict[str, Any]) -> None:
     config = build(TrainConfig, chosen)

@@ -1,4 +1,4 @@
-"""Rules over several settings: each one refuses what it is about, and lets the rest pass."""
+"""Rules over several settings: each refuses its combination, and accepts others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = settings_of(TrainConfig)
 
 
 def config_of(*flags: str) -> TrainConfig:
-    """A run with these settings, not checked, and on some data unless they name its source."""
+    """Return a run with these settings, unchecked, on generated data unless they name data."""
     given = dict(flag.split("=", 1) for flag in flags)
     source = {} if {"data_path", "use_dummy_dataset"} & given.keys() else {"data_path": "d"}
     return build(TrainConfig, {name: parse_value(SETTINGS[name], text) for name, text in (source | given).items()})
@@ -96,7 +96,7 @@ def test_settings_that_fit_pass(flags: list[str]) -> None:
     assert find_problems(config_of(*flags)) == []
 
 
-def test_a_problem_that_names_a_setting_which_could_not_be_read_is_left_out() -> None:
+def test_a_problem_about_a_setting_that_could_not_be_parsed_is_dropped() -> None:
     config = config_of("hsdp_group_size=4")
     assert find_problems(config, {"sharding_strategy"}) == []
     assert len(find_problems(config, {"seed"})) == 1
@@ -107,7 +107,7 @@ def test_a_problem_that_names_a_setting_which_could_not_be_read_is_left_out() ->
     [
         ({"held_out_fraction": 1.5}, ["held_out_fraction=1.5"]),
         ({"strip_tokens": (3, -1)}, ["strip_tokens=3,-1"]),
-        ({"weights": "1", "datasets": ("a",)}, ["weights=1"]),  # which the rule about them could not compare
+        ({"weights": "1", "datasets": ("a",)}, ["weights=1"]),  # the rule could not compare these
         ({"min_length": 0, "use_dummy_dataset": False}, ["min_length=0", "no data"]),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_configuration_made_in_python_is_checked_like_flags(data: dict[str, An
 @pytest.mark.parametrize(
     "selective", ["0", "-1", "3/2", "2.5", "1/0", "1/", "some", "", "1/3/5", "1e99999999", "13", "1/32"]
 )
-def test_what_selects_no_blocks_is_refused(selective: str) -> None:
+def test_a_selection_of_no_blocks_is_refused(selective: str) -> None:
     with pytest.raises(ConfigError) as error:
         checkpointed_blocks(selective, 12)
     assert error.value.settings[0] == "selective_checkpointing"
@@ -144,8 +144,8 @@ def test_what_selects_no_blocks_is_refused(selective: str) -> None:
         (["data_path=d", "sample_prompt=def"], ["sample_prompt"]),
     ],
 )
-def test_a_setting_that_another_one_leaves_without_an_effect_is_a_remark(flags: list[str], named: list[str]) -> None:
-    """So that one flag can be flipped: to measure speed, or to see what checkpointing costs."""
+def test_a_setting_without_effect_is_listed(flags: list[str], named: list[str]) -> None:
+    """Users flip one flag to measure speed, or the cost of checkpointing."""
     found = ineffective_settings(load_train_config(flags))
     assert [ConfigError(remark).settings[0] for remark in found] == named
 

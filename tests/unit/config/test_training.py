@@ -1,4 +1,4 @@
-"""What the texts of some settings mean."""
+"""Settings whose text has a grammar."""
 
 from __future__ import annotations
 

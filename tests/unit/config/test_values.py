@@ -1,4 +1,4 @@
-"""One setting's value: what each type accepts, its limits, and the text that reads back."""
+"""One setting's value: accepted texts by type, limits, and the text that reads back."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_text_means_this_value(name: str, raw: Any, value: object) -> None:
         ("shares", "1,x", "a number is needed"),
     ],
 )
-def test_what_cannot_be_read_says_what_is_needed(name: str, raw: Any, message: str) -> None:
+def test_unreadable_text_gives_an_error_with_the_expected_type(name: str, raw: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_value(SETTINGS[name], raw)
     assert message in str(error.value)
@@ -117,11 +117,11 @@ def test_what_cannot_be_read_says_what_is_needed(name: str, raw: Any, message: s
         ("shares", (1, "2"), "a number is needed"),
     ],
 )
-def test_a_value_made_in_python_is_held_to_type_and_limits(name: str, value: object, problem: str) -> None:
+def test_a_value_from_python_is_checked_for_type_and_limits(name: str, value: object, problem: str) -> None:
     assert limit_problem(SETTINGS[name], value) == problem
 
 
-def test_both_ends_of_a_range_are_included_and_a_number_alone_is_both() -> None:
+def test_ranges_include_both_ends_and_may_be_one_number() -> None:
     assert parse_ranges("flag", ["3-7", "5", "0-0", "5-"], smallest=0) == [(3, 7), (5, 5), (0, 0), (5, 5)]
 
 

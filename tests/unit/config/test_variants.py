@@ -1,4 +1,4 @@
-"""Model variants: the published dimensions, and what may be changed about them."""
+"""Model variants: published dimensions, and how settings override them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ STRETCHED = RopeScaling(32.0, 1.0, 4.0, 8192)
         (ModelConfig(model_variant="llama3_8b", num_attention_heads=16), {"num_key_value_heads": 8}),
     ],
 )
-def test_what_is_not_given_is_the_variants_or_follows(model: ModelConfig, values: dict[str, object]) -> None:
+def test_dimensions_that_are_not_given_are_the_variants_or_derived(
+    model: ModelConfig, values: dict[str, object]
+) -> None:
     shape = resolve_shape(model)
     assert {name: getattr(shape, name) for name in values} == values
 
@@ -88,7 +90,7 @@ def test_what_is_not_given_is_the_variants_or_follows(model: ModelConfig, values
         ),
     ],
 )
-def test_a_model_that_cannot_be_is_refused_with_the_arithmetic(model: ModelConfig, problems: list[str]) -> None:
+def test_an_impossible_model_is_refused_with_the_arithmetic(model: ModelConfig, problems: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         resolve_shape(model)
     assert len(error.value.problems) == len(problems) and all(part in str(error.value) for part in problems)

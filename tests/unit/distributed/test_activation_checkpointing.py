@@ -1,4 +1,4 @@
-"""What is checkpointed computes the same, under the same names; tests/unit/estimate measures what it keeps."""
+"""Checkpointed blocks compute the same, with the same names; tests/unit/estimate measures what they store."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def counted_flops(plain: Llama, selective: str | None, length: int) -> int:
 
 
 @pytest.mark.parametrize("selective", SELECTIONS)
-def test_the_share_that_is_recomputed_is_what_is_counted(plain: Llama, selective: str) -> None:
+def test_the_recomputed_share_agrees_with_counted_operations(plain: Llama, selective: str) -> None:
     """Without attention, which the counter leaves out on a CPU before PyTorch 2.15."""
     without = counted_flops(plain, None, 64)
     more = counted_flops(plain, selective, 64) - without
@@ -66,7 +66,7 @@ def test_the_share_that_is_recomputed_is_what_is_counted(plain: Llama, selective
 
 
 @pytest.mark.parametrize(("selective", "times"), [(None, 1), ("op", 1), ("1", 2)])
-def test_attention_over_all_documents_at_once_is_computed_again_with_the_whole_block_only(
+def test_varlen_attention_is_recomputed_only_with_the_whole_block(
     plain: Llama, selective: str | None, times: int
 ) -> None:
     with emulated_varlen() as calls:
@@ -76,5 +76,5 @@ def test_attention_over_all_documents_at_once_is_computed_again_with_the_whole_b
 
 
 def flops_of_blocks(shape: LlamaShape) -> float:
-    """Of a forward for a token, without attention and head."""
+    """FLOPs of a forward per token, without attention and head."""
     return flops_per_token(shape, 0) / 3 - 2 * shape.hidden_size * shape.vocab_size

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("single_process", "fresh_compiler")
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Nothing compiled before or after; graphs are run by PyTorch, which spares the time of a C++ compiler."""
+    """Start and end without compiled code; PyTorch runs the graphs, which saves the time of a C++ compiler."""
     counters.clear()
     with torch.compiler.set_stance(force_backend="aot_eager"):
         yield
@@ -30,7 +30,7 @@ def test_compiled_blocks_compute_the_same_and_compile_in_the_first_step_only(sel
     flags = [] if selective is None else ["fsdp_activation_checkpointing=true", f"selective_checkpointing={selective}"]
     plain, compiled = model_with(*flags), model_with(*flags, "use_torch_compile=true")
     compare(loss_and_gradients(plain), loss_and_gradients(compiled))
-    graphs = 2 if selective == "2" else 1  # not one a block
+    graphs = 2 if selective == "2" else 1  # not one per block
     assert counters["stats"]["unique_graphs"] == graphs
     for seed in (1, 2, 3):
         compare(loss_and_gradients(plain, seed), loss_and_gradients(compiled, seed))
@@ -53,7 +53,7 @@ def test_text_is_generated_without_compiling() -> None:
     assert counters["stats"]["unique_graphs"] == 0
 
 
-def test_a_model_after_another_has_all_its_variants_to_itself() -> None:
+def test_a_later_model_has_the_full_limit_of_recompilations() -> None:
     with torch._dynamo.config.patch(recompile_limit=2):
         for number in range(4):
             block = Plus(number)
@@ -63,7 +63,7 @@ def test_a_model_after_another_has_all_its_variants_to_itself() -> None:
 
 
 class Plus(nn.Module):
-    """Another graph for each number."""
+    """A function whose graph depends on the number."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear layers of the blocks multiply in float8 and are the same in all else; who cannot have it is told why."""
+"""Linear layers of the blocks multiply in float8, and nothing else changes; a missing requirement is named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HALF, CHECKPOINTED = "mixed_precision=true", "fsdp_activation_checkpointing=true
 
 @pytest.fixture(autouse=True)
 def same_compiler_settings() -> Iterator[None]:
-    """What float8 sets for the rest of a process is set for the time of a test."""
+    """Restore the global settings of float8 after a test."""
     with config.patch(emulate_precision_casts=False):
         yield
 
@@ -38,7 +38,7 @@ def gpu_of(capability: tuple[int, int], patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("device", "capability"), [(CPU, (0, 0)), (GPU, (7, 5)), (GPU, (8, 6)), (GPU, (9, 0))])
-def test_where_there_is_no_float8_it_is_refused(
+def test_float8_is_refused_without_hardware_or_package(
     device: torch.device, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu_of(capability, monkeypatch)
@@ -52,7 +52,7 @@ def test_where_there_is_no_float8_it_is_refused(
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, single_process: None) -> Iterator[None]:
-    """Float8 on the CPU, and graphs that are run by PyTorch, which spares the time of a C++ compiler."""
+    """Float8 on the CPU, with graphs run by PyTorch, which saves the time of a C++ compiler."""
     emulate_float8(monkeypatch)
     with torch.compiler.set_stance(force_backend="aot_eager"):
         yield
@@ -79,7 +79,7 @@ def test_loss_and_gradients_are_those_of_bfloat16_to_the_digits_of_float8(scalin
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("scaling", "selective"), [("rowwise", "1"), ("tensorwise", "2"), ("rowwise", "op")])
-def test_blocks_that_are_computed_again_give_the_same_bits(scaling: Float8Scaling, selective: str) -> None:
+def test_recomputed_blocks_give_the_same_bits(scaling: Float8Scaling, selective: str) -> None:
     expected = loss_and_gradients(model_with(HALF, f"float8={scaling}"))
     found = loss_and_gradients(
         model_with(HALF, f"float8={scaling}", CHECKPOINTED, f"selective_checkpointing={selective}")
@@ -100,7 +100,7 @@ class Products(TorchDispatchMode):
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("selective", "passes"), [(None, 3), ("1", 4), ("op", 3)])
-def test_all_layers_of_blocks_multiply_in_float8_and_op_computes_no_product_again(
+def test_all_layers_of_blocks_multiply_in_float8_and_op_recomputes_no_product(
     selective: str | None, passes: int
 ) -> None:
     flags = [] if selective is None else [CHECKPOINTED, f"selective_checkpointing={selective}"]

@@ -1,4 +1,4 @@
-"""What ranks send each other in a step: everything once, however many micro-batches it has."""
+"""Communication of a step: everything is sent once, whatever the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 
 BLOCKS = TINY_SHAPE.num_hidden_layers
-GROUPS = BLOCKS + 1  # each block, and what is left
+GROUPS = BLOCKS + 1  # each block, and the root
 
 
 class Collectives(TorchDispatchMode):
@@ -39,7 +39,7 @@ class Collectives(TorchDispatchMode):
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    """This process is the first of four; what it sends goes nowhere, and what it receives is made up."""
+    """Make this process the first of four, with a fake process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
@@ -57,7 +57,7 @@ def four_ranks() -> Iterator[None]:
         ("hsdp_zero2", (2, 2), GROUPS, 0, GROUPS, GROUPS),
     ],
 )
-def test_replicas_exchange_gradients_once_a_step_and_shards_what_they_must(
+def test_replicas_all_reduce_gradients_once_per_step(
     strategy: ShardingStrategy,
     mesh_shape: tuple[int, int],
     gathers: int,
@@ -66,7 +66,7 @@ def test_replicas_exchange_gradients_once_a_step_and_shards_what_they_must(
     reduces: int,
     micro_batches: int,
 ) -> None:
-    """`_each`: of every micro-batch; the others of the step."""
+    """Names with `_each` count per micro-batch, the others per step."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=AXES)
     model = Llama(TINY_SHAPE)
     initialize_weights(model, TINY_SHAPE, 0, torch.device("cpu"))

@@ -18,7 +18,7 @@ def world() -> dist.ProcessGroup:
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_the_norm_is_that_of_all_gradients_and_one_number_that_is_not_finite_shows(poison: float) -> None:
+def test_the_norm_covers_all_gradients_and_shows_a_value_that_is_not_finite(poison: float) -> None:
     gradients = gradients_of_norm_five()
     assert float(gradient_norm(gradients, world())) == pytest.approx(5.0)
     gradients[1][0, 0] = poison

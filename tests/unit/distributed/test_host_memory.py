@@ -1,4 +1,4 @@
-"""Memory that a step gives back is there for the next one. What changes the allocator has a process of its own."""
+"""Freed memory is kept for the next step. Code that changes the allocator runs in a separate process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from pretraining.distributed.processes import keep_freed_memory
 
-# Blocks of more than 2 GiB are not written: the system hands out pages when they are.
+# Blocks of more than 2 GiB are not written, so the system allocates no pages for them.
 PROGRAM = """
 import resource, torch
 from pathlib import Path
@@ -36,7 +36,7 @@ print(kept, pages[-1] < 100, held > 2**26, resident() - before < 2**26)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
-def test_freed_blocks_are_taken_again_without_asking_the_system_and_returned_in_the_end() -> None:
+def test_freed_memory_is_reused_without_system_calls_and_returned_at_the_end() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", PROGRAM]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -47,6 +47,6 @@ def test_freed_blocks_are_taken_again_without_asking_the_system_and_returned_in_
     ("name", "value"),
     [("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"), ("MALLOC_MMAP_THRESHOLD_", "131072")],
 )
-def test_an_allocator_that_the_user_has_set_up_stays(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_allocator_settings_stay(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory()

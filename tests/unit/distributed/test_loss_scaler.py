@@ -1,4 +1,4 @@
-"""The scale of the loss is the one that torch.amp.GradScaler would find."""
+"""The loss scale follows torch.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def update(scaler: LossScaler, overflowed: bool) -> bool:
     return bool(scaler.update(torch.tensor(overflowed)))
 
 
-def test_the_scale_moves_as_that_of_torch() -> None:
+def test_the_scale_follows_torch() -> None:
     scaler = LossScaler(CPU)
     scale, steps = torch.tensor(FIRST_SCALE), torch.tensor(0, dtype=torch.int32)
     defaults = torch.amp.GradScaler("cpu").state_dict()
@@ -36,7 +36,7 @@ def test_the_scale_moves_as_that_of_torch() -> None:
         assert float(scaler.scale) == float(scale), step
 
 
-def test_an_overflow_is_told_from_a_gradient_that_is_not_finite_by_itself() -> None:
+def test_an_overflow_differs_from_a_gradient_that_is_not_finite_without_scale() -> None:
     scaler = LossScaler(CPU)
     assert [update(scaler, True) for _ in range(18)] == [True] * 16 + [False] * 2
     assert float(scaler.scale) == 1
@@ -47,7 +47,7 @@ def test_an_overflow_is_told_from_a_gradient_that_is_not_finite_by_itself() -> N
 
 
 @pytest.mark.parametrize("steps", [1, GROWTH_INTERVAL - 1])
-def test_a_scale_goes_on_where_a_checkpoint_was_made(steps: int) -> None:
+def test_a_scale_is_restored_from_a_checkpoint(steps: int) -> None:
     scaler, other = LossScaler(CPU), LossScaler(CPU)
     for overflowed in (True, *[False] * steps):
         update(scaler, overflowed)

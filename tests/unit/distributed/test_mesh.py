@@ -41,7 +41,7 @@ def test_axes_are_replicas_and_shards_and_groups_of_unequal_size_are_refused(
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_group_that_does_not_answer_adds_up_wrongly_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_late_wrong_or_failing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, release = build_mesh(ParallelConfig(), 1, 1, "cpu"), threading.Event()
     assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (1, 1)
     monkeypatch.setattr(mesh_module, "FIRST_ANSWER_SECONDS", 0.05)

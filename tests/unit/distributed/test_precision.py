@@ -24,7 +24,7 @@ from pretraining.distributed.parallelize import compute_dtype
         ("cuda", None, "float16", "cuda", torch.float16),
     ],
 )
-def test_a_device_computes_in_half_precision_where_it_has_units_for_it_or_is_told_to(
+def test_half_precision_needs_hardware_or_the_setting(
     device: str,
     asked: bool | None,
     mp_dtype: Literal["bfloat16", "float16"],

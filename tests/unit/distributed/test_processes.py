@@ -22,8 +22,8 @@ ALONE = resolve_layout({})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_nothing_gives_up_before_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
-    """Neither PyTorch's collectives nor NCCL's own monitor."""
+def test_collectives_do_not_fail_before_their_timeout(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    """Neither PyTorch's collectives nor NCCL's monitor stop the job first."""
     given: dict[str, object] = {}
 
     def note(backend: str, **arguments: object) -> None:
@@ -51,14 +51,14 @@ def test_a_group_that_cannot_be_made_is_one_error(monkeypatch: pytest.MonkeyPatc
     assert not dist.is_initialized()
 
 
-def test_the_end_of_another_process_is_said_in_a_line_and_not_waited_for() -> None:
+def test_the_exit_of_another_process_is_one_line_and_is_not_waited_for() -> None:
     with (
         pytest.raises(LostPeerError) as raised,
         join_processes(ALONE),
     ):
         raise RuntimeError("[tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
     assert raised.value.rank == 0
-    dist.destroy_process_group()  # left behind on purpose: taking leave may wait for the dead
+    dist.destroy_process_group()  # kept on purpose: destroying the group may wait for dead processes
     with pytest.raises(RuntimeError, match="shape mismatch"), join_processes(ALONE):
         raise RuntimeError("shape mismatch")
     dist.destroy_process_group()
@@ -83,7 +83,7 @@ def test_results_and_errors_come_back_as_they_are(everywhere: Callable[[Callable
     ("gpus", "local_rank", "processes_here", "asked", "device"),
     [
         (4, 3, 4, ParallelConfig(), "cuda:3"),
-        (1, 3, 4, ParallelConfig(), "cuda:0"),  # a launcher shows each task one of its own
+        (1, 3, 4, ParallelConfig(), "cuda:0"),  # a launcher makes one GPU visible per task
         (4, 0, 8, ParallelConfig(device="cpu"), "cpu"),
         (4, 0, 1, ParallelConfig(device="cpu", backend="gloo"), "cpu"),
         (0, 0, 1, ParallelConfig(), "cpu"),
@@ -113,7 +113,7 @@ def test_a_process_has_a_device_of_its_own_or_is_refused(
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_agreed_is_a_step_behind_and_every_reduction_is_waited_for(
+def test_shared_values_are_one_step_old_and_every_reduction_is_waited_for(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[int] = []

@@ -35,7 +35,7 @@ def together(come: Callable[[int], str], ranks: int) -> list[str]:
 
 
 def start(store: dist.Store, ranks: int) -> list[str]:
-    """The processes of a start meet; each finds in its store what rank 0 puts there, and all addresses."""
+    """Run a rendezvous; each process finds rank 0's value and all addresses in its store."""
 
     def come(rank: int) -> str:
         own = rendezvous_of(rank, ranks).join_start(store, f"10.0.0.{rank}")
@@ -47,14 +47,14 @@ def start(store: dist.Store, ranks: int) -> list[str]:
     return together(come, ranks)
 
 
-def test_every_start_has_a_place_of_its_own_in_one_store() -> None:
+def test_every_start_has_its_own_part_of_one_store() -> None:
     store = dist.HashStore()
     assert start(store, 3) == ["first"] * 3
     assert start(store, 3) == ["later"] * 3
-    assert start(store, 2) == ["later"] * 2  # a machine less
+    assert start(store, 2) == ["later"] * 2  # one machine fewer
 
 
-def test_what_the_dead_have_asked_is_not_taken_for_the_living() -> None:
+def test_requests_of_dead_processes_are_ignored() -> None:
     store = dist.HashStore()
     store.set("ask/1", "of a process that was killed")
     with pytest.raises(LaunchError):
@@ -66,7 +66,7 @@ def test_what_the_dead_have_asked_is_not_taken_for_the_living() -> None:
 
 
 class Clock:
-    """A clock that ticks a second when it is looked at."""
+    """A clock that advances one second per reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -84,7 +84,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("have_come", [False, True], ids=["to come", "to be connected"])
-def test_who_is_missing_is_said_every_half_minute_and_in_the_end(
+def test_missing_ranks_are_logged_every_half_minute_and_in_the_error(
     have_come: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     rendezvous = rendezvous_of(0, 3, Deadline(timedelta(seconds=100), clock=Clock()))
@@ -136,7 +136,7 @@ def test_signals_are_looked_for_at_each_stage_of_a_wait_for_others(stage: str) -
             rendezvous_of(0, deadline=deadline).connect_all(dist.HashStore(), lambda store: None)
 
 
-def test_a_port_where_something_else_listens_is_an_error() -> None:
+def test_a_port_of_another_program_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         for rank, seconds in ((1, 1), (0, 60)):
@@ -145,7 +145,7 @@ def test_a_port_where_something_else_listens_is_an_error() -> None:
             assert raised.value.rank == rank and str(port) in str(raised.value)
 
 
-def test_the_end_of_the_process_that_serves_the_store_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_of_the_process_with_the_store_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*arguments: object) -> None:
         raise dist.DistNetworkError("Connection was closed")
 
@@ -163,7 +163,7 @@ def test_the_end_of_the_process_that_serves_the_store_is_said(monkeypatch: pytes
 # Connecting
 
 
-def test_all_are_connected_before_any_goes_on() -> None:
+def test_all_are_connected_before_any_continues() -> None:
     store, connected = dist.HashStore(), list[int]()
 
     def come(rank: int) -> str:
@@ -175,13 +175,13 @@ def test_all_are_connected_before_any_goes_on() -> None:
 
 @contextmanager
 def never_ending() -> Iterator[Callable[[dist.Store], object]]:
-    """Connects until the end of the test."""
+    """Connect forever, until the test ends."""
     leave = threading.Event()
     yield lambda store: leave.wait()
     leave.set()
 
 
-def test_where_one_cannot_connect_all_end_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_one_process_cannot_connect_all_raise_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_module, "FAILURE_GRACE_SECONDS", 0.0)  # this store has no server
     store = dist.HashStore()
 
@@ -194,7 +194,7 @@ def test_where_one_cannot_connect_all_end_with_its_error(monkeypatch: pytest.Mon
         def come(rank: int) -> str:
             with pytest.raises(LaunchError) as raised:
                 rendezvous_of(rank, 3, nodes=3).connect_all(store, connects[rank])
-            assert raised.value.rank is None  # one message a node
+            assert raised.value.rank is None  # one message per node
             return str(raised.value)
 
         one, *others = together(come, 3)
@@ -205,7 +205,7 @@ def test_where_one_cannot_connect_all_end_with_its_error(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("own", "chosen"), [(None, "eth1"), ("", "eth1"), ("ib0", "ib0")], ids=["unset", "empty", "the user's"]
 )
-def test_gloo_gets_the_interface_towards_the_others_unless_the_user_has_chosen(
+def test_gloo_gets_the_interface_to_other_machines_unless_the_user_chose_one(
     own: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways = {"node01": Interface("lo", "127.0.0.1"), "10.0.0.2": Interface("eth1", "10.0.0.1")}

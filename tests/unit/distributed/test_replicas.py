@@ -17,7 +17,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 @given(st.integers(0, 21), st.integers(0, 31), st.integers(1, 30))
-def test_a_single_bit_shows_wherever_it_is(word: int, bit: int, chunk: int) -> None:
+def test_any_single_bit_changes_the_hash(word: int, bit: int, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicas_module, "_CHUNK", chunk)
         values = tensors()
@@ -56,7 +56,7 @@ def test_values_of_any_size_are_hashed(dtype: torch.dtype) -> None:
         ([[0], [1], [2], [3]], [5, 5, 6, 6], {0: [1, 2, 3], 1: [0, 2, 3], 2: [0, 1, 3], 3: [0, 1, 2]}),
     ],
 )
-def test_the_minority_is_named_and_where_there_is_none_all_are(
+def test_the_minority_is_returned_or_all_without_a_majority(
     ranks: list[list[int]], hashes: list[int], odd: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def all_gather(everyone: list[torch.Tensor], own: torch.Tensor) -> None:

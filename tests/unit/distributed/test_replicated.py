@@ -1,4 +1,4 @@
-"""A model that is not sharded: the same numbers as one that `fully_shard` wraps, with fewer copies."""
+"""A model without sharding has the same numbers as with `fully_shard`, and fewer copies."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def make_model(shape: LlamaShape, dtype: torch.dtype, is_sharded: bool, settings
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_model_that_nobody_uses_any_more_leaves_no_memory_behind(dtype: torch.dtype, replicas: int) -> None:
-    """As after a rollback, and where one process trains several models."""
+def test_an_unused_model_is_freed(dtype: torch.dtype, replicas: int) -> None:
+    """As after a rollback, or with several models in one process."""
     group = build_mesh(ParallelConfig(), 1, 1, "cpu")["replicate"].get_group()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.ProcessGroup, "size", lambda group: replicas)
@@ -66,7 +66,7 @@ def test_a_model_that_nobody_uses_any_more_leaves_no_memory_behind(dtype: torch.
 
 
 def backward(model: ParallelModel, seed: int, micro_batches: int = 3) -> float:
-    """Of a step's micro-batches; returns the sum of their losses."""
+    """Run forward and backward of a step's micro-batches; return the sum of their losses."""
     generator, total = torch.Generator().manual_seed(seed), 0.0
     for index in range(micro_batches):
         model.next_backward(is_last=index == micro_batches - 1)
@@ -84,7 +84,7 @@ EXACT_IN_HALF_PRECISION = 4
 
 
 def train(model: ParallelModel, steps: int = STEPS) -> list[Tensor]:
-    """Losses and norms of a few steps, then the parameters."""
+    """Return losses and norms of a few steps, and the parameters."""
     optimizer = build_optimizer(model.parameters, OptimizerConfig(learning_rate=1e-2))
     seen = []
     for step in range(steps):
@@ -120,13 +120,13 @@ def test_losses_norms_and_parameters_are_those_of_fully_shard(
 
 
 @pytest.mark.parametrize("selective", ["1", "2", "1/2", "op"])
-def test_what_is_computed_again_finds_its_weights(selective: str) -> None:
+def test_recomputation_has_its_weights(selective: str) -> None:
     plain = train(make_model(TINY_SHAPE, torch.bfloat16, False, ParallelConfig()))
     config = ParallelConfig(fsdp_activation_checkpointing=True, selective_checkpointing=selective)
     assert all(map(torch.equal, plain, train(make_model(TINY_SHAPE, torch.bfloat16, False, config))))
 
 
-def test_masters_are_float32_and_copies_are_gone_once_their_gradients_are_taken() -> None:
+def test_masters_are_float32_and_copies_are_freed_after_the_last_gradient() -> None:
     model = make_model(TIED, torch.bfloat16, False, ParallelConfig())
     copies = list(model.module.parameters())
     assert bytes_of(copies) == 0  # until the first forward
@@ -168,7 +168,7 @@ def test_copies_are_made_once_for_all_forwards_between_two_updates(monkeypatch: 
     after = evaluate()
     assert len(made) == 2 and not torch.equal(before, after)
     train(model, steps=1)
-    assert len(made) == 2  # the evaluation's serve the step after it
+    assert len(made) == 2  # the copies of an evaluation serve the next step
 
 
 def test_a_parameter_without_a_gradient_is_a_mistake_and_no_wrong_sum() -> None:

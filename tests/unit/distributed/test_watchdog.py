@@ -46,7 +46,7 @@ def processes(world_size: int, rank: int = 0) -> Processes:
 GUARD = replace(GuardConfig(), hang_timeout=seconds(0.4), first_step_timeout=seconds(0.8))
 
 
-# When it is a hang
+# Detection
 
 
 Answer = dict[int, Heartbeat] | None
@@ -55,7 +55,7 @@ SILENT: list[Answer] = [{1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3),
 
 
 def looks_until_a_hang(answers: list[Answer], progress: list[int], timeout: float = 10.0) -> tuple[int, Hang | None]:
-    """Looks every second, at last 200 times; the last progress and the last answer stay."""
+    """Update every second, at most 200 times; the last progress and the last answer stay."""
     waiting = iter(answers)
     detector = HangDetector(lambda: next(waiting, answers[-1]))
     for number in range(200):
@@ -68,17 +68,23 @@ def looks_until_a_hang(answers: list[Answer], progress: list[int], timeout: floa
 @pytest.mark.parametrize(
     ("answers", "progress", "timeout", "looks", "silent"),
     [
-        ([{}], [1], 10.0, 10, []),  # alone; the first look only begins
-        ([{}], [*range(50), *[50] * 9, *range(51, 60)], 10.0, 77, []),  # progress begins the time anew
+        ([{}], [1], 10.0, 10, []),  # a single process; the first update only starts the clock
+        ([{}], [*range(50), *[50] * 9, *range(51, 60)], 10.0, 77, []),  # progress restarts the clock
         ([None], [1], 0.0, 200, None),  # never
         (SILENT, [1], 10.0, 10, [1]),
-        # One that gets on, as in a long save, is waited for as long as it does, half a timeout at a time.
+        # The watchdog waits while another process makes progress, as in a long save, half a timeout at a time.
         ([*GETTING_ON, {1: beat(count=99, progress=19)}], [1], 10.0, 100, []),
-        ([{1: beat()}, {1: beat(count=2), 2: beat()}], [1], 10.0, 15, [1, 2]),  # so is one that was not there before
-        ([None], [1], 10.0, 10, []),  # nobody can be asked
+        (
+            [{1: beat()}, {1: beat(count=2), 2: beat()}],
+            [1],
+            10.0,
+            15,
+            [1, 2],
+        ),  # a process without earlier heartbeat
+        ([None], [1], 10.0, 10, []),  # the store does not answer
     ],
 )
-def test_it_is_a_hang_after_a_timeout_in_which_no_process_gets_on(
+def test_a_hang_is_a_timeout_without_progress_of_any_process(
     answers: list[Answer], progress: list[int], timeout: float, looks: int, silent: list[int] | None
 ) -> None:
     found, hang = looks_until_a_hang(answers, progress, timeout)
@@ -86,7 +92,7 @@ def test_it_is_a_hang_after_a_timeout_in_which_no_process_gets_on(
     assert hang is None or (hang.others is None) == (answers == [None])
 
 
-def test_what_another_has_found_is_a_hang_here_too_with_those_known_to_be_silent() -> None:
+def test_a_hang_found_by_another_process_is_described_with_the_silent_ranks() -> None:
     waiting = iter(SILENT)
     detector = HangDetector(lambda: next(waiting))
     for _ in range(7):
@@ -99,15 +105,15 @@ def test_what_another_has_found_is_a_hang_here_too_with_those_known_to_be_silent
     ("device", "doing", "counts"),
     [("cpu", "starting", True), ("cuda", "starting", True), ("cpu", "training", True), ("cuda", "training", False)],
 )
-def test_steps_and_bytes_are_progress_and_until_the_first_step_computing_is(
+def test_steps_and_bytes_are_progress_and_cpu_time_until_the_first_step(
     tmp_path: Path, device: str, doing: str, counts: bool
 ) -> None:
-    """A host that waits for its GPU spins, which is no progress."""
+    """A host that waits for its GPU spins, which does not count as progress."""
     watched = replace(processes(1), device=torch.device(device))
     watched.activity.turn_to(doing)
     watchdog = Watchdog(GUARD, watched)
     before = watchdog._measure_progress(0.0)
-    # In no time at all, anything is computing; in an age, nothing is.
+    # Relative to no time, any CPU time is enough; relative to a very long time, none is.
     assert watchdog._measure_progress(0.0) == before + counts
     before = watchdog._measure_progress(1e6)
     watched.activity.end_step(6)
@@ -117,21 +123,21 @@ def test_steps_and_bytes_are_progress_and_until_the_first_step_computing_is(
     assert watchdog._measure_progress(1e6) == before + 2
 
 
-# What is said
+# Messages
 
 
 @pytest.mark.parametrize(
     ("ranks", "others", "silent", "named"),
     [
-        # Silent, never heard from, doing something else.
+        # Silent, without any heartbeat, doing something else.
         (7, {1: beat(), 2: beat(doing="data"), 3: beat(step=4), 4: beat(), 5: beat()}, [3], [3, 6, 2]),
         (2, {1: beat(doing="checkpoint")}, [], [0, 1]),
         (2, {1: beat()}, [], []),
-        (2, None, [], [0]),  # the rank that answers for all
+        (2, None, [], [0]),  # the rank with the store
         (300, {rank: beat(step=4 if rank < 100 else 5) for rank in range(1, 300)}, [], [*range(1, MOST_NAMED + 1)]),
     ],
 )
-def test_those_that_stand_out_are_named(
+def test_outliers_are_named(
     ranks: int, others: dict[int, Heartbeat] | None, silent: list[int], named: list[int]
 ) -> None:
     first, *found, last = describe(Hang(61.0, others, silent), processes(ranks)).splitlines()
@@ -139,13 +145,13 @@ def test_those_that_stand_out_are_named(
     assert [int(rank) for rank in re.findall(r"rank (\d+)", "\n".join(found))] == named
 
 
-# The watchdog itself
+# The watchdog
 
 
-def test_one_that_finds_a_hang_tells_the_others_which_end_with_it(
+def test_a_process_that_finds_a_hang_stops_the_others(
     single_process: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Not as lost connections, in the order in which processes end."""
+    """Not as lost connections, whatever the order of exits."""
     monkeypatch.setattr(watchdog_module, "_bytes_moved", lambda: 0)
     ended = {0: threading.Event(), 1: threading.Event()}
     patient = replace(GUARD, hang_timeout=seconds(1e6), first_step_timeout=seconds(1e6))
@@ -162,10 +168,10 @@ def test_one_that_finds_a_hang_tells_the_others_which_end_with_it(
                 thread.join(PATIENCE_SECONDS)
             watchdog._hung_seconds = 0.0
     text = capfd.readouterr().err
-    assert "error: rank 1: the job hangs" in text and "_which_end_with_it" in text  # where the main thread is
+    assert "error: rank 1: the job hangs" in text and "_stops_the_others" in text  # in the stack of the main thread
 
 
-def test_it_is_heard_of_by_others_and_its_threads_end_before_what_comes_after_it(single_process: None) -> None:
+def test_others_read_the_heartbeat_and_the_threads_stop_before_the_block_ends(single_process: None) -> None:
     before, other = set(threading.enumerate()), Heartbeats(1, 2)
     assert other.read_others() == {}
     until = time.monotonic() + PATIENCE_SECONDS
@@ -177,7 +183,7 @@ def test_it_is_heard_of_by_others_and_its_threads_end_before_what_comes_after_it
     assert set(threading.enumerate()) == before
 
 
-def test_a_thread_that_the_store_blocks_does_not_keep_a_run_from_its_end(
+def test_a_thread_blocked_by_the_store_does_not_block_the_end_of_a_run(
     single_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog_module, "STORE_TIMEOUT_SECONDS", 0.05)
@@ -194,17 +200,17 @@ def test_both_timeouts_at_zero_start_no_thread(monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
-def test_collectives_give_up_after_the_watchdog() -> None:
+def test_collectives_time_out_after_the_watchdog() -> None:
     assert collective_timeout(GUARD) == COLLECTIVE_TIMEOUT
     patient = replace(GUARD, hang_timeout=seconds(7200))
     assert collective_timeout(patient) == timedelta(hours=2, minutes=10)
     assert collective_timeout(GuardConfig()) > timedelta(seconds=float(GuardConfig().first_step_timeout.amount))
 
 
-# Signs of life
+# Heartbeats
 
 
-def test_a_store_that_blocks_is_given_up(single_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_blocked_store_times_out(single_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module, "STORE_TIMEOUT_SECONDS", 0.05)
     told = Heartbeats(0, 2)
     release = threading.Event()

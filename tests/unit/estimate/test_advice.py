@@ -1,4 +1,4 @@
-"""Advice on memory: each line is a change of its own, and with its flags the estimate is what the line says."""
+"""Advice on memory: with the flags of a line, the estimate is what the line gives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def advice(config: TrainConfig, limit_gib: float | None, device_type: str = "cud
 
 @pytest.mark.parametrize("limit_gib", [None, 60.0, 40.0, 20.0, 0.1])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_what_is_advised_takes_what_it_says_and_fits(limit_gib: float | None, device_type: str) -> None:
+def test_advice_fits_and_its_memory_is_right(limit_gib: float | None, device_type: str) -> None:
     config = load()
     found = advice(config, limit_gib, device_type)
     for flags, told in found.items():

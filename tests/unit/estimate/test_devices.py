@@ -26,7 +26,7 @@ def test_peaks_are_found_by_the_devices_own_name(device: str, peak: float | None
     assert peak_tflops(device) == peak
 
 
-def test_what_is_sustained_is_below_the_peak_that_runs_are_measured_by() -> None:
+def test_sustained_rates_are_below_the_peaks() -> None:
     for name, gpu in GPUS.items():
         assert peak_tflops(f"NVIDIA {'RTX ' * name.isdecimal()}{name.upper()}") == gpu.peak_tflops
         assert 0.7 * gpu.peak_tflops < gpu.sustained_tflops < gpu.peak_tflops

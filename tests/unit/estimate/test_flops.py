@@ -1,4 +1,4 @@
-"""Counts of parameters and operations, against the model itself."""
+"""Counts of parameters and operations, compared with the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_matmul_parameters_are_those_of_linear_layers(shape: LlamaShape) -> None
 
 
 def counted(model: nn.Module, *inputs: object) -> tuple[int, int]:
-    """Operations of a forward pass in matrix products and in attention, by torch's own counter."""
+    """Return the FLOPs of a forward in matrix products and in attention, by torch's counter."""
     with FlopCounterMode(display=False) as counter:
         model(*inputs)
     operations = counter.get_flop_counts()["Global"]
@@ -41,14 +41,14 @@ def counted(model: nn.Module, *inputs: object) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ["7b", "llama2_1.4b", "llama3.2_1b", "tiny"])
 def test_flops_are_six_a_matmul_parameter_and_half_the_attention_matrix(name: str) -> None:
-    """Backward is twice a forward, and causality halves attention."""
+    """Backward costs twice a forward, and causality halves attention."""
     shape, length = VARIANTS[name], 256
     matrices, attention = counted(meta_model(shape), torch.zeros(1, length, dtype=torch.int64, device="meta"))
     assert 3 * matrices == 6 * matmul_parameters(shape) * length
     assert 3 * attention / 2 == (flops_per_token(shape, length) - 6 * matmul_parameters(shape)) * length
 
 
-def test_documents_cost_what_a_row_of_their_mean_length_over_tokens_would() -> None:
+def test_documents_cost_as_much_as_a_row_of_their_mean_length_over_tokens() -> None:
     shape, lengths = VARIANTS["tiny"], (100, 28, 1, 127)
     tokens = torch.zeros(2, 128, dtype=torch.int64, device="meta")
     _, attention = counted(meta_model(shape), tokens, None, None, lengths)
@@ -57,7 +57,7 @@ def test_documents_cost_what_a_row_of_their_mean_length_over_tokens_would() -> N
 
 
 @pytest.mark.parametrize("name", ["7b", "llama2_1.4b", "tiny"])
-def test_recomputed_blocks_cost_another_forward_of_them_without_the_head(name: str) -> None:
+def test_recomputed_blocks_cost_another_forward_without_the_head(name: str) -> None:
     shape, length = VARIANTS[name], 256
     tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
     matrices, attention = counted(meta_model(shape).model, tokens, None, None)

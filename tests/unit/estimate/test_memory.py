@@ -1,4 +1,4 @@
-"""The estimate of memory agrees with what the model keeps, and with simulated steps of every strategy and lever."""
+"""The memory estimate agrees with the model's activations, and with simulated steps of every strategy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ tests/simulate.py of commit 3173757 with torch 2.13."""
 
 
 def kept_by(model: Llama, tokens_BS: torch.Tensor) -> int:
-    """Bytes that the forward pass keeps for the backward pass, parameters apart."""
+    """Return the bytes that forward stores for backward, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -39,7 +39,7 @@ def kept_by(model: Llama, tokens_BS: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, num_key_value_heads=4, intermediate_size=512)])
-def test_a_block_keeps_what_the_formula_says(dtype: torch.dtype, shape: LlamaShape) -> None:
+def test_a_block_stores_as_much_as_the_formula(dtype: torch.dtype, shape: LlamaShape) -> None:
     tokens_BS = torch.zeros(2, 128, dtype=torch.int64)
     shallow, deep = (Llama(replace(shape, num_hidden_layers=layers)).to(dtype) for layers in (1, 2))
     more = kept_by(deep, tokens_BS) - kept_by(shallow, tokens_BS)

@@ -1,4 +1,4 @@
-"""The time of a step: what is published of other runs, and that each lever moves it the way it must."""
+"""The time of a step agrees with published runs, and each setting changes it in the right direction."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step_time(
 
 
 def predicted(gpu: str, gpus: int, network: float, variant: str) -> float:
-    """Tokens/s a GPU, laid out as the runs were: 7b by hsdp on nodes of 8, others by fsdp, every third block again."""
+    """Return tokens/s per GPU: 7b with hsdp on nodes of 8, others with fsdp; every third block checkpointed."""
     cluster = Cluster(GPUS[gpu], gpus, 8, network)
     if variant == "7b":
         time = step_time(variant, cluster, 8, sharding_strategy="hsdp")
@@ -63,7 +63,7 @@ def test_published_runs_are_predicted_as_the_page_says() -> None:
 NODE = Cluster(GPUS["h100"], 8, 8, 3200)
 
 
-def test_recomputing_costs_what_it_repeats() -> None:
+def test_recomputing_costs_the_repeated_operations() -> None:
     plain = step_time("7b", NODE, 8)
     full = step_time("7b", NODE, 8, fsdp_activation_checkpointing=True)
     per_operation = step_time("7b", NODE, 8, fsdp_activation_checkpointing=True, selective_checkpointing="op")
@@ -71,7 +71,7 @@ def test_recomputing_costs_what_it_repeats() -> None:
     assert full.compute == pytest.approx(plain.compute + full.recompute) and full.recompute > 0.2 * plain.compute
 
 
-def test_what_a_slow_network_adds_is_exposed() -> None:
+def test_a_slow_network_adds_exposed_time() -> None:
     fast, slow = (step_time("7b", Cluster(GPUS["h100"], 64, 8, gbits), 64) for gbits in (3200, 100))
     assert fast.exposed == 0 and fast.hidden > 0
     assert slow.exposed > slow.compute and slow.total == pytest.approx(slow.compute + slow.unhidden + slow.exposed)

@@ -1,4 +1,4 @@
-"""How many threads a process begins with: what the user says, else what its cores, quotas and launchers leave it."""
+"""The number of threads of a process: the user's, else by cores, quotas and launcher."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (math.inf, "single", 1, {"SLURM_CPUS_ON_NODE": "many"}, 8),
     ],
 )
-def test_a_process_has_its_share_of_what_it_may_use(
+def test_a_process_has_its_share_of_the_cores(
     quota: float, launcher: str, processes: int, environ: dict[str, str], expected: int, machine: pytest.MonkeyPatch
 ) -> None:
     machine.setattr(cpu_threads, "cpu_quota", lambda: quota)
     assert cores_of_process(layout_of(launcher, processes), environ) == expected
 
 
-def test_cores_that_a_launcher_has_given_to_a_process_are_not_shared(machine: pytest.MonkeyPatch) -> None:
+def test_cores_that_a_launcher_bound_to_a_process_are_not_shared(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(cpu_threads, "physical_cores", lambda cpus: 4)
     machine.setattr(cpu_threads, "is_bound_by_parent", lambda: True)
     assert cores_of_process(layout_of("openmpi", 2), {}) == 4
@@ -68,7 +68,7 @@ def test_cores_that_a_launcher_has_given_to_a_process_are_not_shared(machine: py
         (16, {"OMP_NUM_THREADS": "3"}, "single", 1, "16", False),
     ],
 )
-def test_the_user_decides_and_what_torchrun_sets_is_no_decision(
+def test_the_user_decides_and_a_value_of_torchrun_is_ignored(
     wanted: int | None, environ: dict[str, str], launcher: str, processes: int, number: str, is_chosen: bool
 ) -> None:
     threads = set_threads(wanted, layout_of(launcher, processes), environ)

@@ -1,4 +1,4 @@
-"""Every launcher's environment gives one layout, and what contradicts itself is refused by name."""
+"""Every launcher's environment gives one layout; contradicting variables are refused by name."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ DERIVED = -1
     ("environ", "layout"),
     [
         ({}, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
-        # One process meets nobody, so an exported meeting place does not matter.
+        # A single process ignores an exported address.
         ({"MASTER_ADDR": "node07", "MASTER_PORT": "29500"}, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
         ({"WORLD_SIZE": "1", "RANK": "0"}, (0, 1, 0, 1, "environment", "127.0.0.1", FREE_PORT)),
-        # The shell of a batch script is one process, however many tasks the job has.
+        # The shell of a batch script is one process, whatever the tasks of the job.
         (SLURM_BATCH, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
         (TORCHRUN, (5, 8, 1, 4, "torchrun", "node07", 29511)),
         (TORCHRUN_ALONE, (0, 1, 0, 1, "torchrun", "node07", 29511)),
@@ -151,7 +151,7 @@ def test_what_is_missing_or_contradicts_itself_is_refused_by_name(environ: dict[
         resolve(environ)
 
 
-def test_jobs_and_steps_have_ports_of_their_own() -> None:
+def test_jobs_and_steps_have_distinct_ports() -> None:
     ports = {
         resolve({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
         for job in range(123_400, 123_500)

@@ -1,4 +1,4 @@
-"""What a process may use of its machine, in the files of Linux, of containers of both kinds, and without either."""
+"""Cores and memory of a process by Linux's files, in containers of both versions, and without such files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {48 * 2**20}
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A made-up /proc and /sys/fs/cgroup; eight cores."""
+    """Fake /proc and /sys/fs/cgroup with eight cores."""
     monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
     monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
@@ -59,7 +59,7 @@ def test_a_group_of_version_1_limits_memory_and_cores(system: Path) -> None:
         },
     )
     assert machine_memory() == MachineMemory(6 * GIB, 8 * GIB, "this control group")
-    assert usable_cores() == 1  # half a core is one, not none
+    assert usable_cores() == 1  # half a core counts as one
 
 
 @pytest.mark.parametrize("limit", ["9223372036854771712", ""])
@@ -78,7 +78,7 @@ def test_a_group_without_a_limit_changes_nothing(limit: str, system: Path) -> No
     assert usable_cores() == 8
 
 
-def test_where_there_is_no_proc_the_hardware_answers(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_the_hardware_counts(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (system / "proc/meminfo").unlink()
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 10)

@@ -12,7 +12,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="names of interf
 
 
 @linux_only
-def test_the_way_to_this_machine_is_the_loopback_interface_which_leads_to_no_other() -> None:
+def test_the_route_to_this_machine_is_loopback_which_is_never_chosen() -> None:
     assert interface_towards("127.0.0.1") == Interface("lo", "127.0.0.1")
     assert interface_to_others(["127.0.0.1", "localhost"]) is None
 
@@ -26,5 +26,5 @@ def test_each_address_of_this_machine_has_the_name_of_its_interface() -> None:
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "", "a" * 300, "bad..name"])
-def test_there_is_no_way_to_a_host_that_nobody_knows(host: str) -> None:
+def test_an_unknown_host_has_no_route(host: str) -> None:
     assert interface_to_others([host]) is None

@@ -11,7 +11,7 @@ BEGIN = "import atexit, ctypes, os, sys, threading\nfrom pretraining.launch.prog
 
 
 def run_program(program: str, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    """Runs Python code in a process of its own, whose output stays in Python's buffers until it is flushed."""
+    """Run Python code in a separate process with buffered output."""
     return subprocess.run(
         [sys.executable, "-c", BEGIN + program],
         cwd=ROOT,
@@ -43,13 +43,13 @@ def test_the_exit_code_of_a_command_is_the_programs(command: str, ended: tuple[i
 
 
 @pytest.mark.parametrize(("error", "code"), [("ZeroDivisionError", 1), ("KeyboardInterrupt", 130)])
-def test_what_is_no_mistake_of_the_user_keeps_its_traceback(error: str, code: int) -> None:
+def test_a_bug_keeps_its_traceback(error: str, code: int) -> None:
     done = run_program(f"def command():\n    print('begun')\n    raise {error}\nrun_as_program(command)")
     assert (done.returncode, done.stdout) == (code, "begun\n")
     assert done.stderr.startswith("Traceback") and "in command\n" in done.stderr
 
 
-def test_all_output_arrives_that_of_exit_handlers_and_libraries_too() -> None:
+def test_all_output_is_written_also_of_exit_handlers_and_libraries() -> None:
     program = (
         "def command():\n"
         "    for number in range(20_000):\n        print(number)\n"
@@ -78,7 +78,7 @@ def test_nothing_that_happens_at_the_end_changes_the_exit_code(trouble: str) -> 
     assert (done.returncode, done.stdout) == (75, "done\n")
 
 
-def test_a_handler_that_would_wait_for_what_never_comes_can_be_left_out() -> None:
+def test_exit_handlers_that_would_wait_forever_can_be_skipped() -> None:
     program = (
         "from pretraining.launch.program import skip_exit_handlers\n"
         "atexit.register(threading.Event().wait)\n"

@@ -1,4 +1,4 @@
-"""Threads wait briefly for each other while other programs want the cores, and only then."""
+"""Threads spin only briefly while other programs want the cores, and only then."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ waited = {"7": 0.0}
 
 
 def hold_team(openmp: object, ended: threading.Event) -> None:
-    """In place of an idle team: says that it is there, and that it ends soon."""
+    """Replacement for the idle team that reports its start and its end."""
     teams.append("comes")
     events.put("team")
     ended.wait(0.02)
@@ -48,7 +48,7 @@ def hold_team(openmp: object, ended: threading.Event) -> None:
 
 
 def wait_for_a_core(seconds: float) -> dict[str, float]:
-    """As if a thread had waited that long since the last look."""
+    """Make a thread seem to have waited this long since the last check."""
     waited["7"] += seconds
     events.put("look")
     return dict(waited)
@@ -56,7 +56,7 @@ def wait_for_a_core(seconds: float) -> dict[str, float]:
 
 @pytest.fixture
 def contended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of this process waits for a core all the time, and looks are short."""
+    """Make a thread of this process wait for a core all the time, with short check intervals."""
     monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(60.0))
     monkeypatch.setattr(shared_cores, "find_openmp", lambda: object())
     monkeypatch.setattr(shared_cores, "hold_idle_team", hold_team)
@@ -64,29 +64,29 @@ def contended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def next_events(*wanted: str) -> None:
-    """Waits until these have come, in this order."""
+    """Wait for these events, in this order."""
     for event in wanted:
         while events.get(timeout=PATIENCE_SECONDS) != event:
             pass
 
 
 @pytest.mark.usefixtures("contended")
-def test_a_run_leaves_the_cores_to_others_looks_again_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_sleeps_on_shared_cores_checks_again_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     before = threading.active_count()
     with leaving_cores_to_others(2, {}):
         next_events("team", "look", "team")
-    assert threading.active_count() == before  # none is left behind
+    assert threading.active_count() == before  # no thread is left
     assert teams == ["comes", "goes"] * (len(teams) // 2)  # one at a time
     assert len(caplog.messages) == 1
 
 
 @pytest.mark.usefixtures("contended")
 @pytest.mark.parametrize("seconds", [0.0, 0.22])
-def test_threads_stay_awake_if_nobody_else_wants_the_cores(
+def test_threads_spin_if_no_other_program_wants_the_cores(
     seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run's own threads wait for each other, too: at most 0.22 seconds in one were seen."""
+    """A run's own threads wait for each other, too: at most 0.22 s per second was measured."""
     caplog.set_level(logging.INFO, "pretraining")
     monkeypatch.setattr(shared_cores, "time", SimpleNamespace(monotonic=partial(next, itertools.count(0.0, 1.0))))
     monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(seconds))
@@ -101,13 +101,13 @@ def test_threads_stay_awake_if_nobody_else_wants_the_cores(
 @pytest.mark.parametrize(
     ("threads", "environ", "unknown"),
     [
-        (1, {}, ""),  # it has none to wait for
+        (1, {}, ""),  # a single thread waits for no other
         (2, {"OMP_WAIT_POLICY": "1"}, ""),  # the user decides how threads wait
         (2, {}, "find_openmp"),
         (2, {}, "seconds_waited"),
     ],
 )
-def test_nothing_is_watched_if_nobody_waits_or_the_system_does_not_tell(
+def test_nothing_is_watched_with_one_thread_or_without_measurements(
     threads: int, environ: dict[str, str], unknown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if unknown:

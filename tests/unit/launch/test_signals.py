@@ -12,7 +12,7 @@ from pretraining.launch.signals import PREEMPTION_SIGNALS, ReceivedSignals, exit
 
 
 @pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
-def test_the_first_signal_is_remembered_and_nothing_else_happens(number: signal.Signals) -> None:
+def test_the_first_signal_is_recorded_and_nothing_else_happens(number: signal.Signals) -> None:
     signals = ReceivedSignals().listen()
     assert signals.first is None
     signal.raise_signal(number)
@@ -22,7 +22,7 @@ def test_the_first_signal_is_remembered_and_nothing_else_happens(number: signal.
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, lambda *_: None])
-def test_a_process_that_goes_on_gets_its_handlers_back(handler: Any) -> None:
+def test_handlers_are_restored_after_the_block(handler: Any) -> None:
     for number in PREEMPTION_SIGNALS:
         signal.signal(number, handler)
     with pytest.raises(ValueError), ReceivedSignals().listening() as signals:
@@ -65,7 +65,7 @@ def test_an_interrupt_during_imports_is_a_line_of_one_process(rank: str, said: s
     assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
 
 
-def test_after_imports_an_interrupt_is_pythons_again_and_a_process_in_the_background_ignores_it_still() -> None:
+def test_after_imports_python_handles_sigint_again_and_background_jobs_still_ignore_it() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
         for handler in (signal.default_int_handler, signal.SIG_IGN):

@@ -1,4 +1,4 @@
-"""Where messages for people are shown."""
+"""The terminal: where messages are printed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("rank", "out"), [(0, "step 1\n"), (3, "")])
-def test_rank_0_says_what_is_meant_for_all_and_every_rank_warns_with_its_number(
+def test_rank_0_prints_info_and_every_rank_prints_warnings_with_its_number(
     rank: int, out: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_to_terminal(rank)
@@ -50,7 +50,7 @@ def test_control_characters_are_escaped_in_messages_and_results(capsys: pytest.C
     assert capsys.readouterr() == (escaped, "rank 0: \\x9b2J\n")
 
 
-def test_messages_are_shown_for_a_while_beside_what_the_program_has_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_is_printed_within_the_block_and_other_handlers_stay(capsys: pytest.CaptureFixture[str]) -> None:
     logger, own = logging.getLogger(PACKAGE), logging.NullHandler()
     logger.addHandler(own)
     logger.setLevel(logging.ERROR)
@@ -63,7 +63,7 @@ def test_messages_are_shown_for_a_while_beside_what_the_program_has_set_up(capsy
     assert not any(isinstance(each, TerminalHandler) for each in logger.handlers)
 
 
-def test_a_live_line_takes_messages_for_a_while_but_not_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_line_gets_messages_within_the_block_but_not_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_terminal(0)
     lines: list[str] = []
     with showing_through(lines.append):
@@ -74,7 +74,7 @@ def test_a_live_line_takes_messages_for_a_while_but_not_warnings(capsys: pytest.
     assert capsys.readouterr() == ("again here\n", "rank 0: beside it\n")
 
 
-def test_a_reader_that_has_gone_ends_the_program_and_other_trouble_does_not() -> None:
+def test_a_closed_pipe_stops_the_program_and_other_logging_errors_do_not() -> None:
     handler: TerminalHandler = log_to_terminal(0)
 
     def gone(line: str) -> None:
@@ -90,7 +90,7 @@ def test_a_reader_that_has_gone_ends_the_program_and_other_trouble_does_not() ->
     log.info("the display has failed")  # logging prints the traceback itself
 
 
-def test_what_a_slow_reader_of_a_pipe_that_may_not_block_does_not_take_is_lost() -> None:
+def test_output_beyond_a_full_non_blocking_pipe_is_dropped() -> None:
     reading, writing = os.pipe2(os.O_NONBLOCK)
     stream = io.TextIOWrapper(io.BufferedWriter(_LossyOutput(writing)), line_buffering=True)
     stream.write("x" * 1_000_000 + "\n")

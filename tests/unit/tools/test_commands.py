@@ -1,4 +1,4 @@
-"""The settings of commands besides `pretrain train`, and rules that hold for those of all commands."""
+"""The settings of commands other than `pretrain train`, and rules for the settings of all commands."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def test_no_path_of_any_command_is_an_address_unless_it_says_so(command: str) ->
             continue
         with pytest.raises(ValueError, match="this setting takes no address"):
             parse_value(setting, "s3://bucket/x")
-        assert limit_problem(setting, ("s3:/b",) if setting.many else "s3:/b")  # as Path makes it
+        assert limit_problem(setting, ("s3:/b",) if setting.many else "s3:/b")  # as Path normalizes it
         parse_value(setting, "./s3:/x")

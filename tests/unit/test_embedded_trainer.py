@@ -1,4 +1,4 @@
-"""The process that a `pretraining.Trainer` runs in is as it was before, however a run ends."""
+"""A `pretraining.Trainer` restores the state of its process, however a run ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pretraining.train import run as run_module
 
 
 class Calling(WithHits):
-    """Calls something when the metrics of a micro-batch are asked for, which is once a step here."""
+    """A Trainer that calls a function in `extra_metrics`, here once per step."""
 
     call: Callable[[int], object] = staticmethod(lambda step: None)
     calls = 0
@@ -47,11 +47,11 @@ OF_COMPILER = ("tqdm_monitor", "ThreadPoolExecutor-")  # pools of this project h
 
 
 def state_of_the_process() -> dict[str, Any]:
-    """All that a run changes in its process while it is under way."""
+    """Return everything that a run changes in its process."""
     logger = logging.getLogger("pretraining")
     return {
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
-        # The compiler's progress bars and its pool have threads for as long as the process.
+        # Threads of the compiler's progress bars and pool live as long as the process.
         "threads": sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith(OF_COMPILER)),
         "group": dist.is_initialized(),
         "logging": (list(logger.handlers), logger.level),
@@ -66,9 +66,9 @@ def state_of_the_process() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def same_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test leaves the process as it was; Ctrl-C is Python's, also where the tests run in the background."""
+    """Check that each test restores the process; use Python's handler of Ctrl-C, also in background jobs."""
     before_pytest = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # of a test before, which ran a command
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # from an earlier test that ran a command
     try:
         gc.collect()
         before = state_of_the_process()
@@ -106,7 +106,7 @@ def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
     trainer(Trainer, tmp_path / "whole", **few).train()
     stopped = trainer(Calling, tmp_path / "stopped", **few)
     stopped.call = lambda step: signal.raise_signal(number) if step == 2 else None
-    if number == signal.SIGINT:  # the user wants no more of the script or the cell either
+    if number == signal.SIGINT:  # Ctrl-C stops the script or cell, too
         with pytest.raises(KeyboardInterrupt):
             stopped.train()
     else:
@@ -154,7 +154,7 @@ def test_a_second_trainer_at_the_same_time_is_refused_and_one_after_the_other_is
     first = trainer(Calling, tmp_path / "first", num_steps=1)
     first.call = lambda step: in_a_thread(start_another)
     assert first.train().status == "finished" and refused and not (tmp_path / "second").exists()
-    in_a_thread(lambda: results.append(second.train()))  # another thread hears no signals, and trains
+    in_a_thread(lambda: results.append(second.train()))  # another thread gets no signals, and trains
     assert results[0].status == "finished"
 
 
@@ -197,7 +197,7 @@ print(json.dumps(results))
 
 @pytest.mark.thorough
 def test_a_process_goes_on_after_runs_that_fail_and_ends_as_always(tmp_path: Path) -> None:
-    """As a notebook's: no terminal, torch imported before. The interpreter's own end must find nothing to wait for."""
+    """As in a notebook: no terminal, torch imported before. Python's shutdown must not wait for anything."""
     done = subprocess.run(
         [sys.executable, "-c", NOTEBOOK, json.dumps(SETTINGS), str(tmp_path)],
         env=plain_environment(),
