@@ -277,6 +277,8 @@ def _check_trackers(config: TrainConfig) -> Problems:
     services = [each for each in report.tracker if each not in TRACKERS or TRACKERS[each].options]
     names = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
     given = [name for name in names if getattr(report, name) is not None]
+    if len(set(report.tracker)) < len(report.tracker):
+        yield f"--tracker={format_value(report.tracker)} names a tracker twice: give each once"
     if report.tracker and given and not services:  # without any tracker these settings are harmless
         yield f"--{given[0]} is for services such as wandb, and --tracker names none: leave it out"
     if report.tracker_run_id is not None and len(services) > 1:

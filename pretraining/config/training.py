@@ -145,7 +145,7 @@ class BatchConfig:
     """Sequences per step."""
 
     batch_size: PositiveInt = setting(2, "sequences per GPU and micro-batch")
-    global_batch_size: PositiveInt | None = setting(
+    global_batch_size: Annotated[int, Ge(1), Le(10**8)] | None = setting(
         None, "sequences per step over all GPUs; none = the checkpoint's, else batch_size x grad_accum_steps x GPUs"
     )
     grad_accum_steps: PositiveInt | None = setting(None, "micro-batches per step; none = from global_batch_size, or 1")

@@ -6,6 +6,7 @@ The model, checkpoints and exports all read the same `LlamaShape`.
 
 from __future__ import annotations
 
+import math
 import reprlib
 import sys
 from collections.abc import Iterator
@@ -229,7 +230,7 @@ def block_parameters(shape: LlamaShape) -> int:
 def _scaling_problems(values: tuple[float, ...]) -> Iterator[str]:
     factor, low, high, context = values if len(values) == 4 else (0.0, 0.0, 0.0, 0.0)
     is_context = 1 <= context <= LARGEST_SIZES["max_position_embeddings"] and context == int(context)
-    if values and not (factor >= 1 and 0 < low < high and is_context):
+    if values and not (1 <= factor < math.inf and 0 < low < high < math.inf and is_context):
         yield (
             f"--rope_scaling={','.join(f'{value:g}' for value in values)}: give four numbers, as in 32,1,4,8192: a "
             "factor of 1 or more, 0 < low_freq_factor < high_freq_factor, and the tokens of the original context"

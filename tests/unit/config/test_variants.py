@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pretraining.config.training import ModelConfig
@@ -86,6 +88,7 @@ def test_dimensions_that_are_not_given_are_the_variants_or_derived(
                 (8.0, 4.0, 4.0, 8e3),
                 (8.0, 0.0, 4.0, 8e3),
                 (8.0, 1.0, 4.0, 0.5),
+                (math.inf, 1.0, 4.0, 8e3),
             )
         ),
     ],
