@@ -302,5 +302,6 @@ def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"holds another model ({'; '.join(differences)}): give its flags, or another checkpoint", path=path
+            f"holds another model ({'; '.join(differences)}): give its flags, another --ckpt_load_path or --ckpt_save_path",
+            path=path,
         )
