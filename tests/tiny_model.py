@@ -10,14 +10,17 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import ParallelModel
-from pretraining.model.init import parameter_name
+from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.train.build import build_model
 
 
 def model_with(*flags: str) -> ParallelModel:
     config = load_train_config([*TINY, "use_dummy_dataset=true", *flags])
     mesh = build_mesh(config.parallel, 1, 1, "cpu")
-    return build_model(resolve_shape(config.model), config, mesh, torch.device("cpu"), initialize=True)
+    shape, device = resolve_shape(config.model), torch.device("cpu")
+    model = build_model(shape, config, mesh, device)
+    initialize_parameters(model.parameters, shape, config.run.seed, device)
+    return model
 
 
 def loss_and_gradients(model: ParallelModel, seed: int = 0) -> dict[str, Tensor]:

@@ -302,5 +302,7 @@ def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"holds another model ({'; '.join(differences)}): give its flags, or another checkpoint", path=path
+            f"holds another model ({'; '.join(differences)}). Give its flags, or another --ckpt_save_path or "
+            "--ckpt_load_path",
+            path=path,
         )

@@ -133,7 +133,8 @@ def _match_run_id(store: Store, run: Path) -> None:
         store.write(MIRROR_FILE, _to_json(run=mirrored, writer=""))
     elif not is_same:
         raise CheckpointError(
-            f"is the mirror of another run than {run}: give another --ckpt_mirror_path", path=store.address
+            f"is the mirror of another run than {run}: give another --ckpt_mirror_path or --ckpt_save_path",
+            path=store.address,
         )
     if own != mirrored:
         run.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,7 @@ def _evaluate(
     data = open_data(config, processes)
     batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
     sources = open_evaluation_sources(config, data, batch, processes, shape.vocab_size)
-    model = build_model(shape, config, build_run_mesh(config, processes), device, initialize=False)
+    model = build_model(shape, config, build_run_mesh(config, processes), device)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)
     stop = 0

@@ -87,7 +87,7 @@ def build_run(
     model, optimizer = _load_model_and_optimizer(plan)
     log_plan(plan)
     _add_events(plan, status.events)
-    if plan.start is None:  # last, because it is slow: mistakes in the data settings have shown by now
+    if plan.start is None:  # late, since it is slow: errors in the data settings come first
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
     context = _build_context(plan, model, optimizer, hook)
     run = _assemble(plan, context, stop_requests, status.events, lease, sampler)
@@ -101,7 +101,7 @@ def build_run(
 
 def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """Build model and optimizer, and load the start point into them; a collective call."""
-    model = build_model(plan.shape, plan.config, plan.mesh, plan.processes.device, initialize=False)
+    model = build_model(plan.shape, plan.config, plan.mesh, plan.processes.device)
     optimizer = build_optimizer(model.parameters, plan.config.optimizer)
     if plan.start is not None:
         if plan.restored is not None:
@@ -125,10 +125,8 @@ def _add_events(plan: Plan, events: Events) -> None:
         events.add("phase", step, global_batch_size=phase.global_batch_size, weights=phase.weights)
 
 
-def build_model(
-    shape: LlamaShape, config: TrainConfig, mesh: DeviceMesh, device: torch.device, *, initialize: bool
-) -> ParallelModel:
-    """Build the model and shard it over the mesh; without `initialize`, its values are undefined.
+def build_model(shape: LlamaShape, config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> ParallelModel:
+    """Build the model and shard it over the mesh; its values are undefined (`initialize_parameters`).
 
     Parameter names are those of checkpoints, without the prefixes of compilation and activation checkpointing.
     """
@@ -136,8 +134,6 @@ def build_model(
         model = Llama(shape, config.loss)
     parallel = parallelize(model, model.model.layers, config.parallel, mesh, device, model.tie_weights)
     parallel.parameters = {parameter_name(name): parameter for name, parameter in parallel.parameters.items()}
-    if initialize:
-        initialize_parameters(parallel.parameters, shape, config.run.seed, device)
     return parallel
 
 

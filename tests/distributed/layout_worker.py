@@ -17,7 +17,7 @@ from pretraining.distributed.processes import gather_from_every_rank, join_proce
 from pretraining.estimate.memory import estimate_memory
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.program import run_as_program
-from pretraining.model.init import initialize_weights
+from pretraining.model.init import initialize_parameters, initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import update
 from pretraining.optim.registry import build_optimizer
@@ -45,7 +45,8 @@ def main() -> None:
         for flags in json.loads(sys.argv[1]):
             config = load_train_config([*FLAGS, *flags])
             shape, mesh = resolve_shape(config.model), build_run_mesh(config, processes)
-            model = build_model(shape, config, mesh, processes.device, initialize=True)
+            model = build_model(shape, config, mesh, processes.device)
+            initialize_parameters(model.parameters, shape, config.run.seed, processes.device)
             is_same = starts_like_a_plain_model(model, shape, config.run.seed)
             optimizer = build_optimizer(model.parameters, config.optimizer)
             tokens = torch.zeros(2, 16, dtype=torch.int64)

@@ -31,6 +31,7 @@ from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, loc
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
+from pretraining.model.init import initialize_parameters
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
 from scripts.benchmark.common import batches_in_memory, initial_model, join
@@ -59,7 +60,9 @@ def project(config: TrainConfig, turn: Turn) -> None:
     with join() as processes:
         ranks = processes.world_size
         mesh = build_mesh(config.parallel, ranks, ranks, processes.device.type)
-        model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
+        shape = resolve_shape(config.model)
+        model = build_model(shape, config, mesh, processes.device)
+        initialize_parameters(model.parameters, shape, config.run.seed, processes.device)
         shard_group = mesh["shard"].get_group()
 
         def before_micro_batch(is_last: bool) -> AbstractContextManager[None]:

@@ -50,6 +50,7 @@ from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.launch.layout import ProcessLayout, free_port
+from pretraining.model.init import initialize_parameters
 from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
@@ -222,7 +223,9 @@ def _work(
 def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, torch.Tensor]:
     """Return parameters and optimizer state, as a checkpoint holds them."""
     mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
-    model = build_model(resolve_shape(config.model), config, mesh, processes.device, initialize=True)
+    shape = resolve_shape(config.model)
+    model = build_model(shape, config, mesh, processes.device)
+    initialize_parameters(model.parameters, shape, config.run.seed, processes.device)
     optimizer = build_optimizer(model.parameters, config.optimizer)
     materialise_state(optimizer)
     return tensor_state(model.parameters, optimizer)

@@ -135,11 +135,11 @@ def test_another_optimizer_is_refused_unless_its_state_is_left_behind(run: Path,
 
 
 def test_load_optimizer_false_holds_until_a_save_was_made_with_it(run: Path, begun: Path, tmp_path: Path) -> None:
-    anew = ["load_optimizer=false", EACH]
-    start(run, *anew, "run_steps=1")
-    start(run, *anew)  # the same command, as in a restarted job
+    fresh_optimizer = ["load_optimizer=false", EACH]
+    start(run, *fresh_optimizer, "run_steps=1")
+    start(run, *fresh_optimizer)  # the same command, as in a restarted job
     whole, kept = (shutil.copytree(begun, tmp_path / name) for name in ("whole", "kept"))
-    start(whole, *anew)
+    start(whole, *fresh_optimizer)
     start(kept, EACH)
     assert equal(checkpoint(run, 6), checkpoint(whole, 6)) and not equal(checkpoint(run, 6), checkpoint(kept, 6))
 

@@ -20,7 +20,7 @@ def everywhere(error: ConfigError) -> ConfigError:
     return error
 
 
-def told_to_end(stop: int) -> Preempted:
+def requested_stop(stop: int) -> Preempted:
     """Return the error of a requested stop."""
     return preemption_error(stop, "at some step: and what comes next.")
 
@@ -50,11 +50,11 @@ def status_of(run: Path) -> dict[str, object]:
     [
         (None, 10, "finished", "10 of 10 steps are done", 0),
         (None, 8, "finished", "8 of 10 steps are done", 0),
-        (told_to_end(signal.SIGTERM), 7, "preempted", "SIGTERM", 0),
-        (told_to_end(signal.SIGTERM), None, "preempted", "SIGTERM", 0),
-        (told_to_end(TIME_LIMIT), None, "preempted", "the time limit is near", 1),
-        (told_to_end(TIME_LIMIT), 5, "preempted", "the time limit is near", 1),
-        (told_to_end(TIME_LIMIT), 6, "preempted", "the time limit is near", 0),
+        (requested_stop(signal.SIGTERM), 7, "preempted", "SIGTERM", 0),
+        (requested_stop(signal.SIGTERM), None, "preempted", "SIGTERM", 0),
+        (requested_stop(TIME_LIMIT), None, "preempted", "the time limit is near", 1),
+        (requested_stop(TIME_LIMIT), 5, "preempted", "the time limit is near", 1),
+        (requested_stop(TIME_LIMIT), 6, "preempted", "the time limit is near", 0),
         (KeyboardInterrupt(), 7, "failed", "KeyboardInterrupt", 0),
         (LostPeerError("another process has ended"), 7, "failed", "another process has ended", 1),
         (ValueError("nan"), 7, "failed", "ValueError: nan", 1),
@@ -105,15 +105,15 @@ def test_a_rewind_resets_the_count_once(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_time_is_too_short_for_a_start_is_not_started_for_ever(tmp_path: Path) -> None:
-    start(tmp_path, 3, None, told_to_end(TIME_LIMIT))
-    start(tmp_path, 3, None, told_to_end(signal.SIGTERM))  # a preemption for another job does not count
-    start(tmp_path, 3, None, told_to_end(TIME_LIMIT))
+    start(tmp_path, 3, None, requested_stop(TIME_LIMIT))
+    start(tmp_path, 3, None, requested_stop(signal.SIGTERM))  # a preemption for another job does not count
+    start(tmp_path, 3, None, requested_stop(TIME_LIMIT))
     with pytest.raises(CheckpointError) as refused:
         start(tmp_path, 3, None)
     assert "time_limit" in refused.value.settings
-    start(tmp_path, 3, 6, told_to_end(TIME_LIMIT), limit=0)
+    start(tmp_path, 3, 6, requested_stop(TIME_LIMIT), limit=0)
     assert status_of(tmp_path)["starts_without_progress"] == 2
-    start(tmp_path, 6, None, told_to_end(TIME_LIMIT))  # from the checkpoint of the previous start
+    start(tmp_path, 6, None, requested_stop(TIME_LIMIT))  # from the checkpoint of the previous start
     assert status_of(tmp_path)["starts_without_progress"] == 1
 
 
