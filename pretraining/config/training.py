@@ -478,7 +478,7 @@ class GuardConfig:
         Duration(0, "steps"), "how often to compare the replicas' weights, and stop if they differ; 0 = never"
     )
     straggler_factor: Annotated[float, Ge(1.05)] | None = setting(
-        1.5, "warn about a process whose own work takes this many times as long as the others'; none = never"
+        1.5, "report a process whose own work takes this many times as long as the others'; none = never"
     )
     hang_timeout: Time = setting(
         Duration(600, "seconds"), "stop the job with exit code 124 after this long without progress; 0s = never"

@@ -227,6 +227,8 @@ def _read_integer(environ: Mapping[str, str], name: str, launcher: Launcher) -> 
         return int(text or "")
     except ValueError:
         fault = "is not set" if text is None else f"is {text!r}, not an integer"
+        if launcher is BY_HAND:
+            raise LaunchError(f"{name} {fault}: set {', '.join(BY_HAND.variables)}, or none of them.") from None
         raise LaunchError(
             f"{name} {fault}, though {launcher.sign} is set by {launcher.name}: start the whole job with "
             f"{launcher.name}, or unset the variables left over from it."

@@ -30,7 +30,7 @@ def skip_exit_handlers() -> None:
 
 
 def run_as_program(command: Callable[[], object]) -> NoReturn:
-    """Run a command, and exit: with 0 if it returns, with the code of a SystemExit, or with a traceback and 1."""
+    """Run a command and exit: 0 if it returns, the code of a SystemExit, or a traceback and 1 (130 after Ctrl-C)."""
     code = _exit_code_of(command)
     if not _skips_exit_handlers:
         atexit._run_exitfuncs()  # prints an exception in a handler, and continues with the next handler

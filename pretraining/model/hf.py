@@ -9,7 +9,7 @@ weights would load, but give wrong results. The error names the entries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from pretraining.config.training import ModelConfig
@@ -170,7 +170,8 @@ def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
     if value("head_dim", shape.head_dim) != shape.head_dim:
         head_dim = shown(document["head_dim"])
         raise ConfigError(f"head_dim is {head_dim}, but hidden_size / num_attention_heads is {shape.head_dim}")
-    return shape
+    # Whole numbers in JSON may be too large for torch's integers.
+    return replace(shape, rope_theta=float(shape.rope_theta), rms_norm_eps=float(shape.rms_norm_eps))
 
 
 def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -68,6 +68,8 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
     scaling = {"type": "llama3", **vars(SCALED)}
     scaled = shape_of_document({**old, "rope_theta": 5e5, "rope_scaling": scaling}, "c")
     assert (scaled.rope_theta, scaled.rope_scaling) == (5e5, SCALED)
+    large = shape_of_document({**old, "rope_theta": 10**30}, "c")
+    assert type(large.rope_theta) is float  # torch cannot compute with an integer of this size
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_resume_is_planned_from_its_checkpoint_with_what_has_changed(tmp_path:
     same = ["--use_dummy_dataset", "--num_steps=4", f"--ckpt_save_path={tmp_path}/run"]
     text = show(*same, "--weight_decay=0.2")
     assert f"start       from {tmp_path}/run/checkpoints/step_2_ckp, step 2" in text
-    assert "weight_decay changed from 0.1 to 0.2" in text and "dry_run was" not in text
+    assert "weight_decay changed from 0.1 to 0.2" in text and "dry_run changed" not in text
     assert "step 3, all ranks: the global batch has 2 slots" in text and "starts with step 3" in text
     train(tmp_path / "run", "use_dummy_dataset=true")
     assert load_config(tmp_path / "run" / "config.yaml").run.dry_run is False
