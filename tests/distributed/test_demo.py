@@ -48,5 +48,5 @@ def test_the_demo_learns_from_real_text_and_says_how_to_go_on(checkout: Path) ->
 
     again = run_command(command, environment)
     assert "Training a tokenizer" not in again.stderr
-    assert f"finished already, at step {STEPS} of {STEPS}" in again.stdout
+    assert f"already finished, at step {STEPS} of {STEPS}" in again.stdout
     assert "--num_steps" in again.stdout

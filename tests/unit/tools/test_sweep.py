@@ -123,7 +123,7 @@ def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_o
             time.sleep(0.1)
     assert "start       from " in (first / "output.log").read_text()
     refused = subprocess.run([*long, "checkpoint_interval=2", "batch_size=4"], capture_output=True, **options)
-    assert f"{first} is a run of other settings (batch_size=2, batch_size=4)" in refused.stderr
+    assert f"{first} is a run with other settings (batch_size=2, batch_size=4)" in refused.stderr
     done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["status"] for row in rows_of(folder)] == ["finished", "finished"]
