@@ -111,7 +111,7 @@ class Preempted(PretrainError):
 
     Attributes:
         reason: origin of the request, such as "SIGTERM".
-        is_out_of_time: whether the job's time limit was reached; otherwise a signal stopped the run.
+        is_out_of_time: whether the job's time is nearly over (time limit, or SIGUSR1); otherwise its place was wanted.
         result: `TrainResult` so far; None if the run stopped before its first step.
     """
 

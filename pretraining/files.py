@@ -159,7 +159,7 @@ def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
 
 
 def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError]) -> Path:
-    """Return a local path unchanged; download any other name as a model from the Hugging Face Hub.
+    """Return a local path; download a model from the Hugging Face Hub if no such path exists and the name may be one.
 
     Args:
         name: local path, or name of a model on the Hub.

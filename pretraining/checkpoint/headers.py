@@ -179,7 +179,8 @@ def load_file(path: Path) -> dict[str, Any]:
         raise
     except Exception:  # torch.load raises many types, with long texts about unsafe loading
         raise DamagedError(
-            "damaged, or holds more than tensors and plain values (nothing in it was executed): use another checkpoint",
+            "damaged, or holds more than tensors and plain values; nothing in it was executed. Use another checkpoint, "
+            "or save it again with tensors and plain values only",
             path=path,
         ) from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):

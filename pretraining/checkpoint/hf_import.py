@@ -54,7 +54,8 @@ def weight_files(path: Path) -> list[str]:
             raise CheckpointError("has no weight_map from tensors to files", path=path / INDEX_FILE)
     else:
         raise CheckpointError(
-            f"has no {WEIGHTS_FILE} or {INDEX_FILE}. Pickled weights (.bin, .pt, .pth) may run any program: refused",
+            f"has no {WEIGHTS_FILE} or {INDEX_FILE}: fetch the model's safetensors files. Pickled weights (.bin, .pt, "
+            ".pth) are refused, since they may run any program",
             path=path,
         )
     for name in names:

@@ -130,7 +130,8 @@ def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str], before_st
         )
     if config.init_from == "scratch" and start is not None and start.config.checkpoint.init_from != "scratch":
         raise CheckpointError(
-            f"--init_from=scratch: {run} holds a run at step {start.step}. Give another --ckpt_save_path, or resume it"
+            f"--init_from=scratch: {run} holds a run at step {start.step}. Give another --ckpt_save_path, or "
+            "--init_from=auto to resume it"
         )
     return start
 

@@ -169,7 +169,8 @@ def _explain_write_errors(path: Path, total_bytes: int) -> Iterator[None]:
             free = next(shutil.disk_usage(each).free for each in path.parents if exists(each))
             reason += f"; the checkpoint takes {total_bytes:,} bytes, and {free:,} are free there"
         raise CheckpointError(
-            f"cannot be written: {reason}. Free space or change --ckpt_save_path; older checkpoints are untouched",
+            f"cannot be written: {reason}. Free space, give write permission or change --ckpt_save_path; older "
+            "checkpoints are untouched",
             path=path,
         ) from None
 

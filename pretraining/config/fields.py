@@ -86,7 +86,7 @@ class Setting:
         help: what the flag does, in one or two sentences.
         silent_change: whether a resumed run changes it without a message: it affects only paths, output or layout, or
             another message reports it.
-        aliases: other spellings of values, by the value each means.
+        aliases: other spellings, each with the value that it means.
         per_node: whether nodes may have different values (paths on local disks, numbers of threads); none must be none
             on all nodes. All other settings are equal in the whole job.
         first_word: whether the value may stand alone before the flags: `pretrain verify runs/a`.

@@ -320,7 +320,7 @@ def _check_addresses(config: TrainConfig) -> Problems:
 
 def _check_run_folder(config: TrainConfig) -> Problems:
     if config.checkpoint.ckpt_save_path is not None or type(config) is not TrainConfig:
-        return  # the other commands accept the settings of any run, and save nothing
+        return  # other commands accept the settings of any run
     if config.evaluation.eval_only:
         if config.checkpoint.ckpt_load_path is None:
             yield "--eval_only=true with --ckpt_save_path=none evaluates nothing: give --ckpt_load_path"

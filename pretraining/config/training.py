@@ -125,8 +125,8 @@ class DataConfig:
     )
     skip_samples: tuple[str, ...] = setting(
         (),
-        "samples to skip: ranges A-B of global sample numbers, both included; samples skipped before a checkpoint "
-        "stay skipped",
+        "samples to skip: ranges A-B of global sample numbers, both included; a resumed run also skips the ranges in "
+        "its checkpoint",
         silent_change=True,
     )
     bad_documents: Literal["stop", "quarantine"] = setting(
@@ -385,7 +385,7 @@ class CheckpointConfig:
     checkpoint_interval: Duration = setting(Duration(1000, "steps"), "how often to save; 0 = only at the end")
     checkpoint_steps: tuple[PositiveInt, ...] = setting((), "steps after which to save, besides checkpoint_interval")
     preempt_interval: Duration = setting(
-        Duration(0, "steps"), "how often to save a checkpoint that replaces the one before; 0 = never"
+        Duration(0, "steps"), "how often to save a checkpoint that the next checkpoint replaces; 0 = never"
     )
     keep_last: PositiveInt | None = setting(None, "newest checkpoints to keep, besides best and final; none = all")
     save_best: bool = setting(True, "save whenever an evaluation has the lowest loss so far")

@@ -43,7 +43,7 @@ class EarlyStopping:
             state.end_early(f"no {wanted} in {where}, --early_stopping_evaluations={self.limit}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able; fields at their default are left out, as in earlier versions."""
+        """Return the state, JSON-able; without a limit it has no counter, as in earlier versions."""
         kept: dict[str, Any] = {"decided_by": list(self.decided_by)} if self.decided_by else {}
         return kept | ({"best_loss": self.best_loss, "in_a_row": self.in_a_row} if self.limit else {})
 

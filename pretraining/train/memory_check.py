@@ -48,7 +48,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, processes: Processes) -> None:
-    """Log the memory that one process needs, and refuse a model that cannot fit; call it before building the model.
+    """Log the memory that one process needs, and refuse a model that cannot fit; call it on every rank.
 
     Args:
         shape: shape of the model; a checkpoint may override the dimensions in `config`.

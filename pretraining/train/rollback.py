@@ -30,6 +30,7 @@ from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError, DivergenceError
 from pretraining.observability.events import Events
+from pretraining.text import count_of
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.plan import Plan
 from pretraining.train.run_status import RunStatusWriter
@@ -142,7 +143,7 @@ def _train_until_divergence(run: Run) -> DivergenceError | None:
 
 def _with_hint(divergence: DivergenceError, rollbacks: int) -> DivergenceError:
     if rollbacks:
-        hint = f"{rollbacks} rollbacks (--max_rollbacks) did not help."
+        hint = f"{count_of(rollbacks, 'rollback')} (--max_rollbacks) did not help."
     else:
         hint = "With --max_rollbacks=1 a run skips such samples by itself."
     text = f"{divergence} {hint}"

@@ -70,8 +70,8 @@ class TrainResult:
     """Result of a run.
 
     Attributes:
-        status: finished: this invocation did all its steps; preempted: it was stopped early and saved, and the next
-            start resumes it.
+        status: finished: this invocation did all its steps, or early stopping ended the run; preempted: a request
+            stopped it early, and the next start resumes it if it was saved.
         step: updates done, of `total_steps`.
         loss: last reported loss, mean over the tokens of its interval; None before the first report.
         evaluation_loss: loss of the newest evaluation; None without one.
