@@ -206,10 +206,14 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file is missing or damaged, or holds something else."""
+    """Return the JSON object in a file; empty if the file is missing or damaged, or holds something else.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     try:
         document = read_json(path)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
 

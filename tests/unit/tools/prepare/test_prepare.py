@@ -354,7 +354,7 @@ REFUSED: list[tuple[Change, str, int | None, set[str]]] = [
     (mixed("table.parquet", "words.parquet"), "words.parquet", 0, set()),
     (mixed("words.parquet", "table.parquet"), "table.parquet", 0, set()),
     (foreign_folder, "out/texts", None, {"dataset", "output_path"}),
-    (file_in_the_way, "file/out/.texts.preparing/files", None, {"output_path"}),
+    (file_in_the_way, "file/out/.texts.preparing/plan.json", None, {"output_path"}),
     (no_text, "empty.txt", None, set()),
     (beside_foreign_ids, "out/table", None, {"tokenizer_path", "output_path"}),
 ]
