@@ -35,7 +35,7 @@ def test_sigterm_ends_a_run_that_keeps_nothing_for_good(tmp_path: Path) -> None:
     with training([*TINY, *ENDLESS[:2]], tmp_path) as launcher:
         launcher.send_signal(signal.SIGTERM)
         output, errors = launcher.communicate(timeout=PATIENCE_SECONDS)
-    assert launcher.returncode == 143 and "Preempted at step" in errors and "saved" not in errors
+    assert launcher.returncode == 143 and "Preempted at step" in errors and "nothing was saved" in errors
     assert "\nspeed  " in output and not list(tmp_path.iterdir())
 
 
