@@ -180,11 +180,10 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
         unreadable: settings whose given value could not be parsed, and that hold their default.
     """
     values = values_of(config)
-    rules: Rules = getattr(config, "RULES", Rules())
-    if isinstance(config, TrainConfig):
-        rules = Rules((*TRAINING.rows, *rules.rows), (*TRAINING.checks, *rules.checks))
-    problems = [row.problem(values) or "" for row in rules.rows]
-    for check in rules.checks:
+    own: Rules = getattr(config, "RULES", Rules())
+    rules = [TRAINING, own] if isinstance(config, TrainConfig) else [own]
+    problems = [row.problem(values) or "" for each in rules for row in each.rows]
+    for check in [check for each in rules for check in each.checks]:
         try:
             problems.extend(check(config))
         except ConfigError as error:

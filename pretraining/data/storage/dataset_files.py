@@ -18,7 +18,7 @@ from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import format_class
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import entries_of, is_file, is_folder, read_json
+from pretraining.files import entries_of, exists, is_file, is_folder, read_json
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,10 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     names = [name.strip("/") for name in config.datasets]
     if len(set(names)) < len(names):
         raise DataError(f"--datasets repeats a name: {', '.join(names)}")
+    for name in names:
+        if not exists(root / name):
+            there = list_some(_sub_folders(root), 12) or "no folders"
+            raise DataError(f"--datasets names '{name}', which does not exist; {root} has {there}", path=root / name)
     scanned = {name: _scan(root / name, formats) for name in names or _sub_folders(root)}
     found = {name: files for name, files in scanned.items() if files}
     for name in names:

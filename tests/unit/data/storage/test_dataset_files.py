@@ -80,6 +80,13 @@ def test_what_holds_no_token_files_is_named(
     assert raised.value.path == (None if named is None else tmp_path / named)
 
 
+def test_a_misspelt_dataset_is_named_with_its_flag_and_the_folders_that_exist(tmp_path: Path) -> None:
+    put(tmp_path / "web/1.arrow")
+    with pytest.raises(DataError) as raised:
+        list_datasets(config(tmp_path, datasets=("wbe",)))
+    assert "--datasets" in str(raised.value) and f"{tmp_path} has web" in str(raised.value)
+
+
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "web/1.arrow")
     error = PermissionError(13, "Permission denied", str(tmp_path / "web"))
