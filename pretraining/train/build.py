@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
 from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, tensor_state
-from pretraining.checkpoint.mirror import Mirror
+from pretraining.checkpoint.mirror import Mirror, fetch_start
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_path import write_config
 from pretraining.checkpoint.saver import Saver
@@ -84,6 +84,7 @@ def build_run(
         PretrainError: any mistake of the user, the same on all ranks.
         Preempted: a stop was requested before the first step.
     """
+    _fetch_start(plan, status.events)
     model, optimizer = _load_model_and_optimizer(plan)
     log_plan(plan)
     _add_events(plan, status.events)
@@ -97,6 +98,19 @@ def build_run(
         on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, plan.start.newer))
     status.mark_training(plan.state)
     return run
+
+
+def _fetch_start(plan: Plan, events: Events) -> None:
+    """Fetch what the start needs from object stores; a collective call."""
+    start, config = plan.start, plan.config.checkpoint
+    if start is None or not (start.copy or start.best_copy or start.given_up):
+        return
+
+    def fetch() -> None:
+        fetch_start(config, start)
+        events.open(config.folder)  # the file may be a new one
+
+    on_rank_zero(fetch)
 
 
 def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
