@@ -4,8 +4,8 @@
     mirror: complete copies, those set aside  --+
 
 A run that returns to an older checkpoint sets the newer ones aside, in its folder and in its mirror. A kill, or a start
-on another machine, can leave one side behind. That side still has a checkpoint that the other side has set aside. Then
-only checkpoints count that both sides hold: the rest belongs to the steps that the run has given up.
+on another machine, can leave one side behind. That side still has a checkpoint that the other side has set aside. On
+that side, only checkpoints up to the newest one that both sides hold count: the run has given up the later ones.
 """
 
 from __future__ import annotations
@@ -119,10 +119,11 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
     """
     here, complete, set_aside = committed_checkpoints(run), copies.complete, copies.set_aside
     documents = {each.path.name: _document(each.path) for each in here if each.path.name in {*complete, *set_aside}}
-    held_by_both = {name for name, copy in complete.items() if documents.get(name) == copy.manifest}
+    in_both = [copy.manifest for name, copy in complete.items() if documents.get(name) == copy.manifest]
+    shared = max((manifest.step for manifest in in_both), default=-1)
     kept = here
     if any(documents.get(name) == manifest for name, manifest in set_aside.items()):
-        kept = [each for each in here if each.path.name in held_by_both]
+        kept = [each for each in here if each.step <= shared]
         if not kept and not complete:
             raise CheckpointError(
                 "holds only checkpoints that the mirror of the run has set aside, and the mirror has no other one. "
@@ -132,7 +133,7 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
             )
     gone = [path for path in checkpoints_set_aside(run) if path.name in complete]
     if any(_document(path) == complete[path.name].manifest for path in gone):
-        complete = {name: copy for name, copy in complete.items() if name in held_by_both}
+        complete = {name: copy for name, copy in complete.items() if copy.manifest.step <= shared}
     by_name = {each.path.name: OwnCheckpoint(each, copy=complete.get(each.path.name)) for each in kept}
     for name, copy in complete.items():
         own = by_name.get(name)

@@ -16,7 +16,7 @@ from typing import Any
 
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
-from pretraining.errors import DataError
+from pretraining.errors import DamagedError, DataError
 from pretraining.text import list_some
 
 STATE_VERSION = 2
@@ -90,7 +90,8 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         changes: by dataset, the files that changed before it was last indexed; empty if unknown.
 
     Raises:
-        DataError: the state is damaged, or its order differs from the current settings.
+        DamagedError: the state is damaged.
+        DataError: its order differs from the current settings.
     """
     if state.get("version") != STATE_VERSION:
         raise DataError(
@@ -101,7 +102,7 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         before, next_sample = restored_mixture(state), state["next_sample"]
         step = _step_at(before, next_sample)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise DataError(f"the data state is damaged: {type(error).__name__}: {error}") from error
+        raise DamagedError(f"the data state is damaged: {type(error).__name__}: {error}") from error
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise DataError(

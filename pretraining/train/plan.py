@@ -32,7 +32,7 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationSource
 from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
@@ -102,6 +102,7 @@ def plan_run(
         stop_step: last step of this invocation; None = as the settings say.
 
     Raises:
+        DamagedError: the start point has no readable position in the data.
         PretrainError: the start point or the data do not fit the settings.
     """
     processes.activity.restart(step=start.step if start is not None else 0)
@@ -120,7 +121,7 @@ def plan_run(
         lambda: build_loader(data, settings, batch, processes.rank, config.run.seed, shape.vocab_size)
     )
     if restored is not None:
-        on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
+        on_every_rank(lambda: _restore_position(loader, restored))
     sources = open_evaluation_sources(config, opened, batch, processes, shape.vocab_size)
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
@@ -143,6 +144,13 @@ def plan_run(
         sources=sources,
         state=_initial_state(config, token_schedule, training_tokens, restored, stop_step),
     )
+
+
+def _restore_position(loader: Loader, restored: CheckpointRef) -> None:
+    try:
+        loader.load_state_dict(restored.manifest.data)
+    except DamagedError as error:
+        raise DamagedError(str(error), path=restored.path) from None
 
 
 def _loads_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
