@@ -22,6 +22,7 @@ from pretraining.config.variants import LlamaShape, RopeScaling, model_settings,
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, is_file, read_json, with_checksum
 from pretraining.model.hf import CONFIG_FILE
+from pretraining.optim.horizon import ANNEALING_FROM
 
 if TYPE_CHECKING:  # reading manifests needs no torch, whose import takes a second
     import torch
@@ -45,6 +46,8 @@ _PENDING_KEY = "owed"
 """Key in the evaluator's state: whether an evaluation of these weights is due and not done."""
 GUARDS_STATE = "guards"
 """Key of the guards in a manifest's states."""
+SCHEDULE_STATE = "schedule"
+"""Key of the learning rate in a manifest's states."""
 
 _DIMENSIONS_WITHOUT_WEIGHTS = ("max_position_embeddings",)
 """Dimensions that no weight depends on: models with the same weights may differ in them."""
@@ -118,6 +121,12 @@ class Manifest:
         """Skipped updates just before the checkpoint; a divergence goes back to before the first of them."""
         count = self._state_of(GUARDS_STATE).get("skipped_in_a_row")
         return count if type(count) is int else 0
+
+    @property
+    def annealing_from(self) -> int:
+        """Step at which the annealing stage of the run began; 0 in checkpoints of earlier versions."""
+        step = self._state_of(SCHEDULE_STATE).get(ANNEALING_FROM)
+        return step if type(step) is int else 0
 
     @property
     def is_of_finished_run(self) -> bool:

@@ -311,7 +311,9 @@ class ScheduleConfig:
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
-        "initial", "annealing: a straight line from the peak to zero, instead of the schedule"
+        "initial",
+        "annealing: instead of the schedule, a straight line from the peak, at the step where this stage begins, to "
+        "zero at num_steps",
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     stable_steps: PartOfRun | None = setting(None, "wsd, trapezoid: length at the peak; the decay takes the rest")

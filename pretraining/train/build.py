@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
-from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, tensor_state
+from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, SCHEDULE_STATE, Stateful, tensor_state
 from pretraining.checkpoint.mirror import Mirror, fetch_start
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_path import write_config
@@ -174,6 +174,7 @@ def _assemble(
     states: dict[str, Stateful] = {
         GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,
+        SCHEDULE_STATE: plan.learning_rate,
         REPORT_STATE: observer,
         TRACKERS_STATE: observer.trackers,
     }

@@ -127,7 +127,9 @@ def plan_run(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
     training_tokens = data.training_tokens if data is not None else None
-    learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
+    learning_rate = build_learning_rate(
+        config.schedule, config.run.num_steps, token_schedule, training_tokens, _annealing_start(config, restored)
+    )
     return Plan(
         config=config,
         processes=processes,
@@ -151,6 +153,14 @@ def _restore_position(loader: Loader, restored: CheckpointRef) -> None:
         loader.load_state_dict(restored.manifest.data)
     except DamagedError as error:
         raise DamagedError(str(error), path=restored.path) from None
+
+
+def _annealing_start(config: TrainConfig, restored: CheckpointRef | None) -> int:
+    """Return the step at which the annealing stage begins, or began in the run that saved the start point."""
+    if restored is None or config.schedule.training_stage != "annealing":
+        return 0
+    is_in_it = restored.config.schedule.training_stage == "annealing"
+    return restored.manifest.annealing_from if is_in_it else restored.step
 
 
 def _loads_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:
