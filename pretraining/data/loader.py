@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.resume import Resumption, resume, state_at
+from pretraining.data.sampling.mixture import Range
 
 if TYPE_CHECKING:
     from pretraining.data.batch import StepBatch
@@ -72,11 +73,15 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the consumed batches, as JSON values; it is the same on every rank."""
-        return state_at(self._order, self.reader.mixture, self._next_step)
+        return state_at(self._run.order, self.reader.mixture, self._next_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state, on any number of ranks and threads; see `resume`."""
         self._start(resume(state, self._new_run.order, self._changes))
+
+    def skip(self, numbers: Mapping[str, Iterable[Range]]) -> None:
+        """Skip samples from the next step on, by their numbers within datasets (`Mixture.numbers`)."""
+        self._start(self._run.skip_numbers(numbers))
 
     def rewind(self) -> None:
         """Restart at the first step, as if no state had been loaded."""
@@ -85,7 +90,7 @@ class Loader:
     def _start(self, run: Resumption) -> None:
         self.close()
         self.reader = self.reader.with_mixture(run.mixture)
-        self._order, self._next_step = run.order, run.step
+        self._run, self._next_step = run, run.step
         self.changes_at_resume = run.changes
 
     def close(self) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +28,7 @@ from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
+from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
@@ -91,14 +93,14 @@ def plan_run(
     mesh: DeviceMesh,
     opened: OpenedData,
     start: CheckpointRef | None,
-    skipped_samples: Sequence[tuple[int, int]] = (),
+    skipped: Mapping[str, Sequence[Range]] = MappingProxyType({}),
     stop_step: int | None = None,
 ) -> Plan:
     """Plan a run from its start point; a collective call.
 
     Args:
         config: fully resolved settings.
-        skipped_samples: (first, end) of samples to skip besides `--skip_samples`.
+        skipped: samples to skip besides `--skip_samples`, by their numbers within datasets (`Mixture.numbers`).
         stop_step: last step of this invocation; None = as the settings say.
 
     Raises:
@@ -114,13 +116,12 @@ def plan_run(
     batch = resolve_batch_sizes(
         config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None
     )
-    skipped = (*config.data.skip_samples, *(f"{begin}-{end - 1}" for begin, end in skipped_samples))
-    settings = replace(config.data, skip_samples=skipped)
     loader = on_every_rank(
-        lambda: build_loader(data, settings, batch, processes.rank, config.run.seed, shape.vocab_size)
+        lambda: build_loader(data, config.data, batch, processes.rank, config.run.seed, shape.vocab_size)
     )
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
+    loader.skip(skipped)
     sources = open_evaluation_sources(config, opened, batch, processes, shape.vocab_size)
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases

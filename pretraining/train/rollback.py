@@ -27,6 +27,7 @@ from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import make_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig
+from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError, DivergenceError
 from pretraining.observability.events import Events
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def train_with_rollbacks(
-    make_plan: Callable[[CheckpointRef | None, Sequence[tuple[int, int]], int | None], Plan],
+    make_plan: Callable[[CheckpointRef | None, Mapping[str, Sequence[Range]], int | None], Plan],
     build: Callable[[Plan], Run],
     status: RunStatusWriter,
     start: CheckpointRef | None,
@@ -58,7 +59,7 @@ def train_with_rollbacks(
         DivergenceError: no rollback is left.
         CheckpointError: no checkpoint is good, or one cannot be written or moved.
     """
-    skipped, damaged = list[tuple[int, int]](), dict[Path, str]()
+    skipped, damaged = dict[str, list[Range]](), dict[Path, str]()
     furthest, rollbacks, stop_step = 0, 0, None
     fetched: Path | None = None
     divergence: DivergenceError | None = None
@@ -99,7 +100,9 @@ def train_with_rollbacks(
         stop_step = run.state.stop_step  # a rollback keeps the last step of this invocation
         del run
         _free_memory(plan.processes.device)
-        skipped.append(divergence.samples)
+        # By dataset: back before a phase, the same samples may get other global numbers.
+        for name, ranges in plan.loader.reader.mixture.numbers([divergence.samples]).items():
+            skipped.setdefault(name, []).extend(ranges)
         start = find_start(config.checkpoint, before_step=divergence.first_step)
 
 
