@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from pretraining.data.batch_reader import BatchReader
-from pretraining.data.resume import Resumption, resume, state_at
+from pretraining.data.resume import Resumption, order_version, resume, state_at
 from pretraining.data.sampling.mixture import Range
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Loader:
 
     def _start(self, run: Resumption) -> None:
         self.close()
-        self.reader = self.reader.with_mixture(run.mixture)
+        self.reader = self.reader.with_order(run.mixture, order_version(run.order))
         self._run, self._next_step = run, run.step
         self.changes_at_resume = run.changes
 

@@ -7,6 +7,9 @@ Weights, datasets and global batch size may change at a resume. The state keeps 
 from the last phase, `resume` adds one. A removed dataset stays in the state, and continues at its position if a later
 run adds it again.
 
+A state records the version of the order of samples within datasets (token_stream.py). Version 2 of the state, which
+earlier releases wrote, has no record: its order has version 1. Such a run keeps both versions.
+
 The state also keeps skipped samples, as ranges of global numbers in its phases. `--skip_samples` means the numbers of
 the run as this start plans it, with the phase that begins at this start, if one does. Samples that an earlier start or
 a rollback skipped stay skipped when a new phase gives them other global numbers.
@@ -20,10 +23,13 @@ from typing import Any
 
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.mixture import Mixture, Phase, Range, Skipped
+from pretraining.data.sampling.token_stream import ORDER_VERSIONS
 from pretraining.errors import DataError
 from pretraining.text import list_some
 
-STATE_VERSION = 2
+STATE_VERSIONS = (2, 3)
+ORDER_VERSION = ORDER_VERSIONS[-1]
+"""Version of the order of samples in new runs."""
 READING_SETTINGS = (
     "col_name",
     "strip_tokens",
@@ -55,7 +61,8 @@ def describe_order(
         split: "train" or "held_out"; skipped ranges apply to "train" only.
     """
     return {
-        "version": STATE_VERSION,
+        "version": STATE_VERSIONS[-1],
+        "order_version": ORDER_VERSION,
         "split": split,
         "seed": seed,
         "seq_length": config.seq_length,
@@ -73,6 +80,12 @@ def _reading_settings(config: DataConfig) -> dict[str, Any]:
     if config.token_dtype is None:  # older states lack this setting
         del values["token_dtype"]
     return {**values, "strip_tokens": sorted(set(config.strip_tokens))}
+
+
+def order_version(state: Mapping[str, Any]) -> int:
+    """Return the version of the order of a state or of `describe_order`."""
+    version: int = state.get("order_version", 1)
+    return version
 
 
 def state_at(order: Mapping[str, Any], mixture: Mixture, step: int) -> dict[str, Any]:
@@ -121,9 +134,10 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
     Raises:
         DataError: the state is damaged, or its order differs from the current settings.
     """
-    if state.get("version") != STATE_VERSION:
+    if state.get("version") not in STATE_VERSIONS or order_version(state) not in ORDER_VERSIONS:
         raise DataError(
-            f"the data state has version {state.get('version')!r}, but this release reads version {STATE_VERSION}"
+            f"the data state has version {state.get('version')!r} and order {order_version(state)!r}, but this release "
+            f"reads versions {STATE_VERSIONS} and orders {ORDER_VERSIONS}"
         )
     try:
         problems = _differences(state, order, changes)
@@ -149,11 +163,11 @@ def _continue_run(before: Mixture, step: int, state: Mapping[str, Any], order: M
     mixture = Mixture(phases, before.skipped)
     known = {**state["datasets"], **order["datasets"]}
     order = {
-        **order,
+        **{key: value for key, value in order.items() if key != "order_version"},
         "datasets": {name: known[name] for name in mixture.names},
         "phases": [asdict(phase) for phase in phases],
         "skipped": _lists(before.skipped),
-        **{key: state[key] for key in (SKIPPED_LATER, RENUMBERED) if key in state},
+        **{key: state[key] for key in ("version", "order_version", SKIPPED_LATER, RENUMBERED) if key in state},
     }
     lines = [_describe_last_phase(phases)] if phases[-1].first_step == step > 0 else []
     run = Resumption(step, mixture, order, tuple(lines))

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
-BLOCKS, DOCUMENTS, ROUNDS = 1, 2, 3
+BLOCKS, DOCUMENTS, ROUNDS, PLACES = 1, 2, 3, 8
 
 Place = tuple[int, int]  # document, position in it
 
@@ -78,6 +78,7 @@ class Oracle:
     shards: int
     seq_length: int
     key: tuple[int, int]
+    version: int = 2
 
     def shard_documents(self) -> list[list[int]]:
         """A document belongs to the shard that the position of its first token falls into."""
@@ -105,7 +106,12 @@ class Oracle:
                 key=lambda item: keyed_hash(document_key, item),
             )
         ]
-        return [(document, position) for document in order for position in range(self.lengths[document])]
+        tokens = [(document, position) for document in order for position in range(self.lengths[document])]
+        if self.version == 1 or not tokens:
+            return tokens
+        canonical = [(document, position) for document in documents for position in range(self.lengths[document])]
+        begin = tokens.index(canonical[keyed_hash(key_of(PLACES, *self.key), shard) % len(canonical)])
+        return tokens[begin:] + tokens[:begin]
 
     def shard_samples(self, shard: int, passes: int) -> list[list[Place]]:
         """The whole samples of a shard's first passes."""
