@@ -5,15 +5,14 @@
     sample j of a shard: its tokens [jS, (j + 1)S) and one more, the label of the last
 
 In order version 2, each pass begins at the shard's keyed place: a token inside a document, the same one in all passes.
-It goes from there to the end of its order, and then from the first document up to the place. So a pass still has each
-token once, and its last piece is the part of the place's document before the place, which the next pass continues: no
-text breaks off inside the stream. The first sample of a shard begins inside a document, as most samples do, and so does
-each batch: its samples come from different depths of documents. Positions, separators and begin tokens follow from the
-pieces. In version 1, which runs of earlier releases keep, each pass begins with a document, so all samples of the first
-rounds are beginnings.
+It visits the document's block first, and in it this document first, from the place on. The part before the place comes
+last, so a pass still has each token once, and the next pass continues the document: no text breaks off inside the
+stream. The first sample of a shard begins inside a document, as most samples do, and a batch mixes depths of documents.
+Positions, separators and begin tokens follow from the pieces. In version 1, which runs of earlier releases keep, each
+pass begins with a document, so all samples of the first rounds are beginnings.
 
 Block totals and the lengths of a sample's own block are enough to find the sample, so the cost is the same in every
-pass; the place needs one more block per pass. Legend: S sequence length, T tokens of a shard, e pass, j sample.
+pass. Legend: S sequence length, T tokens of a shard, e pass, j sample.
 """
 
 from __future__ import annotations
@@ -98,6 +97,16 @@ class Spans:
 _Part = tuple[np.ndarray, np.ndarray, int, int]
 """Documents end to end, the start of each (then the end of all), and the range [begin, end) of tokens to copy."""
 
+
+@dataclass(frozen=True)
+class _Place:
+    """Token `start` of a document in a block."""
+
+    block: int
+    document: int
+    start: int
+
+
 OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
 
 
@@ -156,6 +165,7 @@ class TokenStream:
         self._block_bounds = lengths.block_bounds
         self._seq_length, self._key, self._orders = seq_length, key, orders
         self._has_places = version > 1
+        self._places: dict[int, _Place] = {}
         self._identity: tuple[Any, ...] = (key, len(shards), version)  # separates streams in a shared cache
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
@@ -198,7 +208,8 @@ class TokenStream:
     def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the blocks that a pass visits, [n], and the tokens before each, then all, [n + 1].
 
-        If the pass begins at a place, it visits the place's block first and last, and the first block starts before 0.
+        If the pass begins at a place, it visits the place's block first, without the tokens before the place, and last.
+        So this block starts before 0.
         """
 
         def make() -> tuple[np.ndarray, np.ndarray]:
@@ -212,26 +223,26 @@ class TokenStream:
             order = keyed_order(derive_key(Purpose.BLOCKS, *self._key, shard, pass_number), blocks)
             if not self._has_places:
                 return blocks[order], _starts(totals[order])
-            block, before = self._place(shard, pass_number)
-            order = np.roll(order, -int(np.flatnonzero(blocks[order] == block)[0]))
-            starts = _starts(np.append(totals[order], before)) - before
-            return np.append(blocks[order], block), starts
+            place = self._place(shard)
+            order = np.roll(order, -int(np.flatnonzero(blocks[order] == place.block)[0]))
+            starts = _starts(np.append(totals[order], place.start)) - place.start
+            return np.append(blocks[order], place.block), starts
 
         return self._orders.get((self._identity, shard, pass_number), make)
 
-    def _place(self, shard: int, pass_number: int) -> tuple[int, int]:
-        """Return the block of a shard's place, and the tokens of the block before the place in a pass."""
-        low, high = (int(bound) for bound in self._shards.token_bounds[shard : shard + 2])
-        key = derive_key(Purpose.PLACES, *self._key)
-        token = low + int(hash64(key, np.array([shard]))[0]) % (high - low)  # in canonical order
-        block = int(self._block_bounds.searchsorted(token, "right")) - 1
-        first = block * self._lengths.block_documents
-        sizes = self._lengths.lengths(first, first + self._lengths.block_documents)
-        canonical = _starts(sizes) + int(self._block_bounds[block])
-        within = int(canonical.searchsorted(token, "right")) - 1
-        documents, starts = self._documents(shard, pass_number, block)
-        rank = int(np.flatnonzero(documents == first + within)[0])
-        return block, int(starts[rank]) + token - int(canonical[within])
+    def _place(self, shard: int) -> _Place:
+        """Return the place at which the passes of a shard begin."""
+        if shard not in self._places:
+            low, high = (int(bound) for bound in self._shards.token_bounds[shard : shard + 2])
+            key = derive_key(Purpose.PLACES, *self._key)
+            token = low + int(hash64(key, np.array([shard]))[0]) % (high - low)  # in canonical order
+            block = int(self._block_bounds.searchsorted(token, "right")) - 1
+            first = block * self._lengths.block_documents
+            sizes = self._lengths.lengths(first, first + self._lengths.block_documents)
+            starts = _starts(sizes) + int(self._block_bounds[block])
+            within = int(starts.searchsorted(token, "right")) - 1
+            self._places[shard] = _Place(block, first + within, token - int(starts[within]))
+        return self._places[shard]
 
     def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a block's non-empty documents in the order of a pass, [n], and the tokens before each, [n + 1]."""
@@ -243,6 +254,8 @@ class TokenStream:
             lengths = self._lengths.lengths(begin, end)
             documents = np.flatnonzero(lengths) + begin
             order = keyed_order(derive_key(Purpose.DOCUMENTS, *self._key, shard, pass_number), documents)
+            if self._has_places and block == (place := self._place(shard)).block:
+                order = np.roll(order, -int(np.flatnonzero(documents[order] == place.document)[0]))
             return documents[order], _starts(lengths[documents[order] - begin])
 
         return self._orders.get((self._identity, shard, pass_number, block), make)
