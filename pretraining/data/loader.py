@@ -49,6 +49,11 @@ class Loader:
         self._start(self._new_run)
 
     @property
+    def order_version(self) -> int:
+        """Version of the order of samples within datasets."""
+        return order_version(self._run.order)
+
+    @property
     def next_step(self) -> int:
         """Step of the next batch."""
         return self._next_step

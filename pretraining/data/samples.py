@@ -47,6 +47,7 @@ class Samples:
         spans: (shards, numbers), both [rows] -> pieces of documents for each row. A dummy sample is one document.
         read: (spans, target, rows) writes samples into these rows of `target`, [batch rows, S + 1], padded with zeros.
             It raises a DataError if a file is unreadable or has a token outside the vocabulary.
+        pass_samples: number of samples of the first pass.
         spans_of_version: `spans` in each version of the order; empty if all are the same.
     """
 
@@ -56,6 +57,7 @@ class Samples:
     samples: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
     spans: Callable[[np.ndarray, np.ndarray], Spans]
     read: Callable[[Spans, np.ndarray, np.ndarray], None]
+    pass_samples: int = 1 << 40  # of endless data
     spans_of_version: Mapping[int, Callable[[np.ndarray, np.ndarray], Spans]] = field(default_factory=dict)
 
     def in_order(self, version: int) -> Samples:
@@ -134,7 +136,16 @@ def stored_samples(
     reader = DocumentReader(files, index, config, vocab_size, opened.open_files)
     spans = {version: stream.spans for version, stream in streams.items()}
     newest = streams[ORDER_VERSIONS[-1]]
-    return Samples(files.name, newest.shards, fingerprint, order.samples, newest.spans, reader.read, spans)
+    return Samples(
+        files.name,
+        newest.shards,
+        fingerprint,
+        order.samples,
+        newest.spans,
+        reader.read,
+        order.samples_before_pass(1),
+        spans,
+    )
 
 
 def dummy_samples(seq_length: int, logical_shards: int, seed: int, split: str, vocab_size: int) -> Samples:

@@ -19,6 +19,7 @@ from types import MappingProxyType
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, Manifest
 from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -34,8 +35,8 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout
-from pretraining.errors import ConfigError
-from pretraining.evaluation.held_out import EvaluationSource
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
 from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
@@ -59,6 +60,7 @@ class Plan:
         data: training datasets; None for dummy data.
         token_schedule: tokens per step, including the steps before the start point.
         sources: evaluation sets.
+        evaluation: what checkpoints record of the evaluation sets.
     """
 
     config: TrainConfig
@@ -74,6 +76,7 @@ class Plan:
     learning_rate: LearningRate
     loader: Loader
     sources: list[EvaluationSource]
+    evaluation: EvaluationRecord
     state: TrainState
 
     @property
@@ -122,7 +125,15 @@ def plan_run(
     if restored is not None:
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
     loader.skip(skipped)
-    sources = open_evaluation_sources(config, opened, batch, processes, shape.vocab_size)
+    sources, record = open_evaluation_sources(
+        config,
+        opened,
+        batch,
+        processes,
+        shape.vocab_size,
+        recorded_evaluation(restored.manifest) if restored is not None else EvaluationRecord(),
+        loader.order_version,
+    )
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
@@ -142,8 +153,19 @@ def plan_run(
         learning_rate=learning_rate,
         loader=loader,
         sources=sources,
+        evaluation=record,
         state=_initial_state(config, token_schedule, training_tokens, restored, stop_step),
     )
+
+
+def recorded_evaluation(manifest: Manifest) -> EvaluationRecord:
+    """Return what a checkpoint records of its run's evaluation sets; raise a CheckpointError if it is damaged."""
+    try:
+        return EvaluationRecord.of_state(manifest.state.get(EVALUATION_SETS_STATE, {}))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"the evaluation sets of the checkpoint of step {manifest.step} are damaged: {error}"
+        ) from None
 
 
 def _loads_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:

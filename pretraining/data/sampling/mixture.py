@@ -280,6 +280,30 @@ class Mixture:
             yield from self.skipped.taken(begin, last + 1)
 
 
+class FirstSamples(Mixture):
+    """The first samples of each dataset, each once, one dataset after the other; the last step may have fewer.
+
+    Args:
+        counts: samples of each dataset.
+    """
+
+    def __init__(self, counts: Mapping[str, int], global_batch_size: int) -> None:
+        super().__init__([Phase.first(global_batch_size, dict.fromkeys(counts, 1))])
+        self._counts_of_names = np.array([counts[name] for name in self.names], np.int64)
+        self._ends = np.cumsum(self._counts_of_names)
+
+    @property
+    def steps(self) -> int:
+        """Steps until all samples are given."""
+        return -(-int(self._ends[-1]) // self.phases[0].global_batch_size)
+
+    def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return a step's samples, their datasets and numbers within these, int64 each; none after the last step."""
+        samples = np.arange(self.first_sample(step), min(self.first_sample(step + 1), int(self._ends[-1])))
+        datasets = np.searchsorted(self._ends, samples, side="right")
+        return samples, datasets, samples - (self._ends - self._counts_of_names)[datasets]
+
+
 class Skipped:
     """Ranges of samples that a run skips, for example batches that made the loss diverge.
 
