@@ -44,6 +44,10 @@ EVALUATION_STATE = "evaluation"
 """Key of the evaluator in a manifest's states."""
 _PENDING_KEY = "owed"
 """Key in the evaluator's state: whether an evaluation of these weights is due and not done."""
+EVALUATION_SETS_STATE = "evaluation_sets"
+"""Key of the record of the evaluation sets in a manifest's states."""
+LOSSES_OF = "losses_of"
+"""Key in this record: definition of the evaluation sets of the losses in the manifest."""
 GUARDS_STATE = "guards"
 """Key of the guards in a manifest's states."""
 SCHEDULE_STATE = "schedule"
@@ -106,11 +110,20 @@ class Manifest:
     config: str = ""
 
     @property
-    def decided_by(self) -> tuple[str, ...]:
-        """Sorted names of the evaluation sets of `evaluation_loss`.
+    def losses_of(self) -> str | None:
+        """Recorded definition of the evaluation sets of the evaluation losses."""
+        definition = self._state_of(EVALUATION_SETS_STATE).get(LOSSES_OF)
+        return definition if isinstance(definition, str) else None
 
-        The evaluator's state names them unless they are the held-out documents of all datasets.
+    @property
+    def decided_by(self) -> tuple[str, ...]:
+        """Definition of the evaluation sets of `evaluation_loss`; losses of different definitions are not compared.
+
+        Earlier releases recorded none: only the sorted names of the sets, unless they were the held-out documents of
+        all datasets.
         """
+        if self.losses_of is not None:
+            return (self.losses_of,)
         kept = self._state_of(EVALUATION_STATE).get("decided_by")
         if isinstance(kept, list):
             return tuple(map(str, kept))

@@ -45,7 +45,7 @@ class Checkpoint:
         step: from the manifest or, if that is unreadable, from the name; -1 if neither has it.
         has_save_name: whether the name is that of its save; otherwise a user has copied or renamed the checkpoint.
         kind: None if the manifest is unreadable.
-        decided_by: evaluation sets of the loss; losses of different sets are not compared.
+        decided_by: definition of the evaluation sets of the loss; others are not compared with it.
         skipped_in_a_row: skipped updates just before the checkpoint.
     """
 

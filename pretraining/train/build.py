@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
-from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, SCHEDULE_STATE, Stateful, tensor_state
+from pretraining.checkpoint.manifest import (
+    EVALUATION_SETS_STATE,
+    EVALUATION_STATE,
+    GUARDS_STATE,
+    SCHEDULE_STATE,
+    Stateful,
+    tensor_state,
+)
 from pretraining.checkpoint.mirror import Mirror, fetch_start
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_path import write_config
@@ -32,7 +39,7 @@ from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
-from pretraining.evaluation.held_out import Evaluator
+from pretraining.evaluation.held_out import Evaluator, definition_of
 from pretraining.evaluation.scores import Scores
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
@@ -175,6 +182,7 @@ def _assemble(
         GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,
         SCHEDULE_STATE: plan.learning_rate,
+        EVALUATION_SETS_STATE: plan.evaluation,
         REPORT_STATE: observer,
         TRACKERS_STATE: observer.trackers,
     }
@@ -255,8 +263,6 @@ def _build_evaluator(
     plan: Plan, context: StepContext, observer: Observer, should_stop: Callable[[], bool], sampler: TextSampler | None
 ) -> Evaluator:
     evaluation = plan.config.evaluation
-    selects_best = evaluation.best_by is not None or bool(evaluation.eval_datasets)
-    deciding_sets = _deciding_sets(plan) if selects_best else ()
     table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.sources else None
     return Evaluator(
         model=context.model.module,
@@ -267,7 +273,9 @@ def _build_evaluator(
         observer=observer,
         should_stop=should_stop,
         best_by=evaluation.best_by,
-        early_stopping=EarlyStopping(evaluation.early_stopping_evaluations, deciding_sets),
+        early_stopping=EarlyStopping(
+            evaluation.early_stopping_evaluations, definition_of(plan.sources, evaluation.best_by)
+        ),
         byte_lengths_V=table_V,
         metrics=context.metrics,
         scores=context.scores,
@@ -296,13 +304,8 @@ def _build_checkpoints(
         plan.training_tokens,
         mirror,
         mirror_wait_seconds=MIRROR_WAIT_SHARE * (config.guard.hang_timeout.amount or MIRROR_WAIT_SECONDS),
+        definition=definition_of(plan.sources, config.evaluation.best_by),
     )
     if plan.restored is not None:
-        checkpoints.restore(plan.restored, _deciding_sets(plan) if plan.sources else None)
+        checkpoints.restore(plan.restored)
     return checkpoints
-
-
-def _deciding_sets(plan: Plan) -> tuple[str, ...]:
-    """Return the names of the evaluation sets whose loss decides which checkpoint is best."""
-    best_by = plan.config.evaluation.best_by
-    return tuple(sorted(each for source in plan.sources for each in source.sets if best_by in (None, each)))

@@ -28,6 +28,7 @@ from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import make_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError, DivergenceError
 from pretraining.observability.events import Events
@@ -39,7 +40,7 @@ from pretraining.train.run_status import RunStatusWriter
 log = logging.getLogger(__name__)
 
 
-MakePlan = Callable[[CheckpointRef | None, Sequence[tuple[int, int]], int | None], Plan]
+MakePlan = Callable[[CheckpointRef | None, Mapping[str, Sequence[Range]], int | None], Plan]
 
 
 def train_with_rollbacks(
@@ -74,6 +75,7 @@ def train_with_rollbacks(
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
         builder.stop_step = run.state.stop_step  # a rollback keeps the last step of this invocation
+        builder.skip(divergence.samples)
         del run
         _free_memory()
         run = _go_back(divergence, rollbacks, builder)
@@ -83,11 +85,10 @@ def train_with_rollbacks(
 def _go_back(divergence: DivergenceError, number: int, builder: _Builder) -> Run:
     """Build the run from before a divergence, save it, and set newer checkpoints aside; a collective call."""
     config = builder.checkpoint
-    builder.skipped.append(divergence.samples)
     builder.before_step = divergence.first_step
     start = find_start(config, before_step=builder.before_step, copies=read_mirror(config))
     run = builder.build_good(start)
-    builder.before_step, start = None, builder.start
+    builder.before_step, start = None, builder.plan.start
     run.checkpoints.save_now(run.state, start.manifest.kind if start is not None and start.is_own else "interval")
     saved = run.checkpoints.newest
     newer = on_rank_zero(lambda: _set_aside_newer(config.folder, run.state.step, saved))
@@ -100,26 +101,30 @@ class _Builder:
     """Builder of a run from the newest good checkpoint.
 
     Attributes:
-        skipped: samples of earlier divergences, as (first, end).
+        skipped: samples of earlier divergences, by their numbers within datasets.
         stop_step: last step of this invocation; None = as the settings say.
         before_step: only checkpoints before this step count; None = all.
-        start: start point of the last run that was built.
+        plan: plan of the last run that was built.
     """
 
     checkpoint: CheckpointConfig
     make_plan: MakePlan
     build: Callable[[Plan], Run]
     status: RunStatusWriter
-    skipped: list[tuple[int, int]] = field(default_factory=list)
+    skipped: dict[str, list[Range]] = field(default_factory=dict)
     stop_step: int | None = None
     before_step: int | None = None
-    start: CheckpointRef | None = None
+    plan: Plan = field(init=False)
+
+    def skip(self, samples: Range) -> None:
+        """Skip global samples of the last run: back before a phase, they may get other global numbers."""
+        for name, ranges in self.plan.loader.reader.mixture.numbers([samples]).items():
+            self.skipped.setdefault(name, []).extend(ranges)
 
     def build_good(self, start: CheckpointRef | None) -> Run:
         """Build the run from a start point or, if that is damaged, from the next good one; a collective call."""
         damaged: dict[str, str] = {}
         while True:
-            self.start = start
             result = self._try_to_build(start)
             if not isinstance(result, str):
                 return result
@@ -132,7 +137,8 @@ class _Builder:
     def _try_to_build(self, start: CheckpointRef | None) -> Run | str:
         """Return the fault of a damaged start point; its error would keep the memory of the failed run alive."""
         try:
-            return self.build(self.make_plan(start, self.skipped, self.stop_step))
+            self.plan = self.make_plan(start, self.skipped, self.stop_step)
+            return self.build(self.plan)
         except DamagedError as error:
             return str(error)
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +27,7 @@ from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import ineffective_settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
+from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import (
     Processes,
     gather_from_every_rank,
@@ -139,7 +140,7 @@ def train(
             data = open_data(config, processes)
 
             def make_plan(
-                start: CheckpointRef | None, skipped: Sequence[tuple[int, int]], stop_step: int | None
+                start: CheckpointRef | None, skipped: Mapping[str, Sequence[Range]], stop_step: int | None
             ) -> Plan:
                 restore_cpu_threads(start, config, processes, threads)
                 return plan_run(config, processes, mesh, data, start, skipped, stop_step)

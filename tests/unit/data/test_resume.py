@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,6 +84,30 @@ def test_a_phase_that_cannot_be_is_damage(config: DataConfig, state: dict[str, A
     loader(config, plan(4)).load_state_dict(state)
     first, second = state["phases"]
     refusal(state | damage if damage.keys() <= state.keys() else state | {"phases": [first, second | damage]}, config)
+
+
+def test_a_run_of_an_earlier_release_keeps_its_order_and_a_newer_order_is_refused(
+    config: DataConfig, state: dict[str, Any]
+) -> None:
+    """Earlier releases recorded no order: their passes begin with a document."""
+    assert (state.pop("version"), state.pop("order_version")) == (3, 2)
+    old, other = state | {"version": 2}, loader(config, plan(8))
+    made = loader(config, plan(8))
+    made.load_state_dict(old)
+    assert made.state_dict() == old
+    changed = loader(replace(config, datasets=("web", "code"), weights=(9.0, 1.0)), plan(8))
+    changed.load_state_dict(old)  # also in a new phase
+    for step in (1, 2, 50):
+        slots = made.reader.slots(step)
+        for dataset in range(len(made.reader.sources)):
+            chosen = slots.datasets == dataset
+            taken = (slots.shards[chosen], slots.numbers[chosen])
+            spans = [each.reader.sources[dataset].spans(*taken) for each in (made, changed)]
+            assert all((each.documents == spans[0].documents).all() for each in spans)
+            assert not np.array_equal(spans[0].starts, other.reader.sources[dataset].spans(*taken).starts)
+    made.rewind()
+    assert rows(made.reader.read(1)) == rows(other.reader.read(1))  # a new run
+    assert "order 3" in refusal(old | {"version": 3, "order_version": 3}, config)
 
 
 # Values that may replace a number or a list in a damaged or foreign state.
