@@ -164,7 +164,7 @@ def _dataset(root: Path, name: str, scan: _Scan, formats: Formats, config: DataC
     place, kind = root / name, _kind_of(root / name, name, scan.sizes, formats, config)
     listed = _listing(place, name, scan, kind, formats)
     if scan.repeated:
-        # An earlier version listed a folder under each of its paths. What it has indexed stays.
+        # An earlier version listed a folder under each of its paths. A listing that it has indexed stays.
         earlier = _scan(place, _suffixes_of(formats[kind]), once=False)
         before = _listing(place, name, earlier, kind, formats)
         if any(any(folder.glob(f"*-{before.digest[:16]}.index")) for folder in index_folders(before, config)):
