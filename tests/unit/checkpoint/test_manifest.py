@@ -76,7 +76,8 @@ def test_a_forged_manifest_of_another_form_is_refused(name: str, value: Any) -> 
 def forged_data() -> Iterator[dict[str, Any]]:
     """The data state with one number in it replaced, or left out."""
     [name] = DATA["phases"][-1]["weights"]
-    for value in (None, "9", [], {}, 2.5, True, -1, 10**30):
+    wrong: list[Any] = [None, "9", [], {}, 2.5, True, -1, 10**30]
+    for value in wrong:
         yield {**DATA, "next_sample": value}
         yield {**DATA, "counts": {name: value}}
         yield {**DATA, "datasets": {name: {"tokens": value}}}
