@@ -209,11 +209,23 @@ def _check_types(read: Manifest | FileEntry) -> None:
 
 
 def _check_data_state(data: dict[str, Any]) -> None:
-    """Raise an error if a field that is read here is missing; `data.resume` checks the others. May be empty."""
-    if data:
-        weights = data["phases"][-1]["weights"]
-        if not data["datasets"].keys() >= weights.keys() <= data["counts"].keys():
-            raise ValueError("data has weights of unknown datasets")
+    """Raise an error if a field that is read here or at an export is missing or no count; the state may be empty.
+
+    `data.resume` checks all fields, when a run resumes.
+    """
+    if not data:
+        return
+    weights, counts, datasets = data["phases"][-1]["weights"], data["counts"], data["datasets"]
+    if not datasets.keys() >= weights.keys() <= counts.keys():
+        raise ValueError("data has weights of unknown datasets")
+    numbers = [data.get("next_sample", 0), *counts.values()]
+    numbers += [fingerprint.get("tokens", 0) for fingerprint in datasets.values()]
+    for phase in data["phases"]:
+        numbers += [phase[name] for name in ("first_step", "first_sample", "global_batch_size")]
+        numbers += phase["weights"].values()
+    wrong = [each for each in numbers if type(each) is not int or not 0 <= each <= LARGEST_COUNT]
+    if wrong:
+        raise TypeError(f"data has {shown(wrong[0])} in place of a count")
 
 
 def crc32_text(value: int) -> str:

@@ -276,8 +276,11 @@ def find_newest(
     """
     paths = checkpoints_at(source)
     if not paths:
+        from pretraining.checkpoint.hf_import import describe_other_weights
+
         raise CheckpointError(
             f"{flag}={source} holds no complete checkpoint: no {MANIFEST}, and none in a folder {CHECKPOINTS}/"
+            f"{describe_other_weights(source)}"
         )
     return _newest_good([OwnCheckpoint(checkpoint_at(path)) for path in paths], damaged, flag, source)
 

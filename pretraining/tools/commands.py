@@ -350,7 +350,9 @@ class VerifyConfig:
     )
     col_name: str = setting("tokens", "column of the token files with the token ids")
     sep_token: NonNegativeInt | None = setting(None, "token id at the end of documents, for files that need it")
-    token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
+    token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
+        None, "type of the tokens in .bin and .npy files without a header"
+    )
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one per core")
 
 
