@@ -240,12 +240,25 @@ def _check_resume(
     for scale in (-1.0, 0.5):
         _step(optimizer, parameters, scale)
         _step(again, others, scale)
-    if not is_same or not all(map(torch.equal, _bits(optimizer, parameters), _bits(again, others))):
+    lost = [
+        f"group[{name!r}]"
+        for group, other in zip(optimizer.param_groups, again.param_groups, strict=True)
+        for name, value in group.items()
+        if name != "params" and not _is_equal(value, other.get(name))
+    ]
+    if lost or not is_same or not all(map(torch.equal, _bits(optimizer, parameters), _bits(again, others))):
+        place = lost[0] if lost else "an attribute, or state that its first update does not make"
         raise ConfigError(
-            f"--optimizer={config.optimizer} does not continue after a resume as without it: it keeps state where "
-            "checkpoints do not look, or makes state after its first update. Checkpoints hold tensors in "
-            "self.state[parameter] and numbers in the parameter groups (docs/extending.md)"
+            f"--optimizer={config.optimizer} does not continue after a resume as without it, since checkpoints do not "
+            f"hold {place}. They hold tensors in self.state[parameter] and numbers in the parameter groups "
+            "(docs/extending.md)"
         )
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
 
 
 def _bits(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Optimizers of users and of libraries over several processes: they resume bit for bit, or a start refuses the layout."""
+"""Optimizers of users and of libraries over several processes: they resume bit for bit, or are refused."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def test_low_bit_state_of_another_number_of_shards_is_refused_with_the_way_on(da
 
 
 def test_low_bit_state_of_uneven_shards_is_refused_at_the_start(data_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="65 rows of model.embed_tokens.weight do not divide by 2"):
+    with pytest.raises(AssertionError, match=r"65 rows of model\.embed_tokens.weight do not divide by 2"):
         train_runs(2, data_path, [flags(f"{OWN}:LowBit", tmp_path / "run", "vocab_size=65")])

@@ -1,4 +1,4 @@
-"""Optimizers as users write them, or as libraries have them in small: counters, groups, two sets of weights, low bits."""
+"""Optimizers as users write them, or as libraries have them in small: counters, two sets of weights, low bits."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Own(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self.update(group, parameter, self.state[parameter])
 
-    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Tensor]) -> None:
         raise NotImplementedError
 
 
 class Counting(Own):
     """The first update is a tenth of the second, by a counter beside the parameter."""
 
-    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Tensor]) -> None:
         state["updates"] = state.get("updates", torch.zeros((), dtype=torch.int64)) + 1
         parameter.sub_(parameter.grad.sign(), alpha=group["lr"] * (0.1 if state["updates"] == 1 else 1.0))
 
@@ -39,7 +39,7 @@ class Counting(Own):
 class CountingInGroup(Own):
     """The same, by a counter in the group."""
 
-    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Tensor]) -> None:
         parameter.sub_(parameter.grad.sign(), alpha=group["lr"] / group["count"])
 
 
@@ -48,9 +48,17 @@ class CountingInObject(Own):
 
     updates = 0
 
-    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Tensor]) -> None:
         self.updates += 1
         parameter.sub_(parameter.grad.sign(), alpha=group["lr"] / self.updates)
+
+
+class CountingInTensorOfGroup(Own):
+    """The same, by a tensor in the group, which decides only later updates."""
+
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Tensor]) -> None:
+        group["updates"] = group.get("updates", torch.zeros(1)) + 1
+        parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
 
 
 class TwoWeights(Own):
@@ -70,7 +78,7 @@ class TwoWeights(Own):
                     parameter.lerp_(self.state[parameter]["base"], weight)
             group["is_training"] = is_training
 
-    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Tensor]) -> None:
         if not group["is_training"]:
             raise RuntimeError("call train() before step()")
         base = state.setdefault("base", parameter.clone())
@@ -87,7 +95,7 @@ class Rounded(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Rounded:
-        made: Rounded = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: Rounded = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
         return made
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
@@ -101,7 +109,7 @@ class Rounded(Tensor):
         return cls(inner["codes"], inner["scale"])
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if function in (torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.alias.default):
             made = cls(args[0].codes, args[0].scale)
             return return_and_correct_aliasing(function, args, kwargs or {}, made)
@@ -123,7 +131,7 @@ class LowBit(Own):
         for group in self.param_groups:
             group["lr"] = torch.tensor(group["lr"])
 
-    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+    def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Tensor]) -> None:
         if not isinstance(group["lr"], Tensor):
             raise RuntimeError("use group['lr'].fill_(rate)")
         weight, gradient = (

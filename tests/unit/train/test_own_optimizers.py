@@ -10,7 +10,7 @@ import pytest
 import torch
 from unit.train import own_optimizers
 from unit.train.test_rollback import diverging_after
-from unit.train.whole_runs import checkpoint, equal, manifest_of, refusal, start, tensors_of
+from unit.train.whole_runs import checkpoint, equal, manifest_of, start, tensors_of
 
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
@@ -19,7 +19,7 @@ from pretraining.optim.registry import measure_state, try_optimizer
 OWN = [f"unit.train.own_optimizers:{name}" for name in ("Counting", "CountingInGroup", "TwoWeights", "LowBit")]
 OF_TORCH = [f"torch.optim:{name}" for name in ("Adafactor", "NAdam", "RAdam", "Adamax", "ASGD")]
 OF_LIBRARIES = [
-    *("lion_pytorch:Lion", "pytorch_optimizer:Adan", "pytorch_optimizer:AdEMAMix", "pytorch_optimizer:Prodigy"),
+    *("lion_pytorch:Lion", "pytorch_optimizer:Adan", "pytorch_optimizer:AdEMAMix"),
     *("schedulefree:AdamWScheduleFree", "schedulefree:RAdamScheduleFree"),
     *("torchao.optim:AdamW8bit", "torchao.optim:AdamW4bit", "torchao.optim:AdamWFp8", "torchao.optim:_AdamW"),
 ]
@@ -45,11 +45,9 @@ def test_a_resumed_run_repeats_the_run_without_a_stop_bit_for_bit(optimizer: str
     start(tmp_path / "parts", *flags(optimizer), "run_steps=2")
     start(tmp_path / "parts", *flags(optimizer))
     assert equal(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "parts", 4))
-    before, after = (tensors_of(checkpoint(tmp_path / "whole", step)) for step in (1, 4))
-    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
 
 
-@pytest.mark.parametrize("optimizer", EACH)
+@pytest.mark.parametrize("optimizer", [OWN[0], *map(thorough, [*OWN[1:], *OF_TORCH, *OF_LIBRARIES])])
 def test_the_first_update_after_a_rollback_to_the_start_is_that_of_a_new_optimizer(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,9 +94,12 @@ def test_low_bit_state_is_saved_in_its_bits(tmp_path: Path) -> None:
     assert manifest_of(tmp_path / "run", 4)["state"]["optimizer"] == {"groups": [{"count": 4}] * 2, "shards": 1}
 
 
-def test_a_class_that_counts_where_no_checkpoint_looks_is_refused(tmp_path: Path) -> None:
-    error = refusal(tmp_path / "run", *flags("unit.train.own_optimizers:CountingInObject"))
-    assert isinstance(error, ConfigError) and "does not continue after a resume" in str(error)
+@pytest.mark.parametrize(
+    ("name", "place"), [("CountingInObject", "an attribute"), ("CountingInTensorOfGroup", r"group\['updates'\]")]
+)
+def test_a_class_that_counts_where_no_checkpoint_looks_is_refused(name: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=f"does not continue after a resume .* hold {place}"):
+        try_optimizer(OptimizerConfig(optimizer=f"{own_optimizers.__name__}:{name}"))
 
 
 @pytest.mark.parametrize(("name", "size"), [("Counting", 8 / 256**2), ("TwoWeights", 4.0), ("LowBit", 1 + 4 / 256**2)])
