@@ -299,15 +299,14 @@ def tensor_state(
     """Return the tensors of a checkpoint, without a copy: loading into them restores the run.
 
     Args:
-        optimizer: its state must be materialised; None = parameters only.
+        optimizer: its state must be materialised, or there is none yet; None = parameters only.
     """
-    import torch  # here, since callers with parameters have imported it
+    from pretraining.optim.state import state_tensors  # here, since callers with parameters have imported torch
 
     tensors: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
     if optimizer is not None:
         for name, parameter in parameters.items():
-            for key, value in optimizer.state[parameter].items():
-                assert isinstance(value, torch.Tensor), f"optimizer state {key} of {name} is no tensor"
+            for key, value in state_tensors(optimizer, parameter).items():
                 tensors[f"{OPTIMIZER_PREFIX}{key}.{name}"] = value
     return tensors
 

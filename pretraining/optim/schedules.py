@@ -16,7 +16,7 @@ from pretraining.config.plugins import SCHEDULES, load_plugin, plugin_errors
 from pretraining.config.training import ScheduleConfig
 from pretraining.errors import ConfigError
 from pretraining.optim.horizon import ANNEALING_FROM, Horizon, resolve_horizon
-from pretraining.optim.optimizer import PEAK
+from pretraining.optim.optimizer import PEAK, set_rate
 from pretraining.progress import Duration, TokenSchedule
 
 
@@ -106,7 +106,7 @@ class LearningRate:
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set every group's rate for the update after `step` finished ones; return the first group's rate."""
         for group in optimizer.param_groups:
-            group["lr"] = self.at(step, group[PEAK])
+            set_rate(group, self.at(step, group[PEAK]))
         return float(optimizer.param_groups[0]["lr"])
 
 

@@ -292,7 +292,7 @@ class PlanSettings:
         False, "list the settings that fit, fastest first: strategies, groups, checkpointing, micro-batches"
     )
     optimizer_state_bytes: Annotated[float, Ge(0), Le(1024)] | None = setting(
-        None, "bytes per parameter that a user-defined optimizer keeps; none = 8, as AdamW"
+        None, "bytes per parameter that a user-defined optimizer keeps; none = measured"
     )
     json: bool = setting(False, "print one JSON object instead of the table; with search, one per line")
 

@@ -46,6 +46,7 @@ from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.environment import record_environment
 from pretraining.observability.trackers import LOGS, METRICS_FILE
+from pretraining.optim.state import evaluation_mode
 from pretraining.text import list_some
 from pretraining.train.build import build_run
 from pretraining.train.loop import Run
@@ -225,7 +226,8 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSa
         raise preempted
     log.info(describe_end(config, run))
     if sampler is not None:
-        sample = sampler.sample(run.context.model.module, processes.device)
+        with evaluation_mode(run.context.optimizer, run.context.model.masters_changed):
+            sample = sampler.sample(run.context.model.module, processes.device)
         if run.observer.newest:
             run.observer.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
         log.info("  generated text:\n%s", sample.indented())
