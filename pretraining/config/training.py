@@ -409,8 +409,8 @@ class EvaluationConfig:
     eval_interval: Duration = setting(Duration(1000, "steps"), "how often to evaluate; 0 = only at the end")
     eval_batches: PositiveInt = setting(
         16,
-        "global batches per evaluation, at most each set once: of the held-out documents, and of each of eval_datasets; "
-        "a run keeps the number of sequences of its first start",
+        "global batches per evaluation of the held-out documents, and of each of eval_datasets; each set at most once. "
+        "A run keeps the number of sequences of its first start",
     )
     extra_scores: tuple[str, ...] = setting(
         (),
