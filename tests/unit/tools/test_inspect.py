@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import logging
+import re
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
