@@ -128,8 +128,8 @@ class DataConfig:
     )
     skip_samples: tuple[str, ...] = setting(
         (),
-        "samples to skip: ranges A-B of global sample numbers, both included; a resumed run also skips the ranges in "
-        "its checkpoint",
+        "samples to skip: ranges A-B of global sample numbers, both included, as this start plans the run; a resumed "
+        "run also skips those in its checkpoint",
         silent_change=True,
     )
     bad_documents: Literal["stop", "quarantine"] = setting(
@@ -414,8 +414,8 @@ class EvaluationConfig:
     eval_interval: Duration = setting(Duration(1000, "steps"), "how often to evaluate; 0 = only at the end")
     eval_batches: PositiveInt = setting(
         16,
-        "global batches per evaluation: of the held-out documents, and (at most) of each of eval_datasets; always the "
-        "same batches",
+        "global batches per evaluation of the held-out documents, and of each of eval_datasets; each set at most once. "
+        "A run keeps the number of sequences of its first start",
     )
     extra_scores: tuple[str, ...] = setting(
         (),
@@ -423,7 +423,7 @@ class EvaluationConfig:
         silent_change=True,
     )
     best_by: str | None = setting(
-        None, "evaluation set whose loss decides which checkpoint is best; none = the mean over all tokens of all sets"
+        None, "evaluation set whose loss decides which checkpoint is best; none = the mean over all sets"
     )
     early_stopping_evaluations: NonNegativeInt = setting(
         0, "finish the run after this many evaluations in a row without a lower loss; 0 = never", silent_change=True

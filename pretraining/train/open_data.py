@@ -60,9 +60,9 @@ def open_data(config: TrainConfig, processes: Processes, index_folder: str | Non
     if data.data_path is not None and not data.use_dummy_dataset:
         # Listing 100,000 files is slow on a shared file system: rank 0 lists them for all.
         listing = on_rank_zero(lambda: list_datasets(data))
-    paths = config.evaluation.eval_datasets
-    folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing))
-    needs_training = bool(listing) and not (config.evaluation.eval_only and data.held_out_fraction == 0)
+    paths, is_evaluation = config.evaluation.eval_datasets, config.evaluation.eval_only
+    folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing, may_overlap=is_evaluation))
+    needs_training = bool(listing) and not (is_evaluation and data.held_out_fraction == 0)
     return OpenedData(
         training=_open_datasets(listing, data, processes, index_folder) if needs_training else None,
         folders=tuple(

@@ -222,8 +222,8 @@ class Mixture:
     def can_precede(self, phase: Phase) -> bool:
         """Return whether a phase may follow this mixture.
 
-        It begins anywhere between the last sample that a step before it used and the next one that is not skipped: the
-        skipped samples between them count in it if they were skipped after it began.
+        It begins between the last sample that an earlier step used and the next one that is not skipped. Samples in
+        between count in the new phase if they were skipped after it began.
         """
         last = self.phases[-1]
         if phase.first_step < last.first_step:

@@ -282,3 +282,14 @@ def test_a_damaged_record_of_the_sets_is_refused(tmp_path: Path) -> None:
     for broken in ({"sequences": "8"}, {"sequences": 0}, {"sequences": 8, "weights": {"a": 1.5}}, {"weights": 3}):
         with pytest.raises(CheckpointError, match="damaged"):
             recorded_evaluation(Manifest(state={"evaluation_sets": broken}, torch_version=""))
+
+
+def test_eval_only_reads_training_data_too_and_says_so(
+    trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = evaluated(
+        trained, data, capsys, f"eval_datasets={data}/first", "datasets=first,second", "held_out_fraction=0"
+    )
+    assert list(found["sets"]) == ["data/first"]
+    start(trained, data, "eval_only=true", f"eval_datasets={data}/first", "datasets=first,second")
+    assert "overlaps the training dataset 'first'" in capsys.readouterr().out
