@@ -315,6 +315,15 @@ def test_a_file_without_a_header_names_the_type_that_fits(
             load_format(kind, replace(CONFIG, token_dtype="uint64")).documents(str(path))
 
 
+@pytest.mark.parametrize(("stored", "read"), [("uint16", "uint32"), ("uint32", "uint16")])
+def test_a_separator_that_another_type_hides_names_the_type(
+    tmp_path: Path, stored: str, read: Literal["uint16", "uint32"]
+) -> None:
+    np.random.default_rng(1).integers(0, 900, 1000).astype(stored).tofile(tmp_path / "x.bin")
+    with pytest.raises(DataError, match=rf"no sep_token=70000.*--token_dtype={stored}"):
+        load_format("bin", replace(CONFIG, token_dtype=read, sep_token=70_000)).documents(str(tmp_path / "x.bin"))
+
+
 @pytest.mark.parametrize("name", ["x.arrow", "x.npy", "x.bin"])
 def test_a_git_lfs_pointer_is_named_as_one(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
