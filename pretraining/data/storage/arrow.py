@@ -205,18 +205,21 @@ def _find_column(schema: pa.Schema, name: str) -> _Column:
     layout, offset_bytes = next(((layout, size) for test, layout, size in _LISTS if test(kind)), ("flat", 0))
     tokens = kind if layout == "flat" else kind.value_type
     if tokens not in TOKEN_TYPES:
-        encoded = next((each for each in (kind, tokens) if _is_encoded(each)), None)
-        if encoded is not None:
-            raise DataError(
-                f"column '{name}' is of type {kind}, and encoded columns are not read. Decode it: in pyarrow, "
-                f"`{'pc.run_end_decode(column)' if pa.types.is_run_end_encoded(encoded) else 'column.cast(…)'}`"
-            )
+        if _is_encoded(kind) or _is_encoded(tokens):
+            raise DataError(f"column '{name}' is of type {kind}. Decode it first: in pyarrow, `{_decoding(kind)}`")
         raise DataError(f"column '{name}' is of type {kind}, but documents are lists of integers, such as list<uint16>")
     return _Column(number, tokens, layout, offset_bytes, kind.list_size if layout == "fixed" else 0)
 
 
 def _is_encoded(kind: pa.DataType) -> bool:
     return bool(pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind))
+
+
+def _decoding(kind: pa.DataType) -> str:
+    """Return the call of pyarrow that decodes a column of this type."""
+    if pa.types.is_dictionary(kind):
+        return "column.combine_chunks().dictionary_decode()"
+    return "pyarrow.compute.run_end_decode(column)" if pa.types.is_run_end_encoded(kind) else "column.cast(list type)"
 
 
 def _read_batches(batches: Iterator[pa.RecordBatch], content: np.ndarray, column: _Column) -> np.ndarray:

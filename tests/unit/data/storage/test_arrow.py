@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, unusable: str) -> N
     assert raised.value.settings == (("col_name",) if unusable == "no such column" else raised.value.settings)
     assert ("pretrain prepare" in str(raised.value)) == (unusable == "compressed")
     assert ("file_type" in raised.value.settings) == (unusable == "a stream")
-    assert ("Decode it" in str(raised.value)) == (unusable in list(UNUSABLE)[-4:])
+    assert ("Decode it first" in str(raised.value)) == (unusable in list(UNUSABLE)[-4:])
     assert raised.value.row == (0 if unusable == "offsets backwards" else None)
 
 
