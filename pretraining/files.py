@@ -46,8 +46,6 @@ _NOT_FOUND = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 ADDRESS_QUERY = ("region", "scheme", "endpoint_override")
 """Parameters allowed after the question mark of an object store address."""
-LFS_BEGINNING = b"version https://git-lfs.github.com/spec/"
-LFS_POINTER = "a Git LFS pointer in place of the file: run `git lfs pull` in its repository"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 LARGEST_JSON_BYTES = 2**25
 """Twice the size of a prepare.json about 100,000 files. This limit and the next two keep parsing to about a second."""
@@ -57,6 +55,9 @@ DEEPEST_JSON = 64
 """Nesting depth of objects and lists."""
 _LARGEST_FILE_BYTES = 2**30  # limit for reading a file into memory
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of a file that Git LFS left in place of another one."""
+LFS_REMEDY = "Run `git lfs pull` in its repository to fetch the file itself"
 
 
 # Reading
@@ -141,6 +142,17 @@ def check_replaceable(path: Path, beginning: bytes = b"") -> None:
             raise OSError(errno.EEXIST, "a file with other content exists", str(path))
 
 
+def lfs_pointer_hint(path: Path) -> str:
+    """Return the problem and the remedy of a file that is a Git LFS pointer, for its error; empty for other files."""
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return ""
+    return f"it is a Git LFS pointer. {LFS_REMEDY}" if is_pointer else ""
+
+
 def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
     """Read a whole file, with retries.
 
@@ -182,16 +194,6 @@ def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError
             f"there is no {path.absolute()}, and the Hugging Face Hub does not give {name} ({reason}). If the Hub has "
             f"it, run `hf download {name} --local-dir={name}` where the Hub can be reached, then this command again"
         ) from error
-
-
-def is_lfs_pointer(path: Path | str) -> bool:
-    """Return whether a file is a Git LFS pointer, the few lines of text that stand for a file until it is fetched."""
-    try:
-        check_regular(path)
-        with Path(path).open("rb") as file:
-            return file.read(len(LFS_BEGINNING)) == LFS_BEGINNING
-    except OSError:
-        return False
 
 
 def is_address(path: str | None) -> bool:

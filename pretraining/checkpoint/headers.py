@@ -21,7 +21,7 @@ import torch
 from pretraining.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_PREFIX
 from pretraining.checkpoint.writer import DTYPES, Chunk
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import LFS_POINTER, check_regular, is_lfs_pointer, parse_json, with_retries
+from pretraining.files import check_regular, lfs_pointer_hint, parse_json, with_retries
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def _safetensors_header(path: Path) -> Header:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if not 2 <= length <= min(end - 8, LARGEST_HEADER_BYTES):
-            raise DamagedError(LFS_POINTER if is_lfs_pointer(path) else "no safetensors file", path=path)
+            raise DamagedError(lfs_pointer_hint(path) or "no safetensors file", path=path)
         content = file.read(length)
     try:
         chunks = _stored_chunks(path.name, parse_json(content), 8 + length, end)
@@ -180,11 +180,10 @@ def load_file(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception:  # torch.load raises many types, with long texts about unsafe loading
-        if is_lfs_pointer(path):
-            raise DamagedError(LFS_POINTER, path=path) from None
         raise DamagedError(
-            "damaged, or holds more than tensors and plain values; nothing in it was executed. Use another checkpoint, "
-            "or save it again with tensors and plain values only",
+            lfs_pointer_hint(path)
+            or "damaged, or holds more than tensors and plain values; nothing in it was executed. Use another "
+            "checkpoint, or save it again with tensors and plain values only",
             path=path,
         ) from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):

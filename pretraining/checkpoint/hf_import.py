@@ -24,15 +24,7 @@ from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
-from pretraining.files import (
-    LFS_POINTER,
-    entries_of,
-    exists,
-    is_folder,
-    is_lfs_pointer,
-    read_json,
-    real_path,
-)
+from pretraining.files import entries_of, exists, is_folder, lfs_pointer_hint, read_json, real_path
 from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, INNER_MODEL, WEIGHTS_FILE, shape_of_document
 from pretraining.text import list_some
 
@@ -166,8 +158,7 @@ def _check_inside(path: Path, name: str) -> None:
 def read_json_of(path: Path, name: str) -> Any:
     """Read a JSON file of a folder; raise a CheckpointError if it cannot be read."""
     try:
-        if is_lfs_pointer(path / name):
-            raise CheckpointError(LFS_POINTER, path=path / name)
         return read_json(path / name)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read as JSON: {error}", path=path / name) from None
+        problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
+        raise CheckpointError(problem, path=path / name) from None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, is_file, read_json, with_checksum
+from pretraining.files import exists, is_file, lfs_pointer_hint, read_json, with_checksum
 from pretraining.model.hf import CONFIG_FILE
 from pretraining.optim.horizon import ANNEALING_FROM
 
@@ -255,7 +255,7 @@ def read_document(folder: Path) -> Manifest:
     try:
         return Manifest.parse(read_json(path), str(path))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read: {error}", path=path) from None
+        raise CheckpointError(lfs_pointer_hint(path) or f"cannot be read: {error}", path=path) from None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -277,7 +277,10 @@ def size_fault(path: Path, written: FileEntry) -> str | None:
     if not is_file(path):
         return f"{path} is no file" if exists(path) else f"{path} is missing"
     size = path.stat().st_size
-    return None if size == written.bytes else f"{path} has {size:,} bytes in place of {written.bytes:,}"
+    if size == written.bytes:
+        return None
+    hint = lfs_pointer_hint(path)
+    return f"{path}: {hint}" if hint else f"{path} has {size:,} bytes in place of {written.bytes:,}"
 
 
 def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:

@@ -30,7 +30,7 @@ INNER_MODEL = (
     "the inner model alone, without a head. If its head is the embedding, write it again: "
     "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)"
 )
-"""What a folder of `LlamaModel` holds, and the way on."""
+"""Content of a folder of `LlamaModel`, and the way on, for messages."""
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

@@ -230,7 +230,10 @@ class PageConfig:
 
 @dataclass(frozen=True)
 class InspectSettings:
-    """Samples to show of the run that the other settings describe. ckpt_load_path uses a checkpoint's settings."""
+    """Samples to show of the run that the other settings describe.
+
+    A run or checkpoint as the first word, or in ckpt_load_path, gives its own settings.
+    """
 
     step: Annotated[int, Ge(1), Le(LARGEST_STEP)] | None = setting(None, "step to show, counted from 1")
     steps: str | None = setting(None, "A-B: summarize steps A to B, one line per dataset, instead of single samples")
@@ -242,6 +245,7 @@ class InspectSettings:
         "checkpoint gives the batch's size",
     )
     tokens: bool = setting(False, "show the token ids, too, and with tokenizer_path their text")
+    text: bool = setting(False, "show the whole text of each sample, which tokens shortens; needs tokenizer_path")
     json: bool = setting(False, "print one JSON object per sample (with steps: per dataset), nothing shortened")
 
     @property
@@ -267,7 +271,13 @@ class InspectConfig(TrainConfig):
             Row({"step": [None], "sample_id": [None], "steps": [None]}, "nothing to show: give one of them"),
             *(
                 Row({"steps": is_given, name: wrong}, f"--steps summarizes whole steps; {DROP_ONE}")
-                for name, wrong in (("step", is_given), ("sample_id", is_given), ("rank", is_given), ("tokens", is_on))
+                for name, wrong in (
+                    ("step", is_given),
+                    ("sample_id", is_given),
+                    ("rank", is_given),
+                    ("tokens", is_on),
+                    ("text", is_on),
+                )
             ),
         ),
         (_check_steps,),

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -63,12 +64,17 @@ def open_data(config: TrainConfig, processes: Processes, index_folder: str | Non
     paths, is_evaluation = config.evaluation.eval_datasets, config.evaluation.eval_only
     folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing, may_overlap=is_evaluation))
     needs_training = bool(listing) and not (is_evaluation and data.held_out_fraction == 0)
-    return OpenedData(
+    opened = OpenedData(
         training=_open_datasets(listing, data, processes, index_folder) if needs_training else None,
         folders=tuple(
             (folder, _open_datasets((folder.files,), folder.config, processes, index_folder)) for folder in folders
         ),
     )
+    if opened.training is not None:
+        on_rank_zero(partial(warn_about_datasets, opened.training, data))
+    for folder, datasets in opened.folders:
+        on_rank_zero(partial(warn_about_datasets, datasets, folder.config))
+    return opened
 
 
 def _open_datasets(
@@ -84,9 +90,7 @@ def _open_datasets(
     # Nodes may not share the cache folder of the indices. If they do, this call finds the indices of rank 0.
     is_first_of_node = processes.local_rank == 0
     on_every_rank(lambda: build_indices(listing, config) if is_first_of_node else None)
-    opened = on_every_rank(lambda: open_datasets(listing, config))
-    on_rank_zero(lambda: warn_about_datasets(opened, config))
-    return opened
+    return on_every_rank(lambda: open_datasets(listing, config))
 
 
 def open_evaluation_sources(

@@ -48,6 +48,8 @@ class ArrowFormat:
 
     suffix, title, ending = ".arrow", "an Arrow file", MAGIC
     identity = ""  # keeps existing indices valid, which are older than the other formats
+    _messages_at = 8
+    """First byte of the stream of messages that every file holds."""
 
     def __init__(self, config: DataConfig) -> None:
         self._column = config.col_name
@@ -57,7 +59,10 @@ class ArrowFormat:
         content = read_bytes(path)
         try:
             schema, batches = self._open(content)
-            return _find_documents(schema, batches, content, self._column)
+            column = _find_column(schema, self._column)
+            if column.layout == "fixed":
+                batches = _batches_of_structs(content[self._messages_at :], schema)
+            return _find_documents(batches, content, column)
         except DataError as error:
             raise DataError(f"{error}{self._way_on(error, path)}", path=path, row=error.row) from error
         except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError, SystemError) as error:
@@ -83,6 +88,7 @@ class ArrowStreamFormat(ArrowFormat):
     """Arrow IPC streams, as `save_to_disk` of the `datasets` library writes them."""
 
     title, ending, identity = "an Arrow stream", STREAM_END, "arrow_stream"
+    _messages_at = 0
 
     @staticmethod
     def accepts(path: str, config: DataConfig) -> bool:
@@ -112,6 +118,7 @@ class _Column:
         list_size: tokens per document of a fixed-size list.
     """
 
+    name: str
     number: int
     tokens: pa.DataType
     layout: str = "flat"
@@ -119,10 +126,7 @@ class _Column:
     list_size: int = 0
 
 
-def _find_documents(
-    schema: pa.Schema, batches: Iterator[pa.RecordBatch], content: np.ndarray, name: str
-) -> DocumentLayout:
-    column = _find_column(schema, name)
+def _find_documents(batches: Iterator[pa.RecordBatch], content: np.ndarray, column: _Column) -> DocumentLayout:
     numbers = _read_batches(batches, content, column)
     rows, nulls, *places = numbers.T
     validity_at, validity_bytes, offsets_at, offsets_bytes, sizes_at, sizes_bytes, tokens_at, tokens_bytes = places
@@ -131,7 +135,7 @@ def _find_documents(
     for at, size in zip(places[::2], places[1::2], strict=True):
         is_elsewhere = (at < 0) | (at > len(content) - size)
         _check(is_elsewhere, "is compressed or big-endian: write it plain and little-endian", _UnsupportedError)
-    _check(nulls > 0, f"has missing tokens (null) in column '{name}'")
+    _check(nulls > 0, f"has missing tokens (null) in column '{column.name}'")
     width = column.tokens.bit_width // 8
     signed = pa.types.is_signed_integer(column.tokens)
     _check((tokens_at % width > 0) & (tokens_bytes > 0), "is not aligned: rewrite it with an Arrow library")
@@ -205,18 +209,21 @@ def _find_column(schema: pa.Schema, name: str) -> _Column:
     layout, offset_bytes = next(((layout, size) for test, layout, size in _LISTS if test(kind)), ("flat", 0))
     tokens = kind if layout == "flat" else kind.value_type
     if tokens not in TOKEN_TYPES:
-        encoded = next((each for each in (kind, tokens) if _is_encoded(each)), None)
-        if encoded is not None:
-            raise DataError(
-                f"column '{name}' is of type {kind}, and encoded columns are not read. Decode it: in pyarrow, "
-                f"`{'pc.run_end_decode(column)' if pa.types.is_run_end_encoded(encoded) else 'column.cast(…)'}`"
-            )
+        if _is_encoded(kind) or _is_encoded(tokens):
+            raise DataError(f"column '{name}' is of type {kind}. Decode it first: in pyarrow, `{_decoding(kind)}`")
         raise DataError(f"column '{name}' is of type {kind}, but documents are lists of integers, such as list<uint16>")
-    return _Column(number, tokens, layout, offset_bytes, kind.list_size if layout == "fixed" else 0)
+    return _Column(name, number, tokens, layout, offset_bytes, kind.list_size if layout == "fixed" else 0)
 
 
 def _is_encoded(kind: pa.DataType) -> bool:
     return bool(pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind))
+
+
+def _decoding(kind: pa.DataType) -> str:
+    """Return the call of pyarrow that decodes a column of this type."""
+    if pa.types.is_dictionary(kind):
+        return "column.combine_chunks().dictionary_decode()"
+    return "pyarrow.compute.run_end_decode(column)" if pa.types.is_run_end_encoded(kind) else "column.cast(list type)"
 
 
 def _read_batches(batches: Iterator[pa.RecordBatch], content: np.ndarray, column: _Column) -> np.ndarray:
@@ -235,7 +242,42 @@ def _read_batches(batches: Iterator[pa.RecordBatch], content: np.ndarray, column
         *lists, validity_of_tokens, tokens = places
         nulls = validity_of_tokens[1]
         if nulls and column.layout == "fixed":  # a missing row has missing tokens
-            nulls = array.flatten().null_count
+            nulls = _count_missing(content, len(array), places[0], validity_of_tokens, column.list_size)
         lists += [(0, 0)] * (3 - len(lists))
         numbers.append((len(array), nulls, *(number for place in (*lists, tokens) for number in place)))
     return np.array(numbers, dtype=np.int64).reshape(-1, 10)
+
+
+def _batches_of_structs(content: np.ndarray, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of a stream with fixed-size lists as structs of one field, which have the same buffers.
+
+    pyarrow ends the process if a damaged list has fewer values than its size says. Columns from a dictionary are read
+    as their numbers.
+    """
+    kinds = [
+        pa.struct([("item", kind.value_type)])
+        if pa.types.is_fixed_size_list(kind)
+        else (kind.index_type if pa.types.is_dictionary(kind) else kind)
+        for kind in schema.types
+    ]
+    flat = pa.schema(list(zip(schema.names, kinds, strict=True)))
+    for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(content)):
+        if message.type == "record batch":
+            yield pa.ipc.read_record_batch(message, flat)
+
+
+def _count_missing(
+    content: np.ndarray, rows: int, rows_at: tuple[int, int], tokens_at: tuple[int, int], list_size: int
+) -> int:
+    """Count the missing tokens in rows that are not missing, from the bitmaps at (byte, size); 0 if one is damaged."""
+
+    def bits(at: tuple[int, int], count: int) -> np.ndarray:
+        begin, size = at
+        if not size:
+            return np.ones(count, dtype=np.uint8)
+        return np.unpackbits(content[begin : begin + size], bitorder="little")[:count]
+
+    if not 0 <= rows * list_size <= 8 * len(content):  # damaged, which the caller finds
+        return 0
+    has_row, has_token = bits(rows_at, rows), bits(tokens_at, rows * list_size)
+    return int((np.repeat(has_row, list_size)[: len(has_token)] > has_token[: len(has_row) * list_size]).sum())

@@ -84,8 +84,8 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
         if not exists(root / name):
             there = list_some(_sub_folders(root), 12) or "no folders"
             raise DataError(f"--datasets names '{name}', which does not exist; {root} has {there}", path=root / name)
-    kept = (*suffixes, *filter(None, map(_companion, formats.values())))
-    scanned = {name: _scan(root / name, kept) for name in names or _sub_folders(root)}
+    companions = tuple(filter(None, map(_companion, formats.values())))
+    scanned = {name: _scan(root / name, suffixes, companions) for name in names or _sub_folders(root)}
     found = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.sizes)}
     for name in names:
         if name not in found:
@@ -266,21 +266,22 @@ class _Scan:
     repeated: list[str] = field(default_factory=list)
 
 
-def _scan(folder: Path, suffixes: tuple[str, ...], once: bool = True) -> _Scan:
+def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] = (), once: bool = True) -> _Scan:
     """Find the files with these suffixes below a folder, which may be a file.
 
     Args:
+        companions: suffixes of files that belong to another file.
         once: list a real folder under one path only: its own, else that of the first link to it. False: list it under
             each path that does not lead through it before.
     """
     found = _Scan()
     if is_file(folder):
-        beside = {folder.with_suffix(suffix) for suffix in suffixes}
-        paths = [folder, *sorted(beside - {folder})] if folder.name.endswith(suffixes) else []
+        beside = [folder.with_suffix(suffix) for suffix in companions]
+        paths = [folder, *beside] if folder.name.endswith(suffixes) else []
         found.sizes.update((path.name, path.stat().st_size) for path in paths if is_file(path))
         return found
     seen: set[tuple[int, int]] = set()
-    visits = 0
+    visits, kept = 0, (*suffixes, *companions)
     # Links have depth 1 and more, so the folders themselves go first.
     waiting = [(0, str(folder), "", frozenset[tuple[int, int]]())]
     try:
@@ -296,7 +297,7 @@ def _scan(folder: Path, suffixes: tuple[str, ...], once: bool = True) -> _Scan:
             seen.add(identity)
             visits += 0 if once else 1
             inside = above | {identity}
-            for name, is_link in _list_folder(path, prefix, suffixes, found):
+            for name, is_link in _list_folder(path, prefix, kept, found):
                 heappush(waiting, (links + is_link, f"{path}/{name}", f"{prefix}{name}/", inside))
     except OSError as error:
         raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error

@@ -13,6 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, Index
+from pretraining.data.storage.megatron import MegatronFormat
 from pretraining.data.storage.token_format import contiguous_bytes, width_problem
 from pretraining.text import list_some
 
@@ -36,6 +38,7 @@ _SPLIT_OF_WORD = {word: split for split, words in _SPLITS.items() for word in wo
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(sorted(_SPLIT_OF_WORD, reverse=True))})(?![a-z])", re.IGNORECASE)
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 _SAMPLED_DOCUMENTS = 32
+_SAMPLED_FILES = 16
 
 
 def warn_about_splits(listing: Sequence[DatasetFiles], config: DataConfig) -> None:
@@ -74,45 +77,69 @@ def _split_of(path: str) -> str | None:
 
 
 def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> None:
-    """Log a warning if the tokens of a dataset's first file seem to have another type, or its documents no borders."""
-    first = int(np.flatnonzero(np.diff(index.first_documents))[0]) if len(index.documents) else None
-    if first is None:
+    """Log a warning if tokens of a dataset seem to have another type, or its documents no borders.
+
+    The beginnings of a few files are read.
+    """
+    filled = np.flatnonzero(np.diff(index.first_documents))
+    if not len(filled):
         return
-    begin, end = index.first_documents[first : first + 2].tolist()
-    documents = index.documents[begin : min(end, begin + BLOCK_DOCUMENTS)]
-    offsets, lengths = documents["offset"].astype(np.int64), documents["tokens"].astype(np.int64)
-    width = int(index.token_bytes[first])
-    kind = np.dtype(f"<{'i' if index.is_signed[first] else 'u'}{width}")
-    path = Path(files.path(first))
+    looked_at = filled[np.unique(np.linspace(0, len(filled) - 1, _SAMPLED_FILES, dtype=np.int64))].tolist()
+    samples = [_Beginning(files, index, number) for number in looked_at]
     try:
-        with path.open("rb") as file:
-            begin_byte, end_byte = contiguous_bytes(offsets, lengths, width)
-            sample = os.pread(file.fileno(), end_byte - begin_byte, begin_byte)
-            problem = width_problem(np.frombuffer(sample[: len(sample) // width * width], dtype=kind))
-            runs_together = _marks_nothing(config) and _has_no_borders(file.fileno(), offsets, lengths, kind)
+        problems = [(each.path, problem) for each in samples if (problem := each.width_problem()) is not None]
+        runs_together = _marks_nothing(config) and samples[0].has_no_borders()
     except OSError:  # training names the file when it reads it
         return
-    if problem is not None:
-        log.warning("%s: %s", path, problem)
+    if problems:
+        others = f" ({len(problems)} of {len(samples)} files that were looked at)" if len(samples) > 1 else ""
+        log.warning("%s: %s%s", *problems[0], others)
     if runs_together:
         log.warning(
-            "dataset '%s': no token marks the borders of documents, so they run together. Give --sep_token=<id of "
-            "an end of text>, or --document_mask=true",
+            "dataset '%s': no token marks the borders of documents, so they run together. Give --sep_token=<id of the "
+            "end of a text>, or --document_mask=true",
+            files.name,
+        )
+    without_type = replace(config, token_dtype=None)
+    if config.file_type == "auto" and files.file_type == "bin" and MegatronFormat.accepts(files.path(0), without_type):
+        log.warning(
+            "dataset '%s': with --token_dtype, its .bin files are read without their .idx files, which have documents "
+            "and type. A new run should leave out --token_dtype",
             files.name,
         )
 
 
+class _Beginning:
+    """The first documents of a token file, as the index has them."""
+
+    def __init__(self, files: DatasetFiles, index: Index, number: int) -> None:
+        self.path = Path(files.path(number))
+        begin, end = index.first_documents[number : number + 2].tolist()
+        documents = index.documents[begin : min(end, begin + BLOCK_DOCUMENTS)]
+        self._offsets, self._lengths = documents["offset"].astype(np.int64), documents["tokens"].astype(np.int64)
+        self._type = np.dtype(f"<{'i' if index.is_signed[number] else 'u'}{index.token_bytes[number]}")
+
+    def width_problem(self) -> str | None:
+        """Return how its tokens seem to have another type, or None; raise an OSError if it is unreadable."""
+        width = self._type.itemsize
+        begin, end = contiguous_bytes(self._offsets, self._lengths, width)
+        with self.path.open("rb") as file:
+            content = os.pread(file.fileno(), end - begin, begin)
+        return width_problem(np.frombuffer(content[: len(content) // width * width], dtype=self._type))
+
+    def has_no_borders(self) -> bool:
+        """Return whether its documents neither begin nor end with one common token."""
+        filled = np.flatnonzero(self._lengths)[:_SAMPLED_DOCUMENTS]
+        if len(filled) < 2:
+            return False
+        width, firsts = self._type.itemsize, self._offsets[filled]
+        lasts = firsts + (self._lengths[filled] - 1) * width
+        with self.path.open("rb") as file:
+            return all(
+                len({os.pread(file.fileno(), width, place) for place in places.tolist()}) > 1
+                for places in (firsts, lasts)
+            )
+
+
 def _marks_nothing(config: DataConfig) -> bool:
     return config.sep_token is None and config.bos_token is None and not config.document_mask
-
-
-def _has_no_borders(descriptor: int, offsets: np.ndarray, lengths: np.ndarray, kind: np.dtype[np.integer]) -> bool:
-    """Return whether neither the first nor the last token is the same in all of some documents."""
-    filled = np.flatnonzero(lengths)[:_SAMPLED_DOCUMENTS]
-    if len(filled) < 2:
-        return False
-    ends = offsets[filled] + (lengths[filled] - 1) * kind.itemsize
-    return all(
-        len({os.pread(descriptor, kind.itemsize, int(place)) for place in places}) > 1
-        for places in (offsets[filled], ends)
-    )

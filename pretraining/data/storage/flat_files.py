@@ -18,6 +18,7 @@ from pretraining.data.storage.token_format import (
     beginning_of,
     likely_dtype,
     read_bytes,
+    width_problem,
 )
 from pretraining.errors import ConfigError, DataError
 
@@ -168,7 +169,11 @@ def _documents(path: str, offset: int, count: int, dtype: np.dtype[Any], separat
     tokens = whole[offset // width :]
     begins, lengths = find_documents(tokens, separator)
     if len(tokens) and lengths[0] == len(tokens):
-        raise DataError(f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token", path=path)
+        problem = width_problem(tokens[: SAMPLE_BYTES // width])
+        hint = f". It {problem}" if problem else ""
+        raise DataError(
+            f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token{hint}", path=path
+        )
     return DocumentLayout(offset + begins * width, lengths, width, whole)
 
 

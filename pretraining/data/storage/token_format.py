@@ -19,7 +19,7 @@ import numpy as np
 from pretraining.config.plugins import TOKEN_FORMATS, load_plugin, plugin_errors
 from pretraining.config.training import DataConfig
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import LFS_BEGINNING, LFS_POINTER, check_regular
+from pretraining.files import LFS_POINTER, check_regular, lfs_pointer_hint
 
 _SMALL_FILE_BYTES = 1 << 16
 """Size up to which reading a file is faster than mapping it."""
@@ -108,8 +108,8 @@ def read_bytes(path: str) -> np.ndarray:
             content = file.read() if is_small else mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", path=path) from error
-    if content[: len(LFS_BEGINNING)] == LFS_BEGINNING:
-        raise DataError(LFS_POINTER, path=path)
+    if content[: len(LFS_POINTER)] == LFS_POINTER:
+        raise DataError(lfs_pointer_hint(Path(path)), path=path)
     return np.frombuffer(content, dtype=np.uint8)
 
 

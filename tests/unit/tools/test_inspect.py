@@ -141,6 +141,24 @@ def test_people_see_places_and_the_ends_of_long_pieces(tmp_path: Path, config: I
     assert any(line.endswith("tokens 0-3, to its end") for line in lines) and "    1 2 3 999" in lines
 
 
+def test_the_whole_text_of_a_sample_is_shown_on_request(tmp_path: Path, config: InspectConfig) -> None:
+    text = "The quick brown fox jumps over the lazy dog.\n" * 40
+    tokenizer = train_tokenizer([text], 300)
+    tokenizer.save(tmp_path)
+    write_documents(tmp_path / "data/web/x.arrow", [tokenizer.encode(text)])
+    data = DataConfig(data_path=str(tmp_path / "data"), seq_length=200, tokenizer_path=str(tmp_path))
+    config = replace(config, data=data, batch=BatchConfig(global_batch_size=1))
+    whole = tokenizer.decode(tokenizer.encode(text)[:201])
+    lines = shown(asking(config, step=1, text=True))
+    assert "\n".join(line.removeprefix("    ") for line in lines[3:]) == whole
+    [found] = objects(config, step=1, text=True)
+    assert found["text"] == whole and "ids" not in found
+    [found] = objects(config, step=1, text=True, tokens=True)
+    assert found["text"] == whole and len(found["ids"]) == 201
+    with pytest.raises(ConfigError, match=r"--text needs.*--tokenizer_path"):
+        shown(asking(replace(config, data=replace(data, tokenizer_path=None)), step=1, text=True))
+
+
 def test_made_up_data_has_ids_and_no_spans(config: InspectConfig) -> None:
     config = replace(config, data=DataConfig(use_dummy_dataset=True, seq_length=8))
     slots = objects(config, step=2, tokens=True)
@@ -207,6 +225,7 @@ def test_a_long_summary_counts_part_of_the_documents(config: InspectConfig, monk
     [
         ({}, {"step", "sample_id", "steps"}),
         ({"steps": "1-2", "step": 1, "tokens": True}, {"steps", "step", "tokens"}),
+        ({"steps": "1-2", "text": True}, {"steps", "text"}),
         *(({"steps": text}, {"steps"}) for text in ("5-2", "a", "0-2")),
         ({"step": 1, "rank": 1}, {"rank", "world_size"}),
         ({"step": 1, "rank": 2, "world_size": 2}, {"rank", "world_size"}),

@@ -212,3 +212,11 @@ def test_a_state_beside_arrow_files_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "web/state.json").write_text("{}")
     (listing,) = list_datasets(config(tmp_path))
     assert (listing.file_type, listing.paths) == ("arrow", ("x.arrow",))
+
+
+def test_a_single_file_is_the_dataset_whatever_lies_beside_it(tmp_path: Path) -> None:
+    for name in ("a.npy", "a.bin", "a.arrow"):
+        put(tmp_path / name)
+    for name in ("a.npy", "a.bin", "a.arrow"):
+        (listing,) = list_datasets(config(tmp_path, datasets=(name,)))
+        assert listing.paths == (name,)

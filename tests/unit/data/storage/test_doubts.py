@@ -78,6 +78,19 @@ def test_a_wrong_token_type_is_named_with_the_right_one(
     assert "token_dtype" not in warnings(tmp_path, sep_token=SEP, token_dtype=stored)
 
 
+def test_one_file_of_another_type_among_others_is_named(tmp_path: Path, warnings: Any) -> None:
+    for number in range(9):
+        write_tokens(tmp_path / f"web/{number}.npy", "uint32" if number == 6 else "uint16")
+    assert "web/6.npy: is read as tokens of 2 bytes" in warnings(tmp_path, sep_token=SEP, token_dtype="uint16")
+
+
+def test_a_megatron_index_that_is_not_read_is_named(tmp_path: Path, warnings: Any) -> None:
+    write_megatron(tmp_path / "web/x.bin", [[*each, SEP] for each in random_documents(40, vocab_size=900)])
+    found = warnings(tmp_path, sep_token=SEP, token_dtype="uint16")
+    assert "dataset 'web': with --token_dtype" in found and ".idx" in found
+    assert not warnings(tmp_path, sep_token=SEP, token_dtype="uint16", file_type="bin") + warnings(tmp_path)
+
+
 @pytest.mark.parametrize("vocab_size", [5, 300, 30_000, 65_536, 128_256, 262_144])
 def test_the_type_of_tokens_is_told_from_their_bytes(vocab_size: int) -> None:
     tokens = np.random.default_rng(vocab_size).integers(0, vocab_size, 4000)

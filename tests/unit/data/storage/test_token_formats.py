@@ -315,6 +315,15 @@ def test_a_file_without_a_header_names_the_type_that_fits(
             load_format(kind, replace(CONFIG, token_dtype="uint64")).documents(str(path))
 
 
+@pytest.mark.parametrize(("stored", "read"), [("uint16", "uint32"), ("uint32", "uint16")])
+def test_a_separator_that_another_type_hides_names_the_type(
+    tmp_path: Path, stored: str, read: Literal["uint16", "uint32"]
+) -> None:
+    np.random.default_rng(1).integers(0, 900, 1000).astype(stored).tofile(tmp_path / "x.bin")
+    with pytest.raises(DataError, match=rf"no sep_token=70000.*--token_dtype={stored}"):
+        load_format("bin", replace(CONFIG, token_dtype=read, sep_token=70_000)).documents(str(tmp_path / "x.bin"))
+
+
 @pytest.mark.parametrize("name", ["x.arrow", "x.npy", "x.bin"])
 def test_a_git_lfs_pointer_is_named_as_one(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
@@ -324,6 +333,35 @@ def test_a_git_lfs_pointer_is_named_as_one(tmp_path: Path, name: str) -> None:
         with pytest.raises(DataError, match="git lfs pull") as raised:
             load_format(kind, config).documents(str(path))
         assert raised.value.path == path
+
+
+KINDS = ("list int64", "list uint16", "large_list int32", "fixed int32", "fixed int64")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_datasets_give_the_samples_of_their_rows(tmp_path: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    layout, token = kind.split()
+    rows_saved = [each for each in random_documents(120, 5, vocab_size=900) if each]
+    if layout == "fixed":
+        rows_saved = [[*each, *range(40)][:24] for each in rows_saved]
+    value = datasets.Value(token)
+    feature = {
+        "list": datasets.List(value),
+        "large_list": datasets.LargeList(value),
+        "fixed": datasets.List(value, length=24),
+    }[layout]
+    features = datasets.Features({"text": datasets.Value("string"), "input_ids": feature})
+    columns = {"text": ["a"] * len(rows_saved), "input_ids": rows_saved}
+    saved = tmp_path / "saved/web"
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(saved, num_shards=3)
+    datasets.load_from_disk(saved).map(lambda row: {"input_ids": row["input_ids"][:1]})  # leaves a file there
+    assert list(saved.glob("cache-*.arrow"))
+    write_documents(tmp_path / "plain/web/x.arrow", rows_saved)
+    found = loader(replace(CONFIG, data_path=str(tmp_path / "saved"), col_name="input_ids"), plan(6))
+    expected = loader(replace(CONFIG, data_path=str(tmp_path / "plain")), plan(6))
+    for _ in range(30):
+        assert rows(next(found)) == rows(next(expected))
 
 
 @pytest.mark.parametrize("file_type", ["no_such_module:Format", "json:NoSuchName", "json:loads", "pathlib:PurePath"])
