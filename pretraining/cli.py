@@ -26,7 +26,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
-from pretraining.launch.layout import ProcessLayout, resolve_layout
+from pretraining.launch.layout import INTERACTIVE, ProcessLayout, resolve_layout
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import (
     INTERRUPTED,
@@ -51,6 +51,10 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     if not config.run.dry_run:
         ignore_output_errors()
     layout = resolve_layout(os.environ)
+    if layout.launcher == INTERACTIVE:
+        log.info(
+            "one process: this shell is one of several tasks of `srun --pty`. A command after srun starts them all"
+        )
     if torch_is_imported():
         log.info("torch is imported already: it keeps its number of threads")
     threads = set_threads(config.run.cpu_threads, layout)
