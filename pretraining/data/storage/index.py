@@ -29,6 +29,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -216,9 +217,11 @@ def index_paths(files: DatasetFiles, config: DataConfig) -> list[Path]:
     name = f"{index_digest(files, config)}-{files.digest[:16]}.index"
     if config.index_path is not None:
         return [Path(config.index_path).expanduser().absolute() / files.name / name]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
-    return [Path(files.folder) / ".index" / name, cache / "pretraining" / "indices" / folder_key.hexdigest() / name]
+    paths, cache = [Path(files.folder) / ".index" / name], os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    with suppress(RuntimeError):  # a container may have no home folder
+        folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
+        paths.append(Path(cache).expanduser() / "pretraining" / "indices" / folder_key.hexdigest() / name)
+    return paths
 
 
 def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
