@@ -64,7 +64,8 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     root = Path(config.data_path).expanduser().absolute()
     if not is_folder(root):
         itself = f"; for this file, give --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
-        raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}", path=root)
+        dummy = ". --use_dummy_dataset=true trains on made-up tokens" if not exists(root) else ""
+        raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}{dummy}", path=root)
     kinds = TOKEN_FORMATS if config.file_type == "auto" else (config.file_type,)
     formats = {name: format_class(name).suffix for name in kinds}
     patterns = " or ".join(f"*{suffix}" for suffix in formats.values())
