@@ -164,7 +164,10 @@ def name_first_words(
     if first is None or not first.many:
         is_recipe = issubclass(root, TrainConfig) and bool(words) and words[0].endswith(RECIPE_SUFFIXES)
         name = first.name if first is not None else RECIPE_NAMES[0] if is_recipe else None
-        return [f"{name}={words[0]}", *overrides[1:]] if words and name else list(overrides), flags
+        named = [f"{name}={words[0]}"] if words and name else []
+        second = next((setting.name for setting in settings_of(root).values() if setting.second_word), None)
+        named += [f"{second}={words[1]}"] if named and second and len(words) > 1 else []
+        return [*named, *overrides[len(named) :]], flags
     try:
         items = [item for word in words for item in ([word] if exists(Path(word)) else split_list(word))]
     except ValueError as error:
