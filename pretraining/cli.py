@@ -27,6 +27,7 @@ from pretraining.errors import ConfigError, DataError, LaunchError, LostPeerErro
 from pretraining.files import exists, path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
 from pretraining.launch.layout import INTERACTIVE, ProcessLayout, resolve_layout
+from pretraining.launch.machine import name_user
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import (
     INTERRUPTED,
@@ -121,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
+    name_user()  # before PyTorch is imported
     layout = _layout()
     log_to_terminal(layout.rank if layout else 0)
     try:
