@@ -149,6 +149,10 @@ INEFFECTIVE = (
     ),
     Row({**_CHANGED_RATIO, "training_stage": ["annealing"]}, NO_EFFECT),
     Row({**_CHANGED_RATIO, "training_stage": ["initial"], "schedule": _WITHOUT_RATIO}, NO_EFFECT),
+    Row(
+        {"muon_adam_weight_decay": is_on, "tie_word_embeddings": [True]},
+        "no weight decay: a tied head counts as the embedding, which does not decay",
+    ),
     Row({"sample_prompt": is_on, "tokenizer_path": is_off}, NO_EFFECT),
     Row({"sample_prompt": is_on, "sample_tokens": is_off}, NO_EFFECT),
 )

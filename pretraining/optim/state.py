@@ -127,7 +127,7 @@ def _has_modes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class OptimizerRecord:
-    """What a checkpoint's manifest holds of a user-defined optimizer besides its tensors.
+    """Record of a user-defined optimizer in a checkpoint's manifest, besides its tensors.
 
     Args:
         optimizer: without updates.

@@ -124,7 +124,9 @@ class ExportConfig:
         first_word=True,
         may_be_address=True,
     )
-    output_path: str = required("new folder to write; it appears only when complete")
+    output_path: str = required(
+        "new folder to write, which appears only when complete; also as the second word", second_word=True
+    )
     format: Literal["hf", "full"] = setting(
         "hf",
         "hf: a folder for AutoModelForCausalLM.from_pretrained; full: four .pt files that training can resume from",
@@ -157,7 +159,9 @@ class ImportConfig:
     )
 
     input_path: str = required("folder with config.json and safetensors files; also as the first word", first_word=True)
-    ckpt_save_path: str = required("run folder to write; it must not hold a checkpoint")
+    ckpt_save_path: str = required(
+        "run folder to write, which must not hold a checkpoint; also as the second word", second_word=True
+    )
 
 
 @dataclass(frozen=True)
@@ -221,9 +225,11 @@ class PushConfig:
 class PageConfig:
     """Write an HTML page about one run or several: curves, events, settings. The page needs no network."""
 
-    run_path: tuple[str, ...] = required("run folders, comma list; also as the first words", first_word=True)
+    run_path: tuple[str, ...] = required(
+        "run folders, or the folder of a sweep, comma list; also as the first words", first_word=True
+    )
     output_path: str | None = setting(
-        None, "page to write; none = report.html in the run folder, or in the current folder for several runs"
+        None, "page to write; none = report.html in the folder, or in the current folder for several"
     )
     picture: str | None = setting(None, "picture of the loss curves to write as well, .png or .svg")
 

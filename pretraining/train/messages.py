@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
@@ -23,6 +24,7 @@ from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
+from pretraining.optim.muon import RMS_OF_ADAMW
 from pretraining.optim.registry import user_defined_arguments
 from pretraining.text import count_of, format_seconds
 from pretraining.train.loop import Run
@@ -47,7 +49,7 @@ def log_plan(plan: Plan) -> None:
         "data": [_describe_data(plan)],
         "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"],
         "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
-        "optimizer": [_describe_optimizer(config.optimizer)],
+        "optimizer": [_describe_optimizer(config.optimizer, plan.shape.hidden_size)],
         "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],
         "FLOPs": [_describe_flops(plan)],
         "start": list(_describe_start(plan)),
@@ -73,14 +75,18 @@ def _describe_data(plan: Plan) -> str:
     )
 
 
-def _describe_optimizer(optimizer: OptimizerConfig) -> str:
+def _describe_optimizer(optimizer: OptimizerConfig, hidden_size: int) -> str:
     chosen = optimizer.resolved()
     if chosen.optimizer in OPTIMIZERS:
         names = ("learning_rate", "weight_decay", *OPTIMIZERS[chosen.optimizer].options)
         given = {name: format_value(value) for name in names if (value := getattr(chosen, name)) is not None}
     else:
         given = user_defined_arguments(optimizer)
-    return f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
+    line = f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
+    if chosen.optimizer == "muon":
+        factor = RMS_OF_ADAMW * math.sqrt(hidden_size)
+        line += f"; updates of matrices are {factor:.3g} times as long as of plain Muon, by 0.2 x sqrt({hidden_size})"
+    return line
 
 
 def _describe_start(plan: Plan) -> Iterator[str]:

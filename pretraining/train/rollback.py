@@ -6,9 +6,9 @@ weights, and did not come back with other batches.
 
     divergence -> restore an older checkpoint -> save it again with the skipped samples -> set newer checkpoints aside
 
-A run that is killed before newer checkpoints are set aside diverges again at its next start: either the steps are
-skipped again, or the newest checkpoint was saved after the last of them, and its count raises the divergence at once.
-After the save, later starts and `pretrain inspect` know the skipped samples.
+A run that is killed before newer checkpoints are set aside diverges again at its next start. If its newest checkpoint
+was saved after the last skipped update, the count in this checkpoint raises the divergence at once. After the save,
+later starts and `pretrain inspect` know the skipped samples.
 """
 
 from __future__ import annotations

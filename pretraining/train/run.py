@@ -42,6 +42,7 @@ from pretraining.errors import ConfigError, Interrupted, Preempted
 from pretraining.evaluation.generation import TextSampler, open_sampler
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
+from pretraining.launch.machine import name_user
 from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.environment import record_environment
@@ -118,6 +119,7 @@ def train(
         Preempted: the run was asked to stop early and is saved; `Interrupted` after Ctrl-C.
         PretrainError: any mistake of the user; the message says what to change.
     """
+    name_user()
     requests = StopRequests() if stop_requests is None else stop_requests
     # The status is written last: by then the error has its final text.
     with (

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -124,6 +125,27 @@ def test_a_file_is_whole_and_flushed_ahead_of_its_rename(tmp_path: Path, monkeyp
     with pytest.raises(OSError):
         write_atomic(path, b"second")
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_cannot_flush_folders_is_one_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flush = os.fsync
+
+    def refuse_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    monkeypatch.setattr(files, "_warned_devices", set())
+    for name in ("first", "second"):
+        write_atomic(tmp_path / name, name)
+    assert (tmp_path / "second").read_text() == "second" and len(caplog.messages) == 1
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(OSError):  # a file that cannot be flushed is not written
+        write_atomic(tmp_path / "third", "third")
 
 
 def test_a_link_is_replaced_at_once_also_after_a_kill_in_between(tmp_path: Path) -> None:

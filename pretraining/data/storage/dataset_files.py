@@ -14,6 +14,7 @@ import logging
 import os
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -72,7 +73,8 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     root = Path(config.data_path).expanduser().absolute()
     if not is_folder(root):
         itself = f"; for this file, give --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
-        raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}", path=root)
+        dummy = ". --use_dummy_dataset=true trains on made-up tokens" if not exists(root) else ""
+        raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}{dummy}", path=root)
     kinds = TOKEN_FORMATS if config.file_type == "auto" else (config.file_type,)
     formats = {name: format_class(name) for name in kinds}
     suffixes = tuple(dict.fromkeys(row.suffix for row in formats.values()))
@@ -151,9 +153,11 @@ def index_folders(files: DatasetFiles, config: DataConfig) -> list[Path]:
     """Return possible folders of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
     if config.index_path is not None:
         return [Path(config.index_path).expanduser().absolute() / files.name]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
-    return [Path(files.folder) / ".index", cache / "pretraining" / "indices" / folder_key.hexdigest()]
+    folders, cache = [Path(files.folder) / ".index"], os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    with suppress(RuntimeError):  # a container may have no home folder
+        folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
+        folders.append(Path(cache).expanduser() / "pretraining" / "indices" / folder_key.hexdigest())
+    return folders
 
 
 Formats = Mapping[str, type[TokenFormat]]

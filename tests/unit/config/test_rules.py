@@ -143,6 +143,10 @@ def test_a_selection_of_no_blocks_is_refused(selective: str) -> None:
         (["data_path=d", "min_lr_ratio=0.2", "training_stage=annealing"], ["min_lr_ratio"]),
         (["data_path=d", "min_lr_ratio=0.2", "schedule=mine:schedule"], []),
         (["data_path=d", "sample_prompt=def"], ["sample_prompt"]),
+        (
+            ["data_path=d", "optimizer=muon", "muon_adam_weight_decay=0.1", "tie_word_embeddings=true"],
+            ["muon_adam_weight_decay"],
+        ),
     ],
 )
 def test_a_setting_without_effect_is_listed(flags: list[str], named: list[str]) -> None:
