@@ -6,17 +6,19 @@ import os
 from pathlib import Path
 
 import pytest
+from unit.tools.prepare.prepare_files import packed
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare.inputs import InputFile, list_files, standard_library_files
+from pretraining.tools.prepare.inputs import Selection, list_files, standard_library_files
+from pretraining.tools.prepare.packed_files import InputFile
 
-ENDINGS = ("txt", "jsonl")
+ENDINGS = Selection(("txt", "jsonl"))
 
 
 def tree(root: Path, *names: str) -> None:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"text of {name}")
+        (root / name).write_bytes(packed(name.lower(), f"text of {name}".encode()))
 
 
 def names(files: list[InputFile]) -> list[str]:

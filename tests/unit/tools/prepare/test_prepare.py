@@ -138,7 +138,7 @@ def test_the_second_call_finds_everything_done(
     first = prepare(config)
     before = contents(Path(config.output_path))
     monkeypatch.setattr(run, "encode_units", pytest.fail)
-    monkeypatch.setattr(units, "read_text", pytest.fail)
+    monkeypatch.setattr(units, "read_part", pytest.fail)
     caplog.set_level(logging.INFO, "pretraining")
     capsys.readouterr()
     assert prepare(replace(config, num_workers=1)) == first
@@ -215,7 +215,7 @@ def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer(
 def test_token_ids_in_a_root_with_a_tokenizer_are_of_that(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     TRAINED.save(tmp_path / "out")
-    with pytest.raises(DataError, match="is 300, but ids go from 0 to 299"):
+    with pytest.raises(DataError, match="is 300, but the ids of the tokenizer go from 0 to 299"):
         prepare(table_config(tmp_path, DOCUMENTS))
     summary = prepare(table_config(tmp_path, DOCUMENTS[:4]))
     assert (summary.vocab_size, summary.end_of_text, summary.tokenizer) == (300, 0, TRAINED.sha256)
@@ -347,10 +347,10 @@ def beside_foreign_ids(config: PrepareConfig, folder: Path) -> PrepareConfig:
 
 # Settings, the path and the row that the error names, the settings that it names
 REFUSED: list[tuple[Change, str, int | None, set[str]]] = [
-    (ids_of(pa.int16(), -1), "table.parquet", 1, {"vocab_size", "tokenizer_path"}),
-    (ids_of(pa.int64(), -5), "table.parquet", 1, {"vocab_size", "tokenizer_path"}),
-    (ids_of(pa.int64(), 1 << 32), "table.parquet", 1, {"vocab_size", "tokenizer_path"}),
-    (ids_of(pa.int64(), 300, vocab_size=300), "table.parquet", 1, {"vocab_size", "tokenizer_path"}),
+    (ids_of(pa.int16(), -1), "table.parquet", 1, set()),
+    (ids_of(pa.int64(), -5), "table.parquet", 1, set()),
+    (ids_of(pa.int64(), 1 << 32), "table.parquet", 1, set()),
+    (ids_of(pa.int64(), 300, vocab_size=300), "table.parquet", 1, {"vocab_size"}),
     (mixed("table.parquet", "words.parquet"), "words.parquet", 0, set()),
     (mixed("words.parquet", "table.parquet"), "table.parquet", 0, set()),
     (foreign_folder, "out/texts", None, {"dataset", "output_path"}),

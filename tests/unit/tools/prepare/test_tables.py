@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import feather
-from unit.tools.prepare.prepare_files import texts_of
+from unit.tools.prepare.prepare_files import read, texts_of
 
 from pretraining.errors import DataError
 from pretraining.tools.prepare import tables
-from pretraining.tools.prepare.inputs import InputFile
-from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
+from pretraining.tools.prepare.formats import recognise
+from pretraining.tools.prepare.packed_files import InputFile
+from pretraining.tools.prepare.tables import column_type, ranges_of_table, token_type
 
 TEXTS = ["first", None, "größer", "", "last"]
 TOKENS = [[1, 2, 3], [], None, [70_000], [4]]
@@ -53,12 +55,12 @@ EVERY_FORMAT = pytest.mark.parametrize("name", WRITERS)
 
 def write(path: Path, columns: dict[str, Any], rows: int = 2) -> InputFile:
     WRITERS[path.name](path, columns if isinstance(columns, pa.Table) else pa.table(columns), rows)
-    return InputFile(path, path.name, path.stat().st_size)
+    return recognise(path, path.name, path.stat().st_size)
 
 
 def tokens_of(file: InputFile, column: str = "tokens", begin: int = 0, end: int | None = None) -> list[list[int]]:
     found = []
-    for document in read_table(file, column, begin, end):
+    for document in read(file, column, begin, end):
         assert isinstance(document.content, np.ndarray)
         found.append(document.content.tolist())
     return found
@@ -71,7 +73,7 @@ def test_a_column_of_strings_is_a_document_a_row_and_a_missing_one_is_empty(
 ) -> None:
     text = pa.chunked_array([pa.array(TEXTS).cast(kind)])
     file = write(tmp_path / name, {"id": range(5), "text": text, "more": [["x"]] * 5})
-    found = list(read_table(file, "text"))
+    found = read(file)
     assert texts_of(found) == ["first", "", "größer", "", "last"]
     assert 0.9 * file.size <= sum(document.bytes_read for document in found) <= file.size or name == "stream.arrow"
     assert token_type(column_type(file, "text"), "text", name) is None
@@ -118,7 +120,7 @@ BAD: list[tuple[Any, int | None, str]] = [
     ({"body": ["a"], "input_ids": [[1]]}, None, "'body' (string), 'input_ids' (list"),
     ({"text": [1.5]}, None, "holds double"),
     ({"text": [{"a": 1}]}, None, "--text_field"),
-    ({"text": [b"bytes"]}, None, "--text_field"),
+    ({"text": pa.array([b"abcd"], pa.binary(4))}, None, "--text_field"),
     ({"text": [["a", "b"]]}, None, "--text_field"),
     ({"text": ROWS}, 4, "null"),
     ({"text": NOT_UTF8}, 1, "not UTF-8"),
@@ -133,7 +135,7 @@ def test_a_bad_column_is_refused_with_the_place(
     monkeypatch.setattr(tables, "ROWS_AT_ONCE", 2)
     file = write(tmp_path / name, columns, 3)
     with pytest.raises(DataError) as error:
-        list(read_table(file, "text"))
+        read(file)
     assert (error.value.path, error.value.row) == (file.path, row)
     assert what in str(error.value)
 
@@ -162,12 +164,12 @@ DAMAGES = (cut_off, flip, lambda content: b"", lambda content: b"no table at all
 )
 def test_a_damaged_table_is_named(tmp_path: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
     path = tmp_path / name
-    write(path, {"text": [f"text {n} " * 9 for n in range(50)]}, 10)
+    file = write(path, {"text": [f"text {n} " * 9 for n in range(50)]}, 10)
     path.write_bytes(damage(path.read_bytes()))
-    file = InputFile(path, name, path.stat().st_size)
+    file = replace(file, size=path.stat().st_size)
     with pytest.raises(DataError) as error:
         column_type(file, "text")
-        list(read_table(file, "text"))
+        read(file)
     assert error.value.path == path
     if name != "stream.arrow":
         with pytest.raises(DataError):
