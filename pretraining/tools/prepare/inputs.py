@@ -50,7 +50,7 @@ _SPLITS = {
 """Words that name a split, as the `datasets` library finds them in the names of files and folders."""
 _WORDS = re.compile(r"[a-z]+")
 _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
-_DESCRIPTIONS = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos"}
+_DESCRIPTIONS = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos", "dataset_dict"}
 """Names, without ending, of files beside records that describe them."""
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files in which `save_to_disk` lists the files of a dataset, and the folders of a DatasetDict."""

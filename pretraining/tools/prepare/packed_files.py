@@ -101,10 +101,8 @@ def open_unpacked(file: InputFile, begin: int = 0) -> Iterator[tuple[BinaryIO, C
         reason = getattr(error, "strerror", None) or error
         hint = ". It is truncated or damaged: fetch it again" if file.compression else ""
         if _WINDOW_TOO_LARGE in str(error):
-            packed, again = (
-                shlex.quote(str(file.path)),
-                shlex.quote(str(file.path.with_name(f"again-{file.path.name}"))),
-            )
+            packed, again = file.path, file.path.with_name(f"again-{file.path.name}")
+            command = f"zstd -dc --long=31 {shlex.quote(str(packed))} | zstd -o {shlex.quote(str(again))}"
             reason = "it was packed with a window (zstd --long) of more than 128 MiB"
-            hint = f". Pack it again: zstd -dc --long=31 {packed} | zstd -o {again}"
+            hint = f". Pack it again: {command}"
         raise DataError(f"it cannot be read: {reason}{hint}", path=file.path) from error

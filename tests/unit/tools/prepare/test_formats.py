@@ -69,7 +69,7 @@ def test_a_column_of_a_csv_file_is_a_record_per_row(tmp_path: Path, name: str, d
         "",
         f"2{delimiter}größer",
     ]
-    file = one(tmp_path / name, packed(name, b"\xef\xbb\xbf" + "\r\n".join(lines).encode()))
+    file = one(tmp_path / name, packed(name, b"\xef\xbb\xbf" + "\r\n".join(lines).replace(",", delimiter).encode()))
     assert texts_of(read(file)) == [f'a "quoted" one{delimiter} of\ntwo lines', "größer"]
     assert [document.row for document in read(file)] == [3, 5]
 
@@ -163,16 +163,17 @@ def test_the_command_that_unpacks_makes_a_folder_that_is_read(tmp_path: Path) ->
     assert (place / "a" / "a.jsonl").read_bytes() == LINES
 
 
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="needs the program zstd")
+LONG_WINDOW = bytes.fromhex("28b52ffd04a86900007b2274657874223a2261227d0aaea9718c")  # by zstd --long=31
+
+
 def test_zstd_with_a_long_window_is_refused_with_the_command_that_packs_it_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
-    subprocess.run(["zstd", "-q", "--long=31", "-o", path], input=LINES, check=True)
-    with pytest.raises(DataError) as error:
-        recognise(path, path.name, 1)
-    command = str(error.value).partition("Pack it again: ")[2]
-    subprocess.run(command, shell=True, check=True)
-    again = path.with_suffix(".again.zst")
-    assert texts_of(read(recognise(again, again.name, 1))) == TEXTS
+    with pytest.raises(DataError, match=r"window.*Pack it again") as error:
+        one(path, LONG_WINDOW)
+    if shutil.which("zstd") is not None:
+        subprocess.run(str(error.value).partition("Pack it again: ")[2], shell=True, check=True)
+        again = path.with_name(f"again-{path.name}")
+        assert texts_of(read(recognise(again, again.name, 1))) == ["a"]
 
 
 # Bad records
@@ -216,6 +217,6 @@ def test_a_value_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatc
         taken += count
         return "x" * count if taken > 20 else '[{"text": "'.ljust(10, " ")
 
-    with pytest.raises(ValueError, match="Unterminated string"):
+    with pytest.raises(ValueError, match="line 1 column"):
         list(documents._json_values(read_some))
     assert taken < 400
