@@ -13,7 +13,7 @@ import re
 import shlex
 import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.errors import DataError
@@ -59,7 +59,7 @@ class Format:
 
     name: str
     starts: tuple[bytes, ...] = ()
-    matches: Callable[[bytes], bool] = lambda head: False
+    matches: Callable[[bytes], bool] | None = None
     endings: tuple[str, ...] = ()
     read: Reader | None = None
     has_fields: bool = False
@@ -74,10 +74,13 @@ def _recode(encoding: str) -> str:
 
 def _are_json_lines(head: bytes) -> bool:
     """Return whether the first line is a JSON object, and the next one, if there is one, begins like one."""
-    lines = [line for line in head.removeprefix(BOM).split(b"\n", 16) if line.strip()]
+    head = head.removeprefix(BOM).lstrip()
+    if not head.startswith(b"{"):
+        return False
+    first, _, rest = head.partition(b"\n")
     try:
-        return isinstance(json.loads(lines[0]), dict) and all(line.lstrip().startswith(b"{") for line in lines[1:2])
-    except (IndexError, ValueError, RecursionError):
+        return isinstance(json.loads(first), dict) and rest.lstrip()[:1] in (b"{", b"")
+    except (ValueError, RecursionError):
         return False
 
 
@@ -161,12 +164,15 @@ _BINARY = Format(
     "UTF-16 without its mark, or no text",
     remedy=f"If it is text, {_recode('UTF-16LE')}; if not, leave it out",
 )
-_BY_NAME = {row.name: row for row in FORMATS}
+_ROWS = {row.name: row for row in FORMATS}
+_STARTS = tuple(start for row in FORMATS for start in row.starts)
+_MATCHED = [(row.matches, row) for row in FORMATS if row.matches is not None]
+_NAMED = [row for row in FORMATS if row.endings]
 
 
 def format_of(file: InputFile) -> Format:
     """Return the row of a recognised file."""
-    return _BY_NAME[file.format]
+    return _ROWS[file.format]
 
 
 def recognise(path: Path, name: str, size: int, *, as_text: bool = False) -> InputFile:
@@ -179,40 +185,45 @@ def recognise(path: Path, name: str, size: int, *, as_text: bool = False) -> Inp
         DataError: the file cannot be read, is damaged, or has a format that is not read.
         OSError: the file cannot be opened.
     """
-    file = InputFile(path, name, size)
-    with path.open("rb") as opened:
-        head = opened.read(HEAD_BYTES)
-    file = replace(file, compression=compression_of(head))
-    if file.compression is not None or _has_long_line(head):
-        with open_unpacked(file) as (stream, _):
+    with path.open("rb", buffering=0) as opened:
+        head = opened.read(HEAD_BYTES) or b""
+    compression = compression_of(head)
+    if compression is not None or _has_long_line(head):
+        with open_unpacked(InputFile(path, name, size, TEXT, compression)) as (stream, _):
             head = stream.read(HEAD_BYTES)
             head += stream.readline(_LONGEST_FIRST_LINE) if _has_long_line(head) else b""
-    row = next((row for row in FORMATS if head.startswith(row.starts) or row.matches(head)), None)
+    row = _by_content(head)
     if row is None:
-        row = _named(file)
+        row = _by_name(path, name, is_compressed=compression is not None)
         row = _BINARY if row.is_text and head.count(0) > len(head) // _ZERO_BYTES_ONE_IN else row
     if as_text and row.is_text:
-        row = _BY_NAME[TEXT]
-    problem, remedy = f"it is {row.name}, which is not read", row.remedy
-    if file.compression is not None and (not row.is_text or compression_of(head) is not None):
-        problem = f"it is {compression_of(head) or row.name} inside {file.compression}, which is not read"
-        remedy = remedy or "Unpack it first"
-    elif row.read is not None:
-        return replace(file, format=row.name)
-    folder = path.with_name(path.name.split(".")[0])
-    remedy = remedy.format(file=shlex.quote(str(path)), folder=shlex.quote(str(folder)))
+        row = _ROWS[TEXT]
+    inner = compression_of(head)
+    if row.read is not None and (compression is None or (row.is_text and inner is None)):
+        return InputFile(path, name, size, row.name, compression)
+    problem = f"it is {inner or row.name}{f' inside {compression}' if compression else ''}, which is not read"
+    folder = path.with_name(path.name.partition(".")[0])
+    remedy = (row.remedy or "Unpack it first").format(file=shlex.quote(str(path)), folder=shlex.quote(str(folder)))
     raise DataError(f"{problem}. {remedy}", path=path)
 
 
-def _named(file: InputFile) -> Format:
-    """Return the format that a file's name says; raise a DataError if the name says that the file is compressed."""
-    name = file.name.lower()
-    ending = next((ending for ending in COMPRESSED_ENDINGS if name.endswith(ending)), "")
-    if ending and file.compression is None:
-        problem = f"it is empty or damaged: its name ends with {ending}, but it is not compressed"
-        raise DataError(f"{problem}. Fetch it again; if it is plain text, rename it", path=file.path)
-    name = name.removesuffix(ending)
-    return next(row for row in FORMATS if row.endings and name.endswith(row.endings))
+def _by_content(head: bytes) -> Format | None:
+    """Return the format that the first bytes show, if any."""
+    if head.startswith(_STARTS):
+        return next(row for row in FORMATS if head.startswith(row.starts))
+    return next((row for matches, row in _MATCHED if matches(head)), None)
+
+
+def _by_name(path: Path, name: str, *, is_compressed: bool) -> Format:
+    """Return the format that a name says; raise a DataError if it says that the file is compressed, and it is not."""
+    name = name.lower()
+    if name.endswith(COMPRESSED_ENDINGS):
+        ending = max((ending for ending in COMPRESSED_ENDINGS if name.endswith(ending)), key=len)
+        if not is_compressed:
+            problem = f"it is empty or damaged: its name ends with {ending}, but it is not compressed"
+            raise DataError(f"{problem}. Fetch it again; if it is plain text, rename it", path=path)
+        name = name.removesuffix(ending)
+    return next(row for row in _NAMED if name.endswith(row.endings))
 
 
 def _has_long_line(head: bytes) -> bool:

@@ -20,7 +20,7 @@ import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.errors import DataError
@@ -234,7 +234,7 @@ def _without_descriptions(files: list[InputFile], left_out: LeftOut) -> list[Inp
     def reason_of(file: InputFile) -> str:
         if file.format == JSON:
             return "JSON, but neither JSON lines nor an array of objects; to read one, name it as a file"
-        is_description = PurePosixPath(file.name.lower()).name.split(".")[0] in _DESCRIPTIONS
+        is_description = file.name.lower().rpartition("/")[2].partition(".")[0] in _DESCRIPTIONS
         named = "they describe the records beside them; to read one, name it as a file"
         return named if is_description and has_records and format_of(file).is_text else ""
 
@@ -256,7 +256,7 @@ def _of_split(files: list[InputFile], path: Path, split: str | None, left_out: L
 
     def reason_of(file: InputFile) -> str:
         name = splits[file]
-        if wanted in PurePosixPath(file.name).parts or (name or TRAIN) == (_split_of(wanted) or wanted):
+        if wanted in file.name.split("/") or (name or TRAIN) == (_split_of(wanted) or wanted):
             return ""
         if are_plain and not format_of(file).has_fields:
             return ""
@@ -271,7 +271,7 @@ def _of_split(files: list[InputFile], path: Path, split: str | None, left_out: L
 
 def _split_of(name: str) -> str | None:
     """Return the split that words in the name of a file, or else of its folders, say; None = none."""
-    for part in reversed(PurePosixPath(name.lower()).parts):
+    for part in reversed(name.lower().split("/")):
         words = set(_WORDS.findall(part))
         for split, its_words in _SPLITS.items():
             if words & its_words:

@@ -173,9 +173,13 @@ def documents_of_rows(rows: pa.Array, column: str, path: str, first_row: int, by
 
 def _texts(rows: pa.Array) -> Iterator[tuple[str | np.ndarray, str]]:
     """Yield the text of each row and its fault, one of them empty."""
-    for scalar in rows:
+    try:
+        contents = rows.to_pylist()
+    except UnicodeDecodeError:
+        contents = rows  # scalars, of which some fail below
+    for content in contents:
         try:
-            text = scalar.as_py() or ""
+            text = (content.as_py() if isinstance(content, pa.Scalar) else content) or ""
             yield text if isinstance(text, str) else text.decode("utf-8"), ""
         except UnicodeDecodeError as error:
             yield "", f"not UTF-8 ({error}). Write the file again with valid text"

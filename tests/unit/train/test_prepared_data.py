@@ -92,20 +92,20 @@ def test_a_resumed_run_keeps_what_its_checkpoint_recorded(data: Path, tmp_path: 
     settings = settings_of(tmp_path / "run")
     assert (settings.data.bos_token, settings.data.tokenizer_path) == (5, str(data))
     # and one that began without, as those of earlier versions, stays without
-    start(tmp_path / "old", *flags, "run_steps=2")
+    start(tmp_path / "old", *flags, "run_steps=2", model=MODEL)
     assert settings_of(tmp_path / "old").data.bos_token is None
     (data / "web/prepare.json").write_text(prepared)
-    start(tmp_path / "old", *flags, "run_steps=1")
+    start(tmp_path / "old", *flags, "run_steps=1", model=MODEL)
     settings = settings_of(tmp_path / "old")
-    assert (settings.data.bos_token, settings.data.tokenizer_path, settings.model.vocab_size) == (None, None, 64)
+    assert (settings.data.bos_token, settings.data.tokenizer_path, settings.model.vocab_size) == (None, None, None)
 
 
 def test_a_run_in_a_folder_with_a_timestamp_is_found_again(data: Path, tmp_path: Path) -> None:
     (data / "web/prepare.json").rename(data / "kept.json")
     flags = [f"data_path={data}", *COMMON, "run_steps=2", "sep_token=0"]
-    start(tmp_path / "run.{timestamp}", *flags)
+    start(tmp_path / "run.{timestamp}", *flags, model=MODEL)
     (data / "kept.json").rename(data / "web/prepare.json")
-    start(tmp_path / "run.{timestamp}", *flags)
+    start(tmp_path / "run.{timestamp}", *flags, model=MODEL)
     assert len(list(tmp_path.glob("run.*"))) == 1
 
 

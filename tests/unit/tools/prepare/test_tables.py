@@ -228,7 +228,7 @@ def flip(content: bytes) -> bytes:
     return content[:-20] + bytes(255 - byte for byte in content[-20:])
 
 
-DAMAGES = (cut_off, flip, lambda content: b"", lambda content: b"no table at all, but text")
+DAMAGES = (cut_off, flip, lambda content: b"", lambda content: b"no table at all, but text", lambda content: bytes(99))
 
 
 @pytest.mark.parametrize(
