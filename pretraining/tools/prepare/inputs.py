@@ -50,7 +50,7 @@ _SPLITS = {
 """Words that name a split, as the `datasets` library finds them in the names of files and folders."""
 _WORDS = re.compile(r"[a-z]+")
 _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
-_DESCRIPTIONS = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos", "dataset_dict"}
+_DESCRIPTIONS = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos"}
 """Names, without ending, of files beside records that describe them."""
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files in which `save_to_disk` lists the files of a dataset, and the folders of a DatasetDict."""
@@ -172,7 +172,8 @@ def _walk(root: Path, split: str | None, left_out: LeftOut) -> Iterator[tuple[Pa
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if SAVED_SPLITS in names:
             folders[:] = _folders_of_split(Path(folder), split, left_out)
-        for name in _without_caches(Path(folder), [name for name in names if name[0] != "."], left_out):
+        visible = [name for name in names if name[0] != "." and name != SAVED_SPLITS]
+        for name in _without_caches(Path(folder), visible, left_out):
             path = Path(folder, name)
             yield path, path.relative_to(root).as_posix()
 

@@ -28,6 +28,8 @@ PARQUET, ARROW = "Parquet", "Arrow"
 ROWS_AT_ONCE = 128
 """Few enough that rows of megabytes fit into memory, enough that short rows have little overhead."""
 _READ_BYTES = 1 << 20
+_NAMES_OF_TEXT = {"text", "content", "value"}
+_CONVERTED = "converted"
 _STRING_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _BYTES_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)  # Parquet without annotation
 _TEXT_TYPES = (*_STRING_TYPES, *_BYTES_TYPES, pa.types.is_null)
@@ -130,27 +132,28 @@ def _is_list(kind: pa.DataType) -> bool:
 
 def _remedy(kind: pa.DataType, column: str, path: Path) -> str:
     """Return the command that makes text or token ids of a nested column."""
-    row, name = f"row[{json.dumps(column)}]", json.dumps(column)
-    value = kind.value_type if _is_list(kind) else kind
-    text = next((field.name for field in value if _is_text(field.type)), None) if pa.types.is_struct(value) else None
-    if text is not None and value is kind:
-        made = f"{row}[{json.dumps(text)}]"
-    elif text is not None:
-        made = f'"\\n".join(each[{json.dumps(text)}] for each in {row})'
+    row, value = f"row[{json.dumps(column)}]", kind.value_type if _is_list(kind) else kind
+    made = ""
+    if pa.types.is_struct(value):
+        texts = [field.name for field in value if _is_text(field.type)]
+        for text in sorted(texts, key=lambda name: name not in _NAMES_OF_TEXT)[:1]:
+            field = json.dumps(text)
+            made = f"{row}[{field}]" if value is kind else f'"\\n".join(each[{field}] for each in {row})'
     elif _is_list(kind) and _is_text(value):
         made = f'"\\n".join({row})'
     elif _is_list(kind) and pa.types.is_floating(value):
         made = f"[int(each) for each in {row}]"
     elif _is_list(value) and pa.types.is_integer(value.value_type):
         made = f"[token for part in {row} for token in part]"
-    else:
+    if not made:
         return "Set another --text_field"
     source = json.dumps("parquet" if path.name.endswith(".parquet") else "arrow")
     program = (
         f"from datasets import load_dataset; load_dataset({source}, data_files={json.dumps(str(path))}, "
-        f'split="train").map(lambda row: {{{name}: {made}}}).to_parquet("converted.parquet")'
+        f'split="train").map(lambda row: {{"{_CONVERTED}": {made}}}).to_parquet("{_CONVERTED}.parquet")'
     )
-    return f"Set another --text_field, or convert it: python -c {shlex.quote(program)}"
+    then = f"and read that with --input_path={_CONVERTED}.parquet --text_field={_CONVERTED}"
+    return f"Set another --text_field, or convert it, {then}: python -c {shlex.quote(program)}"
 
 
 def documents_of_rows(rows: pa.Array, column: str, path: str, first_row: int, bytes_read: int) -> Iterator[Document]:

@@ -213,7 +213,7 @@ def _dataset(translation: Translation, key: str) -> None:
     settings = {"data_path": _ROOT, "datasets": _name_of_dataset(text)}
     if tokenizer is None:  # prepare trains one
         settings |= {"tokenizer_path": _ROOT, "sep_token": "0"}
-    is_path = text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
+    is_path = _is_path(text)
     flags = {
         "input_path" if is_path else "hf_dataset": text,
         "hf_config": None if is_path else translation.text("dataset_config"),
@@ -221,6 +221,7 @@ def _dataset(translation: Translation, key: str) -> None:
         "text_field": translation.text("text_column"),
         "vocab_size": size if tokenizer is None else None,
         "tokenizer_path": tokenizer,
+        "num_workers": translation.text("preprocessing_num_workers"),
     }
     words = [f"--{name}={value}" for name, value in flags.items() if value not in (None, vars(PrepareConfig())[name])]
     command = shlex.join(["pretrain", "prepare", *words, f"--output_path={_ROOT}"])
@@ -238,13 +239,25 @@ def _validation(translation: Translation, key: str) -> None:
         translation.set(key, held_out_fraction=text)
     elif rules.holds_tokens(Path(text)):
         translation.set(key, eval_datasets=text)
-    elif "dataset_name" in translation:
-        name = f"{_name_of_dataset(translation.text('dataset_name') or '')}_{text}"
-        words = shlex.join([f"--hf_split={text}", f"--dataset={name}"])
+    elif _is_file(dataset := translation.text("dataset_name") or ""):
+        translation.set(key, "a file has no splits: 1% of its documents", held_out_fraction=0.01)
+    elif dataset:
+        name = f"{_name_of_dataset(dataset)}_{text}"
+        split = "split" if _is_path(dataset) else "hf_split"
+        words = shlex.join([f"--{split}={text}", f"--dataset={name}"])
         remark = f"prepare it, too: the same command with {words}, without --vocab_size"
         translation.set(key, remark, eval_datasets=f"{_ROOT}/{name}")
     else:
         translation.skip(key, "no dataset_name for this split: set --eval_datasets or --held_out_fraction")
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
+
+
+def _is_file(text: str) -> bool:
+    path = Path(text).expanduser()
+    return _is_path(text) and "*" not in text and (is_file(path) or (bool(path.suffix) and not exists(path)))
 
 
 def _name_of_dataset(text: str) -> str:
