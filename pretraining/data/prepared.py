@@ -1,4 +1,4 @@
-"""What the prepare.json files beside the data hand to a new run: the ends of documents, and the tokenizer.
+"""Settings that a new run takes from prepare.json beside its data: the ends of documents, and the tokenizer.
 
 A resumed run takes what its checkpoint recorded. A prepare.json of an older version lacks the begin-of-text token, and
 a run on it has none.

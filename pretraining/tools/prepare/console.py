@@ -109,7 +109,7 @@ def suggested_variant(tokens: int, vocab_size: int) -> str:
 def training_flags(summary: PrepareSummary, begin_of_text: int | None) -> list[str]:
     """Return the flags to train on a dataset, with a model of suitable size.
 
-    Where a tokenizer gives the size of the vocabulary, training rounds it up, which is faster.
+    The flags have no vocabulary size if a tokenizer gives it: training rounds it up, which is faster.
 
     Args:
         begin_of_text: token that the tokenizer puts before a text, if any.

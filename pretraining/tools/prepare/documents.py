@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, count, pairwise
 from typing import Any, NamedTuple
@@ -191,9 +191,10 @@ def end_of_piece(text: str, begin: int, longest: int) -> int:
     return end
 
 
-def no_field(kind: str, text_field: str, names: Iterable[str]) -> str:
-    """Return the problem of records without the field of text."""
-    return f"no {kind} {text_field!r}. The {kind}s are: {', '.join(map(repr, names))[:400]}; set --text_field"
+def no_field(kind: str, text_field: str, names: Sequence[str]) -> str:
+    """Return the problem of records that have no field of text, or several of that name."""
+    found = f"several {kind}s" if text_field in names else f"no {kind}"
+    return f"{found} {text_field!r}. The {kind}s are: {', '.join(map(repr, names))[:400]}; set --text_field"
 
 
 def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile) -> str:
@@ -214,7 +215,7 @@ def text_of(record: Any, text_field: str) -> str:
     if text is None:
         return ""
     if text is record:
-        raise ValueError(no_field("field", text_field, record))
+        raise ValueError(no_field("field", text_field, list(record)))
     if not isinstance(text, str):
         raise ValueError(f"field {text_field!r} holds {_describe(text)}, not text. {_remedy(text, text_field)}")
     if not text.isascii():

@@ -69,7 +69,7 @@ class Format:
 
 
 def _recode(encoding: str) -> str:
-    return f"convert it: iconv -f {encoding} -t UTF-8 {{file}} > {{folder}}.utf8.txt"
+    return f"iconv -f {encoding} -t UTF-8 {{file}} > {{folder}}.utf8.txt"
 
 
 def _are_json_lines(head: bytes) -> bool:
@@ -142,7 +142,7 @@ FORMATS = (
     Format("an HDF5 file", (b"\x89HDF\r\n\x1a\n",), remedy=f"Read it with h5py, and {_TO_LINES}"),
     Format("an SQLite database", (b"SQLite format 3\0",), remedy=f"Read it with sqlite3, and {_TO_LINES}"),
     Format("a NumPy file", (b"\x93NUMPY",), remedy="Token ids in .npy are trained on as they are: see docs/data.md"),
-    Format("UTF-16 or UTF-32", (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"), remedy=_recode("UTF-16")),
+    Format("UTF-16 or UTF-32", (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"), remedy=f"Convert it: {_recode('UTF-16')}"),
     # read: the name tells
     Format(
         "CSV",
@@ -162,7 +162,7 @@ FORMATS = (
 )
 _BINARY = Format(
     "UTF-16 without its mark, or no text",
-    remedy=f"If it is text, {_recode('UTF-16LE')}; if not, leave it out",
+    remedy=f"If it is text, convert it: {_recode('UTF-16LE')}; if not, leave it out",
 )
 _ROWS = {row.name: row for row in FORMATS}
 _STARTS = tuple(start for row in FORMATS for start in row.starts)

@@ -61,7 +61,7 @@ LeftOut = defaultdict[str, list[str]]
 
 @dataclass(frozen=True)
 class Selection:
-    """What to read in folders and globs.
+    """Choice of files in folders and globs.
 
     Attributes:
         extensions: endings of files to take from folders, without the first dot; those of compressions may follow.

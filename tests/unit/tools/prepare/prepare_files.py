@@ -49,8 +49,11 @@ def json_lines(texts: Iterable[str], field: str = "text") -> bytes:
 
 def packed(name: str, content: bytes) -> bytes:
     """Bytes as a file of that name holds them."""
-    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".lz4": by_arrow("lz4")}
-    return (pack | {".zst": by_arrow("zstd")}).get(Path(name).suffix, bytes)(content)
+    packers: dict[str, Callable[[bytes], bytes]] = {
+        **{".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress},
+        **{".zst": by_arrow("zstd"), ".lz4": by_arrow("lz4")},
+    }
+    return packers.get(Path(name).suffix, bytes)(content)
 
 
 def by_arrow(codec: str) -> Callable[[bytes], bytes]:

@@ -16,6 +16,7 @@ from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import documents, encode, units
 from pretraining.tools.prepare.prepare import prepare
+from pretraining.tools.prepare.records import UnitRecord, WorkFolder
 
 LINES = [
     b'{"text": "one"}',
@@ -90,19 +91,19 @@ def test_after_a_stop_the_flag_keeps_what_is_encoded_and_without_it_bad_units_ar
         return encode_unit(unit, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(encode, "encode_unit", counted)
-    write_record = encode.WorkFolder.write_record
+    write_record = WorkFolder.write_record
 
-    def stop_at_last(self: encode.WorkFolder, unit: units.Unit, record: encode.UnitRecord) -> None:
+    def stop_at_last(self: WorkFolder, unit: units.Unit, record: UnitRecord) -> None:
         if unit.number == 3:
             raise OSError(28, "No space left on device")
         write_record(self, unit, record)
 
-    monkeypatch.setattr(encode.WorkFolder, "write_record", stop_at_last)
+    monkeypatch.setattr(WorkFolder, "write_record", stop_at_last)
     with pytest.raises(DataError, match="No space"):
         prepare(replace(config, bad_records="skip"))
     assert encoded and 0 not in encoded, "units without bad records are kept"
     assert {name: (files / name).stat().st_ino for name in before} == before
-    monkeypatch.setattr(encode.WorkFolder, "write_record", write_record)
+    monkeypatch.setattr(WorkFolder, "write_record", write_record)
     with pytest.raises(DataError, match="not valid JSON"):
         prepare(config)
     assert prepare(replace(config, bad_records="skip")).bad_records == 1

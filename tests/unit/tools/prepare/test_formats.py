@@ -194,6 +194,7 @@ BAD: list[tuple[str, str, int, str]] = [
     ("a.csv", "id,text\n1,a\n2,a, b\n", 3, "it has 3 fields, but the header has 2"),
     ("a.csv", 'id,text\n1,a\n2,"a\n3,b\n', 2, "after this row, it is not CSV"),
     ("a.csv", "", 1, "no column 'text'"),
+    ("a.csv", "text,text\na,b\n", 1, "several columns 'text'"),
 ]
 
 

@@ -188,10 +188,14 @@ def test_a_nested_column_is_refused_with_the_command_that_converts_it(
     with pytest.raises(DataError) as error:
         read(file, "it's")
     command = "python -c " + str(error.value).partition("python -c ")[2]
-    calls = []
+    calls: list[tuple[tuple[str, ...], dict[str, str]]] = []
     rows = [{"it's": value} for value in column.to_pylist()]
-    module = SimpleNamespace(load_dataset=lambda *given, **named: calls.append((given, named)) or FakeDataset(rows))
-    monkeypatch.setitem(sys.modules, "datasets", module)  # type: ignore[arg-type]
+
+    def load_dataset(*given: str, **named: str) -> FakeDataset:
+        calls.append((given, named))
+        return FakeDataset(rows)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     program = shlex.split(command)
     assert program[:2] == ["python", "-c"]
     exec(program[2])
