@@ -90,7 +90,9 @@ class DataConfig:
         "stream: documents end to end, no padding; greedy, first_fit, best_fit: whole documents with padding, most "
         "with greedy, least with best_fit",
     )
-    bos_token: NonNegativeInt | None = setting(None, "token id to add before every document that lacks it")
+    bos_token: NonNegativeInt | None = setting(
+        None, "token id to add before every document that lacks it; none = begin_of_text of prepare.json, if any"
+    )
     sep_token: NonNegativeInt | None = setting(
         None, "token id to add after every document that lacks it; none = end_of_text of prepare.json, if any"
     )
@@ -115,7 +117,8 @@ class DataConfig:
     col_name: str = setting("tokens", "column of the token files with the token ids")
     tokenizer_path: str | None = setting(
         None,
-        "tokenizer for generated text and bits per byte: folder, tokenizer.json or name on the Hugging Face Hub",
+        "tokenizer for generated text and bits per byte: folder, tokenizer.json or name on the Hugging Face Hub; none "
+        "= that of the prepared data, if any",
         silent_change=True,
         per_node=True,
     )

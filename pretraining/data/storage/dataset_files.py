@@ -22,7 +22,7 @@ from pathlib import Path
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import TokenFormat, format_class
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import DataError
 from pretraining.files import entries_of, exists, is_file, is_folder, read_json
 from pretraining.text import list_some
 
@@ -100,44 +100,6 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             path=root,
         )
     return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
-
-
-def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) -> int | None:
-    """Return and log the end-of-text token in the prepare.json files beside the data; None without any.
-
-    Raises:
-        ConfigError: the files name different tokens.
-        DataError: a prepare.json is unreadable.
-    """
-    places = [Path(folder).expanduser() for folder in eval_datasets]
-    if config.data_path is not None:
-        root = Path(config.data_path).expanduser()
-        prepared = (path.parent for path in sorted(root.glob(f"[!.]*/{MANIFEST_FILE}")))
-        places = [*([root / name.strip("/") for name in config.datasets] or prepared), *places]
-    found: dict[str, int] = {}
-    for place in places:
-        path = (place.parent if is_file(place) else place) / MANIFEST_FILE
-        try:
-            token = read_json(path)["tokenizer"]["end_of_text"]
-            if token is not None and (not isinstance(token, int) or token < 0):
-                raise ValueError(f"{token!r} is not a token id")
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"is unreadable ({type(error).__name__}: {error}), but should name the token that ends documents. "
-                "Prepare the dataset again, or give --sep_token",
-                path=path,
-            ) from error
-        if token is not None:
-            found[str(place)] = token
-    if len(set(found.values())) > 1:
-        named = ", ".join(f"{folder}: {token}" for folder, token in found.items())
-        raise ConfigError(f"datasets end documents with different tokens ({named}): give --sep_token")
-    separator = next(iter(found.values()), None)
-    if separator is not None:
-        log.info("sep_token   %s, the end_of_text of %s in %s", separator, MANIFEST_FILE, list_some(list(found), 12))
-    return separator
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
