@@ -46,6 +46,8 @@ _NOT_FOUND = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 ADDRESS_QUERY = ("region", "scheme", "endpoint_override")
 """Parameters allowed after the question mark of an object store address."""
+LFS_BEGINNING = b"version https://git-lfs.github.com/spec/"
+LFS_POINTER = "a Git LFS pointer in place of the file: run `git lfs pull` in its repository"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 LARGEST_JSON_BYTES = 2**25
 """Twice the size of a prepare.json about 100,000 files. This limit and the next two keep parsing to about a second."""
@@ -180,6 +182,16 @@ def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError
             f"there is no {path.absolute()}, and the Hugging Face Hub does not give {name} ({reason}). If the Hub has "
             f"it, run `hf download {name} --local-dir={name}` where the Hub can be reached, then this command again"
         ) from error
+
+
+def is_lfs_pointer(path: Path | str) -> bool:
+    """Return whether a file is a Git LFS pointer, the few lines of text that stand for a file until it is fetched."""
+    try:
+        check_regular(path)
+        with Path(path).open("rb") as file:
+            return file.read(len(LFS_BEGINNING)) == LFS_BEGINNING
+    except OSError:
+        return False
 
 
 def is_address(path: str | None) -> bool:

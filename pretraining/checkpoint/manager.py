@@ -215,7 +215,9 @@ class CheckpointManager:
         with self._observer.stopwatch.measure("checkpoint"):
             self._log_saved(self._saver.wait())
             self._saved_step = progress.steps
-            self._log_saved(self._saver.save(self._manifest_now(progress, kind), wait))
+            with self._saver.evaluation_mode():
+                saved = self._saver.save(self._manifest_now(progress, kind), wait)
+            self._log_saved(saved)
 
     def _manifest_now(self, progress: Progress, kind: str) -> Manifest:
         """Return the manifest of this step, without its files."""

@@ -22,6 +22,7 @@ from pretraining.config.variants import LlamaShape, RopeScaling, model_settings,
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, is_file, read_json, with_checksum
 from pretraining.model.hf import CONFIG_FILE
+from pretraining.optim.horizon import ANNEALING_FROM
 
 if TYPE_CHECKING:  # reading manifests needs no torch, whose import takes a second
     import torch
@@ -49,6 +50,8 @@ LOSSES_OF = "losses_of"
 """Key in this record: definition of the evaluation sets of the losses in the manifest."""
 GUARDS_STATE = "guards"
 """Key of the guards in a manifest's states."""
+SCHEDULE_STATE = "schedule"
+"""Key of the learning rate in a manifest's states."""
 
 _DIMENSIONS_WITHOUT_WEIGHTS = ("max_position_embeddings",)
 """Dimensions that no weight depends on: models with the same weights may differ in them."""
@@ -133,6 +136,12 @@ class Manifest:
         return count if type(count) is int else 0
 
     @property
+    def annealing_from(self) -> int:
+        """Step at which the annealing stage of the run began; 0 in checkpoints of earlier versions."""
+        step = self._state_of(SCHEDULE_STATE).get(ANNEALING_FROM)
+        return step if type(step) is int else 0
+
+    @property
     def is_of_finished_run(self) -> bool:
         """Whether the run is done: its last step, and the evaluation of that step."""
         return self.kind == "final" and not self._state_of(EVALUATION_STATE).get(_PENDING_KEY)
@@ -200,11 +209,23 @@ def _check_types(read: Manifest | FileEntry) -> None:
 
 
 def _check_data_state(data: dict[str, Any]) -> None:
-    """Raise an error if a field that is read here is missing; `data.resume` checks the others. May be empty."""
-    if data:
-        weights = data["phases"][-1]["weights"]
-        if not data["datasets"].keys() >= weights.keys() <= data["counts"].keys():
-            raise ValueError("data has weights of unknown datasets")
+    """Raise an error if a field that is read here or at an export is missing or no count; the state may be empty.
+
+    `data.resume` checks all fields, when a run resumes.
+    """
+    if not data:
+        return
+    weights, counts, datasets = data["phases"][-1]["weights"], data["counts"], data["datasets"]
+    if not datasets.keys() >= weights.keys() <= counts.keys():
+        raise ValueError("data has weights of unknown datasets")
+    numbers = [data.get("next_sample", 0), *counts.values()]
+    numbers += [fingerprint.get("tokens", 0) for fingerprint in datasets.values()]
+    for phase in data["phases"]:
+        numbers += [phase[name] for name in ("first_step", "first_sample", "global_batch_size")]
+        numbers += phase["weights"].values()
+    wrong = [each for each in numbers if type(each) is not int or not 0 <= each <= LARGEST_COUNT]
+    if wrong:
+        raise TypeError(f"data has {shown(wrong[0])} in place of a count")
 
 
 def crc32_text(value: int) -> str:
@@ -278,15 +299,14 @@ def tensor_state(
     """Return the tensors of a checkpoint, without a copy: loading into them restores the run.
 
     Args:
-        optimizer: its state must be materialised; None = parameters only.
+        optimizer: its state must be materialised, or there is none yet; None = parameters only.
     """
-    import torch  # here, since callers with parameters have imported it
+    from pretraining.optim.state import state_tensors  # here, since callers with parameters have imported torch
 
     tensors: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
     if optimizer is not None:
         for name, parameter in parameters.items():
-            for key, value in optimizer.state[parameter].items():
-                assert isinstance(value, torch.Tensor), f"optimizer state {key} of {name} is no tensor"
+            for key, value in state_tensors(optimizer, parameter).items():
                 tensors[f"{OPTIMIZER_PREFIX}{key}.{name}"] = value
     return tensors
 

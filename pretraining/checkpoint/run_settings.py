@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pretraining.checkpoint.manifest import check_same_model, shape_of
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start, on_rank_zero
 from pretraining.config.rules import check_config
@@ -20,10 +21,13 @@ log = logging.getLogger(__name__)
 VOCABULARY_MULTIPLE = 128
 
 
-def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef | None]:
+def resolve_run(config: AnyTrainConfig, copies: Copies = NO_COPIES) -> tuple[AnyTrainConfig, CheckpointRef | None]:
     """Return complete settings, and the start point of a run with them; writes nothing.
 
     A collective call if torch is imported. A {timestamp} without a folder stays in the path.
+
+    Args:
+        copies: as in `find_start`.
 
     Raises:
         CheckpointError: as in `find_start`, or the start point has a model with other dimensions.
@@ -36,7 +40,7 @@ def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef |
         ignored = frozenset({"sep_token"} if config.data.sep_token is None else ())
         path = on_rank_zero(lambda: existing_run_path(pattern, new, ignored))
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path or pattern))
-    start = find_start(config.checkpoint)
+    start = find_start(config.checkpoint, copies=copies)
     config = adopt_settings(config, start)
     if start is not None:
         check_same_model(start.manifest, resolve_shape(config.model), start.path)

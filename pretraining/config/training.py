@@ -105,10 +105,13 @@ class DataConfig:
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto",
-        "format of the token files: auto (by suffix), arrow, npy, bin, or package.module:Class (docs/extending.md)",
+        "format of the token files: auto (by suffix and content), arrow, arrow_stream, npy, npy_raw, bin, megatron, or "
+        "package.module:Class (docs/extending.md)",
         silent_change=True,
     )
-    token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
+    token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
+        None, "type of the tokens in .bin and .npy files without a header"
+    )
     col_name: str = setting("tokens", "column of the token files with the token ids")
     tokenizer_path: str | None = setting(
         None,
@@ -311,7 +314,9 @@ class ScheduleConfig:
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
-        "initial", "annealing: a straight line from the peak to zero, instead of the schedule"
+        "initial",
+        "annealing: instead of the schedule, a straight line from the peak, at the step where this stage begins, to "
+        "zero at num_steps",
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     stable_steps: PartOfRun | None = setting(None, "wsd, trapezoid: length at the peak; the decay takes the rest")

@@ -21,6 +21,7 @@ from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples, Spl
 from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skipped, integer_weights
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.doubts import warn_about_splits, warn_about_tokens
 from pretraining.data.storage.index import find_index, index_paths
 from pretraining.data.storage.index_build import build_index
 from pretraining.errors import ConfigError, DataError
@@ -65,6 +66,13 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> Opened
             raise DataError(f"dataset '{files.name}' is empty: its files have no documents", path=files.folder)
         found.append(dataset)
     return OpenedDatasets(tuple(found))
+
+
+def warn_about_datasets(opened: OpenedDatasets, config: DataConfig) -> None:
+    """Log warnings about data that is probably not what its user means; in one process of a job."""
+    warn_about_splits([dataset.files for dataset in opened.datasets], config)
+    for dataset in opened.datasets:
+        warn_about_tokens(dataset.files, dataset.index, config)
 
 
 def _find_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset | None:

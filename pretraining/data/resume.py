@@ -24,7 +24,7 @@ from typing import Any
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.mixture import Mixture, Phase, Range, Skipped
 from pretraining.data.sampling.token_stream import ORDER_VERSIONS
-from pretraining.errors import DataError
+from pretraining.errors import DamagedError, DataError
 from pretraining.text import list_some
 
 STATE_VERSIONS = (2, 3)
@@ -132,7 +132,8 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         changes: by dataset, the files that changed before it was last indexed; empty if unknown.
 
     Raises:
-        DataError: the state is damaged, or its order differs from the current settings.
+        DamagedError: the state is damaged.
+        DataError: its order differs from the current settings.
     """
     if state.get("version") not in STATE_VERSIONS or order_version(state) not in ORDER_VERSIONS:
         raise DataError(
@@ -144,7 +145,7 @@ def resume(state: Mapping[str, Any], order: Mapping[str, Any], changes: Mapping[
         before, next_sample = restored_mixture(state), state["next_sample"]
         step = _step_at(before, next_sample)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise DataError(f"the data state is damaged: {type(error).__name__}: {error}") from error
+        raise DamagedError(f"the data state is damaged: {type(error).__name__}: {error}") from error
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise DataError(

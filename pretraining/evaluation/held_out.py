@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -235,6 +235,7 @@ class Evaluator:
         interval: evaluation interval; the run's last step is always evaluated.
         best_by: set whose loss decides which checkpoint is best; None = the mean.
         sampler: generates text after each evaluation except the run's last; None = no text.
+        evaluation_mode: returns a context that gives the model the weights to evaluate.
         pending: whether an evaluation of the current weights is due and not done.
     """
 
@@ -251,6 +252,7 @@ class Evaluator:
     byte_lengths_V: Tensor | None = None
     metrics: CustomMetrics = NO_METRICS
     sampler: TextSampler | None = None
+    evaluation_mode: Callable[[], AbstractContextManager[None]] = nullcontext
     pending: bool = False
 
     def maybe_run(self, state: TrainState) -> float | None:
@@ -260,6 +262,10 @@ class Evaluator:
         self.pending = True
         if state.preempted:
             return None
+        with self.evaluation_mode():
+            return self._run(state)
+
+    def _run(self, state: TrainState) -> float | None:
         with self.stopwatch.measure("evaluation"):
             model, sources, device = self.model, self.sources, self.device
             found = evaluate(model, sources, device, self.should_stop, self.scores, self.byte_lengths_V, self.metrics)

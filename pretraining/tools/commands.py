@@ -292,7 +292,7 @@ class PlanSettings:
         False, "list the settings that fit, fastest first: strategies, groups, checkpointing, micro-batches"
     )
     optimizer_state_bytes: Annotated[float, Ge(0), Le(1024)] | None = setting(
-        None, "bytes per parameter that a user-defined optimizer keeps; none = 8, as AdamW"
+        None, "bytes per parameter that a user-defined optimizer keeps; none = measured"
     )
     json: bool = setting(False, "print one JSON object instead of the table; with search, one per line")
 
@@ -350,7 +350,9 @@ class VerifyConfig:
     )
     col_name: str = setting("tokens", "column of the token files with the token ids")
     sep_token: NonNegativeInt | None = setting(None, "token id at the end of documents, for files that need it")
-    token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
+    token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
+        None, "type of the tokens in .bin and .npy files without a header"
+    )
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one per core")
 
 

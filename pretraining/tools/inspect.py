@@ -29,7 +29,7 @@ from pretraining.config.recipes import parse_recipe
 from pretraining.config.rules import check_config
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
-from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.dataset import build_indices, build_loader, open_datasets, warn_about_datasets
 from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
@@ -130,6 +130,7 @@ def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch
         listing = list_datasets(config.data)
         build_indices(listing, config.data)
         opened = open_datasets(listing, config.data)
+        warn_about_datasets(opened, config.data)
     vocab_size = resolve_shape(config.model).vocab_size
     loader = build_loader(opened, config.data, _plan_of(size, ranks), 0, config.run.seed, vocab_size)
     if state is not None:

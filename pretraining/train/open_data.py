@@ -17,7 +17,13 @@ import torch
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig, TrainConfig
 from pretraining.data.batch import StepBatch
-from pretraining.data.dataset import build_evaluation_loader, build_indices, is_indexed, open_datasets
+from pretraining.data.dataset import (
+    build_evaluation_loader,
+    build_indices,
+    is_indexed,
+    open_datasets,
+    warn_about_datasets,
+)
 from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets, SplitName
@@ -78,7 +84,9 @@ def _open_datasets(
     # Nodes may not share the cache folder of the indices. If they do, this call finds the indices of rank 0.
     is_first_of_node = processes.local_rank == 0
     on_every_rank(lambda: build_indices(listing, config) if is_first_of_node else None)
-    return on_every_rank(lambda: open_datasets(listing, config))
+    opened = on_every_rank(lambda: open_datasets(listing, config))
+    on_rank_zero(lambda: warn_about_datasets(opened, config))
+    return opened
 
 
 def open_evaluation_sources(

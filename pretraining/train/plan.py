@@ -35,7 +35,7 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout
-from pretraining.errors import CheckpointError, ConfigError
+from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
 from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
@@ -107,6 +107,7 @@ def plan_run(
         stop_step: last step of this invocation; None = as the settings say.
 
     Raises:
+        DamagedError: the start point has no readable position in the data.
         PretrainError: the start point or the data do not fit the settings.
     """
     processes.activity.restart(step=start.step if start is not None else 0)
@@ -123,7 +124,7 @@ def plan_run(
         lambda: build_loader(data, config.data, batch, processes.rank, config.run.seed, shape.vocab_size)
     )
     if restored is not None:
-        on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
+        on_every_rank(lambda: _restore_position(loader, restored))
     loader.skip(skipped)
     sources, record = open_evaluation_sources(
         config,
@@ -138,7 +139,9 @@ def plan_run(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
     training_tokens = data.training_tokens if data is not None else None
-    learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
+    learning_rate = build_learning_rate(
+        config.schedule, config.run.num_steps, token_schedule, training_tokens, _annealing_start(config, restored)
+    )
     return Plan(
         config=config,
         processes=processes,
@@ -156,6 +159,21 @@ def plan_run(
         evaluation=record,
         state=_initial_state(config, token_schedule, training_tokens, restored, stop_step),
     )
+
+
+def _restore_position(loader: Loader, restored: CheckpointRef) -> None:
+    try:
+        loader.load_state_dict(restored.manifest.data)
+    except DamagedError as error:
+        raise DamagedError(str(error), path=restored.path) from None
+
+
+def _annealing_start(config: TrainConfig, restored: CheckpointRef | None) -> int:
+    """Return the step at which the annealing stage begins, or began in the run that saved the start point."""
+    if restored is None or config.schedule.training_stage != "annealing":
+        return 0
+    is_in_it = restored.config.schedule.training_stage == "annealing"
+    return restored.manifest.annealing_from if is_in_it else restored.step
 
 
 def recorded_evaluation(manifest: Manifest) -> EvaluationRecord:

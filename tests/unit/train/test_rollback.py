@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import first_quick
 from training_runs import events_of, write_two_datasets
 from unit.checkpoint.examples import save
-from unit.train.whole_runs import checkpoint, damage, equal, manifest_of, start, started_at
+from unit.train.whole_runs import checkpoint, damage, equal, manifest_of, refusal, start, started_at
 
+from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.retention import apply_retention
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
@@ -118,3 +120,73 @@ def test_row_54_inspect_stays_true_after_a_rollback_to_the_border_of_two_phases(
 
     assert slots(run, 7) == slots(sound, 9) and slots(run, 8) == slots(sound, 10)
     assert slots(run, 6) == slots(sound, 6)
+
+
+STAGES = {
+    "before a target is found": "find_start",
+    "before the target is saved again": "CheckpointManager.save_now",
+    "before newer checkpoints are set aside": "_set_aside_newer",
+    "before training continues": "_log_rollback",
+}
+LIMIT = ["num_steps=6", "max_skipped_steps=2", "max_rollbacks=1", "checkpoint_interval=1"]
+
+
+class KilledError(Exception):
+    """A kill."""
+
+
+@pytest.fixture(scope="module")
+def not_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("not_killed") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        diverging_after(2, patch)
+        start(run, *LIMIT)
+    return run
+
+
+@pytest.mark.parametrize(
+    "stage", first_quick("before newer checkpoints are set aside", *[each for each in STAGES if "newer" not in each])
+)
+def test_a_kill_within_a_rollback_loses_nothing_although_the_count_was_saved_at_its_limit(
+    stage: str, not_killed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def kill(*_: object, **arguments: object) -> None:
+        if "before_step" in arguments or "find_start" not in STAGES[stage]:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        diverging_after(2, patch)
+        if stage == "before the target is saved again":
+            patch.setattr(CheckpointManager, "save_now", kill)
+        elif stage == "before a target is found":
+            found = rollback.find_start
+
+            def find(*given: Any, **named: Any) -> Any:
+                kill(**named)
+                return found(*given, **named)
+
+            patch.setattr(rollback, "find_start", find)
+        else:
+            patch.setattr(rollback, STAGES[stage], kill)
+        with pytest.raises(KilledError):
+            start(run, *LIMIT)
+    torch.distributed.destroy_process_group()  # which only the end of a process does after such an error
+    if stage != "before training continues":
+        assert manifest_of(run, 4)["state"]["guards"] == {"skipped_in_a_row": 2}
+    start(run, *LIMIT)
+    assert manifest_of(run, 6)["data"]["skipped"] == [[4, 8]]
+    assert equal(checkpoint(run, 6), checkpoint(not_killed, 6))
+
+
+def test_a_run_that_diverged_without_rollbacks_resumes_with_a_smaller_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["num_steps=6", "max_skipped_steps=2", "checkpoint_interval=1"]
+    with monkeypatch.context() as patch:
+        diverging_after(2, patch)
+        refusal(tmp_path / "run", *flags)
+    assert manifest_of(tmp_path / "run", 4)["state"]["guards"] == {"skipped_in_a_row": 2}
+    start(tmp_path / "run", *flags, "learning_rate=1e-4")
+    assert started_at(tmp_path / "run") == 4 and manifest_of(tmp_path / "run", 6)["data"]["skipped"] == []
