@@ -21,7 +21,7 @@ from pretraining.data.resume import describe_order
 from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
 from pretraining.data.sampling.token_stream import Spans
-from pretraining.errors import DataError
+from pretraining.errors import DamagedError, DataError
 
 CONFIG = DataConfig(use_dummy_dataset=True, seq_length=1, logical_shards=4)
 
@@ -227,7 +227,7 @@ def test_a_phase_that_an_earlier_version_placed_after_the_skipped_samples_stays_
     made.skip(made.reader.mixture.numbers([(40, 56)]))
     assert made.reader.mixture.phases[1] == begun and made.state_dict()["skipped"] == [[24, 56]]
     for damage in ({"first_sample": 23}, {"first_sample": 41}, {"base_counts": {"a": 12, "b": 12}}):
-        with pytest.raises(DataError, match="does not follow"):
+        with pytest.raises(DamagedError, match="does not follow"):
             made.load_state_dict(later | {"phases": [later["phases"][0], later["phases"][1] | damage]})
 
 
