@@ -32,14 +32,14 @@ setup(
         "pyyaml>=6.0,!=6.0.4",
         "rich>=13.7",
         "tokenizers>=0.20",
+        "matplotlib>=3.9",  # the curves of `pretrain report`
     ],
     extras_require={
         # A faster BPE for `pretrain prepare`. scripts/setup.sh installs it if there is a wheel for the machine.
         "fast": ["fastokens>=0.3.5,<0.4"],
         # Reading Hugging Face datasets in `pretrain prepare`.
         "hf": ["datasets>=4.0"],
-        # Pictures of schedules, sweeps, plans and losses; the plots of `pretrain report`.
-        "report": ["matplotlib>=3.9"],
+        "report": [],  # earlier versions had matplotlib here
         # Float8 training. 0.18 is for all of these versions of torch, and avoids kernels that gave NaN once compiled.
         "float8": ["torchao>=0.18,<0.19"],
         # Trackers.
@@ -54,7 +54,6 @@ setup(
             "flask>=3.0",
             "flask-cors>=4.0",
             "hypothesis>=6.100",
-            "matplotlib>=3.9",
             "moto[s3]>=5.0",
             "mypy>=1.15",
             "pytest>=8.2",

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
-from pretraining.config.command_line import resolve_config
+from pretraining.config.command_line import ResolvedConfig, resolve_config
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
-from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
-from pretraining.files import path_error
+from pretraining.errors import ConfigError, DataError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
+from pretraining.files import exists, path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
-from pretraining.launch.layout import ProcessLayout, resolve_layout
+from pretraining.launch.layout import INTERACTIVE, ProcessLayout, resolve_layout
+from pretraining.launch.machine import name_user
 from pretraining.launch.program import FAILED, run_as_program
 from pretraining.launch.signals import (
     INTERRUPTED,
@@ -48,9 +49,14 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     terminate_with_launcher()
     resolved = resolve_config(TrainConfig, overrides, flags, (), translate_when_needed)
     config = resolved.config
+    _check_prepared(resolved)
     if not config.run.dry_run:
         ignore_output_errors()
     layout = resolve_layout(os.environ)
+    if layout.launcher == INTERACTIVE:
+        log.info(
+            "one process: this shell is one of several tasks of `srun --pty`. A command after srun starts them all"
+        )
     if torch_is_imported():
         log.info("torch is imported already: it keeps its number of threads")
     threads = set_threads(config.run.cpu_threads, layout)
@@ -72,6 +78,16 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         evaluate_and_print(config, layout, requests)
     else:
         train(config, layout, requests, threads)
+
+
+def _check_prepared(resolved: ResolvedConfig[TrainConfig]) -> None:
+    """Raise a DataError with the command that prepares the data of another system's recipe, unless it is there."""
+    data = resolved.config.data
+    if resolved.prepare is None or data.use_dummy_dataset or data.data_path != resolved.prepare[0]:
+        return
+    folder, command = resolved.prepare
+    if not exists(Path(folder)):
+        raise DataError(f"there is no data yet in {folder}. Prepare it, then give this command again:\n  {command}")
 
 
 def _run_command(row: Command, overrides: Sequence[str], flags: dict[str, str]) -> None:
@@ -106,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
+    name_user()  # before PyTorch is imported
     layout = _layout()
     log_to_terminal(layout.rank if layout else 0)
     try:

@@ -44,6 +44,8 @@ permission or a missing file would fail again."""
 _NOT_FOUND = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 """Errors of a path that leads to no file, including circular links and impossible names."""
 
+_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+"""Errors of an operation that a file system does not have."""
 ADDRESS_QUERY = ("region", "scheme", "endpoint_override")
 """Parameters allowed after the question mark of an object store address."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -354,12 +356,33 @@ def _checksum_of(values: Mapping[str, Any]) -> str:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder durable: a rename is on disk only after an fsync of its folder."""
+    """Make the names in a folder durable: a rename is on disk only after an fsync of its folder.
+
+    Some network and FUSE file systems cannot do this: they get one warning per process.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with_retries(lambda: os.fsync(descriptor), f"flushing {folder}")
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        _warn_of_unflushed(os.fstat(descriptor).st_dev, str(folder), reason_of(error))
     finally:
         os.close(descriptor)
+
+
+_warned_devices: set[int] = set()
+
+
+def _warn_of_unflushed(device: int, folder: str, reason: str) -> None:
+    if device not in _warned_devices:
+        _warned_devices.add(device)
+        log.warning(
+            "%s: this file system cannot flush folders (%s). Checkpoints are safe from kills, but a power failure of "
+            "the server may lose the newest",
+            folder,
+            reason,
+        )
 
 
 @contextmanager

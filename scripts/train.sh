@@ -132,7 +132,8 @@ if ! gives "recipe config model_variant data_path datasets use_dummy_dataset" ${
         ! command -v flock >/dev/null || flock 9
         [[ -f $root/data/demo/stdlib/prepare.json ]] ||
             # By this task alone: the others wait for the lock. What it prints is like all set-up.
-            env -u SLURM_STEP_NUM_TASKS -u OMPI_COMM_WORLD_RANK -u MPI_LOCALRANKID -u RANK -u WORLD_SIZE \
+            env -u SLURM_STEP_NUM_TASKS -u OMPI_COMM_WORLD_RANK -u MPI_LOCALRANKID -u PALS_RANKID -u PMI_RANK \
+                -u RANK -u WORLD_SIZE \
                 pretrain prepare --source=stdlib --vocab_size=4096 --output_path="$root/data/demo" >&2
         exec 9>&-
     fi
@@ -151,7 +152,14 @@ for flag in ${FLAGS[@]+"${FLAGS[@]}"}; do
 done
 arguments+=("$@")
 
-if [[ -n ${SLURM_STEP_NUM_TASKS:-} && -z ${SLURM_PTY_PORT:-} ]]; then # a task of srun, and no shell for a person
+# Whether this was started in a shell of srun --pty: it has that shell's terminal, which what srun starts there has not,
+# and that shell leads the session.
+in_shell_of_srun() {
+    local stat
+    [[ -n ${SLURM_PTY_PORT:-} ]] && (: </dev/tty) 2>/dev/null && read -r -a stat </proc/$$/stat && [[ ${stat[5]} != "$$" ]]
+}
+
+if [[ -n ${SLURM_STEP_NUM_TASKS:-} ]] && ! in_shell_of_srun; then
     if [[ $SLURM_STEP_NUM_TASKS != "$SLURM_STEP_NUM_NODES" ]]; then # one per process: they find each other
         exec python "$root/main_training.py" "${arguments[@]}"
     fi

@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 900.0
 hangs waits this long. pytest's own limit for a test is a little longer."""
 
 # What launchers leave in the environment; a test must not inherit the layout of the job that runs it.
-LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "HYDRA_", "TORCHELASTIC_")
+LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL", "HYDRA_", "TORCHELASTIC_")
 LAUNCHER_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

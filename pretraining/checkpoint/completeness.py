@@ -56,7 +56,7 @@ def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slic
             continue  # computed from the shape, or the embedding's second name: not read
         files = sorted({chunk.file for chunk in stored.chunks[name]})
         is_exact = bool(manifest.files) and not any(file in FULL_FILES for file in files)
-        fault = _tensor_fault(name, stored, parameters, is_exact)
+        fault = _tensor_fault(name, stored, parameters, is_exact, _has_own_optimizer(manifest))
         if fault is not None:
             faults.append(f"{stored.folder}: {fault} (in {', '.join(files)})")
     return faults
@@ -91,10 +91,21 @@ def _optimizer_of(manifest: Manifest) -> OptimizerConfig | None:
     return optimizer if optimizer is not None and optimizer.optimizer in OPTIMIZERS else None
 
 
+def _has_own_optimizer(manifest: Manifest) -> bool:
+    try:
+        return settings_in(manifest.config, "config").optimizer.optimizer not in OPTIMIZERS
+    except ConfigError:
+        return False
+
+
 def _tensor_fault(
-    name: str, stored: StoredTensors, parameters: Mapping[str, tuple[int, ...]], is_exact: bool
+    name: str, stored: StoredTensors, parameters: Mapping[str, tuple[int, ...]], is_exact: bool, has_own: bool
 ) -> str | None:
-    """Return what is wrong with a tensor, or None; weights must be float32 if `is_exact`, else any float type."""
+    """Return what is wrong with a tensor, or None; weights must be float32 if `is_exact`, else any float type.
+
+    Args:
+        has_own: whether the optimizer is user-defined; then states have any shape and type, whatever their names.
+    """
     chunks = stored.chunks[name]
     is_weight, owner = not name.startswith(OPTIMIZER_PREFIX), name
     if not is_weight:  # optimizer.exp_avg.<parameter>
@@ -105,12 +116,12 @@ def _tensor_fault(
     if len(dtypes) > 1:
         return f"the chunks of {name} are of different types"
     (dtype,) = dtypes
-    is_known = is_weight or key in _MOMENTS or key in _NUMBERS
+    is_known = is_weight or (not has_own and key in (*_MOMENTS, *_NUMBERS))
     if (is_known and not dtype.is_floating_point) or (is_weight and is_exact and dtype != torch.float32):
         return f"{name} is of type {dtype}, not torch.float32"
     shape: tuple[int, ...] = parameters[owner]
-    if not is_weight and key not in _MOMENTS:
-        shape = () if key in _NUMBERS else stored.shape(name)  # the latter: of a user-defined optimizer
+    if not is_weight and (has_own or key not in _MOMENTS):
+        shape = () if is_known else stored.shape(name)  # the latter: of a user-defined optimizer
     if dims != {len(shape)}:
         return f"{name} does not have the {len(shape)} dims of its shape {list(shape)}"
     fault = coverage_fault([chunk.chunk for chunk in chunks], shape)

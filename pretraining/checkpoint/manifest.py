@@ -22,6 +22,7 @@ from pretraining.config.variants import LlamaShape, RopeScaling, model_settings,
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, is_file, lfs_pointer_hint, read_json, with_checksum
 from pretraining.model.hf import CONFIG_FILE
+from pretraining.optim.horizon import ANNEALING_FROM
 
 if TYPE_CHECKING:  # reading manifests needs no torch, whose import takes a second
     import torch
@@ -43,8 +44,14 @@ EVALUATION_STATE = "evaluation"
 """Key of the evaluator in a manifest's states."""
 _PENDING_KEY = "owed"
 """Key in the evaluator's state: whether an evaluation of these weights is due and not done."""
+EVALUATION_SETS_STATE = "evaluation_sets"
+"""Key of the record of the evaluation sets in a manifest's states."""
+LOSSES_OF = "losses_of"
+"""Key in this record: definition of the evaluation sets of the losses in the manifest."""
 GUARDS_STATE = "guards"
 """Key of the guards in a manifest's states."""
+SCHEDULE_STATE = "schedule"
+"""Key of the learning rate in a manifest's states."""
 
 _DIMENSIONS_WITHOUT_WEIGHTS = ("max_position_embeddings",)
 """Dimensions that no weight depends on: models with the same weights may differ in them."""
@@ -103,11 +110,20 @@ class Manifest:
     config: str = ""
 
     @property
-    def decided_by(self) -> tuple[str, ...]:
-        """Sorted names of the evaluation sets of `evaluation_loss`.
+    def losses_of(self) -> str | None:
+        """Recorded definition of the evaluation sets of the evaluation losses."""
+        definition = self._state_of(EVALUATION_SETS_STATE).get(LOSSES_OF)
+        return definition if isinstance(definition, str) else None
 
-        The evaluator's state names them unless they are the held-out documents of all datasets.
+    @property
+    def decided_by(self) -> tuple[str, ...]:
+        """Definition of the evaluation sets of `evaluation_loss`; losses of different definitions are not compared.
+
+        Earlier releases recorded none: only the sorted names of the sets, unless they were the held-out documents of
+        all datasets.
         """
+        if self.losses_of is not None:
+            return (self.losses_of,)
         kept = self._state_of(EVALUATION_STATE).get("decided_by")
         if isinstance(kept, list):
             return tuple(map(str, kept))
@@ -118,6 +134,12 @@ class Manifest:
         """Skipped updates just before the checkpoint; a divergence goes back to before the first of them."""
         count = self._state_of(GUARDS_STATE).get("skipped_in_a_row")
         return count if type(count) is int else 0
+
+    @property
+    def annealing_from(self) -> int:
+        """Step at which the annealing stage of the run began; 0 in checkpoints of earlier versions."""
+        step = self._state_of(SCHEDULE_STATE).get(ANNEALING_FROM)
+        return step if type(step) is int else 0
 
     @property
     def is_of_finished_run(self) -> bool:
@@ -280,15 +302,14 @@ def tensor_state(
     """Return the tensors of a checkpoint, without a copy: loading into them restores the run.
 
     Args:
-        optimizer: its state must be materialised; None = parameters only.
+        optimizer: its state must be materialised, or there is none yet; None = parameters only.
     """
-    import torch  # here, since callers with parameters have imported it
+    from pretraining.optim.state import state_tensors  # here, since callers with parameters have imported torch
 
     tensors: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
     if optimizer is not None:
         for name, parameter in parameters.items():
-            for key, value in optimizer.state[parameter].items():
-                assert isinstance(value, torch.Tensor), f"optimizer state {key} of {name} is no tensor"
+            for key, value in state_tensors(optimizer, parameter).items():
                 tensors[f"{OPTIMIZER_PREFIX}{key}.{name}"] = value
     return tensors
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,8 @@ from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
 from pretraining.errors import CheckpointError
-from pretraining.optim.optimizer import materialise_state
+from pretraining.optim.optimizer import skips_on_device
+from pretraining.optim.state import evaluation_mode, materialise_state
 
 
 class Saver:
@@ -70,6 +72,10 @@ class Saver:
         self._staging = staging = Staging(device)
         # An update must not change tensors that are still being copied. (A reference to `self` would be a cycle.)
         optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
+
+    def evaluation_mode(self) -> AbstractContextManager[None]:
+        """Return a context that puts the optimizer into evaluation mode, for the manifest and the save of a step."""
+        return evaluation_mode(self._optimizer, self._staging.hold_update)
 
     def save(self, manifest: Manifest, wait: bool) -> Checkpoint | None:
         """Save this step; no other save may run.
@@ -130,8 +136,8 @@ class Saver:
         on_rank_zero(lambda: apply_retention(self._config.folder, newest, self._config.keep_last, protected), group)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        if not any(self._optimizer.state.values()):
-            materialise_state(self._optimizer)  # there was no update yet
+        if skips_on_device(self._optimizer) and not any(self._optimizer.state.values()):
+            materialise_state(self._optimizer)  # there was no update yet; other optimizers would count one
         return tensor_state(self._parameters, self._optimizer)
 
     def _check_weights(self, step: int) -> None:

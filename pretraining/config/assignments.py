@@ -29,6 +29,10 @@ COMMAND_LINE = "command line"
 """Source of command-line assignments; those translated from another system append details."""
 
 
+TRANSLATED = "translated from "
+"""First words of the source of a setting in another system's file."""
+
+
 @dataclass(frozen=True)
 class Alias:
     """Another name for a setting.
@@ -152,7 +156,8 @@ class Reader(Generic[T]):
     def _hint(self, section: str, name: str) -> str:
         if name in REMOVED:
             return REMOVED[name]
-        known = [*self.settings, *self.aliases, *self.also_known]
+        # Another system's dotted keys are no flags, unless the name is dotted, too.
+        known = [*self.settings, *self.aliases, *(each for each in self.also_known if "." not in each)]
         return (
             (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
             or did_you_mean(name, known, "did you mean {}?")

@@ -11,13 +11,14 @@ Defaults < recipes, left to right < command line. The rules over several setting
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, Assignment, Reader, setting_named
+from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, TRANSLATED, Assignment, Reader, setting_named
 from pretraining.config.fields import setting, settings_of
 from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, Translator, read_recipe
 from pretraining.config.rules import find_problems, resolve_run_folder
@@ -47,10 +48,16 @@ RECIPE_FLAGS = (*RECIPE_NAMES, *settings_of(RecipeChoice))
 
 @dataclass(frozen=True)
 class ResolvedConfig(Generic[T]):
-    """A configuration, and the assignment behind each setting that is not left at its default, by name."""
+    """A configuration, and what it was made of.
+
+    Attributes:
+        chosen: the assignment behind each setting that is not left at its default, by name.
+        prepare: folder of the data that a recipe of another system names, and the command that fills it.
+    """
 
     config: T
     chosen: Mapping[str, Assignment]
+    prepare: tuple[str, str] | None = None
 
 
 def load_train_config(
@@ -88,14 +95,25 @@ def resolve_config(
     config, problems = reader.build(), reader.problems
     if config is not None and has_recipes:  # without a recipe's settings, rules would report false problems
         config = resolve_run_folder(config, reader.chosen)
-        problems += find_problems(config, reader.unreadable)
+        problems += [_with_places(problem, reader.chosen) for problem in find_problems(config, reader.unreadable)]
     if config is None or problems:
         raise ConfigError(problems)
     for recipe in recipes:
         if recipe.system:
             lines = "\n".join(recipe.table)
             log.info("%s is read as settings of another system (%s):\n%s", recipe.name, recipe.system, lines)
-    return ResolvedConfig(config, reader.chosen)
+    prepare = next((recipe.prepare for recipe in recipes if recipe.prepare is not None), None)
+    return ResolvedConfig(config, reader.chosen, prepare)
+
+
+def _with_places(problem: str, chosen: Mapping[str, Assignment]) -> str:
+    """Add to a problem the keys of another system's file that its settings come from."""
+    places = [
+        given.where
+        for name, given in chosen.items()
+        if given.source.startswith(TRANSLATED) and re.search(rf"\b{name}\b", problem)
+    ]
+    return f"{problem} ({'; '.join(dict.fromkeys(places))})" if places else problem
 
 
 def read_given(overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None) -> Reader[TrainConfig]:
@@ -146,7 +164,10 @@ def name_first_words(
     if first is None or not first.many:
         is_recipe = issubclass(root, TrainConfig) and bool(words) and words[0].endswith(RECIPE_SUFFIXES)
         name = first.name if first is not None else RECIPE_NAMES[0] if is_recipe else None
-        return [f"{name}={words[0]}", *overrides[1:]] if words and name else list(overrides), flags
+        named = [f"{name}={words[0]}"] if words and name else []
+        second = next((setting.name for setting in settings_of(root).values() if setting.second_word), None)
+        named += [f"{second}={words[1]}"] if named and second and len(words) > 1 else []
+        return [*named, *overrides[len(named) :]], flags
     try:
         items = [item for word in words for item in ([word] if exists(Path(word)) else split_list(word))]
     except ValueError as error:
@@ -218,7 +239,9 @@ def _read_recipes(
     from_arguments: list[Assignment] = []
     problems: list[str] = []
     for name in (*names, None):  # None: the remaining arguments
-        arguments = {given.name: given.raw for given in settings}
+        # Without a file, other systems write dotted or positional words; a plain flag is a setting of this project.
+        foreign = [given for given in settings if name is not None or "." in given.name or given.flag[:1] != "-"]
+        arguments = {given.name: given.raw for given in settings if given in foreign or setting_named(given.name)}
         recipe: Recipe | None
         try:
             if name is not None:

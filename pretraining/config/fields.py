@@ -90,6 +90,7 @@ class Setting:
         per_node: whether nodes may have different values (paths on local disks, numbers of threads); none must be none
             on all nodes. All other settings are equal in the whole job.
         first_word: whether the value may stand alone before the flags: `pretrain verify runs/a`.
+        second_word: whether the value may follow that of the first word: `pretrain export runs/a out`.
         may_be_address: whether the path may be an object store address.
     """
 
@@ -108,6 +109,7 @@ class Setting:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     per_node: bool = False
     first_word: bool = False
+    second_word: bool = False
     may_be_address: bool = False
 
     @property

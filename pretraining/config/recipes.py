@@ -45,6 +45,7 @@ class Recipe:
         names: known names of the other system, for hints about misspelt arguments.
         system: the other system; "" for a recipe of this project.
         table: lines that tell what each key of the other system became.
+        prepare: folder of the data, and the command that fills it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Recipe:
     names: tuple[str, ...] = ()
     system: str = ""
     table: tuple[str, ...] = ()
+    prepare: tuple[str, str] | None = None
 
 
 Translator = Callable[[Path | None, str, Mapping[str, Raw], Collection[str]], Recipe | None]

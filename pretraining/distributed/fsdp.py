@@ -61,6 +61,9 @@ class ShardedModel:
         self._root = root
         self._kept_gathered = [root] if shards_parameters else groups
 
+    def masters_changed(self) -> None:
+        """Do nothing: each gathering copies the masters."""
+
     def next_backward(self, is_last: bool) -> None:
         """Prepare the next forward and backward; `is_last` is the last one of the step.
 

@@ -63,6 +63,10 @@ class ReplicatedModel:
         torch._foreach_copy_(self._copies, self._masters)
         self._is_fresh = True
 
+    def masters_changed(self) -> None:
+        """Make the next forward copy the masters, which something besides an update has changed."""
+        self._is_fresh = False
+
     def next_backward(self, is_last: bool) -> None:
         """Prepare the next forward and backward; devices sum gradients only in the last one of a step."""
         self._is_last = is_last

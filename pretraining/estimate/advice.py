@@ -28,7 +28,7 @@ def memory_advice(
     compute_bytes: int,
     device_type: str,
     limit_bytes: float | None = None,
-    optimizer_state_bytes: float | None = None,
+    state_bytes: float | None = None,
 ) -> list[str]:
     """Return flags that reduce memory, each with the memory per process that results.
 
@@ -39,17 +39,18 @@ def memory_advice(
         compute_bytes: bytes per value in the compute dtype.
         device_type: "cpu" or "cuda".
         limit_bytes: memory that the result must fit into; None = less than now.
-        optimizer_state_bytes: bytes per parameter of a user-defined optimizer.
+        state_bytes: bytes of state per parameter of a user-defined optimizer; None = as AdamW.
     """
 
     def total_of(settings: TrainConfig, model: LlamaShape, devices: int) -> int:
-        found = estimate_memory(
-            settings, model, shard_size=devices, compute_bytes=compute_bytes, device_type=device_type
-        )
-        if optimizer_state_bytes is not None:
-            local = -(-parameter_count(model) // devices)
-            found = replace(found, optimizer_state=round(optimizer_state_bytes * local))
-        return found.total
+        return estimate_memory(
+            settings,
+            model,
+            shard_size=devices,
+            compute_bytes=compute_bytes,
+            device_type=device_type,
+            state_bytes=state_bytes,
+        ).total
 
     limit = total_of(config, shape, shard_size) - 1 if limit_bytes is None else limit_bytes
     found = []

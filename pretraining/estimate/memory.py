@@ -63,7 +63,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: TrainConfig, shape: LlamaShape, *, shard_size: int, compute_bytes: int, device_type: str
+    config: TrainConfig,
+    shape: LlamaShape,
+    *,
+    shard_size: int,
+    compute_bytes: int,
+    device_type: str,
+    state_bytes: float | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of one rank at the peak of a training step.
 
@@ -78,6 +84,7 @@ def estimate_memory(
         shard_size: ranks per copy of the model.
         compute_bytes: e; 2 in bfloat16 and float16, 4 in float32.
         device_type: "cpu" or "cuda".
+        state_bytes: as in `optimizer_state_bytes`.
     """
     step = _Step(config, shape, shard_size, compute_bytes, device_type)
     usages = list(_usages(step))
@@ -85,7 +92,7 @@ def estimate_memory(
     return MemoryEstimate(
         parameters=step.local,
         gradients=step.local,
-        optimizer_state=optimizer_state_bytes(config.optimizer, shape, shard_size),
+        optimizer_state=optimizer_state_bytes(config.optimizer, shape, shard_size, state_bytes),
         gathered=peak.gathered,
         activations=peak.activations,
         loss=peak.loss,
@@ -94,11 +101,16 @@ def estimate_memory(
     )
 
 
-def optimizer_state_bytes(optimizer: OptimizerConfig, shape: LlamaShape, shard_size: int = 1) -> int:
+def optimizer_state_bytes(
+    optimizer: OptimizerConfig, shape: LlamaShape, shard_size: int = 1, state_bytes: float | None = None
+) -> int:
     """Return the bytes of optimizer state on one of `shard_size` ranks, without the step counters (4 per tensor).
 
-    A user-defined optimizer is assumed to keep as much as AdamW.
+    Args:
+        state_bytes: bytes per parameter that a user-defined optimizer keeps; None = as many as AdamW.
     """
+    if state_bytes is not None:
+        return round(state_bytes * -(-parameter_count(shape) // shard_size))
     if optimizer.optimizer not in OPTIMIZERS:
         optimizer = OptimizerConfig()
     matrices, norms, root = _local_parameters(shape, shard_size)

@@ -7,8 +7,11 @@ variables are then set, too, and count other processes. So launchers are tried f
     openmpi        OMPI_COMM_WORLD_RANK
     mpich          MPI_LOCALRANKID        Hydra, the mpirun of MPICH and of Intel MPI
     slurm          SLURM_STEP_NUM_TASKS   a task of `srun`; a batch script's shell lacks it, and is a single process
+    pals           PALS_RANKID            HPE Cray's mpiexec
+    pmi            PMI_RANK               other launchers of MPICH; srun --mpi=pmi2 sets it, too
     environment    RANK or WORLD_SIZE     set by hand or by a platform
     single         none of these
+    interactive    a shell of `srun --pty`, which has the variables of its step, but is one process
 
 Without MASTER_ADDR and MASTER_PORT, the address of rank 0 is derived from facts that all processes of the job know.
 """
@@ -36,7 +39,8 @@ class Launcher:
 
     Attributes:
         sign: variable that identifies the launcher.
-        variables: rank, world size, local rank, local world size (SLURM's last one lists all nodes).
+        variables: rank, world size, local rank, local world size (SLURM's last one lists all nodes); "A|B" is A or, if
+            it is not set, B.
     """
 
     name: str
@@ -47,13 +51,19 @@ class Launcher:
 BY_HAND = Launcher("environment", "RANK", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-# Innermost first. PMI_RANK alone does not identify MPICH: srun --mpi=pmi2 sets it, too.
+_PALS = ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE|PMI_LOCAL_SIZE|LOCAL_WORLD_SIZE")
+_PMI = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK|LOCAL_RANK", "PMI_LOCAL_SIZE|LOCAL_WORLD_SIZE")
+# Innermost first. PMI_RANK comes after SLURM, which sets it, too.
 LAUNCHERS = (
     Launcher("torchrun", "TORCHELASTIC_RUN_ID", BY_HAND.variables),
     Launcher("openmpi", "OMPI_COMM_WORLD_RANK", _OPEN_MPI),
     Launcher("mpich", "MPI_LOCALRANKID", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     Launcher("slurm", "SLURM_STEP_NUM_TASKS", _SLURM),
+    Launcher("pals", "PALS_RANKID", _PALS),
+    Launcher("pmi", "PMI_RANK", _PMI),
 )
+INTERACTIVE = "interactive"
+_TERMINAL = "/dev/tty"
 
 # Derived ports lie in 16384..32767: above most services, and below the ports that Linux gives to outgoing connections
 # (32768 and up).
@@ -73,7 +83,7 @@ class ProcessLayout:
     """The place of this process in its job; `local_` numbers count the processes of this node.
 
     Attributes:
-        launcher: name of one of `LAUNCHERS`, "environment" (set by hand) or "single".
+        launcher: name of one of `LAUNCHERS`, "environment" (set by hand), "single" or "interactive".
         master_addr, master_port: address of rank 0.
     """
 
@@ -105,16 +115,17 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
     """
     by_hand = read_variable(environ, "RANK"), read_variable(environ, "WORLD_SIZE")
     launcher = next((each for each in LAUNCHERS if each.sign in environ), None)
-    if launcher is None:
-        if by_hand[0] is None and by_hand[1] in (None, "1"):
-            return ProcessLayout(0, 1, 0, 1, "single", LOCALHOST, free_port())  # alone, so any port does
+    is_shell = launcher is not None and launcher.name == "slurm" and _is_shell_of_step(environ)
+    if launcher is None or is_shell:
+        if by_hand[0] is None and by_hand[1] in (None, "1"):  # alone, so any port does
+            return ProcessLayout(0, 1, 0, 1, INTERACTIVE if is_shell else "single", LOCALHOST, free_port())
         launcher = BY_HAND
     rank, world_size, local_rank, local_world_size = _read_ranks(launcher, environ)
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         names = [*launcher.variables, "SLURM_NODEID"] if launcher.name == "slurm" else launcher.variables
         raise LaunchError(
             f"{launcher.name}'s variables contradict each other: "
-            f"{', '.join(f'{name}={environ.get(name)}' for name in names)}.\n"
+            f"{', '.join(f'{name}={environ.get(name)}' for each in names for name in each.split('|'))}.\n"
             "Some are left over from another job or step: start from a fresh shell."
         )
     if None not in by_hand and by_hand != (str(rank), str(world_size)):
@@ -137,11 +148,9 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
 def _read_ranks(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Return rank, world size, local rank and local world size."""
     rank, world_size = (_read_integer(environ, name, launcher) for name in launcher.variables[:2])
-    if launcher is BY_HAND and (
-        world_size == 1 or (read_variable(environ, "MASTER_ADDR") or LOCALHOST) in NAMES_OF_THIS_HOST
-    ):
+    if world_size == 1 or (read_variable(environ, "MASTER_ADDR") or LOCALHOST) in NAMES_OF_THIS_HOST:
         on_one_node = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-        environ = {name: read_variable(environ, name) or default for name, default in on_one_node.items()}
+        environ = {**on_one_node, **{name: text for name, text in environ.items() if text.strip()}}
     local_rank = _read_integer(environ, launcher.variables[2], launcher)
     if launcher.name != "slurm":
         return rank, world_size, local_rank, _read_integer(environ, launcher.variables[3], launcher)
@@ -149,6 +158,21 @@ def _read_ranks(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, in
     tasks = tasks_of_nodes(environ.get(launcher.variables[3], ""))
     fits = sum(tasks) == world_size and 0 <= node < len(tasks)
     return rank, world_size, local_rank, tasks[node] if fits else 0
+
+
+def _is_shell_of_step(environ: Mapping[str, str]) -> bool:
+    """Return whether this process was started in the shell of `srun --pty`, whose step has several tasks.
+
+    The shell leads its session, as any task of `srun`. Tasks of an `srun` that is called in this shell inherit
+    SLURM_PTY_PORT, but they have no terminal.
+    """
+    if "SLURM_PTY_PORT" not in environ or environ["SLURM_STEP_NUM_TASKS"] == "1" or os.getsid(0) == os.getpid():
+        return False
+    try:
+        os.close(os.open(_TERMINAL, os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def _derive_address(launcher: Launcher, environ: Mapping[str, str], is_one_node: bool) -> str | None:
@@ -168,6 +192,9 @@ def _derive_port(launcher: Launcher, environ: Mapping[str, str], is_one_node: bo
     namespace = read_variable(environ, "PMIX_NAMESPACE")
     if launcher.name == "openmpi" and namespace is not None:
         return port_of_name(namespace)
+    application = read_variable(environ, "PALS_APID")
+    if launcher.name == "pals" and application is not None:
+        return port_of_name(application)
     # Hydra does not name its jobs, but all processes of a node descend from one proxy.
     proxy = ancestor_named("hydra_pmi_proxy") if launcher.name == "mpich" and is_one_node else None
     return None if proxy is None else port_of_name(f"hydra {proxy}")
@@ -222,10 +249,11 @@ def read_variable(environ: Mapping[str, str], name: str) -> str | None:
 
 
 def _read_integer(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
-    text = read_variable(environ, name)
+    text = next((text for each in name.split("|") if (text := read_variable(environ, each)) is not None), None)
     try:
         return int(text or "")
     except ValueError:
+        name = name.replace("|", " or ")
         fault = "is not set" if text is None else f"is {text!r}, not an integer"
         if launcher is BY_HAND:
             raise LaunchError(f"{name} {fault}: set {', '.join(BY_HAND.variables)}, or none of them.") from None

@@ -5,9 +5,10 @@ The values come from Linux's files in /proc and /sys. Without these files, as on
 
 from __future__ import annotations
 
+import getpass
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,3 +115,11 @@ def _control_groups(controller: str) -> Iterator[Path]:
         # In a container the path is often the host's, while the container's own group is mounted as the root.
         inner = root / path.strip("/")
         yield from (folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents)
+
+
+def name_user(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give a user without a name one: in a container without a passwd entry, the compiler of PyTorch would fail."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        environ["USER"] = str(os.getuid())

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any
 
 from pretraining.observability.trackers import TrackedRun, plain_settings
@@ -21,6 +24,12 @@ DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow_artifacts"
 MAX_PARAMETERS = 100
 """MLflow's limit of parameters per request."""
+MAX_METRICS = 1000
+"""MLflow's limit of metrics per request."""
+MAX_NAME = 250
+"""MLflow's limit of a name's length."""
+REFUSED = "INVALID_PARAMETER_VALUE"
+"""MLflow's error code for names and values that it does not take."""
 MAX_CHARACTERS = 6000
 """MLflow's limit of a parameter's length."""
 VARIABLES = {
@@ -29,6 +38,21 @@ VARIABLES = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 """Defaults of environment variables: few retries, because the tracker's queue retries too, and no telemetry."""
+
+
+def allowed_names(names: Iterable[str]) -> list[str]:
+    """Return names that MLflow takes: other characters become underscores, and equal results get numbers.
+
+    MLflow takes letters, digits and `/ _ - . :` and blanks, and slashes as in a plain relative path.
+    """
+    found: list[str] = []
+    for name in names:
+        allowed = re.sub(r"[^/\w.\- :]", "_", name)[:MAX_NAME]
+        if posixpath.normpath(allowed) != allowed or allowed.startswith(("..", "/")) or allowed == ".":
+            allowed = re.sub(r"^\.+$|/", "_", allowed)
+        copies = (f"{allowed[: MAX_NAME - 8]}_{number}" for number in count(2))
+        found.append(allowed if allowed not in found else next(each for each in copies if each not in found))
+    return found
 
 
 class MLflow:
@@ -51,17 +75,38 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=self._server or f"sqlite:///{self._folder / DATABASE}")
         self.run_id = run.run_id
         self._is_open = False
+        self._refused: set[str] = set()
         with suppress(Exception):  # the first report tries again and warns
             self._open_run()
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Send a report; raise a ConnectionError if MLflow fails."""
         now = round(time.time() * 1000)
-        known = [(name, float(value)) for name, value in values.items() if value is not None]
+        known = {name: float(value) for name, value in values.items() if value is not None}
         with self._connection_errors():
             self._open_run()
-            metrics = [self._entities.Metric(name, value, now, step) for name, value in known]
+            metrics = [
+                self._entities.Metric(name, value, now, step)
+                for name, value in zip(allowed_names(known), known.values(), strict=True)
+                if name not in self._refused
+            ]
+            for begin in range(0, len(metrics), MAX_METRICS):
+                self._send(metrics[begin : begin + MAX_METRICS])
+
+    def _send(self, metrics: list[Any]) -> None:
+        """Send metrics; if MLflow refuses them, send each alone, and leave out those that it refuses from then on."""
+        try:
             self._client.log_batch(self.run_id, metrics=metrics)
+        except self._error as error:
+            if error.error_code != REFUSED:
+                raise
+            if len(metrics) > 1:
+                for metric in metrics:
+                    self._send([metric])
+                return
+            name = metrics[0].key
+            self._refused.add(name)
+            log.warning("--tracker=mlflow: MLflow refuses the metric %r (%s): it is left out", name, str(error)[:200])
 
     def close(self) -> None:
         """Finish the run, as failed if an exception is being handled."""
@@ -103,7 +148,7 @@ class MLflow:
         try:
             self._client.update_run(run_id, status="RUNNING")
         except self._error as error:
-            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", REFUSED):
                 raise
             log.warning("--tracker=mlflow: run %s does not exist: starting a new MLflow run", run_id)
             return False

@@ -187,7 +187,7 @@ class Observer:
             "time_left_seconds": (self.state.total_steps - now.steps) * tokens / steps / overall,
         }
         for index, group in enumerate(self._optimizer.param_groups):
-            values[f"learning_rate_group_{index}"] = group["lr"]
+            values[f"learning_rate_group_{index}"] = float(group["lr"])
         for name, sums in zip(self._datasets, scores, strict=True):
             values[f"loss/{name}"] = self._score_values(sums)["loss"]
         values |= {f"custom/{name}": Ratio(*pair).value for name, pair in zip(self._custom, custom, strict=True)}

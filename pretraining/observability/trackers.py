@@ -104,9 +104,15 @@ class QueuedSink(Sink):
 
     @property
     def run_id(self) -> str | None:
-        """The tracker's id of the run; None if it has none, or has not started."""
-        is_ready = self._tracker.done() and self._tracker.exception() is None
-        return getattr(self._tracker.result(), "run_id", None) if is_ready else None
+        """The tracker's id of the run, as text; None if it has none, or has not started."""
+        if not self._tracker.done() or self._tracker.exception() is not None:
+            return None
+        try:
+            run_id = getattr(self._tracker.result(), "run_id", None)
+            return None if run_id is None else str(run_id)
+        except Exception as error:  # of a property of a user-defined tracker
+            self._warn(error)
+            return None
 
     def await_start(self) -> None:
         """Wait up to `START_SECONDS` for the tracker's start; raise its errors, except for connection errors."""

@@ -57,23 +57,9 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "skips_on_device", False))
 
 
-@torch.no_grad()
-def materialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create moments and counters, so that a checkpoint can be loaded into them.
-
-    Gradients and learning rates are zero during this update, so parameters keep their bits.
-    """
-    gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in gradients:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    if skips_on_device(optimizer):
-        update(optimizer, torch.ones((), dtype=torch.bool, device=next(iter(gradients)).device))
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's learning rate; some optimizers keep it in a tensor, which must stay."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
     else:
-        optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient

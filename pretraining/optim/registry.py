@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +17,19 @@ from pretraining.config.plugins import OPTIMIZERS, load_plugin, parse_options, p
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
 from pretraining.optim.optimizer import PEAK, Groups, parameter_groups, skips_on_device, update
+from pretraining.optim.state import (
+    OptimizerRecord,
+    begin_training,
+    evaluation_mode,
+    is_wrapped,
+    materialise_state,
+    state_tensors,
+)
 
 log = logging.getLogger(__name__)
+
+SAMPLE_SIZE = 256
+"""Rows and columns of the matrix that user-defined optimizers are tested on."""
 
 _NOT_ARGUMENTS = ("optimizer", "optimizer_options", "learning_rate", "grad_clip_thresh")
 _NAMES_IN_TORCH = {
@@ -39,7 +52,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     else:
         optimizer = _make_user_defined(parameter_groups(parameters, config.decay), config)
     for group in optimizer.param_groups:
-        group[PEAK] = group["lr"]
+        group[PEAK] = float(group["lr"])
     return optimizer
 
 
@@ -111,21 +124,54 @@ def _make_user_defined(groups: Groups, config: OptimizerConfig) -> torch.optim.O
     return made
 
 
-def try_optimizer(config: OptimizerConfig) -> None:
-    """Test a user-defined optimizer on two tiny parameters, and log its costs.
+@dataclass(frozen=True)
+class StateSize:
+    """State of a user-defined optimizer, as measured on a small matrix.
+
+    Attributes:
+        bytes_per_parameter: bytes of state.
+        is_wrapped: whether states are tensor subclasses, whose inner tensors depend on the shards.
+    """
+
+    bytes_per_parameter: float
+    is_wrapped: bool
+
+
+@cache
+def measure_state(config: OptimizerConfig) -> StateSize | None:
+    """Measure the state of a user-defined optimizer by an update of a small matrix; None for a built-in one.
 
     Raises:
-        ConfigError: the optimizer cannot be made, has state that is no tensor, or declares `skips_on_device` and
-            changes something in a skipped update.
+        ConfigError: the optimizer cannot be made, or its update fails.
+    """
+    if config.optimizer in OPTIMIZERS:
+        return None
+    parameters = _sample_parameters()
+    optimizer = _make_user_defined(parameter_groups(parameters, config.decay), config)
+    with plugin_errors("optimizer", config.optimizer):
+        begin_training(optimizer)
+        _step(optimizer, list(parameters.values()), 0.5)
+    matrix = parameters["matrix"]
+    values = [value for value in optimizer.state[matrix].values() if isinstance(value, torch.Tensor)]
+    size = sum(tensor.nbytes for tensor in state_tensors(optimizer, matrix).values()) if values else 0
+    return StateSize(size / matrix.numel(), any(map(is_wrapped, values)))
+
+
+def try_optimizer(config: OptimizerConfig) -> None:
+    """Test a user-defined optimizer on two small parameters, and log its costs.
+
+    Raises:
+        ConfigError: the optimizer cannot be made, has state that checkpoints cannot hold, or declares `skips_on_device`
+            and changes something in a skipped update.
     """
     name = config.optimizer
     if name in OPTIMIZERS:
         return
-    parameters = [nn.Parameter(torch.linspace(-1.0, 1.0, 12).view(3, 4)), nn.Parameter(torch.linspace(-1.0, 1.0, 4))]
-    groups = parameter_groups({"matrix": parameters[0], "norm": parameters[1]}, config.decay)
-    optimizer = _make_user_defined(groups, config)
+    optimizer, record, parameters = _make_sample(config, _sample_parameters())
     with plugin_errors("optimizer", name):
-        _check_contract(name, optimizer, parameters)
+        _check_tensors(name, optimizer, parameters)
+        _check_resume(config, optimizer, record, parameters)
+        _check_skip(name, optimizer, parameters)
     if config.decay and "weight_decay" not in optimizer.defaults:
         log.info("optimizer   %s has no weight_decay: the weight decay of the groups is ignored", name)
     if not skips_on_device(optimizer):
@@ -134,25 +180,98 @@ def try_optimizer(config: OptimizerConfig) -> None:
         )
 
 
-def _check_contract(name: str, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    def step(gradient: float, skipped: bool) -> list[tuple[str, Any]]:
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, gradient)
-        update(optimizer, torch.tensor(skipped))
-        return [item for parameter in parameters for item in optimizer.state[parameter].items()]
+def _sample_parameters() -> dict[str, nn.Parameter]:
+    """Return a matrix and a vector; low-bit optimizers quantize the state of the matrix, as of large parameters."""
+    matrix = torch.linspace(-1.0, 1.0, SAMPLE_SIZE**2).view(SAMPLE_SIZE, SAMPLE_SIZE)
+    return {"matrix": nn.Parameter(matrix), "norm": nn.Parameter(torch.linspace(-1.0, 1.0, SAMPLE_SIZE))}
 
-    for key, value in step(0.5, skipped=False):
-        if not isinstance(value, torch.Tensor):
-            raise ConfigError(
-                f"--optimizer={name} has the state {key} of type {type(value).__name__}: make it a torch.Tensor, as "
-                "checkpoints need (docs/extending.md)"
-            )
+
+def _make_sample(
+    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]
+) -> tuple[torch.optim.Optimizer, OptimizerRecord, list[nn.Parameter]]:
+    optimizer = _make_user_defined(parameter_groups(parameters, config.decay), config)
+    return optimizer, OptimizerRecord(optimizer), list(parameters.values())
+
+
+def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float) -> None:
+    """Update the parameters with gradients of about this size; a class that draws random numbers draws the same."""
+    for parameter in parameters:
+        parameter.grad = scale * torch.linspace(0.5, 1.5, parameter.numel()).view(parameter.shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        update(optimizer, torch.tensor(not math.isfinite(scale)))
+
+
+def _check_tensors(name: str, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Make the first update, and check the types of the state that it leaves."""
+    begin_training(optimizer)
+    _step(optimizer, parameters, 0.5)
+    for parameter in parameters:
+        for key, value in optimizer.state[parameter].items():
+            if not isinstance(value, torch.Tensor):
+                raise ConfigError(
+                    f"--optimizer={name} has the state {key} of type {type(value).__name__}: make it a torch.Tensor, "
+                    "as checkpoints need (docs/extending.md)"
+                )
+
+
+def _check_resume(
+    config: OptimizerConfig,
+    optimizer: torch.optim.Optimizer,
+    record: OptimizerRecord,
+    parameters: Sequence[nn.Parameter],
+) -> None:
+    """Save and load in memory as a checkpoint does, and compare the next updates with those of the first object."""
+    for scale in (-2.0, 0.25):
+        _step(optimizer, parameters, scale)
+    with evaluation_mode(optimizer):
+        copies = {f"copy{index}": nn.Parameter(each.detach().clone()) for index, each in enumerate(parameters)}
+        again, other_record, others = _make_sample(config, copies)
+        materialise_state(again)
+        is_same = True
+        for parameter, other in zip(parameters, others, strict=True):
+            saved, loaded = state_tensors(optimizer, parameter), state_tensors(again, other)
+            is_same &= saved.keys() == loaded.keys()
+            for key in saved.keys() & loaded.keys():
+                loaded[key].copy_(saved[key])
+            other.data.copy_(parameter.data)
+        other_record.load_state_dict(record.state_dict())
+    begin_training(again)
+    for scale in (-1.0, 0.5):
+        _step(optimizer, parameters, scale)
+        _step(again, others, scale)
+    lost = [
+        f"group[{name!r}]"
+        for group, other in zip(optimizer.param_groups, again.param_groups, strict=True)
+        for name, value in group.items()
+        if name != "params" and not _is_equal(value, other.get(name))
+    ]
+    if lost or not is_same or not all(map(torch.equal, _bits(optimizer, parameters), _bits(again, others))):
+        place = lost[0] if lost else "an attribute, or state that its first update does not make"
+        raise ConfigError(
+            f"--optimizer={config.optimizer} does not continue after a resume as without it, since checkpoints do not "
+            f"hold {place}. They hold tensors in self.state[parameter] and numbers in the parameter groups "
+            "(docs/extending.md)"
+        )
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
+
+
+def _bits(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    states = [value for each in parameters for value in state_tensors(optimizer, each).values()]
+    return [tensor.detach().clone().reshape(-1).view(torch.uint8) for tensor in (*parameters, *states)]
+
+
+def _check_skip(name: str, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     if not skips_on_device(optimizer):
         return
-    weights = [parameter.detach().clone() for parameter in parameters]
-    kept = [value.clone() for state in optimizer.state.values() for value in state.values()]
-    now = [value for _, value in step(torch.nan, skipped=True)]
-    if not all(map(torch.equal, [*weights, *kept], [*parameters, *now])):
+    before = _bits(optimizer, parameters)
+    _step(optimizer, parameters, math.nan)
+    if not all(map(torch.equal, before, _bits(optimizer, parameters))):
         raise ConfigError(
             f"--optimizer={name} declares skips_on_device, but a skipped update with a NaN gradient changed parameters "
             "or state: select with torch.where and found_inf, or remove the declaration (docs/extending.md)"

@@ -22,13 +22,18 @@ from pretraining.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
 """All 256 bytes and the end-of-text token; enough to encode any text."""
-COMPRESSED_ENDINGS = (".gz", ".zst")
+COMPRESSED_ENDINGS = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
 """Allowed after any ending of a text file."""
 LARGEST_STEP = 10**12
 LARGEST_CLUSTER = 10**6
 """GPUs."""
 ForeignKind = Literal["stub", "guide", "deepspeed", "composed", "nanogpt"]
 """Kinds of settings files of other systems, as `tools/translate/translate.py` names them."""
+
+
+def is_other_split(value: str) -> bool:
+    """Return whether a split is not the default one."""
+    return value != "train"
 
 
 def _check_text(config: PrepareConfig) -> Problems:
@@ -48,6 +53,10 @@ class PrepareConfig:
     RULES: ClassVar = Rules(
         (
             Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset with --hf_dataset"),
+            Row({"hf_dataset": is_off, "hf_split": is_other_split}, "only --hf_dataset has it; folders have --split"),
+            Row({"split": is_on, "hf_dataset": is_on}, "the split of --hf_dataset is --hf_split"),
+            Row({"split": is_on, "source": is_on}, f"this text has no splits; {DROP_ONE}"),
+            Row({"text_field": [None], "hf_dataset": is_on}, "a dataset has fields: name the one with the text"),
             Row({"vocab_size": is_on, "tokenizer_path": is_on}, f"a given tokenizer has its own size; {DROP_ONE}"),
         ),
         (_check_text,),
@@ -55,8 +64,13 @@ class PrepareConfig:
 
     input_path: tuple[str, ...] = setting(
         (),
-        "files, folders and globs to read, comma list. A document is a line of .jsonl and .ndjson, a row of .parquet, "
-        ".arrow and .feather, or a whole file of any other type; .gz and .zst are decompressed",
+        "files, folders and globs to read, comma list. A document is a JSON object (JSON lines, or an array), a row of "
+        "Parquet, Arrow, .csv and .tsv, or a whole file of text; gzip, zstd, bzip2, xz and lz4 are decompressed",
+    )
+    split: str | None = setting(
+        None,
+        "split to read, by the names of files in folders and globs (train, validation, test), or the folder of a "
+        "DatasetDict; all = every file; none = train, and files that name no split",
     )
     source: Literal["stdlib"] | None = setting(
         None, "text to prepare without files of your own; stdlib: the source code of Python's standard library"
@@ -66,10 +80,17 @@ class PrepareConfig:
     )
     hf_config: str | None = setting(None, "configuration of hf_dataset; none = its only one")
     hf_split: str = setting("train", "split of hf_dataset")
-    text_field: str = setting("text", "field or column with the text; a column of integer lists is taken as token ids")
+    text_field: str | None = setting(
+        "text",
+        "field or column with the text; a column of integer lists is taken as token ids; none = each file of JSON or "
+        "CSV is a document",
+    )
     extensions: tuple[str, ...] = setting(
-        ("txt", "text", "md", "jsonl", "ndjson", "parquet", "arrow", "feather"),
-        "endings of the files to read in folders, also with .gz or .zst appended; globs take any ending",
+        ("txt", "text", "md", "jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"),
+        "endings of the files to read in folders, also with .gz, .zst, .bz2, .xz or .lz4; globs take any ending",
+    )
+    bad_records: Literal["stop", "skip"] = setting(
+        "stop", "if a record cannot be read: stop; or skip: leave it out, count and name it in prepare.json"
     )
     output_path: str = setting(
         "data", "root folder to write: tokenizer.json and a folder per dataset; give it to training as data_path"
@@ -124,7 +145,9 @@ class ExportConfig:
         first_word=True,
         may_be_address=True,
     )
-    output_path: str = required("new folder to write; it appears only when complete")
+    output_path: str = required(
+        "new folder to write, which appears only when complete; also as the second word", second_word=True
+    )
     format: Literal["hf", "full"] = setting(
         "hf",
         "hf: a folder for AutoModelForCausalLM.from_pretrained; full: four .pt files that training can resume from",
@@ -157,7 +180,9 @@ class ImportConfig:
     )
 
     input_path: str = required("folder with config.json and safetensors files; also as the first word", first_word=True)
-    ckpt_save_path: str = required("run folder to write; it must not hold a checkpoint")
+    ckpt_save_path: str = required(
+        "run folder to write, which must not hold a checkpoint; also as the second word", second_word=True
+    )
 
 
 @dataclass(frozen=True)
@@ -221,9 +246,11 @@ class PushConfig:
 class PageConfig:
     """Write an HTML page about one run or several: curves, events, settings. The page needs no network."""
 
-    run_path: tuple[str, ...] = required("run folders, comma list; also as the first words", first_word=True)
+    run_path: tuple[str, ...] = required(
+        "run folders, or the folder of a sweep, comma list; also as the first words", first_word=True
+    )
     output_path: str | None = setting(
-        None, "page to write; none = report.html in the run folder, or in the current folder for several runs"
+        None, "page to write; none = report.html in the folder, or in the current folder for several"
     )
     picture: str | None = setting(None, "picture of the loss curves to write as well, .png or .svg")
 
@@ -302,7 +329,7 @@ class PlanSettings:
         False, "list the settings that fit, fastest first: strategies, groups, checkpointing, micro-batches"
     )
     optimizer_state_bytes: Annotated[float, Ge(0), Le(1024)] | None = setting(
-        None, "bytes per parameter that a user-defined optimizer keeps; none = 8, as AdamW"
+        None, "bytes per parameter that a user-defined optimizer keeps; none = measured"
     )
     json: bool = setting(False, "print one JSON object instead of the table; with search, one per line")
 

@@ -171,7 +171,9 @@ def _matmuls(device: torch.device, name: str, is_chosen: bool) -> Iterator[Readi
         verdict = "good" if half >= LOW_SHARE_OF_PEAK * peak else "look at"
         normal = f"at least {LOW_SHARE_OF_PEAK:.0%} of the peak of {peak:g}"
     elif full > SLOW_BFLOAT16 * half:
-        verdict, normal = "look at" if is_chosen else "good", f"not below float32, which is {full:.3g}"
+        verdict, normal = "look at", f"not below float32, which is {full:.3g}"
+        if not is_chosen:
+            verdict, normal = "good", f"not used: training is in float32 here, at {full:.3g}"
         advice = "train in float32: --mixed_precision=false"
     yield Reading(f"matmul bfloat16 {size}", half, "TFLOP/s", normal, verdict, advice)  # type: ignore[arg-type]
     yield Reading(f"matmul float32 {size}", full, "TFLOP/s")

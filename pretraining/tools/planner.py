@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES, mesh_shape
-from pretraining.config.training import ALL_BLOCKS, ParallelConfig, ShardingStrategy
+from pretraining.config.training import ALL_BLOCKS, OptimizerConfig, ParallelConfig, ShardingStrategy
 from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.estimate.advice import memory_advice
@@ -107,12 +109,13 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Layout
     )
     config = replace(config, batch=resolved)
     memory = estimate_memory(
-        config, shape, shard_size=shard_size, compute_bytes=_compute_bytes(config), device_type="cuda"
+        config,
+        shape,
+        shard_size=shard_size,
+        compute_bytes=_compute_bytes(config),
+        device_type="cuda",
+        state_bytes=_state_bytes(config),
     )
-    own_bytes = config.plan.optimizer_state_bytes
-    if own_bytes is not None:
-        own = -(-parameter_count(shape) // shard_size)
-        memory = replace(memory, optimizer_state=round(own_bytes * own))
     step = estimate_step_time(config, shape, batch, cluster, shard_size)
     tokens = batch.global_batch_size * config.data.seq_length
     flops = flops_per_token(shape, config.data.seq_length) * tokens
@@ -260,8 +263,12 @@ def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Lay
     if chosen.memory.later_gradients:
         later = format_gib(-chosen.memory.later_gradients)
         yield f"  {'not at once':16}{later:>12}  gradients that are made after the peak"
-    if config.plan.optimizer_state_bytes is None and config.optimizer.optimizer not in OPTIMIZERS:
-        yield "  (the optimizer is counted as AdamW: set --optimizer_state_bytes)"
+    if config.optimizer.optimizer not in OPTIMIZERS and config.plan.optimizer_state_bytes is None:
+        measured = _state_bytes(config)
+        counted = (
+            "as AdamW, since it cannot be made here" if measured is None else f"{measured:.2f} bytes per parameter"
+        )
+        yield f"  (the state of the optimizer is counted {counted}: set --optimizer_state_bytes to change it)"
     step = chosen.step
     yield f"step        {step.total:.3g} s on {chosen.tokens:,} tokens"
     recomputed = f", {step.recompute:.3f} s of it recomputation" if step.recompute else ""
@@ -365,13 +372,32 @@ def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> st
         compute_bytes=_compute_bytes(config),
         device_type="cuda",
         limit_bytes=limit,
-        optimizer_state_bytes=config.plan.optimizer_state_bytes,
+        state_bytes=_state_bytes(config),
     )
     layout = "--sharding_strategy=fsdp --fsdp_activation_checkpointing=true --batch_size=1"
     return f"{problem}. With {layout}, this fits: {'; '.join(advice) or 'a smaller model'}"
 
 
 def _checkpoint_bytes(config: PlanConfig, shape: LlamaShape) -> int:
-    count, own = parameter_count(shape), config.plan.optimizer_state_bytes
-    state = optimizer_state_bytes(config.optimizer, shape) if own is None else round(own * count)
-    return MASTER_BYTES * count + state
+    state = optimizer_state_bytes(config.optimizer, shape, 1, _state_bytes(config))
+    return MASTER_BYTES * parameter_count(shape) + state
+
+
+def _state_bytes(config: PlanConfig) -> float | None:
+    """Return the bytes per parameter that a user-defined optimizer keeps; None if it is built in, or not known here."""
+    if config.plan.optimizer_state_bytes is not None:
+        return config.plan.optimizer_state_bytes
+    return _measured_bytes(config.optimizer)
+
+
+@cache
+def _measured_bytes(optimizer: OptimizerConfig) -> float | None:
+    if optimizer.optimizer in OPTIMIZERS or find_spec("torch") is None:
+        return None
+    from pretraining.optim.registry import measure_state  # imports torch, which no other plan needs
+
+    try:
+        measured = measure_state(optimizer)
+    except ConfigError:  # its module may be on the cluster only
+        return None
+    return None if measured is None else measured.bytes_per_parameter

@@ -31,7 +31,7 @@ from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
 from pretraining.text import format_seconds
 from pretraining.tools.commands import PageConfig
-from pretraining.tools.run_records import Columns, RunRecord, number_of, read_runs, seconds_of
+from pretraining.tools.run_records import Columns, RunRecord, number_of, read_runs, runs_of_sweep, seconds_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,9 +93,10 @@ def report(config: PageConfig) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise ConfigError("pretrain report needs matplotlib: pip install 'pretraining[report]'") from None
+        raise ConfigError("pretrain report needs matplotlib: pip install matplotlib") from None
     runs = read_runs(config.run_path)
-    default = runs[0].path / PAGE if len(runs) == 1 else Path(PAGE)
+    is_sweep = len(config.run_path) == 1 and bool(runs_of_sweep(Path(config.run_path[0])))
+    default = Path(PAGE) if len(config.run_path) > 1 else (runs[0].path.parent if is_sweep else runs[0].path) / PAGE
     path = Path(config.output_path) if config.output_path else default
     if is_folder(path) or path.suffix != ".html":
         raise ConfigError(f"--output_path={path} must be a file that ends in .html")

@@ -34,7 +34,7 @@ from pretraining.config.recipes import parse_recipe
 from pretraining.config.settings_files import read_text
 from pretraining.data.resume import restored_mixture
 from pretraining.errors import CheckpointError, ConfigError, PretrainError
-from pretraining.files import check_regular, exists, is_folder, parse_json, read_json
+from pretraining.files import check_regular, entries_of, exists, is_folder, parse_json, read_json
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of
@@ -124,14 +124,29 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
 
 
+_PARTS = (CONFIG_FILE, STATUS_FILE, CHECKPOINTS, f"{LOGS}/{METRICS_FILE}")
+SWEEP_FILE = "sweep.csv"
+
+
+def _is_run(folder: Path) -> bool:
+    return any(exists(folder / part) for part in _PARTS)
+
+
+def runs_of_sweep(folder: Path) -> list[Path]:
+    """Return the runs in the folder of a sweep, sorted by name; none if it is no such folder."""
+    if not exists(folder / SWEEP_FILE):
+        return []
+    return sorted(each for each in entries_of(folder) if is_folder(each) and _is_run(each))
+
+
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:
-    """Read the folders of runs; raise a ConfigError if a folder is not a run."""
-    folders = [run_of(Path(path)) for path in paths]
-    parts = (CONFIG_FILE, STATUS_FILE, CHECKPOINTS, f"{LOGS}/{METRICS_FILE}")
+    """Read the folders of runs, and those in the folder of a sweep; raise a ConfigError if a folder is not a run."""
+    given = [Path(path) for path in paths]
+    folders = [run for folder in given for run in (runs_of_sweep(folder) or [run_of(folder)])]
     problems = [
-        f"--run_path={folder} is not a run: it has none of {', '.join(parts)}"
+        f"--run_path={folder} is not a run: it has none of {', '.join(_PARTS)}"
         for folder in folders
-        if not any(exists(folder / part) for part in parts)
+        if not _is_run(folder)
     ]
     if problems:
         raise ConfigError(problems)

@@ -52,6 +52,7 @@ def train_loop(run: Run) -> None:
     earlier_seconds = state.progress.seconds
     interrupts = run.stop_requests.signals.recording_interrupts()
     with interrupts, run.observer, run.garbage, run.profiler, run.checkpoints, run.host_sync, closing(run.batches):
+        run.guards.check_restored(state)
         _finish_pending_evaluation(run)
         while not state.stopping:
             outcome = train_step(run.context, next(batches), state.step)

@@ -30,6 +30,7 @@ from pretraining.estimate.memory import STATE_BYTES, MemoryEstimate, estimate_me
 from pretraining.launch.machine import machine_memory
 from pretraining.observability.profiler import TRACES
 from pretraining.observability.throughput import peak_bytes
+from pretraining.optim.registry import measure_state
 from pretraining.text import format_gib
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,9 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
         return
     on_cpu = processes.device.type == "cpu"
     if processes.is_main and config.checkpoint.ckpt_format == "full" and (not on_cpu or shard_size > 1):
-        gathered = STATE_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
+        gathered = STATE_BYTES * parameter_count(shape) + optimizer_state_bytes(
+            config.optimizer, shape, 1, _state_bytes(config)
+        )
         if on_cpu:  # the host's memory holds the training state, too
             gathered += needed.total * processes.local_world_size
         check_host_memory(gathered, "Give --ckpt_format=sharded, or start anyway with --ignore_memory=true")
@@ -143,7 +146,19 @@ def _out_of_memory_text(error: Exception, config: TrainConfig, shard_size: int, 
 
 def _estimate(config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device) -> MemoryEstimate:
     itemsize = compute_dtype(config.parallel, device).itemsize
-    return estimate_memory(config, shape, shard_size=shard_size, compute_bytes=itemsize, device_type=device.type)
+    return estimate_memory(
+        config,
+        shape,
+        shard_size=shard_size,
+        compute_bytes=itemsize,
+        device_type=device.type,
+        state_bytes=_state_bytes(config),
+    )
+
+
+def _state_bytes(config: TrainConfig) -> float | None:
+    measured = measure_state(config.optimizer)
+    return None if measured is None else measured.bytes_per_parameter
 
 
 def _advice(
@@ -156,6 +171,7 @@ def _advice(
         compute_bytes=compute_dtype(config.parallel, device).itemsize,
         device_type=device.type,
         limit_bytes=limit_bytes,
+        state_bytes=_state_bytes(config),
     )
 
 
@@ -171,7 +187,7 @@ def _available_memory(processes: Processes) -> tuple[int, str]:
 
 
 def _format_parts(needed: MemoryEstimate) -> str:
-    names = ("parameters", "gradients", "optimizer_state", "gathered", "activations", "loss")
+    names = ("parameters", "gradients", "optimizer_state", "gathered", "activations", "loss", "runtime")
     sizes = {name: getattr(needed, name) for name in names}
     text = ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in sizes.items() if size)
     later = needed.later_gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
@@ -23,6 +24,7 @@ from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
+from pretraining.optim.muon import RMS_OF_ADAMW
 from pretraining.optim.registry import user_defined_arguments
 from pretraining.text import count_of, format_seconds
 from pretraining.train.loop import Run
@@ -47,7 +49,7 @@ def log_plan(plan: Plan) -> None:
         "data": [_describe_data(plan)],
         "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"],
         "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
-        "optimizer": [_describe_optimizer(config.optimizer)],
+        "optimizer": [_describe_optimizer(config.optimizer, plan.shape.hidden_size)],
         "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],
         "FLOPs": [_describe_flops(plan)],
         "start": list(_describe_start(plan)),
@@ -73,14 +75,18 @@ def _describe_data(plan: Plan) -> str:
     )
 
 
-def _describe_optimizer(optimizer: OptimizerConfig) -> str:
+def _describe_optimizer(optimizer: OptimizerConfig, hidden_size: int) -> str:
     chosen = optimizer.resolved()
     if chosen.optimizer in OPTIMIZERS:
         names = ("learning_rate", "weight_decay", *OPTIMIZERS[chosen.optimizer].options)
         given = {name: format_value(value) for name in names if (value := getattr(chosen, name)) is not None}
     else:
         given = user_defined_arguments(optimizer)
-    return f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
+    line = f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
+    if chosen.optimizer == "muon":
+        factor = RMS_OF_ADAMW * math.sqrt(hidden_size)
+        line += f"; updates of matrices are {factor:.3g} times as long as of plain Muon, by 0.2 x sqrt({hidden_size})"
+    return line
 
 
 def _describe_start(plan: Plan) -> Iterator[str]:
@@ -96,6 +102,9 @@ def _describe_start(plan: Plan) -> Iterator[str]:
             yield "with a new optimizer state (--load_optimizer=false)"
         yield from plan.loader.changes_at_resume
         yield from changed_settings(start.config, plan.config)
+        if state.step < state.total_steps:
+            rate = plan.learning_rate.at(state.step, plan.config.optimizer.peak_learning_rate)
+            yield f"the learning rate is {rate:.3g} at first"
         if state.stop_step < state.total_steps:
             yield f"this invocation stops at step {state.stop_step}"
 
@@ -131,7 +140,11 @@ def describe_end(config: TrainConfig, run: Run) -> str:
     head = f"Stopped at step {state.step} of {state.total_steps}."
     if not run.observer.newest:  # nothing was trained or evaluated
         head = f"This run is already finished, at step {state.step} of {state.total_steps}."
-        head += "" if state.early_end else " Raise --num_steps to continue it."
+        if not state.early_end:
+            head += (
+                " --num_steps counts from step 0, with the steps before the start point: raise it above "
+                f"{state.step} to continue."
+            )
     elif state.finished and not state.early_end:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."

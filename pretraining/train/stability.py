@@ -55,7 +55,7 @@ class Guards:
         events: Events,
     ) -> None:
         self._events = events
-        self._max_in_a_row = config.max_skipped_steps
+        self._max_in_a_row, self._goes_back = config.max_skipped_steps, config.max_rollbacks > 0
         self._reads_outcomes = config.max_skipped_steps > 0 or config.spike_threshold is not None
         self._loader = loader
         self._replicas = replicas
@@ -75,13 +75,22 @@ class Guards:
         """
         self._activity.end_step(state.step)
         self._read_pending()
+        self._raise_if_diverged()  # before this step's outcome is read, which may reset the count
         self._pending = _copy_to_host(state.step, outcome) if self._reads_outcomes else None
         if state.stopping:
             self._read_pending()
-        if self._max_in_a_row and self._in_a_row >= self._max_in_a_row:
-            self._raise_divergence()
+            self._raise_if_diverged()
         if self._replica_check.is_due(state):
             self._compare_replicas(state.step)
+
+    def check_restored(self, state: TrainState) -> None:
+        """Raise the divergence that a restored checkpoint ends with: the rollback from it was interrupted.
+
+        Raises:
+            DivergenceError: the last updates before the checkpoint were skipped, as many as the limit.
+        """
+        self._last_step = state.step
+        self._raise_if_diverged()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of skipped updates, JSON-able; the host waits for the device."""
@@ -89,8 +98,12 @@ class Guards:
         return {"skipped_in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the count of skipped updates in a row; a smaller limit applies from the next step on."""
-        most = self._max_in_a_row - 1 if self._max_in_a_row else math.inf
+        """Restore the count of skipped updates in a row.
+
+        Without rollbacks, a run that has diverged may resume with other settings: the limit applies from the next step
+        on.
+        """
+        most = self._max_in_a_row - 1 if self._max_in_a_row and not self._goes_back else math.inf
         self._in_a_row = int(min(state["skipped_in_a_row"], most))
 
     def _read_pending(self) -> None:
@@ -106,7 +119,9 @@ class Guards:
         if self._in_a_row.bit_count() == 1:  # log 1, 2, 4, 8, ... in a row, so that they do not flood the log
             log.info("step %d  update skipped: %s, %d in a row", self._last_step, _reason(numbers), self._in_a_row)
 
-    def _raise_divergence(self) -> None:
+    def _raise_if_diverged(self) -> None:
+        if not self._max_in_a_row or self._in_a_row < self._max_in_a_row:
+            return
         first, last = self._last_step - self._in_a_row + 1, self._last_step
         mixture = self._loader.reader.mixture
         begin, end = mixture.first_sample(first - 1), mixture.first_sample(last)

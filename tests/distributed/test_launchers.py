@@ -28,6 +28,10 @@ HERE = {
 }
 
 
+ALONE = ["--use_dummy_dataset=true", "--model_variant=tiny", "--hidden_size=32", "--intermediate_size=64"]
+ALONE += ["--num_hidden_layers=1", "--seq_length=32", "--num_steps=2", "--vocab_size=64", "--report_interval=1"]
+
+
 def reports(output: str) -> list[dict[str, Any]]:
     """What each process printed, by rank."""
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -90,6 +94,12 @@ def mpirun(kind: str) -> str:
         (f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 {REPORT}", "torchrun"),
         (f"{{openmpi}} -n 2 bash -c '{REPORTING}; true'", "openmpi"),
         (f"{{mpich}} -n 2 bash -c '{REPORTING}; true'", "mpich"),
+        (f"{{mpich}} -n 2 env -u MPI_LOCALRANKID -u MPI_LOCALNRANKS {REPORTING}", "pmi"),
+        (
+            f"{{mpich}} -n 2 env -u MPI_LOCALRANKID -u MPI_LOCALNRANKS PALS_APID=7 bash -c "
+            f"'PALS_RANKID=$PMI_RANK PALS_LOCAL_RANKID=$PMI_RANK {REPORTING}'",
+            "pals",
+        ),
         (f"srun -n 2 {REPORTING}", "slurm"),
         (f"srun -n 1 {sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 {REPORT}", "torchrun"),
         (f"salloc -n 2 {{openmpi}} -n 2 {REPORTING}", "openmpi"),
@@ -99,16 +109,32 @@ def mpirun(kind: str) -> str:
 def test_processes_know_their_places_and_meet(command: str, launcher: str, request: pytest.FixtureRequest) -> None:
     environment = dict(HERE)
     if launcher == "environment":
-        environment |= {"WORLD_SIZE": "2", "MASTER_PORT": str(free_ports(1)[0])}
+        environment["WORLD_SIZE"] = "2"
+    if launcher in ("environment", "pmi"):
+        environment["MASTER_PORT"] = str(free_ports(1)[0])
     if command.startswith(("srun", "salloc")):
         environment |= request.getfixturevalue("slurm").environment
-    if launcher in ("openmpi", "mpich"):
-        command = command.format(**{launcher: mpirun(launcher)})
+    for kind in ("openmpi", "mpich"):
+        if f"{{{kind}}}" in command:
+            command = command.format(**{kind: mpirun(kind)})
     first, second = reports(run_command(["bash", "-c", command], environment).stdout)
     for rank, report in enumerate((first, second)):
         place = {"rank": rank, "world_size": 2, "local_rank": rank, "local_world_size": 2, "launcher": launcher}
         assert {name: report[name] for name in place} == place and report["total"] == 3
     assert (first["master_addr"], first["master_port"]) == (second["master_addr"], second["master_port"])
+
+
+def test_a_shell_of_srun_pty_trains_alone_and_an_srun_in_it_starts_all_tasks(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    train = f"{sys.executable} {MAIN} {' '.join(ALONE)} --ckpt_save_path={tmp_path}/shell"
+    first = "[[ $SLURM_PROCID == 0 ]] || exit 0"  # the other tasks of a shell find no input, and end
+    inside = f"{first}; {train} && {REPORTING} && srun --overlap -n 2 {REPORTING}"
+    command = ["script", "--quiet", "--return", "--command", f"srun -n 2 --pty bash -c '{inside}'", "/dev/null"]
+    out = run_command(command, {**HERE, **slurm.environment}).stdout
+    assert "one process: this shell is one of several tasks" in out and trained_steps(tmp_path / "shell") == 2
+    places = [(line["launcher"], line["rank"], line["world_size"]) for line in reports(out)]
+    assert sorted(places) == [("interactive", 0, 1), ("slurm", 0, 2), ("slurm", 1, 2)]
 
 
 def test_one_process_is_a_job_also_in_a_batch_script_of_two_tasks(slurm: SlurmCluster, tmp_path: Path) -> None:

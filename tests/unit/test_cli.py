@@ -233,3 +233,16 @@ def test_a_run_whose_time_is_over_leaves_its_launcher_a_note(
     with pytest.raises(SystemExit) as ended:
         main(["train"])
     assert ended.value.code == 75 and (tmp_path / "note").exists() is is_out_of_time
+
+
+def test_a_guide_whose_data_is_not_prepared_ends_with_the_command_that_prepares_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No Hub is asked for a model called "data"."""
+    monkeypatch.chdir(tmp_path)
+    shape = {"d_model": 32, "n_heads": 2, "n_layers": 1, "max_steps": 3, "dataset_name": "someone/corpus"}
+    Path("guide.json").write_text(json.dumps(shape))
+    with pytest.raises(SystemExit):
+        main(["train", "guide.json"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "  pretrain prepare --hf_dataset=someone/corpus --output_path=data"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from pretraining.files import (
     exists,
     is_file,
     is_folder,
+    lfs_pointer_hint,
     link_atomic,
     output_errors,
     parse_json,
@@ -66,6 +68,16 @@ def test_only_regular_files_are_read_as_a_whole(tmp_path: Path) -> None:
     assert read_file(tmp_path / "file", 5) == b"12345"
     with pytest.raises(ValueError):
         read_file(tmp_path / "file", 4)
+
+
+def test_a_git_lfs_pointer_is_named_with_the_command_that_fetches_the_file(tmp_path: Path) -> None:
+    pointer = tmp_path / "model.safetensors"
+    pointer.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
+    assert lfs_pointer_hint(pointer).startswith("it is a Git LFS pointer. Run `git lfs pull`")
+    (tmp_path / "other").write_bytes(b"version 2")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("other", "pipe", "missing", "."):
+        assert lfs_pointer_hint(tmp_path / name) == ""
 
 
 @pytest.mark.parametrize("brackets", ["[]", ('{"a":', "}")])
@@ -124,6 +136,27 @@ def test_a_file_is_whole_and_flushed_ahead_of_its_rename(tmp_path: Path, monkeyp
     with pytest.raises(OSError):
         write_atomic(path, b"second")
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_cannot_flush_folders_is_one_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flush = os.fsync
+
+    def refuse_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    monkeypatch.setattr(files, "_warned_devices", set())
+    for name in ("first", "second"):
+        write_atomic(tmp_path / name, name)
+    assert (tmp_path / "second").read_text() == "second" and len(caplog.messages) == 1
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(OSError):  # a file that cannot be flushed is not written
+        write_atomic(tmp_path / "third", "third")
 
 
 def test_a_link_is_replaced_at_once_also_after_a_kill_in_between(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -21,7 +22,7 @@ from pathlib import Path
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import TokenFormat, format_class
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import DataError
 from pretraining.files import entries_of, exists, is_file, is_folder, read_json
 from pretraining.text import list_some
 
@@ -72,7 +73,8 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     root = Path(config.data_path).expanduser().absolute()
     if not is_folder(root):
         itself = f"; for this file, give --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
-        raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}", path=root)
+        dummy = ". --use_dummy_dataset=true trains on made-up tokens" if not exists(root) else ""
+        raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}{dummy}", path=root)
     kinds = TOKEN_FORMATS if config.file_type == "auto" else (config.file_type,)
     formats = {name: format_class(name) for name in kinds}
     suffixes = tuple(dict.fromkeys(row.suffix for row in formats.values()))
@@ -100,44 +102,6 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
 
 
-def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) -> int | None:
-    """Return and log the end-of-text token in the prepare.json files beside the data; None without any.
-
-    Raises:
-        ConfigError: the files name different tokens.
-        DataError: a prepare.json is unreadable.
-    """
-    places = [Path(folder).expanduser() for folder in eval_datasets]
-    if config.data_path is not None:
-        root = Path(config.data_path).expanduser()
-        prepared = (path.parent for path in sorted(root.glob(f"[!.]*/{MANIFEST_FILE}")))
-        places = [*([root / name.strip("/") for name in config.datasets] or prepared), *places]
-    found: dict[str, int] = {}
-    for place in places:
-        path = (place.parent if is_file(place) else place) / MANIFEST_FILE
-        try:
-            token = read_json(path)["tokenizer"]["end_of_text"]
-            if token is not None and (not isinstance(token, int) or token < 0):
-                raise ValueError(f"{token!r} is not a token id")
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"is unreadable ({type(error).__name__}: {error}), but should name the token that ends documents. "
-                "Prepare the dataset again, or give --sep_token",
-                path=path,
-            ) from error
-        if token is not None:
-            found[str(place)] = token
-    if len(set(found.values())) > 1:
-        named = ", ".join(f"{folder}: {token}" for folder, token in found.items())
-        raise ConfigError(f"datasets end documents with different tokens ({named}): give --sep_token")
-    separator = next(iter(found.values()), None)
-    if separator is not None:
-        log.info("sep_token   %s, the end_of_text of %s in %s", separator, MANIFEST_FILE, list_some(list(found), 12))
-    return separator
-
-
 def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
     """Return the differences between two listings (path -> bytes); empty if they are equal."""
     added = sorted(after.keys() - before.keys())
@@ -151,9 +115,11 @@ def index_folders(files: DatasetFiles, config: DataConfig) -> list[Path]:
     """Return possible folders of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
     if config.index_path is not None:
         return [Path(config.index_path).expanduser().absolute() / files.name]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
-    return [Path(files.folder) / ".index", cache / "pretraining" / "indices" / folder_key.hexdigest()]
+    folders, cache = [Path(files.folder) / ".index"], os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    with suppress(RuntimeError):  # a container may have no home folder
+        folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
+        folders.append(Path(cache).expanduser() / "pretraining" / "indices" / folder_key.hexdigest())
+    return folders
 
 
 Formats = Mapping[str, type[TokenFormat]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretraining.config.plugins import OPTIMIZERS, PLUGIN_PATH, SCHEDULES
 from pretraining.config.variants import VARIANTS
-from pretraining.files import is_file, is_folder
+from pretraining.files import is_file, is_folder, real_path
 from pretraining.tools.translate import key_rules as rules
 from pretraining.tools.translate.key_rules import decimal, each, not_a_llama, off, only, renamed, row, skip, when
 from pretraining.tools.translate.translation import Rule, System, Translation, plain
@@ -229,9 +229,12 @@ def _loads(translation: Translation) -> None:
     elif place is not None:
         whole = Path(place, translation.text(file) or "")
         step = _STEP.fullmatch(whole.name)
+        saved = translation.flags.get("ckpt_save_path") or translation.text("checkpoint.save_path")
         start = whole.parent / "checkpoints" / f"step_{int(step[1])}_ckp" if step else whole
         if is_file(whole):
             translation.refuse(path, f"{whole} is a checkpoint of another system and cannot be read", "ckpt_load_path")
+        elif step and saved is not None and real_path(Path(saved)) == real_path(whole.parent):
+            translation.set(path, "that step of the run in checkpoint.save_path", resume_from_checkpoint=int(step[1]))
         else:
             translation.set(path, "the step in its name" if step else "", ckpt_load_path=start)
 
@@ -360,7 +363,7 @@ _RULES: dict[str, Rule] = {
     "model.positional_embedding": not_a_llama("rope", "rotary", reason="a Llama's positions are rotary"),
     **each("pad_token rescale_residuals", rules.INITIAL_WEIGHTS, "model."),
     "logging.wandb_project": row(
-        "tracker_project_name", lambda text: {"tracker": "wandb", "tracker_project_name": text}
+        "tracker_project_name", lambda text: {"tracker_project_name": text, "tracker": "wandb"}
     ),
     **renamed("logging.", wandb_name="tracker_run_name", wandb_runid="tracker_run_id"),
     **each("train.log_interval logging.log_interval logging.log_steps", row("report_interval")),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from pretraining.config.plugins import OPTIMIZERS
@@ -30,7 +31,9 @@ _SIGNS = (
     *("packing_strategy", "text_column"),
 )
 _SIZES = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
+_SAYS_WHICH_MODEL = {"activation", "dropout", "attention_dropout", "norm", "norm_type", "pre_norm"}
 _ROOT = PrepareConfig().output_path
+ON_ITS_DEVICES = "where the device has units for it; else float32, as there on a CPU"
 _CHECKPOINT = re.compile(r"(?:checkpoint-|iter_)(\d+)(?:\.\w+)?")
 
 
@@ -62,6 +65,9 @@ def _combine(translation: Translation) -> None:
     _include_deepspeed(translation)
     _batch(translation)
     _precision(translation)
+    if translation.text("d_model") and not _SAYS_WHICH_MODEL & translation.values.keys():
+        remark = "a Llama: RMSNorm, gated SiLU, rotary positions, no dropout and no biases"
+        translation.set("d_model", remark, hidden_size=translation.text("d_model"))
     given = [name for name in _SIZES if name in translation]
     missing = [name for name in _SIZES if name not in given and _SIZES[name] not in translation.flags]
     if given and missing and "model_variant" not in translation.flags:
@@ -166,19 +172,24 @@ def _precision(translation: Translation) -> None:
     switch, dtype = "use_amp", "amp_dtype"
     own_device = "cpu" if translation.is_on("force_cpu") else translation.word("device")
     device = translation.flags.get("device") or own_device
-    is_default = translation.values[switch].level == DEFAULT
     if "mixed_precision" in translation.settings:
         translation.skip(switch, "the DeepSpeed file says it")
     elif device == "cpu" or not translation.is_on(switch):
         translation.set(switch, "on a CPU float32, as there" * (device == "cpu"), mixed_precision="false")
     elif translation.values[dtype].level == DEFAULT:
         translation.set(dtype, mp_dtype=translation.text(dtype))
-        translation.set(switch, "the device decides" * is_default, mixed_precision=None if is_default else "true")
+        translation.set(switch, ON_ITS_DEVICES)
     else:
-        row("mp_dtype", rules.dtype)(translation, dtype)
+        row("mp_dtype", lambda text: _without_switch(rules.dtype(text)), ON_ITS_DEVICES)(translation, dtype)
         translation.skip(switch, f"{dtype} decides")
     if dtype not in translation.notes:
         translation.skip(dtype, f"{switch} or the DeepSpeed file says it")
+
+
+def _without_switch(precision: str | Mapping[str, str]) -> Mapping[str, str]:
+    """Return the settings of a precision; one of 16 bits is left to the device."""
+    settings = dict(precision) if isinstance(precision, Mapping) else {}
+    return settings if "mp_dtype" not in settings else {"mp_dtype": settings["mp_dtype"]}
 
 
 def _packing(translation: Translation, key: str) -> None:
@@ -213,7 +224,7 @@ def _dataset(translation: Translation, key: str) -> None:
     settings = {"data_path": _ROOT, "datasets": _name_of_dataset(text)}
     if tokenizer is None:  # prepare trains one
         settings |= {"tokenizer_path": _ROOT, "sep_token": "0"}
-    is_path = text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
+    is_path = _is_path(text)
     flags = {
         "input_path" if is_path else "hf_dataset": text,
         "hf_config": None if is_path else translation.text("dataset_config"),
@@ -221,10 +232,17 @@ def _dataset(translation: Translation, key: str) -> None:
         "text_field": translation.text("text_column"),
         "vocab_size": size if tokenizer is None else None,
         "tokenizer_path": tokenizer,
+        "num_workers": translation.text("preprocessing_num_workers"),
     }
     words = [f"--{name}={value}" for name, value in flags.items() if value not in (None, vars(PrepareConfig())[name])]
     command = shlex.join(["pretrain", "prepare", *words, f"--output_path={_ROOT}"])
+    translation.prepare = _ROOT, command
     translation.set(key, f"prepare it first: {command}", **settings)
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a dataset's name means files, and not a dataset of the Hub."""
+    return text.startswith((".", "/", "~")) or "*" in text or exists(Path(text)) or bool(Path(text).suffix)
 
 
 def _validation(translation: Translation, key: str) -> None:
@@ -238,13 +256,21 @@ def _validation(translation: Translation, key: str) -> None:
         translation.set(key, held_out_fraction=text)
     elif rules.holds_tokens(Path(text)):
         translation.set(key, eval_datasets=text)
-    elif "dataset_name" in translation:
-        name = f"{_name_of_dataset(translation.text('dataset_name') or '')}_{text}"
-        words = shlex.join([f"--hf_split={text}", f"--dataset={name}"])
+    elif _is_file(dataset := translation.text("dataset_name") or ""):
+        translation.set(key, "a file has no splits: 1% of its documents", held_out_fraction=0.01)
+    elif dataset:
+        name = f"{_name_of_dataset(dataset)}_{text}"
+        split = "split" if _is_path(dataset) else "hf_split"
+        words = shlex.join([f"--{split}={text}", f"--dataset={name}"])
         remark = f"prepare it, too: the same command with {words}, without --vocab_size"
         translation.set(key, remark, eval_datasets=f"{_ROOT}/{name}")
     else:
         translation.skip(key, "no dataset_name for this split: set --eval_datasets or --held_out_fraction")
+
+
+def _is_file(text: str) -> bool:
+    path = Path(text).expanduser()
+    return _is_path(text) and "*" not in text and (is_file(path) or (bool(path.suffix) and not exists(path)))
 
 
 def _name_of_dataset(text: str) -> str:

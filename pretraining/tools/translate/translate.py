@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.assignments import Assignment, Reader, setting_named
+from pretraining.config.assignments import TRANSLATED, Assignment, Reader, setting_named
 from pretraining.config.fields import settings_of
 from pretraining.config.recipes import Recipe, is_of_ours
 from pretraining.config.training import TrainConfig
@@ -101,10 +101,11 @@ def translate_recipe(
         names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].rules),
         system=kind if translation.notes else "",
         table=tuple(translation.table()),
+        prepare=translation.prepare,
     )
     for setting, (text, given) in translation.settings.items():
         is_argument = given.level == ARGUMENT and setting == next(iter(translation.note_of(setting).settings))
-        source = f"command line, {given.key}" if given.level == ARGUMENT else f"translated from {given.key} of {name}"
+        source = f"command line, {given.key}" if given.level == ARGUMENT else f"{TRANSLATED}{given.key} of {name}"
         from_file = recipe.defaults if given.level == DEFAULT else recipe.assignments
         target = recipe.from_arguments if is_argument else from_file
         target.append(Assignment(setting, text, where=given.quote, flag=given.place, source=source))
@@ -134,7 +135,7 @@ def _translate(
     for argument in [argument for argument in arguments if argument not in used]:
         key, ours = system.name_of(argument.replace("-", "_")), setting_named(argument)
         is_theirs = ours is None or (path is not None and key in system.rules)
-        if is_theirs and rule_for(key, system.rules) is not None:
+        if is_theirs and rule_for(key, system.rules) not in (None, f"{key}.*"):  # a section alone sets nothing
             given[key] = Given(argument, _text_of(arguments[argument]), COMMAND_LINE, ARGUMENT)
             used.add(argument)
         elif ours is not None:

@@ -90,6 +90,9 @@ class Translation:
         values: given values, by the key's name in the rules.
         flags: our settings on the command line, text by name.
         accepts: ACCEPT_LLAMA, ACCEPT_UNKNOWN, or both.
+
+    Attributes:
+        prepare: folder of the data, and the command that fills it; None if the data is there.
     """
 
     def __init__(self, values: Mapping[str, Given], flags: Mapping[str, str], accepts: Collection[str]) -> None:
@@ -97,6 +100,7 @@ class Translation:
         self.settings: dict[str, tuple[str, Given]] = {}
         self.notes: dict[str, Note] = {}
         self.problems: list[str] = []
+        self.prepare: tuple[str, str] | None = None
 
     def __contains__(self, key: str) -> bool:
         return self.text(key) is not None
@@ -207,6 +211,7 @@ class Translation:
         """
         if self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
+        self._shorten_default_warmup()
         for flag, (harmless, names) in _REPLACED_BY_FLAG.items():
             if flag in self.flags and self.flags[flag].strip().lower() not in harmless:
                 self._drop(names, f"--{flag} replaces it", FILE)
@@ -223,6 +228,20 @@ class Translation:
             for key in dict.fromkeys((*self.values, *self.notes))
             if (note := self.notes.get(key))
         }
+
+    def _shorten_default_warmup(self) -> None:
+        """Shorten a warm-up that only the other system's default asks for, and that is longer than the run."""
+        text, given = self.settings.get("warmup_steps", ("", None))
+        length = parse_number(self.flags.get("num_steps") or self.settings.get("num_steps", ("",))[0])
+        warmup = parse_number(text)
+        if given is None or given.level != DEFAULT or length is None or warmup is None or warmup < length:
+            return
+        short = str(int(length) // 10)
+        self.settings["warmup_steps"] = short, given
+        note = self.note_of("warmup_steps")
+        key = next(key for key, other in self.notes.items() if other is note)
+        remark = f"{note.remark}; {text} is longer than the run: a tenth of it"
+        self.notes[key] = replace(note, settings={**note.settings, "warmup_steps": short}, remark=remark)
 
     def note_of(self, setting: str) -> Note:
         """Return the note of the key that a setting comes from."""

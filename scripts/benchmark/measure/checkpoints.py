@@ -51,8 +51,8 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.launch.layout import ProcessLayout, free_port
 from pretraining.model.init import initialize_parameters
-from pretraining.optim.optimizer import materialise_state
 from pretraining.optim.registry import build_optimizer
+from pretraining.optim.state import materialise_state
 from pretraining.train.build import build_model
 from pretraining.train.loop import train_loop
 from scripts.benchmark.common import (

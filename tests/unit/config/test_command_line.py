@@ -17,7 +17,7 @@ from pretraining.config.fields import required, setting, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
-from pretraining.tools.commands import ListConfig
+from pretraining.tools.commands import ExportConfig, ListConfig
 
 DUMMY = {"use_dummy_dataset": "true"}
 
@@ -200,3 +200,12 @@ def test_any_text_gives_a_configuration_or_a_config_error(overrides: list[str], 
         load_train_config(overrides, flags | DUMMY)
     except ConfigError as error:
         assert error.problems
+
+
+def test_an_export_takes_two_words_like_a_copy() -> None:
+    config = resolve_config(ExportConfig, ["runs/x", "out"]).config
+    assert (config.ckpt_load_path, config.output_path) == ("runs/x", "out")
+    config = resolve_config(ExportConfig, ["runs/x"], {"output_path": "out"}).config
+    assert (config.ckpt_load_path, config.output_path) == ("runs/x", "out")
+    with pytest.raises(ConfigError, match="'more' sets nothing"):
+        resolve_config(ExportConfig, ["runs/x", "out", "more"])

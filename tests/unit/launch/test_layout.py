@@ -43,6 +43,13 @@ SLURM_ONE_NODE = {
     **SLURM,
     **{"SLURM_PROCID": "2", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"},
 }
+PALS = {
+    **{"PALS_RANKID": "5", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "1", "PALS_APID": "7f3c", "PMI_RANK": "5"},
+    **{"PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "MASTER_ADDR": "node01"},
+}
+PALS_ONE_NODE = {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_APID": "7f3c", "PMI_RANK": "1", "PMI_SIZE": "2"}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "5", "MASTER_PORT": "29500"}
+SHELL = {**SLURM_ONE_NODE, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_PTY_PORT": "40155", "PMI_RANK": "0"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -107,6 +114,19 @@ DERIVED = -1
                 ("node[1-2].cluster.example", "node1.cluster.example"),
             )
         ),
+        (PALS, (5, 8, 1, 4, "pals", "node01", DERIVED)),
+        (PALS_ONE_NODE, (1, 2, 1, 2, "pals", "127.0.0.1", DERIVED)),
+        (
+            {**PALS_ONE_NODE, "PMI_SIZE": "4", "PALS_LOCAL_SIZE": "2", "MASTER_ADDR": "n"},
+            (1, 4, 1, 2, "pals", "n", DERIVED),
+        ),
+        (PMI, (1, 2, 1, 2, "pmi", "127.0.0.1", 29500)),
+        (
+            {**PMI, "MASTER_ADDR": "node01", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            (1, 2, 0, 1, "pmi", "node01", 29500),
+        ),
+        # srun --mpi=pmi2 sets PMI_RANK, too: SLURM's own variables count.
+        ({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "8"}, (6, 8, 2, 4, "slurm", "node01", DERIVED)),
         (BY_HAND, (1, 2, 1, 2, "environment", "localhost", 29500)),
         (without(BY_HAND, "MASTER_ADDR"), (1, 2, 1, 2, "environment", "127.0.0.1", 29500)),
         ({**REMOTE, **LOCAL}, (1, 2, 0, 1, "environment", "node01", 29500)),
@@ -136,6 +156,10 @@ def test_an_environment_is_this_layout(
         *(({**SLURM, "SLURM_STEP_NODELIST": nodes}, "MASTER_ADDR") for nodes in ("", "node[a-b]", ",node1", "node 1")),
         (without(BY_HAND, "MASTER_ADDR", "MASTER_PORT"), "MASTER_PORT"),
         (REMOTE, "LOCAL_RANK"),
+        ({**PMI, "MASTER_ADDR": "node01"}, "PMI_LOCAL_RANK or LOCAL_RANK"),
+        (without(PALS, "PMI_LOCAL_SIZE"), "PALS_LOCAL_SIZE or PMI_LOCAL_SIZE or LOCAL_WORLD_SIZE"),
+        (without(PMI, "MASTER_PORT"), "MASTER_PORT"),
+        ({**PALS_ONE_NODE, "PALS_RANKID": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "9"}, "PALS_LOCAL_RANKID=9"),
         ({"RANK": "0"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "4"}, "RANK"),
         ({**SLURM, "SLURM_PROCID": "two"}, "SLURM_PROCID"),
@@ -149,6 +173,21 @@ def test_an_environment_is_this_layout(
 def test_what_is_missing_or_contradicts_itself_is_refused_by_name(environ: dict[str, str], named: str) -> None:
     with pytest.raises(LaunchError, match=rf"\b{named}"):
         resolve(environ)
+
+
+def test_a_shell_of_srun_is_one_process_and_what_srun_starts_in_it_is_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_module, "_TERMINAL", str(tmp_path / "none"))
+    inside = resolve(SHELL)  # inherits SLURM_PTY_PORT, without a terminal
+    assert (*place(inside), inside.launcher) == (0, 4, 0, 4, "slurm")
+    (tmp_path / "terminal").touch()
+    monkeypatch.setattr(layout_module, "_TERMINAL", str(tmp_path / "terminal"))
+    shell = resolve(SHELL)
+    assert (*place(shell), shell.launcher) == (0, 1, 0, 1, "interactive")
+    by_hand = resolve({**SHELL, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"})
+    assert (*place(by_hand), by_hand.launcher) == (1, 2, 1, 2, "environment")
+    assert resolve({**SLURM_ONE_NODE, "SLURM_STEP_NUM_TASKS": "4"}).launcher == "slurm"
 
 
 def test_jobs_and_steps_have_distinct_ports() -> None:

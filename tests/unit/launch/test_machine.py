@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
 from pretraining.launch import machine
-from pretraining.launch.machine import MachineMemory, machine_memory, usable_cores
+from pretraining.launch.machine import MachineMemory, machine_memory, name_user, usable_cores
 
 GIB = 2**30
 MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {48 * 2**20} kB\n"
@@ -85,3 +87,18 @@ def test_without_proc_the_hardware_counts(system: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**14}[name])
     assert machine_memory() == MachineMemory(16 * GIB, 16 * GIB, "this machine")
     assert usable_cores() == 10
+
+
+def test_a_user_without_a_passwd_entry_has_a_name_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_entry(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", find_no_entry)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("USER", "")
+    name_user(os.environ)
+    assert getpass.getuser() == str(os.getuid())
+    monkeypatch.setenv("USER", "me")
+    name_user(os.environ)
+    assert getpass.getuser() == "me"

@@ -77,6 +77,8 @@ class FakeStore:
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
         self.check()
         assert run_id in self.runs and len(params) <= 100
+        if len(metrics) > 1000 or any(each.value == 1e300 for each in metrics):
+            raise FakeError("a value that is too large", "INVALID_PARAMETER_VALUE")
         self.parameters.update({each.name: each.value for each in params})
         if metrics:
             self.metrics.append((metrics[0].step, {each.name: each.value for each in metrics}))
@@ -103,7 +105,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     module.MlflowClient = store
     module.exceptions = SimpleNamespace(MlflowException=FakeError)
     module.entities = SimpleNamespace(
-        Metric=lambda name, value, time, step: SimpleNamespace(name=name, value=value, step=step),
+        Metric=lambda name, value, time, step: SimpleNamespace(name=name, key=name, value=value, step=step),
         Param=lambda name, value: SimpleNamespace(name=name, value=value),
     )
     monkeypatch.setitem(sys.modules, "mlflow", module)
@@ -154,6 +156,28 @@ def test_all_starts_of_a_run_are_one_run_of_mlflow_in_a_file_of_its_folder(tmp_p
     assert store.runs == {"mine": "FINISHED"}
     assert store.metrics == [(step, {"loss": 2.0}) for step in (1, 2, 3, 4)]
     assert store.parameters["seq_length"] == str(TrainConfig().data.seq_length)
+
+
+def test_mlflow_gets_names_that_it_takes_and_no_two_metrics_the_same() -> None:
+    given = ["loss", "loss/lang=en", "loss/lang+en", "loss/c++", "loss/../x", "loss//y", "/z", "..", "loss/a b:c", "é"]
+    assert mlflow_tracker.allowed_names(given) == [
+        *("loss", "loss/lang_en", "loss/lang_en_2", "loss/c__", "loss_.._x", "loss__y", "_z", "_", "loss/a b:c", "é")
+    ]
+    long = mlflow_tracker.allowed_names(["x" * 300, "x" * 301])
+    assert [len(name) for name in long] == [250, 244] and len(set(long)) == 2
+
+
+def test_a_metric_that_mlflow_refuses_is_left_out_alone_with_one_warning(
+    tmp_path: Path, store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = opened("mlflow", tmp_path)
+    for step in (1, 2):
+        trackers.log(step, {"loss": 2.0, "custom/huge": 1e300, **{f"loss/{number}": 1.0 for number in range(1000)}})
+    trackers.close()
+    for step in (1, 2):
+        sent = {name for at, batch in store.metrics if at == step for name in batch}
+        assert "loss" in sent and "loss/999" in sent and "custom/huge" not in sent
+    assert len(caplog.messages) == 1 and "'custom/huge'" in caplog.messages[0]
 
 
 def test_an_error_of_the_training_fails_the_run_and_one_that_mlflow_does_not_know_begins_again(

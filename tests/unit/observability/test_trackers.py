@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from helpers import PATIENCE_SECONDS
@@ -303,3 +304,27 @@ def test_tensorboard_gets_known_numbers_and_settings_and_a_later_start_hides_wha
 
 
 # Settings
+
+
+@pytest.mark.parametrize(
+    ("run_id", "kept"),
+    [(UUID(int=7), "00000000-0000-0000-0000-000000000007"), (7, "7"), (b"x", "b'x'"), (KeyError("no id"), None)],
+)
+def test_a_run_id_that_is_no_text_is_kept_as_text_and_one_that_fails_is_left_out(
+    run_id: object, kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Identified(Service):
+        def __init__(self, run: TrackedRun) -> None:
+            pass
+
+        @property
+        def run_id(self) -> Any:  # type: ignore[override]
+            if isinstance(run_id, Exception):
+                raise run_id
+            return run_id
+
+    monkeypatch.setattr("unit.observability.test_trackers.Service", Identified)
+    trackers = open_trackers(config_of(tmp_path, OWN), 0, {})
+    assert json.loads(json.dumps(trackers.state_dict())) == ({} if kept is None else {OWN: kept})
+    trackers.close()
+    assert len(caplog.messages) == (kept is None)

@@ -13,8 +13,9 @@ from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.optim.optimizer import materialise_state, parameter_groups, skips_on_device, update
+from pretraining.optim.optimizer import parameter_groups, skips_on_device, update
 from pretraining.optim.registry import build_optimizer, try_optimizer, user_defined_arguments
+from pretraining.optim.state import materialise_state
 
 
 def tiny_llama(tied: bool) -> Llama:

@@ -14,8 +14,9 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import OptimizerConfig
 from pretraining.optim import muon
-from pretraining.optim.optimizer import is_hidden_matrix, materialise_state, skips_on_device, update
+from pretraining.optim.optimizer import is_hidden_matrix, skips_on_device, update
 from pretraining.optim.registry import build_optimizer, settings_of_groups
+from pretraining.optim.state import materialise_state
 
 SIZES = {
     "model.embed_tokens.weight": (12, 8),

@@ -96,6 +96,7 @@ def test_emulated_bfloat16_and_a_low_share_of_the_peak_are_looked_at(monkeypatch
     cpu = torch.device("cpu")
     verdicts = [next(module._matmuls(cpu, "x86_64", is_chosen)).verdict for is_chosen in (True, False)]
     assert verdicts == ["look at", "good"]
+    assert next(module._matmuls(cpu, "x86_64", is_chosen=False)).normal == "not used: training is in float32 here, at 9"
     assert next(module._matmuls(cpu, "NVIDIA H100", False)).verdict == "look at"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -127,9 +128,13 @@ def test_people_see_places_and_the_ends_of_long_pieces(tmp_path: Path, config: I
     data = DataConfig(data_path=str(tmp_path / "data"), seq_length=200, tokenizer_path=str(tmp_path))
     config = asking(replace(config, data=data, batch=BatchConfig(global_batch_size=1)), step=1, tokens=True)
     lines = shown(config)
-    assert lines[1:3] == ["slot 0  sample 0  dataset web", f"  {tmp_path}/data/web/x.arrow  row 0  tokens 0-200"]
-    assert '"The quick brown fox' in lines[3] and " … " in lines[3] and len(lines[3]) < 250
-    ids = " ".join(map(str, tokenizer.encode(text)[:6]))
+    place = re.fullmatch(rf"  {tmp_path}/data/web/x\.arrow  row 0  tokens (\d+)-(\d+)", lines[2])
+    assert lines[1] == "slot 0  sample 0  dataset web" and place is not None
+    begin, last = map(int, place.groups())  # the first sample begins inside the only document
+    assert last - begin == 200 and begin > 0
+    tokens = tokenizer.encode(text)[begin : last + 1]
+    assert json.dumps(tokenizer.decode(tokens)[:100]) in lines[3] and " … " in lines[3] and len(lines[3]) < 250
+    ids = " ".join(map(str, tokens[:6]))
     assert f"    {ids} … " in shown(replace(config, data=replace(data, tokenizer_path=None)))[3]
     write_documents(tmp_path / "short/web/x.arrow", [[1, 2, 3]] * 9)
     lines = shown(replace(config, data=DataConfig(data_path=str(tmp_path / "short"), seq_length=5, sep_token=SEP)))

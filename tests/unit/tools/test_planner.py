@@ -64,7 +64,13 @@ def test_the_optimizer_decides_what_is_kept(capsys: pytest.CaptureFixture[str]) 
     assert (state(), state("--optimizer=sgd"), state("--optimizer=sgdm")) == (8 * count, 0, 4 * count)
     own = "--optimizer=mine:Own"
     assert (state(own), state(own, "--optimizer_state_bytes=2.5")) == (8 * count, round(2.5 * count))
-    assert "counted as AdamW: set --optimizer_state_bytes" in said(capsys, "--model_variant=1b", own)
+    signs = "--optimizer=unit.train.own_optimizers:LowBit"
+    assert state(signs) == round((1 + 4 / 256**2) * count) and "counted 1.00 bytes" in said(
+        capsys, "--model_variant=1b", signs
+    )
+    assert "counted as AdamW, since it cannot be made here: set --optimizer_state_bytes" in said(
+        capsys, "--model_variant=1b", own
+    )
 
 
 def test_a_search_lists_what_fits_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,6 @@ from pretraining.tools.commands import PageConfig
 from pretraining.tools.report import PLOTS, downsample, render, report
 from pretraining.tools.run_records import read_runs
 
-pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'pretraining[report]'")
-
 
 def page_of(*folders: Path) -> str:
     return render(read_runs([str(folder) for folder in folders]))
@@ -44,6 +42,20 @@ def test_a_page_of_a_run_sums_it_up_and_draws_what_it_reported(tmp_path: Path) -
     assert ["a", "2", "20", "packages.torch", "2.12", "2.13"] in cells_of(page, "Changes between starts")
     settings = {row[0]: row[1:] for row in cells_of(page, "Settings that are not defaults")}
     assert settings["model.hidden_size"][0] == "16" and "optimizer.adam_eps" not in settings
+
+
+def test_the_folder_of_a_sweep_stands_for_its_runs_and_gets_the_page(tmp_path: Path) -> None:
+    sweep = tmp_path / "lr"
+    write_run(sweep / "lr=1e-3")
+    write_run(sweep / "lr=2e-3", "learning_rate=2e-3", shift=0.5)
+    (sweep / "sweep.csv").write_text("learning_rate,loss\n")
+    (sweep / "notes").mkdir()
+    main(["report", str(sweep)])
+    page = (sweep / "report.html").read_text()
+    assert [row[0] for row in cells_of(page, "Summary")[1:]] == ["lr=1e-3", "lr=2e-3"]
+    (sweep / "sweep.csv").unlink()
+    with pytest.raises(SystemExit):  # any other folder of runs is not a run
+        main(["report", str(sweep)])
 
 
 def test_a_page_of_several_runs_has_what_differs(tmp_path: Path) -> None:
@@ -114,7 +126,7 @@ def test_what_cannot_be_is_one_error_and_nothing_is_written(tmp_path: Path, flag
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_missing_package_is_one_error_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pretraining\[report\]"):
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
         report(PageConfig((str(write_run(tmp_path / "a")),)))

@@ -76,6 +76,15 @@ def test_at_the_end_of_the_invocation_the_last_step_counts() -> None:
         watched.step(True)
 
 
+def test_a_divergence_that_ends_one_step_before_the_end_is_not_forgotten_by_the_last_step() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=2), steps=3)
+    watched.step(True)
+    watched.step(True)
+    with pytest.raises(DivergenceError, match="step 2") as ending:
+        watched.step(False)
+    assert (ending.value.first_step, ending.value.last_step, ending.value.samples) == (1, 2, (0, 8))
+
+
 def test_asking_for_the_state_does_not_change_when_the_run_ends() -> None:
     """Only some ranks describe a checkpoint; all must stop at the same step."""
     asked, unasked = (Watched(GuardConfig(max_skipped_steps=2)) for _ in range(2))
@@ -91,6 +100,19 @@ def test_asking_for_the_state_does_not_change_when_the_run_ends() -> None:
 def test_a_limit_below_the_restored_count_applies_from_the_next_step() -> None:
     watched = Watched(GuardConfig(max_skipped_steps=3))
     watched.guards.load_state_dict({"skipped_in_a_row": 10})
+    watched.guards.check_restored(watched.state)  # without rollbacks, a start with other settings may resume
     watched.step(False)
     watched.step(False)
     assert watched.guards.state_dict() == {"skipped_in_a_row": 0}
+
+
+def test_a_restored_count_at_its_limit_is_a_divergence_at_once_if_the_run_goes_back() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=3, max_rollbacks=1))
+    watched.guards.load_state_dict({"skipped_in_a_row": 3})
+    for _ in range(5):
+        watched.state.advance(0.0)
+    with pytest.raises(DivergenceError, match="step 5") as ending:
+        watched.guards.check_restored(watched.state)
+    assert (ending.value.first_step, ending.value.samples) == (3, (8, 20))
+    watched.guards.load_state_dict({"skipped_in_a_row": 2})
+    watched.guards.check_restored(watched.state)

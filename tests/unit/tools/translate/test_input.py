@@ -294,6 +294,31 @@ def test_a_guides_dataset_may_be_a_folder_of_token_files_or_one_of_such_folders(
 
 
 @pytest.mark.parametrize(
+    ("named", "made", "said"),
+    [
+        ("books.txt", {"held_out_fraction": 0.01}, "a file has no splits: 1% of its documents"),
+        ("corpus", {"eval_datasets": ("data/corpus_validation",)}, "--split=validation --dataset=corpus_validation"),
+        ("a/b", {"eval_datasets": ("data/b_validation",)}, "--hf_split=validation --dataset=b_validation"),
+    ],
+)
+def test_the_validation_split_of_a_guide_is_never_its_training_text(
+    named: str, made: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with contextlib.chdir(tmp_path):
+        Path("books.txt").write_text("text")
+        Path("corpus").mkdir()
+        data = {"dataset_name": named, "validation_split": "validation", "preprocessing_num_workers": 3}
+        Path("a.json").write_text(json.dumps({"use_amp": True, **data}))
+        found = read_given(["a.json"], {}, translate_when_needed).values
+        translate(TranslateConfig("a.json", output_path="a.yaml"))
+        lines = Path("a.yaml").read_text().splitlines()
+    assert {name: found[name] for name in ("eval_datasets", "held_out_fraction") if name in found} == made
+    assert any(said in line for line in lines)
+    (command,) = (line for line in lines if "prepare it first" in line)
+    assert "--num_workers=3" in command
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["learning_rate=1", "optimizer.lr_config.lr=2"], "learning_rate"),
@@ -384,3 +409,100 @@ def test_no_mapping_gives_a_traceback(kind: str, data: st.DataObject, tmp_path_f
         translate_recipe(path, "a", arguments, ["accept_llama", "accept_unknown"])
     except ConfigError as error:
         assert error.problems
+
+
+# Flags and words without a file
+
+
+@pytest.mark.parametrize(("name", "value"), [("test", "3"), ("epochs", "3"), ("max_steps", "3"), ("logging", "x")])
+def test_a_plain_flag_is_ours_or_an_error_without_names_of_other_systems(name: str, value: str) -> None:
+    for more in ({}, {"train.max_steps": "5"}):
+        with pytest.raises(ConfigError) as error:
+            values(**{name: value}, **more)
+        assert f"--{name} is not known" in str(error.value) and "train." not in str(error.value)
+
+
+def test_dotted_and_positional_words_are_those_of_composed_configs() -> None:
+    assert values("optimizer=sgdm", "train.max_steps=7")["num_steps"] == "7"
+    assert values("optimizer=sgdm", **{"train.max_steps": "7"})["num_steps"] == "7"
+    with pytest.raises(ConfigError, match=r"did you mean train\.epochs"):
+        values("optimizer=sgdm", **{"train.epoch": "7", "train.max_steps": "7"})
+
+
+def test_no_tracker_on_the_command_line_wins_over_the_project_of_wandb() -> None:
+    found = values("logging.wandb_project=mine", "train.max_steps=5", tracker="none")
+    assert found["tracker"] == "()"
+    found = values("logging.wandb_project=mine", "train.max_steps=5", ckpt_save_path="runs/x")
+    assert found["tracker"] == "('wandb',)"
+
+
+# Of the five systems
+
+
+def test_a_step_to_load_in_the_run_that_is_saved_is_the_step_to_resume_from() -> None:
+    words = ["optimizer=adamw", "train.max_steps=20", "checkpoint.save_path=runs/x"]
+    found = values(*words, "checkpoint.load_path=./runs/x/iter_10.json")
+    assert (found["resume_from_checkpoint"], found["ckpt_load_path"]) == ("10", "None")
+    found = values(*words, "checkpoint.load_path=runs/y/iter_10.json")
+    assert found["resume_from_checkpoint"] == "None"
+    assert found["ckpt_load_path"] == "runs/y/checkpoints/step_10_ckp"
+
+
+SMALL = {"d_model": 256, "n_heads": 4, "n_layers": 4, "d_ff": 1024, "max_seq_len": 512}
+
+
+def guide(folder: Path, **more: Any) -> Any:
+    path = folder / "guide.json"
+    path.write_text(json.dumps({**SMALL, "max_steps": 2000, **more}))
+    return translate_recipe(path, "guide.json", {}, [])
+
+
+def test_a_shape_without_activation_and_dropout_says_that_it_is_a_llama(tmp_path: Path) -> None:
+    assert any("d_model: 256" in line and "a Llama: RMSNorm" in line for line in guide(tmp_path).table)
+    assert not any("a Llama: RMSNorm" in line for line in guide(tmp_path, activation="silu").table)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"use_amp": True}, {"mp_dtype": "float16"}),
+        ({"use_amp": True, "amp_dtype": "float16"}, {"mp_dtype": "float16"}),
+        ({"use_amp": True, "amp_dtype": "bfloat16"}, {"mp_dtype": "bfloat16"}),
+        ({"use_amp": True, "amp_dtype": "float32"}, {"mixed_precision": "false"}),
+        ({"use_amp": False}, {"mixed_precision": "false"}),
+    ],
+)
+def test_mixed_precision_of_a_guide_is_left_to_the_device(
+    given: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    """A machine without units for float16 would emulate it, a fifteenth as fast."""
+    recipe = guide(tmp_path, **given)
+    made = {each.name: each.raw for each in (*recipe.defaults, *recipe.assignments)}
+    assert {name: made[name] for name in ("mixed_precision", "mp_dtype") if name in made} == expected
+
+
+def test_a_warm_up_that_nobody_wrote_is_shortened_to_fit_the_run_and_one_that_was_written_is_not(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({**SMALL, "max_steps": 5000}))
+    assert values(str(tmp_path / "a.json"))["warmup_steps"] == "1000"
+    assert values(str(tmp_path / "a.json"), num_steps="500")["warmup_steps"] == "50"
+    (tmp_path / "b.json").write_text(json.dumps({**SMALL, "max_steps": 5000, "warmup_steps": 900}))
+    assert values(str(tmp_path / "b.json"), num_steps="500")["warmup_steps"] == "900"
+
+
+def test_a_guides_text_file_has_no_split_that_would_be_the_training_text_again(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("words")
+    with contextlib.chdir(tmp_path):
+        recipe = guide(tmp_path, dataset_name="text.txt", validation_split="validation", preprocessing_num_workers=4)
+    made = {each.name: each.raw for each in recipe.assignments}
+    assert made["held_out_fraction"] == "0.01" and "eval_datasets" not in made
+    assert recipe.prepare == ("data", "pretrain prepare --input_path=text.txt --num_workers=4 --output_path=data")
+
+
+def test_a_rule_that_settings_of_another_system_break_names_their_file_and_keys(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({**SMALL, "d_model": 255, "max_steps": 2000}))
+    with pytest.raises(ConfigError) as error:
+        values(str(path))
+    assert f"{path}: d_model: 255; {path}: n_heads: 4" in str(error.value)

@@ -1,0 +1,114 @@
+"""Optimizers of users and of libraries: they begin without an update, and resume bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from unit.train import own_optimizers
+from unit.train.test_rollback import diverging_after
+from unit.train.whole_runs import checkpoint, equal, manifest_of, start, tensors_of
+
+from pretraining.config.training import OptimizerConfig
+from pretraining.errors import ConfigError
+from pretraining.optim.registry import measure_state, try_optimizer
+
+OWN = [f"unit.train.own_optimizers:{name}" for name in ("Counting", "CountingInGroup", "TwoWeights", "LowBit")]
+OF_TORCH = [f"torch.optim:{name}" for name in ("Adafactor", "NAdam", "RAdam", "Adamax", "ASGD")]
+OF_LIBRARIES = [
+    *("lion_pytorch:Lion", "pytorch_optimizer:Adan", "pytorch_optimizer:AdEMAMix"),
+    *("schedulefree:AdamWScheduleFree", "schedulefree:RAdamScheduleFree"),
+    *("torchao.optim:AdamW8bit", "torchao.optim:AdamW4bit", "torchao.optim:AdamWFp8", "torchao.optim:_AdamW"),
+]
+LARGE = ["hidden_size=64", "intermediate_size=128"]  # low-bit states begin with 4096 values
+
+
+def thorough(path: str) -> object:
+    name = path.partition(":")[0].partition(".")[0]
+    missing = pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    return pytest.param(path, marks=[missing, pytest.mark.thorough])
+
+
+EACH = [*OWN, *map(thorough, [*OF_TORCH, *OF_LIBRARIES])]
+
+
+def flags(optimizer: str) -> list[str]:
+    return [f"optimizer={optimizer}", "checkpoint_interval=1", "warmup_steps=1", *LARGE]
+
+
+@pytest.mark.parametrize("optimizer", EACH)
+def test_a_resumed_run_repeats_the_run_without_a_stop_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    start(tmp_path / "whole", *flags(optimizer))
+    start(tmp_path / "parts", *flags(optimizer), "run_steps=2")
+    start(tmp_path / "parts", *flags(optimizer))
+    assert equal(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "parts", 4))
+
+
+@pytest.mark.parametrize("optimizer", [OWN[0], *map(thorough, [*OWN[1:], *OF_TORCH, *OF_LIBRARIES])])
+def test_the_first_update_after_a_rollback_to_the_start_is_that_of_a_new_optimizer(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(tmp_path / "new", *flags(optimizer), "skip_samples=0-3")
+    diverging_after(0, monkeypatch)
+    start(tmp_path / "back", *flags(optimizer), "max_skipped_steps=2", "max_rollbacks=1")
+    assert equal(checkpoint(tmp_path / "new", 4), checkpoint(tmp_path / "back", 4))
+    again = shutil.copytree(tmp_path / "back", tmp_path / "again", symlinks=True)
+    for step in range(1, 5):  # as after a kill right after the rollback: the next start loads the save of step 0
+        shutil.rmtree(checkpoint(again, step))
+    start(again, *flags(optimizer))
+    assert equal(checkpoint(tmp_path / "new", 4), checkpoint(again, 4))
+
+
+def test_load_optimizer_false_counts_updates_from_the_start_of_the_new_optimizer(tmp_path: Path) -> None:
+    start(tmp_path / "run", *flags(OWN[0]), "run_steps=2")
+    start(tmp_path / "run", *flags(OWN[0]), "load_optimizer=false")
+    counts = {int(value) for name, value in tensors_of(tmp_path / "run").items() if ".updates." in name}
+    assert counts == {2}  # of the four steps
+
+
+def test_counters_in_parameter_groups_are_in_the_manifest(tmp_path: Path) -> None:
+    start(tmp_path / "run", *flags(OWN[1]))
+    assert manifest_of(tmp_path / "run", 4)["state"]["optimizer"] == {
+        "groups": [{"count": 4}] * 2,
+        "has_tensors": False,
+    }
+
+
+def test_weights_of_evaluation_are_saved_and_evaluated_and_training_continues_with_its_own(tmp_path: Path) -> None:
+    """`TwoWeights` raises when a step is made in evaluation mode."""
+    start(tmp_path / "run", *flags("unit.train.own_optimizers:TwoWeights"), "mixed_precision=true")
+    last = tensors_of(tmp_path / "run")
+    weight, base = last["model.norm.weight"], last["optimizer.base.model.norm.weight"]
+    assert manifest_of(tmp_path / "run", 4)["state"]["optimizer"] == {"groups": [{"count": 4}] * 2}
+    assert not torch.equal(weight, base)
+
+
+def test_low_bit_state_is_saved_in_its_bits(tmp_path: Path) -> None:
+    start(tmp_path / "run", *flags("unit.train.own_optimizers:LowBit"))
+    stored = tensors_of(tmp_path / "run")
+    codes = stored["optimizer.momentum:codes.model.layers.0.mlp.up_proj.weight"]
+    assert codes.dtype == torch.int8 and codes.shape == (1, 128, 64)
+    assert manifest_of(tmp_path / "run", 4)["state"]["optimizer"] == {"groups": [{"count": 4}] * 2, "shards": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("CountingInObject", "an attribute"), ("CountingInTensorOfGroup", r"group\['updates'\]")]
+)
+def test_a_class_that_counts_where_no_checkpoint_looks_is_refused(name: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=f"does not continue after a resume .* hold {place}"):
+        try_optimizer(OptimizerConfig(optimizer=f"{own_optimizers.__name__}:{name}"))
+
+
+@pytest.mark.parametrize(("name", "size"), [("Counting", 8 / 256**2), ("TwoWeights", 4.0), ("LowBit", 1 + 4 / 256**2)])
+def test_the_state_of_a_users_optimizer_is_measured(name: str, size: float) -> None:
+    config = OptimizerConfig(optimizer=f"{own_optimizers.__name__}:{name}")
+    try_optimizer(config)
+    found = measure_state(config)
+    assert (
+        found is not None
+        and found.bytes_per_parameter == pytest.approx(size)
+        and found.is_wrapped == (size < 1.1 and size > 1)
+    )
