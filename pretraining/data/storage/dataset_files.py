@@ -174,7 +174,11 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
     suffixes = _suffixes_of(formats[kind])
     paths = tuple(sorted(path for path in scan.sizes if path.endswith(suffixes)))
     if kind == "arrow_stream":
-        left_out = {path for state in scan.states for path in _unsaved_files(paths, place / state, state)}
+        by_folder: dict[str, set[str]] = {}
+        for path in paths:
+            by_folder.setdefault(path[: path.rfind("/") + 1], set()).add(path)
+        prefixes = [state.removesuffix(STATE_FILE) for state in scan.states]
+        left_out = {path for prefix in prefixes for path in _unsaved_files(place, prefix, by_folder.get(prefix, set()))}
         paths = tuple(path for path in paths if path not in left_out)
     sizes = tuple(scan.sizes[path] for path in paths)
     digest = hashlib.blake2b(digest_size=16)
@@ -184,17 +188,17 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
     return DatasetFiles(name, str(place.parent if alone else place), paths, sizes, digest.hexdigest(), kind, alone)
 
 
-def _unsaved_files(paths: Iterable[str], state: Path, name: str) -> list[str]:
+def _unsaved_files(place: Path, prefix: str, own: set[str]) -> list[str]:
     """Return the files in a folder of `save_to_disk` that its state.json does not name.
 
     Args:
-        paths: relative paths of a dataset's files; `name`: that of the state.json.
+        prefix: relative path of the folder, empty or with a slash at the end.
+        own: relative paths of its files.
 
     Raises:
         DataError: the state is unreadable, or a file is missing.
     """
-    prefix = name.removesuffix(STATE_FILE)
-    own = {path for path in paths if path.startswith(prefix) and "/" not in path[len(prefix) :]}
+    state = place / prefix / STATE_FILE
     try:
         document = read_json(state)
         named = {prefix + str(each["filename"]) for each in document["_data_files"]}
