@@ -94,6 +94,15 @@ def test_low_bit_state_is_saved_in_its_bits(tmp_path: Path) -> None:
     assert manifest_of(tmp_path / "run", 4)["state"]["optimizer"] == {"groups": [{"count": 4}] * 2, "shards": 1}
 
 
+@pytest.mark.thorough
+def test_low_bit_state_resumes_from_four_files_too(tmp_path: Path) -> None:
+    full = [*flags("unit.train.own_optimizers:LowBit"), "ckpt_format=full"]
+    start(tmp_path / "whole", *full)
+    start(tmp_path / "parts", *full, "run_steps=2")
+    start(tmp_path / "parts", *full)
+    assert equal(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "parts", 4))
+
+
 @pytest.mark.parametrize(
     ("name", "place"), [("CountingInObject", "an attribute"), ("CountingInTensorOfGroup", r"group\['updates'\]")]
 )
