@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from unit.train import own_optimizers
 from unit.train.test_rollback import diverging_after
 from unit.train.whole_runs import checkpoint, equal, manifest_of, start, tensors_of
 
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
-from pretraining.optim.registry import measure_state, try_optimizer
+from pretraining.optim.optimizer import update
+from pretraining.optim.registry import build_optimizer, measure_state, try_optimizer
+from pretraining.optim.state import begin_training, state_tensors
 
 OWN = [f"unit.train.own_optimizers:{name}" for name in ("Counting", "CountingInGroup", "TwoWeights", "LowBit")]
 OF_TORCH = [f"torch.optim:{name}" for name in ("Adafactor", "NAdam", "RAdam", "Adamax", "ASGD")]
@@ -60,6 +63,24 @@ def test_the_first_update_after_a_rollback_to_the_start_is_that_of_a_new_optimiz
         shutil.rmtree(checkpoint(again, step))
     start(again, *flags(optimizer))
     assert equal(checkpoint(tmp_path / "new", 4), checkpoint(again, 4))
+
+
+@pytest.mark.parametrize("optimizer", EACH)
+def test_a_step_with_a_nan_gradient_changes_nothing(optimizer: str) -> None:
+    layer = nn.Linear(64, 64)
+    parameters = dict(layer.named_parameters())
+    made = build_optimizer(parameters, OptimizerConfig(optimizer=optimizer))
+    begin_training(made)
+    kept: list[list[torch.Tensor]] = []
+    for gradient, skipped in ((1.0, False), (torch.nan, True)):
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, gradient)
+        update(made, torch.tensor(skipped))
+        states = [tensor for each in parameters.values() for tensor in state_tensors(made, each).values()]
+        kept.append(
+            [tensor.detach().clone().reshape(-1).view(torch.uint8) for tensor in (*parameters.values(), *states)]
+        )
+    assert all(map(torch.equal, *kept))
 
 
 def test_load_optimizer_false_counts_updates_from_the_start_of_the_new_optimizer(tmp_path: Path) -> None:
