@@ -105,9 +105,10 @@ class LearningRate:
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set every group's rate for the update after `step` finished ones; return the first group's rate."""
-        for group in optimizer.param_groups:
-            set_rate(group, self.at(step, group[PEAK]))
-        return float(optimizer.param_groups[0]["lr"])
+        rates = [self.at(step, group[PEAK]) for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            set_rate(group, rate)
+        return float(rates[0])
 
 
 def build_learning_rate(

@@ -70,13 +70,13 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         set_rate(group, 0.0)
+    begin_training(optimizer)
     if skips_on_device(optimizer):
         update(optimizer, torch.ones((), dtype=torch.bool, device=next(iter(gradients)).device))
     else:
-        begin_training(optimizer)
         optimizer.step()
-        if _has_modes(optimizer):
-            optimizer.eval()  # type: ignore[attr-defined]  # as checkpoints are saved
+    if _has_modes(optimizer):
+        optimizer.eval()  # type: ignore[attr-defined]  # as checkpoints are saved
     for group, values in zip(optimizer.param_groups, before, strict=True):
         set_rate(group, float(values.pop("lr")))
         for name in group.keys() - values.keys() - {"lr", "params"}:

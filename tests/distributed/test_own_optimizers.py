@@ -22,7 +22,7 @@ def flags(optimizer: str, run: Path, *more: str) -> list[str]:
     return [*LARGE, f"optimizer={optimizer}", f"ckpt_save_path={run}", "held_out_fraction=0.1", "eval_batches=2", *more]
 
 
-@pytest.mark.parametrize("optimizer", first_quick(*NAMES, "torch.optim:Adafactor", "pytorch_optimizer:Adan", quick=2))
+@pytest.mark.parametrize("optimizer", first_quick(*NAMES, "lion_pytorch:Lion", quick=2))
 def test_two_shards_resume_bit_for_bit(optimizer: str, data_path: Path, tmp_path: Path) -> None:
     if not optimizer.startswith(OWN) and missing(optimizer):
         pytest.skip("not installed")

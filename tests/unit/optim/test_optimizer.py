@@ -8,6 +8,8 @@ import pytest
 import torch
 from tiny_shape import TINY_SHAPE
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
@@ -169,3 +171,25 @@ def test_a_setting_that_an_optimizer_of_the_users_own_does_not_take_is_refused(s
 def test_what_is_no_optimizer_or_breaks_its_contract_is_refused(config: OptimizerConfig) -> None:
     with pytest.raises(ConfigError):
         try_optimizer(config)
+
+
+class Foreach(Signs):
+    """An optimizer that calls an operation that PyTorch does not have for sharded tensors."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if self.bad:
+                raise RuntimeError(f"another {self.bad}")
+            torch._foreach_copy_(group["params"], [parameter.grad for parameter in group["params"]])
+
+
+@pytest.mark.usefixtures("single_process")
+def test_an_optimizer_that_cannot_update_sharded_parameters_is_one_error_with_the_way_on() -> None:
+    sharded = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    parameter = nn.Parameter(sharded)
+    parameter.grad = torch.ones_like(sharded)
+    with pytest.raises(ConfigError, match=r"Foreach cannot update sharded parameters: .*\n.*foreach=false"):
+        update(Foreach([parameter], lr=1.0), torch.tensor(False))
+    with pytest.raises(RuntimeError, match="size"):  # its own mistakes stay as they are
+        update(Foreach([nn.Parameter(torch.ones(2))], lr=1.0, bad="size"), torch.tensor(False))

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from unit.train import own_optimizers
 from unit.train.test_rollback import diverging_after
 from unit.train.whole_runs import checkpoint, equal, manifest_of, start, tensors_of
 
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError
-from pretraining.optim.registry import measure_state, try_optimizer
+from pretraining.optim.optimizer import update
+from pretraining.optim.registry import build_optimizer, measure_state, try_optimizer
+from pretraining.optim.state import begin_training, state_tensors
 
 OWN = [f"unit.train.own_optimizers:{name}" for name in ("Counting", "CountingInGroup", "TwoWeights", "LowBit")]
 OF_TORCH = [f"torch.optim:{name}" for name in ("Adafactor", "NAdam", "RAdam", "Adamax", "ASGD")]
@@ -62,6 +65,24 @@ def test_the_first_update_after_a_rollback_to_the_start_is_that_of_a_new_optimiz
     assert equal(checkpoint(tmp_path / "new", 4), checkpoint(again, 4))
 
 
+@pytest.mark.parametrize("optimizer", EACH)
+def test_a_step_with_a_nan_gradient_changes_nothing(optimizer: str) -> None:
+    layer = nn.Linear(64, 64)
+    parameters = dict(layer.named_parameters())
+    made = build_optimizer(parameters, OptimizerConfig(optimizer=optimizer))
+    begin_training(made)
+    kept: list[list[torch.Tensor]] = []
+    for gradient, skipped in ((1.0, False), (torch.nan, True)):
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, gradient)
+        update(made, torch.tensor(skipped))
+        states = [tensor for each in parameters.values() for tensor in state_tensors(made, each).values()]
+        kept.append(
+            [tensor.detach().clone().reshape(-1).view(torch.uint8) for tensor in (*parameters.values(), *states)]
+        )
+    assert all(map(torch.equal, *kept))
+
+
 def test_load_optimizer_false_counts_updates_from_the_start_of_the_new_optimizer(tmp_path: Path) -> None:
     start(tmp_path / "run", *flags(OWN[0]), "run_steps=2")
     start(tmp_path / "run", *flags(OWN[0]), "load_optimizer=false")
@@ -92,6 +113,15 @@ def test_low_bit_state_is_saved_in_its_bits(tmp_path: Path) -> None:
     codes = stored["optimizer.momentum:codes.model.layers.0.mlp.up_proj.weight"]
     assert codes.dtype == torch.int8 and codes.shape == (1, 128, 64)
     assert manifest_of(tmp_path / "run", 4)["state"]["optimizer"] == {"groups": [{"count": 4}] * 2, "shards": 1}
+
+
+@pytest.mark.thorough
+def test_low_bit_state_resumes_from_four_files_too(tmp_path: Path) -> None:
+    full = [*flags("unit.train.own_optimizers:LowBit"), "ckpt_format=full"]
+    start(tmp_path / "whole", *full)
+    start(tmp_path / "parts", *full, "run_steps=2")
+    start(tmp_path / "parts", *full)
+    assert equal(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "parts", 4))
 
 
 @pytest.mark.parametrize(
