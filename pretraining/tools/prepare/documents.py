@@ -103,14 +103,16 @@ def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None
             try:
                 decoded = line.decode("utf-8").removeprefix("\ufeff")
                 is_blank = not decoded or decoded.isspace()
-                text = "" if is_blank else text_of(_parse_json(decoded), text_field)
+                text = "" if is_blank else text_of(json.loads(decoded), text_field)
             except UnicodeDecodeError as error:
                 is_blank, fault = False, _not_utf8(error, offset, file)
+            except (json.JSONDecodeError, RecursionError) as error:
+                fault = f"not valid JSON ({error})"
             except ValueError as error:
                 fault = str(error)
             offset += len(line)
             if not is_blank:
-                yield Document(text, bytes_read(), path, number, fault=fault)
+                yield Document(text, bytes_read(), path, number, True, fault)
 
 
 def ranges_of_lines(file: InputFile, wanted_bytes: int) -> list[tuple[int, int | None, int]]:
@@ -225,13 +227,6 @@ def text_of(record: Any, text_field: str) -> str:
             half = f"\\u{ord(text[error.start]):04x}"
             raise ValueError(f"its text has half of a surrogate pair ({half}), which is not Unicode") from None
     return text
-
-
-def _parse_json(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON ({error})") from error
 
 
 def _json_values(read: Callable[[int], str]) -> Iterator[Any]:

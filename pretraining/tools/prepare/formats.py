@@ -84,6 +84,11 @@ def _are_json_lines(head: bytes) -> bool:
         return False
 
 
+def _binary(start: bytes) -> Callable[[bytes], bool]:
+    """Return a test for first letters with which a text may begin, too, and zero bytes, which a text does not have."""
+    return lambda head: head.startswith(start) and b"\0" in head
+
+
 def _is_tar(head: bytes) -> bool:
     try:
         return b"\0" in head[:512] and bool(tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape"))
@@ -96,10 +101,17 @@ _TO_LINES = "make JSON lines of it, an object with the text per line"
 _UNPACK = "Unpack it, and give the folder: "
 FORMATS = (
     # read: the content tells
-    Format(PARQUET, (b"PAR1",), endings=(".parquet",), read=read_table, has_fields=True, ranges=ranges_of_table),
+    Format(
+        PARQUET,
+        matches=_binary(b"PAR1"),
+        endings=(".parquet",),
+        read=read_table,
+        has_fields=True,
+        ranges=ranges_of_table,
+    ),
     Format(
         ARROW,
-        (b"ARROW1", b"\xff\xff\xff\xff"),
+        (b"ARROW1\0\0", b"\xff\xff\xff\xff"),
         endings=(".arrow", ".feather"),
         read=read_table,
         has_fields=True,
@@ -129,15 +141,23 @@ FORMATS = (
     Format("a rar archive", (b"Rar!\x1a\x07",), remedy=f"{_UNPACK}unrar x {{file}} {{folder}}/"),
     Format("compressed by brotli", endings=(".br",), remedy="Unpack it: brotli -d {file}"),
     Format("compressed by compress", (b"\x1f\x9d",), endings=(".z",), remedy="Unpack it: gzip -d {file}"),
-    Format("compressed by lzip", (b"LZIP",), remedy="Unpack it: lzip -d {file}"),
+    Format("compressed by lzip", (b"LZIP\x01",), remedy="Unpack it: lzip -d {file}"),
     Format("compressed by lzop", (b"\x89LZO",), remedy="Unpack it: lzop -d {file}"),
     Format("compressed by an old lz4", (b"\x02\x21\x4c\x18",), remedy="Unpack it: lz4 -d {file}"),
     Format("compressed by snappy", (b"\xff\x06\x00\x00sNaPpY",), remedy="Unpack it: snzip -d {file}"),
-    Format("a WARC file", (b"WARC/",), remedy=f"Extract its texts, for example with trafilatura, and {_TO_LINES}"),
+    Format(
+        "a WARC file",
+        (b"WARC/0.", b"WARC/1."),
+        remedy=f"Extract its texts, for example with trafilatura, and {_TO_LINES}",
+    ),
     Format("a MediaWiki dump", (b"<mediawiki",), remedy="Make JSON lines of it: wikiextractor --json {file}"),
     Format("a PDF", (b"%PDF-",), remedy="Extract its text: pdftotext {file}"),
-    Format("a Feather file of version 1", (b"FEA1",), remedy="Write it again with pyarrow.feather.write_feather"),
-    Format("an ORC file", (b"ORC",), remedy="Write it as Parquet, with pyarrow.orc and pyarrow.parquet"),
+    Format(
+        "a Feather file of version 1",
+        matches=_binary(b"FEA1"),
+        remedy="Write it again with pyarrow.feather.write_feather",
+    ),
+    Format("an ORC file", matches=_binary(b"ORC"), remedy="Write it as Parquet, with pyarrow.orc and pyarrow.parquet"),
     Format("an Avro file", (b"Obj\x01",), remedy=f"Read it with fastavro, and {_TO_LINES}"),
     Format("an HDF5 file", (b"\x89HDF\r\n\x1a\n",), remedy=f"Read it with h5py, and {_TO_LINES}"),
     Format("an SQLite database", (b"SQLite format 3\0",), remedy=f"Read it with sqlite3, and {_TO_LINES}"),

@@ -18,7 +18,7 @@ import stat
 import sys
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,17 +92,12 @@ def list_files(inputs: Sequence[str], selection: Selection) -> list[InputFile]:
     files: list[InputFile] = []
     seen: set[tuple[int, int]] = set()
     for given in inputs:
-        found: list[InputFile] = []
         left_out: LeftOut = defaultdict(list)
         path = Path(given).expanduser()
         is_named = exists(path) and not is_folder(path)
         try:
-            for place, name in [(path, path.name)] if is_named else _search(path, selection, left_out):
-                status = place.stat()
-                identity = (status.st_dev, status.st_ino)
-                if stat.S_ISREG(status.st_mode) and not (identity in seen and status.st_ino):
-                    seen.add(identity)
-                    found.append(recognise(place, name, status.st_size, as_text=selection.as_text))
+            places = [(path, path.name)] if is_named else _search(path, selection, left_out)
+            found = list(_recognise_new(places, seen, as_text=selection.as_text))
         except OSError as error:
             raise DataError(
                 f"--input_path: it cannot be read: {error.strerror}. Repair it, or leave it out",
@@ -124,6 +119,18 @@ def list_files(inputs: Sequence[str], selection: Selection) -> list[InputFile]:
             )
         files += found
     return files
+
+
+def _recognise_new(
+    places: Iterable[tuple[Path, str]], seen: set[tuple[int, int]], *, as_text: bool
+) -> Iterator[InputFile]:
+    """Yield the regular files that were not seen, by device and inode."""
+    for path, name in places:
+        status = path.stat()
+        identity = (status.st_dev, status.st_ino)
+        if stat.S_ISREG(status.st_mode) and not (identity in seen and status.st_ino):
+            seen.add(identity)
+            yield recognise(path, name, status.st_size, as_text=as_text)
 
 
 def fingerprint(names_and_sizes: Sequence[tuple[str, int]]) -> str:

@@ -61,10 +61,11 @@ def _by_arrow(codec: str) -> Callable[[BinaryIO], Any]:
 
 
 _SKIPPABLE = tuple(bytes([number]) + b"\x2a\x4d\x18" for number in range(80, 96))  # pzstd begins with such a frame
+_BZIP2 = tuple(b"BZh%d" % level + mark for level in range(1, 10) for mark in (b"1AY&SY", b"\x17rE8P\x90"))
 COMPRESSIONS = {
     "gzip": Compression((b"\x1f\x8b",), lambda raw: gzip.GzipFile(fileobj=raw)),
     "zstd": Compression((b"\x28\xb5\x2f\xfd", *_SKIPPABLE), _by_arrow("zstd")),
-    "bzip2": Compression((b"BZh",), bz2.BZ2File),
+    "bzip2": Compression(_BZIP2, bz2.BZ2File),
     "xz": Compression((b"\xfd7zXZ\x00", b"\x5d\x00\x00"), lzma.LZMAFile),
     "lz4": Compression((b"\x04\x22\x4d\x18",), _by_arrow("lz4")),
 }

@@ -170,7 +170,7 @@ def documents_of_rows(rows: pa.Array, column: str, path: str, first_row: int, by
     rows = rows.storage if isinstance(rows, pa.ExtensionArray) else rows
     contents: Iterator[tuple[str | np.ndarray, str]] = _texts(rows) if is_text else _token_lists(rows)
     for row, (content, fault) in enumerate(contents, start=first_row):
-        yield Document(content, bytes_read, path, row, fault=fault)
+        yield Document(content, bytes_read, path, row, True, fault)
         bytes_read = 0
 
 

@@ -90,6 +90,25 @@ def test_a_table_is_one_whatever_the_name_of_its_file(tmp_path: Path) -> None:
         assert texts_of(read(recognise(tmp_path / name, name, 1))) == TEXTS
 
 
+def test_texts_that_begin_with_the_letters_of_a_format_are_texts(tmp_path: Path) -> None:
+    for text in (
+        "ORCHESTRA",
+        "PAR1S",
+        "BZhang",
+        "ARROW1 and 2",
+        "FEA1",
+        "LZIPped",
+        "WARC/ISO",
+        "PK",
+        "{}s",
+        "[{a}]",
+        "GIF",
+    ):
+        assert texts_of(read(one(tmp_path / "a.txt", text))) == [text]
+    for name in ("a.txt", "a.bz2"):
+        assert texts_of(read(one(tmp_path / name, packed("a.bz2", b"")))) == [""]
+
+
 # What is not read
 
 
@@ -131,6 +150,7 @@ REFUSED: list[tuple[str, bytes, str, str]] = [
     ("a.parquet.gz", gzip.compress(bytes(TABLE.getvalue())), "Parquet inside gzip", "Unpack it first"),
     ("a.warc.gz", gzip.compress(b"WARC/1.0\r\n"), "a WARC file", "JSON lines"),
     ("wiki.xml.bz2", packed("a.bz2", b"<mediawiki xmlns"), "a MediaWiki dump", "wikiextractor"),
+    ("a.orc", b"ORC\0\0", "an ORC file", "Parquet"),
     ("a.pdf", b"%PDF-1.7", "a PDF", "pdftotext"),
     ("a.npy", b"\x93NUMPY\1\0", "a NumPy file", ".npy"),
     ("a.txt", "text".encode("utf-16"), "UTF-16", "iconv -f UTF-16 -t UTF-8"),
