@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 _SPLITS = {
     "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "eval", "evaluation", "dev", "heldout"),
-    "test": ("test", "testing"),
-    "cache": ("cache",),
+    "validation": ("validation", "valid", "val", "dev", "heldout"),
+    "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in names of files and folders, by the split that they mean; `datasets` leaves files named cache-*."""
+"""Words in names of files and folders, by the split that they mean; the `datasets` library looks for most of them."""
+_CACHE = re.compile(r"(?<![a-z])cache(?![a-z])[^/]*$")  # the `datasets` library leaves cache-*.arrow
 _SPLIT_OF_WORD = {word: split for split, words in _SPLITS.items() for word in words}
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(sorted(_SPLIT_OF_WORD, reverse=True))})(?![a-z])", re.IGNORECASE)
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
@@ -52,9 +52,9 @@ def warn_about_splits(listing: Sequence[DatasetFiles], config: DataConfig) -> No
     for paths in named:
         # Without their digits most names are equal, so 100,000 files take milliseconds.
         distinct = set("\n".join(path for path, _ in paths).translate(_WITHOUT_DIGITS).split("\n"))
-        if not any(map(_WORD.search, distinct)):
+        if not any(_WORD.search(path) or _CACHE.search(path) for path in distinct):
             continue
-        splits = {path: _split_of(path) for path, _ in paths}
+        splits = {path: "cache" if _CACHE.search(path) else split_of(path) for path, _ in paths}
         counts = Counter(splits.values())
         others = sorted(path for path, split in splits.items() if split not in (None, "train"))
         if others and len(counts) > 1:
@@ -67,7 +67,7 @@ def warn_about_splits(listing: Sequence[DatasetFiles], config: DataConfig) -> No
             )
 
 
-def _split_of(path: str) -> str | None:
+def split_of(path: str) -> str | None:
     """Return the split that a path seems to belong to, by its last part with such a word; None without any."""
     for part in reversed(path.split("/")):
         found = _WORD.search(part)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.storage.doubts import split_of
 from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder, read_object
 from pretraining.text import count_of
@@ -42,13 +43,6 @@ WILDCARDS = set("*?[")
 
 
 TRAIN, ALL_SPLITS = "train", "all"
-_SPLITS = {
-    TRAIN: {"train", "training"},
-    "validation": {"validation", "valid", "val", "dev"},
-    "test": {"test", "testing", "eval", "evaluation"},
-}
-"""Words that name a split, as the `datasets` library finds them in the names of files and folders."""
-_WORDS = re.compile(r"[a-z]+")
 _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
 _DESCRIPTIONS = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos"}
 """Names, without ending, of files beside records that describe them."""
@@ -255,16 +249,17 @@ def _of_split(files: list[InputFile], path: Path, split: str | None, left_out: L
     Raises:
         DataError: no file is of the split, or the files are of several splits and none is for training.
     """
-    splits = {file: _split_of(file.name) for file in files}
+    splits = {file: split_of(file.name) for file in files}
     if split == ALL_SPLITS or (split is None and len(set(splits.values())) < 2):
         return files
     wanted = split or TRAIN
-    # Words such as `test` in the names of whole texts tell something only beside texts for training.
-    are_plain = split is None and TRAIN not in splits.values()
+    # In the names of whole texts, such as modules of code, a word tells something only if most names have one.
+    named = sum(name is not None for name in splits.values())
+    are_plain = split is None and (TRAIN not in splits.values() or 2 * named <= len(files))
 
     def reason_of(file: InputFile) -> str:
         name = splits[file]
-        if wanted in file.name.split("/") or (name or TRAIN) == (_split_of(wanted) or wanted):
+        if wanted in file.name.split("/") or (name or TRAIN) == (split_of(wanted) or wanted):
             return ""
         if are_plain and not format_of(file).has_fields:
             return ""
@@ -275,16 +270,6 @@ def _of_split(files: list[InputFile], path: Path, split: str | None, left_out: L
         there = ", ".join(sorted({name or TRAIN for name in splits.values()}))
         raise DataError(f"no file looks like the split {wanted}, but like {there}: give one as --split", path=path)
     return chosen
-
-
-def _split_of(name: str) -> str | None:
-    """Return the split that words in the name of a file, or else of its folders, say; None = none."""
-    for part in reversed(name.lower().split("/")):
-        words = set(_WORDS.findall(part))
-        for split, its_words in _SPLITS.items():
-            if words & its_words:
-                return split
-    return None
 
 
 def standard_library_files(root: Path | None = None) -> list[InputFile]:

@@ -144,6 +144,9 @@ def test_a_split_is_told_from_words_that_only_look_like_one(tmp_path: Path, capl
     texts = ["docs/dev/guide.md", "docs/test/plan.md", "tests/case.md", "a.md"]
     tree(tmp_path / "texts", *texts)
     assert listed(caplog, tmp_path / "texts") == sorted(texts), "no text is named train"
+    code = ["train.py", "model.py", "data/loader.py", "data/batch.py", "tests/test_a.py", "tests/test_b.py"]
+    tree(tmp_path / "code", *code)
+    assert names(list_files([str(tmp_path / "code")], Selection(("py",)))) == sorted(code), "most modules name no split"
     records(tmp_path, "records/contest.jsonl", "records/latest.jsonl", "records/trainer.jsonl")
     assert len(listed(caplog, tmp_path / "records")) == 3
     records(tmp_path, "alone/test-0.jsonl", "alone/test-1.jsonl")
