@@ -148,13 +148,16 @@ def test_the_whole_text_of_a_sample_is_shown_on_request(tmp_path: Path, config: 
     write_documents(tmp_path / "data/web/x.arrow", [tokenizer.encode(text)])
     data = DataConfig(data_path=str(tmp_path / "data"), seq_length=200, tokenizer_path=str(tmp_path))
     config = replace(config, data=data, batch=BatchConfig(global_batch_size=1))
-    whole = tokenizer.decode(tokenizer.encode(text)[:201])
-    lines = shown(asking(config, step=1, text=True))
-    assert "\n".join(line.removeprefix("    ") for line in lines[3:]) == whole
-    [found] = objects(config, step=1, text=True)
-    assert found["text"] == whole and "ids" not in found
     [found] = objects(config, step=1, text=True, tokens=True)
-    assert found["text"] == whole and len(found["ids"]) == 201
+    assert found["text"] == tokenizer.decode(found["ids"]) and len(found["ids"]) == 201
+    assert objects(config, step=1, text=True) == [{name: found[name] for name in found if name != "ids"}]
+    lines = shown(asking(config, step=1, text=True))[2:]
+    at, expected = 0, []
+    for span in found["spans"]:
+        ids = found["ids"][at : at + span["length"]]
+        expected += [f"    {line}" for line in tokenizer.decode(ids).split("\n")]
+        at += span["length"]
+    assert [line for line in lines if not line.startswith(f"  {tmp_path}")] == expected
     with pytest.raises(ConfigError, match=r"--text needs.*--tokenizer_path"):
         shown(asking(replace(config, data=replace(data, tokenizer_path=None)), step=1, text=True))
 
