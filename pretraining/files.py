@@ -57,6 +57,9 @@ DEEPEST_JSON = 64
 """Nesting depth of objects and lists."""
 _LARGEST_FILE_BYTES = 2**30  # limit for reading a file into memory
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of a file that Git LFS left in place of another one."""
+LFS_REMEDY = "Run `git lfs pull` in its repository to fetch the file itself"
 
 
 # Reading
@@ -139,6 +142,17 @@ def check_replaceable(path: Path, beginning: bytes = b"") -> None:
     with path.open("rb") as file:
         if file.read(len(beginning)) != beginning:
             raise OSError(errno.EEXIST, "a file with other content exists", str(path))
+
+
+def lfs_pointer_hint(path: Path) -> str:
+    """Return the problem and the remedy of a file that is a Git LFS pointer, for its error; empty for other files."""
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return ""
+    return f"it is a Git LFS pointer. {LFS_REMEDY}" if is_pointer else ""
 
 
 def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:

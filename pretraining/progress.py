@@ -157,6 +157,7 @@ class TokenSchedule:
         segments: list[tuple[int, int, int]] = []
         for first_step, tokens_per_step in phases:
             before = cls(tuple(segments)).tokens_at(first_step) if segments else 0
+            segments = [segment for segment in segments if segment[0] < first_step]  # a phase may have no step
             segments.append((first_step, before, tokens_per_step))
         return cls(tuple(segments))
 

@@ -3,6 +3,7 @@
     python -m scripts.soak                                        # 200 kills, 2 processes, a tiny model on the CPU
     python -m scripts.soak --kills=1000 --folder=/shared/scratch  # on the file system of your runs
     python -m scripts.soak --elastic                              # new process count and strategy at each start
+    python -m scripts.soak --mirror                               # copies in a store; some kills lose the disk
 
     reference  two complete runs, which must be equal
     killed     start -> kill -> check checkpoints -> start again -> ... -> finish -> compare; repeated until N kills
@@ -10,8 +11,9 @@
 A kill is SIGKILL to a rank, SIGKILL to all or SIGTERM to a rank. It happens in start-up, at a step, or soon after a
 save began or was committed. After each kill, every committed checkpoint must be sound, and the newest may not be older
 than before. At the end, checkpoints must be equal bit for bit, and metrics.jsonl must hold each report once, with equal
-losses. Times and machine data may differ. Runs alternate between asynchronous and synchronous saves. Any other
---name=value is a setting of training; on GPUs add --deterministic.
+losses. Times and machine data may differ. Runs alternate between asynchronous and synchronous saves. With --mirror, the
+folder of checkpoints is removed after some kills: the next start may not be older than the newest copy, and the last
+checkpoint must be in the store. Any other --name=value is a setting of training; on GPUs add --deterministic.
 
 A kill takes about 2 seconds on two cores. The exit code is 0 if everything was equal. Otherwise the script prints the
 differences, and keeps the folders with the output of each start.
@@ -43,6 +45,7 @@ import pyarrow as pa
 import torch
 
 from pretraining.checkpoint.manifest import read_document
+from pretraining.checkpoint.object_store import read_copies
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, UNFINISHED_SUFFIX, committed_checkpoints
 from pretraining.launch.layout import free_port
@@ -58,6 +61,7 @@ RUN = (
 )
 KINDS = ("SIGKILL to a rank", "SIGKILL to all", "SIGTERM to a rank")
 STRATEGIES = ("fsdp", "ddp", "zero2")
+DISK_IS_LOST = 1 / 3
 PREEMPTED = 75  # exit code of a run that saved and stopped on request
 POLL_SECONDS = 0.001
 STEP_NAME = re.compile(r"step_(\d+)_ckp")
@@ -203,7 +207,7 @@ class Soak:
         self._start_up_seconds = self._step_seconds = 0.0
         self._limit_seconds = math.inf
         self._kinds: Counter[str] = Counter()
-        self._preempted = 0
+        self._preempted = self._lost_disks = 0
 
     def run(self) -> None:
         """Train the reference, then kill runs until the number of kills is reached.
@@ -231,7 +235,8 @@ class Soak:
         seconds = time.monotonic() - self._began
         done = f"{self._kinds.total()} kills in {self._starts} starts; {self._runs} runs were equal, {seconds:.0f} s"
         kinds = ", ".join(f"{kind} {count}" for kind, count in self._kinds.most_common())
-        return f"{done}; {kinds}; {self._preempted} saved and exited with {PREEMPTED}"
+        lost = f"; {self._lost_disks} lost disks" if self._flags.mirror else ""
+        return f"{done}; {kinds}; {self._preempted} saved and exited with {PREEMPTED}{lost}"
 
     def _run_reference(self, run: Path, asynchronous: bool) -> None:
         """Train without a kill, and measure the time of start-up and of a step."""
@@ -255,7 +260,8 @@ class Soak:
         Raises:
             Broken: the run failed by itself, lost a step although it was asked to stop, or has a bad checkpoint.
         """
-        before, processes, settings = newest_step(run), self._flags.processes, [f"async_save={asynchronous}"]
+        before, processes = max(newest_step(run), newest_copy(self._mirror_of(run))), self._flags.processes
+        settings = [f"async_save={asynchronous}"]
         if self._flags.elastic:
             processes = self._random.randint(1, processes + 1)
             settings.append(f"sharding_strategy={self._random.choice(STRATEGIES)}")
@@ -274,10 +280,14 @@ class Soak:
                 f"start {self._starts} of {run} failed by itself, with {codes} (-9: it hung): see {run / 'starts'}"
             )
         self._kinds[kill.kind] += 1
+        newest = newest_step(run)
+        if self._flags.mirror and self._random.random() < DISK_IS_LOST:
+            self._lost_disks += 1
+            shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
         if PREEMPTED in codes:
             self._preempted += 1
-            if newest_step(run) < max(job.reported_steps(), default=0):
-                raise Broken(f"{run} was asked to stop and saved step {newest_step(run)}, but it had reported more")
+            if newest < max(job.reported_steps(), default=0):
+                raise Broken(f"{run} was asked to stop and saved step {newest}, but it had reported more")
         return False
 
     def _draw_kill(self, processes: int) -> Kill:
@@ -299,11 +309,18 @@ class Soak:
         logs.mkdir(parents=True, exist_ok=True)
         # Each run builds its own index, so that a kill may interrupt this, too.
         places = [f"data_path={self._root / 'data'}", f"ckpt_save_path={run}", f"index_path={run / 'index'}"]
+        if self._flags.mirror:
+            places.append(f"ckpt_mirror_path={self._mirror_of(run)}")
         names = [logs / f"{self._starts}-rank-{rank}.log" for rank in range(processes)]
         return Job(run, names, [*RUN, *settings, *self._settings, *places], self._limit_seconds)
 
+    def _mirror_of(self, run: Path) -> str:
+        return f"file://{self._root / 'mirrors' / run.name}"
+
     def _compare(self, reference: Path, run: Path) -> None:
         """Check that two runs are equal, and delete the second."""
+        if self._flags.mirror and newest_copy(self._mirror_of(run)) != newest_step(run):
+            raise Broken(f"the last checkpoint of {run} is not in {self._mirror_of(run)}")
         if faults := differences(reference, run, exact=not self._flags.elastic):
             raise Broken(f"{run} differs from {reference} in {len(faults)} ways:\n  " + "\n  ".join(faults[:20]))
         shutil.rmtree(run)
@@ -312,6 +329,11 @@ class Soak:
 def newest_step(run: Path) -> int:
     """Return the highest committed step of a run; 0 if there is none."""
     return max((each.step for each in committed_checkpoints(run)), default=0)
+
+
+def newest_copy(address: str) -> int:
+    """Return the highest step of the complete copies at an address; 0 if there is none."""
+    return max((copy.manifest.step for copy in read_copies(address).complete.values()), default=0)
 
 
 def check_checkpoints(run: Path, before: int) -> None:
@@ -399,6 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="parent of the folder for the runs")
     parser.add_argument("--patience", type=float, default=10, help="seconds in which peers must notice a killed rank")
     parser.add_argument("--elastic", action="store_true", help="change process count and strategy at each start")
+    parser.add_argument("--mirror", action="store_true", help="keep copies in a store, and lose disks")
     flags, settings = parser.parse_known_args(arguments)
     root = Path(tempfile.mkdtemp(prefix="soak-", dir=flags.folder))
     soak = Soak(flags, [setting.lstrip("-") for setting in settings], root)

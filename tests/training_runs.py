@@ -25,7 +25,14 @@ TINY = [
 
 
 # The settings of the golden loss curve: a global batch that most numbers of processes do not divide, and two datasets.
-GOLDEN_RUN = ["num_steps=30", "global_batch_size=10", "batch_size=2", "datasets=first,second", "weights=3,1"]
+GOLDEN_RUN = [
+    "order_version=1",
+    "num_steps=30",
+    "global_batch_size=10",
+    "batch_size=2",
+    "datasets=first,second",
+    "weights=3,1",
+]
 
 
 def write_two_datasets(root: Path) -> Path:

@@ -21,7 +21,7 @@ import torch
 from pretraining.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_PREFIX
 from pretraining.checkpoint.writer import DTYPES, Chunk
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import check_regular, parse_json, with_retries
+from pretraining.files import check_regular, lfs_pointer_hint, parse_json, with_retries
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def _safetensors_header(path: Path) -> Header:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if not 2 <= length <= min(end - 8, LARGEST_HEADER_BYTES):
-            raise DamagedError("no safetensors file", path=path)
+            raise DamagedError(lfs_pointer_hint(path) or "no safetensors file", path=path)
         content = file.read(length)
     try:
         chunks = _stored_chunks(path.name, parse_json(content), 8 + length, end)
@@ -126,10 +126,12 @@ def _safetensors_header(path: Path) -> Header:
 
 def _stored_chunks(file: str, header: dict[str, Any], data_begin: int, file_end: int) -> list[StoredChunk]:
     """Return the chunks of a header in file order; raise any error if the header is invalid."""
-    sharding = parse_json(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+    sharding = parse_json((header.pop("__metadata__", None) or {}).get("DCP_SHARDING_INFO", "{}"))
     chunks = []
     for name, entry in header.items():
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+        if dtype is None:
+            raise ValueError(f"tensor {name} is of type {entry['dtype']}, which is not read")
         begin, end = entry["data_offsets"]
         offsets = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
         numbers = (*shape, *offsets, begin, end)
@@ -179,8 +181,9 @@ def load_file(path: Path) -> dict[str, Any]:
         raise
     except Exception:  # torch.load raises many types, with long texts about unsafe loading
         raise DamagedError(
-            "damaged, or holds more than tensors and plain values; nothing in it was executed. Use another checkpoint, "
-            "or save it again with tensors and plain values only",
+            lfs_pointer_hint(path)
+            or "damaged, or holds more than tensors and plain values; nothing in it was executed. Use another "
+            "checkpoint, or save it again with tensors and plain values only",
             path=path,
         ) from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):

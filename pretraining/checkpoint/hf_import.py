@@ -4,22 +4,51 @@
     model.safetensors | model.safetensors.index.json + its files -> exactly the tensors of that shape
 
 Only JSON and safetensors files of the folder are opened. An index that points elsewhere, and pickled weights, are
-refused.
+refused. The files are those that transformers reads; a line names other files of weights in the folder.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.headers import StoredTensors, read_headers
 from pretraining.checkpoint.manifest import Manifest
+from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, read_json, real_path
-from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, shape_of_document
+from pretraining.files import entries_of, exists, is_folder, lfs_pointer_hint, read_json, real_path
+from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, INNER_MODEL, WEIGHTS_FILE, shape_of_document
+from pretraining.text import list_some
+
+log = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ADAPTER_FILE = "adapter_config.json"
+_WEIGHTS = ("*.safetensors", "*_model*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5")
+_RESAVE = "load it with transformers, and save it with save_pretrained"
+_OTHER_FORMS = (
+    ("adapter_model.*", "an adapter of PEFT, not a model: merge it into its model (merge_and_unload), and save that"),
+    (
+        "consolidated*",
+        "in the form of Meta or Mistral: fetch the files for transformers, or convert them with its script",
+    ),
+    ("model-*-of-*.safetensors", f"there without their index: fetch {INDEX_FILE}, too"),
+    ("model.*.safetensors", f"of a variant: rename the file to {WEIGHTS_FILE}, or {_RESAVE}"),
+    ("*.gguf", f"of llama.cpp: {_RESAVE} (gguf_file=…)"),
+    ("*.safetensors", f"not a name that transformers reads: rename a whole model to {WEIGHTS_FILE}"),
+    ("*.bin", f"pickled, and a pickle may run any program: {_RESAVE}, if you trust it"),
+    ("*.p*t*", f"pickled, and a pickle may run any program: {_RESAVE}, if you trust it"),
+    ("*", f"of another library: {_RESAVE}"),
+)
+"""Other forms of weights: pattern of names, and what to say of them. The first match counts."""
 
 
 def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
@@ -29,11 +58,61 @@ def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
         CheckpointError: the model is no Llama that can be trained here; a file is outside the folder, missing or
             damaged; a tensor is missing, surplus or of another shape.
     """
+    if not exists(path / CONFIG_FILE):
+        raise CheckpointError(f"is missing{describe_other_weights(path)}", path=path / CONFIG_FILE)
     shape = shape_of_document(read_json_of(path, CONFIG_FILE), str(path / CONFIG_FILE))
-    weights = read_headers(path, weight_files(path))
+    files = weight_files(path)
+    weights = read_headers(path, files)
+    if "embed_tokens.weight" in weights.chunks:
+        raise CheckpointError(f"holds {INNER_MODEL}", path=path)
+    _check_head(path, shape, weights)
+    _log_unread(path, tuple(files))
     if faults := tensor_faults(weights, Manifest(model=asdict(shape))):
         raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}: {first_faults(faults)}", path=path)
     return shape, weights
+
+
+def _check_head(path: Path, shape: LlamaShape, weights: StoredTensors) -> None:
+    """Raise a CheckpointError if a head is stored beside the embedding that should be the head, and differs."""
+    if not shape.tie_word_embeddings or not {HEAD, EMBEDDING} <= weights.chunks.keys():
+        return
+    with torch.device("cpu"):  # callers build models on the meta device
+        head, embedding = read_tensor(weights, HEAD), read_tensor(weights, EMBEDDING)
+    if head.shape != embedding.shape or not torch.equal(head.float(), embedding.float()):
+        raise CheckpointError(
+            f"stores a head that differs from the embedding, but its {CONFIG_FILE} ties them: set tie_word_embeddings "
+            "to false there to use this head, as transformers does, or remove the head",
+            path=path,
+        )
+
+
+@cache
+def _log_unread(path: Path, files: tuple[str, ...]) -> None:
+    """Log the files of weights in a folder that are not read, once per process."""
+    others = [name for name in _weights_in(path) if name not in files]
+    if others:
+        log.info("%s: the weights are those of %s; %s not read", path, list_some(files, 3), _are(others))
+
+
+def _weights_in(path: Path) -> list[str]:
+    """Return the names of the files in a folder that hold weights of some form."""
+    names = [each.name for each in entries_of(path)] if is_folder(path) else []
+    return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _WEIGHTS))
+
+
+def _are(names: list[str]) -> str:
+    return f"{list_some(names, 3)} {'is' if len(names) == 1 else 'are'}"
+
+
+def describe_other_weights(path: Path) -> str:
+    """Return which weights of other forms a folder holds, and the way on, as the end of a message; empty if none."""
+    has_weights = exists(path / WEIGHTS_FILE) or exists(path / INDEX_FILE)
+    names = [] if has_weights else _weights_in(path)
+    for pattern, what in _OTHER_FORMS:
+        found = [name for name in names if fnmatch(name, pattern)]
+        if found:
+            return f": {_are(found)} {what}"
+    return ""
 
 
 def manifest_of_folder(path: Path) -> Manifest:
@@ -53,9 +132,12 @@ def weight_files(path: Path) -> list[str]:
         if not names or not all(isinstance(name, str) for name in names):
             raise CheckpointError("has no weight_map from tensors to files", path=path / INDEX_FILE)
     else:
+        found = describe_other_weights(path) or ": fetch the model's safetensors files"
+        raise CheckpointError(f"has no {WEIGHTS_FILE} or {INDEX_FILE}{found}", path=path)
+    if exists(path / ADAPTER_FILE):
         raise CheckpointError(
-            f"has no {WEIGHTS_FILE} or {INDEX_FILE}: fetch the model's safetensors files. Pickled weights (.bin, .pt, "
-            ".pth) are refused, since they may run any program",
+            f"has an adapter of PEFT ({ADAPTER_FILE}), which transformers would apply to another folder's weights: "
+            "merge it (merge_and_unload, save_pretrained), or remove it to train from these weights without it",
             path=path,
         )
     for name in names:
@@ -78,4 +160,5 @@ def read_json_of(path: Path, name: str) -> Any:
     try:
         return read_json(path / name)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read as JSON: {error}", path=path / name) from None
+        problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
+        raise CheckpointError(problem, path=path / name) from None

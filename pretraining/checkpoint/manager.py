@@ -17,7 +17,7 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.manifest import Manifest, Stateful
+from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, LOSSES_OF, Manifest, Stateful
 from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
 from pretraining.checkpoint.run_folder import Checkpoint
 from pretraining.checkpoint.saver import Saver
@@ -53,6 +53,7 @@ class CheckpointManager:
         observer: gives the newest loss; measures the time that training waits, and records each checkpoint.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
         mirror_wait_seconds: how long the end of the run waits for the last copy.
+        definition: of the evaluation sets whose loss `maybe_save` gets.
 
     Attributes:
         newest: newest committed checkpoint, or the one that the run was restored from.
@@ -69,6 +70,7 @@ class CheckpointManager:
         training_tokens: int | None = None,
         mirror: Mirror | None = None,
         mirror_wait_seconds: float = 0.0,
+        definition: str | None = None,
     ) -> None:
         self._mirror, self._mirror_wait_seconds = mirror, mirror_wait_seconds
         self._config, self._saver, self._manifest = config, saver, manifest
@@ -77,25 +79,30 @@ class CheckpointManager:
         self._preempt_interval = Interval(config.preempt_interval, training_tokens)
         self.evaluation_loss: float | None = None
         self.best_evaluation_loss: float | None = None
+        self._definition = definition
+        self._losses_of: str | None = None
         self.newest: Path | None = None
         self._has_trained = False
         self._saved_step: int | None = None
         self._unevaluated_step: int | None = None
 
-    def restore(self, restored: CheckpointRef, decided_by: tuple[str, ...] | None = None) -> None:
+    def restore(self, restored: CheckpointRef) -> None:
         """Restore the state of all components and the evaluation losses; a collective call.
-
-        Args:
-            decided_by: sorted names of the evaluation sets whose loss `maybe_save` gets; None = unchanged.
 
         Raises:
             CheckpointError: the state of a component cannot be loaded.
         """
         saved = restored.manifest
-        if decided_by is None or saved.decided_by == decided_by:
-            self.evaluation_loss, self.best_evaluation_loss = saved.evaluation_loss, saved.best_evaluation_loss
-        elif saved.best_evaluation_loss is not None:
-            log.info("the best checkpoint is now chosen by the loss of %s", " and ".join(decided_by))
+        self.evaluation_loss, self.best_evaluation_loss = saved.evaluation_loss, saved.best_evaluation_loss
+        self._losses_of = saved.losses_of
+        if self._definition not in (None, self._losses_of) and self.best_evaluation_loss is not None:
+            why = "differ from" if self._losses_of else "are recorded from now on, and may differ from"
+            log.info(
+                "the evaluation sets %s those of the best loss so far, %.4f: the next evaluation begins the search for "
+                "the best checkpoint and the patience of early stopping again",
+                why,
+                self.best_evaluation_loss,
+            )
         self.newest = restored.path
         for name, state in saved.state.items():
             if name not in self._states:
@@ -195,8 +202,9 @@ class CheckpointManager:
         """Track an evaluation loss; return whether it is the run's best."""
         if not math.isfinite(loss):
             return False
+        is_comparable, self._losses_of = self._losses_of == self._definition, self._definition
         self.evaluation_loss = loss
-        if self.best_evaluation_loss is not None and loss >= self.best_evaluation_loss:
+        if is_comparable and self.best_evaluation_loss is not None and loss >= self.best_evaluation_loss:
             return False
         self.best_evaluation_loss = loss
         return True
@@ -214,6 +222,9 @@ class CheckpointManager:
     def _manifest_now(self, progress: Progress, kind: str) -> Manifest:
         """Return the manifest of this step, without its files."""
         data = self._loader.state_dict()
+        states = {name: kept for name, stateful in self._states.items() if (kept := stateful.state_dict())}
+        if self._losses_of is not None:
+            states[EVALUATION_SETS_STATE] = states.get(EVALUATION_SETS_STATE, {}) | {LOSSES_OF: self._losses_of}
         return replace(
             self._manifest,
             step=progress.steps,
@@ -224,7 +235,7 @@ class CheckpointManager:
             evaluation_loss=self.evaluation_loss,
             best_evaluation_loss=self.best_evaluation_loss,
             data=data,
-            state={name: kept for name, stateful in self._states.items() if (kept := stateful.state_dict())},
+            state=states,
             global_batch_size=data["phases"][-1]["global_batch_size"],
         )
 

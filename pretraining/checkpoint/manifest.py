@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, is_file, read_json, with_checksum
+from pretraining.files import exists, is_file, lfs_pointer_hint, read_json, with_checksum
 from pretraining.model.hf import CONFIG_FILE
+from pretraining.optim.horizon import ANNEALING_FROM
 
 if TYPE_CHECKING:  # reading manifests needs no torch, whose import takes a second
     import torch
@@ -43,8 +44,14 @@ EVALUATION_STATE = "evaluation"
 """Key of the evaluator in a manifest's states."""
 _PENDING_KEY = "owed"
 """Key in the evaluator's state: whether an evaluation of these weights is due and not done."""
+EVALUATION_SETS_STATE = "evaluation_sets"
+"""Key of the record of the evaluation sets in a manifest's states."""
+LOSSES_OF = "losses_of"
+"""Key in this record: definition of the evaluation sets of the losses in the manifest."""
 GUARDS_STATE = "guards"
 """Key of the guards in a manifest's states."""
+SCHEDULE_STATE = "schedule"
+"""Key of the learning rate in a manifest's states."""
 
 _DIMENSIONS_WITHOUT_WEIGHTS = ("max_position_embeddings",)
 """Dimensions that no weight depends on: models with the same weights may differ in them."""
@@ -103,11 +110,20 @@ class Manifest:
     config: str = ""
 
     @property
-    def decided_by(self) -> tuple[str, ...]:
-        """Sorted names of the evaluation sets of `evaluation_loss`.
+    def losses_of(self) -> str | None:
+        """Recorded definition of the evaluation sets of the evaluation losses."""
+        definition = self._state_of(EVALUATION_SETS_STATE).get(LOSSES_OF)
+        return definition if isinstance(definition, str) else None
 
-        The evaluator's state names them unless they are the held-out documents of all datasets.
+    @property
+    def decided_by(self) -> tuple[str, ...]:
+        """Definition of the evaluation sets of `evaluation_loss`; losses of different definitions are not compared.
+
+        Earlier releases recorded none: only the sorted names of the sets, unless they were the held-out documents of
+        all datasets.
         """
+        if self.losses_of is not None:
+            return (self.losses_of,)
         kept = self._state_of(EVALUATION_STATE).get("decided_by")
         if isinstance(kept, list):
             return tuple(map(str, kept))
@@ -118,6 +134,12 @@ class Manifest:
         """Skipped updates just before the checkpoint; a divergence goes back to before the first of them."""
         count = self._state_of(GUARDS_STATE).get("skipped_in_a_row")
         return count if type(count) is int else 0
+
+    @property
+    def annealing_from(self) -> int:
+        """Step at which the annealing stage of the run began; 0 in checkpoints of earlier versions."""
+        step = self._state_of(SCHEDULE_STATE).get(ANNEALING_FROM)
+        return step if type(step) is int else 0
 
     @property
     def is_of_finished_run(self) -> bool:
@@ -187,11 +209,23 @@ def _check_types(read: Manifest | FileEntry) -> None:
 
 
 def _check_data_state(data: dict[str, Any]) -> None:
-    """Raise an error if a field that is read here is missing; `data.resume` checks the others. May be empty."""
-    if data:
-        weights = data["phases"][-1]["weights"]
-        if not data["datasets"].keys() >= weights.keys() <= data["counts"].keys():
-            raise ValueError("data has weights of unknown datasets")
+    """Raise an error if a field that is read here or at an export is missing or no count; the state may be empty.
+
+    `data.resume` checks all fields, when a run resumes.
+    """
+    if not data:
+        return
+    weights, counts, datasets = data["phases"][-1]["weights"], data["counts"], data["datasets"]
+    if not datasets.keys() >= weights.keys() <= counts.keys():
+        raise ValueError("data has weights of unknown datasets")
+    numbers = [data.get("next_sample", 0), *counts.values()]
+    numbers += [fingerprint.get("tokens", 0) for fingerprint in datasets.values()]
+    for phase in data["phases"]:
+        numbers += [phase[name] for name in ("first_step", "first_sample", "global_batch_size")]
+        numbers += phase["weights"].values()
+    wrong = [each for each in numbers if type(each) is not int or not 0 <= each <= LARGEST_COUNT]
+    if wrong:
+        raise TypeError(f"data has {shown(wrong[0])} in place of a count")
 
 
 def crc32_text(value: int) -> str:
@@ -221,7 +255,7 @@ def read_document(folder: Path) -> Manifest:
     try:
         return Manifest.parse(read_json(path), str(path))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read: {error}", path=path) from None
+        raise CheckpointError(lfs_pointer_hint(path) or f"cannot be read: {error}", path=path) from None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -243,7 +277,10 @@ def size_fault(path: Path, written: FileEntry) -> str | None:
     if not is_file(path):
         return f"{path} is no file" if exists(path) else f"{path} is missing"
     size = path.stat().st_size
-    return None if size == written.bytes else f"{path} has {size:,} bytes in place of {written.bytes:,}"
+    if size == written.bytes:
+        return None
+    hint = lfs_pointer_hint(path)
+    return f"{path}: {hint}" if hint else f"{path} has {size:,} bytes in place of {written.bytes:,}"
 
 
 def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:

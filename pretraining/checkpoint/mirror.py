@@ -1,6 +1,6 @@
 """Mirror of a run: a copy of its checkpoints in an object store, which outlives the machines (`--ckpt_mirror_path`).
 
-    start      `fetch_start`: check that this run may write there; fetch the newest copy if it is newer than the folder
+    start      `list_copies`: check that this run may write there; `fetch_start`: fetch what only the store holds
     commit     `Mirror.copy`: each process uploads its files in the background, then rank 0 uploads the manifest
     each step  `Mirror.poll`: is every process done? No rank waits for another
     end        `Mirror.finish`: wait for the newest copy
@@ -16,26 +16,33 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from types import MappingProxyType
 from typing import Any
 
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_document, read_manifest
-from pretraining.checkpoint.object_store import TRIES_OF_START, Store, StoreError, checkpoints_in, fetch_newest
-from pretraining.checkpoint.retention import best_of, superseded
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_document
+from pretraining.checkpoint.object_store import (
+    SET_ASIDE_FILE,
+    TRIES_OF_START,
+    Store,
+    StoreError,
+    fetch_copy,
+    read_copies,
+)
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
+from pretraining.checkpoint.retention import best_of, set_aside, superseded
 from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.run_path import CONFIG_FILE
-from pretraining.checkpoint.start_point import fetched_path
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, rank_and_world_size
-from pretraining.errors import CheckpointError
-from pretraining.files import checked_values, is_address, is_file, parse_json, with_checksum, write_atomic
+from pretraining.errors import CheckpointError, DamagedError
+from pretraining.files import checked_values, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
@@ -43,7 +50,9 @@ from pretraining.observability.trackers import LOGS, METRICS_FILE
 log = logging.getLogger(__name__)
 
 MIRROR_FILE = "mirror.json"
-LOG_FILES = (CONFIG_FILE, f"{LOGS}/{METRICS_FILE}", f"{LOGS}/{EVENTS_FILE}")
+EVENTS = f"{LOGS}/{EVENTS_FILE}"
+LOG_FILES = (f"{LOGS}/{METRICS_FILE}", EVENTS)
+COPIED_FILES = (CONFIG_FILE, *LOG_FILES)
 LOG_FILES_SECONDS = 60.0
 """Time between two copies of the log files."""
 PREEMPTED_SECONDS = 20.0
@@ -58,92 +67,79 @@ class TakenOverError(CheckpointError):
 # Start of a run
 
 
-def fetch_start(config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({})) -> Path | None:
-    """Check that a run may write to its mirror, and fetch its start point if only an object store holds it.
+def list_copies(config: CheckpointConfig) -> Copies:
+    """List the checkpoints in a run's mirror, after a check that the run may write there; in one process.
 
-    A mirror that is newer than the folder wins, since the run may have continued on another machine. Call it in one
-    process, which holds the lease of the run.
-
-    Args:
-        damaged: checkpoints of the run that are known to be damaged.
-
-    Returns:
-        The fetched checkpoint of the run, if any.
+    Nothing is written into the run's folder, so a start that is refused later leaves no trace of a wrong mirror.
 
     Raises:
-        CheckpointError: a store cannot be used, the mirror belongs to another run, or its checkpoints are damaged.
+        CheckpointError: the store cannot be used, or holds the mirror of another run.
     """
-    run, own_step = config.folder, newest_good_step(config.folder, damaged)
-    if config.ckpt_mirror_path is not None:
-        store = open_mirror(config)
-        copies = checkpoints_in(store, needed=own_step < 0)
-        found = {folder: each for folder, each in copies.items() if folder and each.step > own_step}
-        if found:
-            _fetch_log_files(store, run)  # first: after the checkpoint is there, a start does not fetch them
-            fetched = fetch_newest(store, found, run / CHECKPOINTS)
-            if fetched is None and own_step < 0:
-                raise CheckpointError("holds checkpoints, but no good one", path=store.address)
-            return fetched
-    if own_step < 0 and is_address(config.ckpt_load_path) and newest_good_step(fetched_path(config)) < 0:
-        source = Store(config.ckpt_load_path or "")
-        if fetch_newest(source, checkpoints_in(source), fetched_path(config) / CHECKPOINTS) is None:
-            raise CheckpointError("holds no complete and good checkpoint", path=source.address)
-    return None
-
-
-def _fetch_log_files(store: Store, run: Path) -> None:
-    """Fetch the log files that the run's folder lacks or has only in part."""
-    for name in LOG_FILES:
-        content = store.read(name) or b""
-        if len(content) > ((run / name).stat().st_size if is_file(run / name) else 0):
-            (run / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(run / name, content)
-
-
-def open_mirror(config: CheckpointConfig) -> Store:
-    """Return the store of a run's mirror after a test write; raises as `fetch_start`."""
-    store = Store(config.ckpt_mirror_path or "")
+    if config.ckpt_save_path is None or config.ckpt_mirror_path is None:
+        return NO_COPIES
+    store, copies = Store(config.ckpt_mirror_path), read_copies(config.ckpt_mirror_path)
     name, content = f"probe.{secrets.token_hex(4)}", b"may this run write here?"
     store.write(name, content)
     if store.read(name) != content:
         raise StoreError("reads back other bytes than were written", path=f"{store.address}/{name}")
     store.remove(name)
-    _match_run_id(store, config.folder)
-    return store
+    _check_run_id(store, config.folder, copies)
+    return copies
 
 
-def newest_good_step(run: Path, damaged: Mapping[Path, str] = MappingProxyType({})) -> int:
-    """Return the step of a run's newest checkpoint that is not damaged; -1 without one."""
-    for checkpoint in reversed(committed_checkpoints(run)):
-        with suppress(CheckpointError):
-            read_manifest(checkpoint.path)
-            if checkpoint.path not in damaged:
-                return checkpoint.step
-    return -1
-
-
-def _match_run_id(store: Store, run: Path) -> None:
-    """Give the run its mirror's id, or both a new id; raise a CheckpointError if the mirror belongs to another run."""
+def _check_run_id(store: Store, run: Path, copies: Copies) -> None:
+    """Raise a CheckpointError if the mirror belongs to another run."""
     own, mirrored = _read_run_id(run), _read_owner(store).get("run")
     local = [each.path for each in committed_checkpoints(run)]
+    if mirrored in (None, own) or not local:
+        return
     # A run without an id (lost, or copied by hand) is identified by a checkpoint that the mirror holds, too.
-    is_same = own == mirrored or not local or (own is None and any(_is_in_store(store, path) for path in local))
-    if mirrored is None:
-        mirrored = own or secrets.token_hex(8)
-        store.write(MIRROR_FILE, _to_json(run=mirrored, writer=""))
-    elif not is_same:
-        raise CheckpointError(
-            f"is the mirror of another run than {run}: give another --ckpt_mirror_path or --ckpt_save_path",
-            path=store.address,
-        )
-    if own != mirrored:
-        run.mkdir(parents=True, exist_ok=True)
-        write_atomic(run / MIRROR_FILE, _to_json(run=mirrored))
+    if own is None and any(_has_copy(copies, path) for path in local):
+        return
+    raise CheckpointError(
+        f"is the mirror of another run than {run}: give another --ckpt_mirror_path or --ckpt_save_path",
+        path=store.address,
+    )
 
 
-def _is_in_store(store: Store, path: Path) -> bool:
-    manifest = path / MANIFEST
-    return is_file(manifest) and store.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST}") == manifest.read_bytes()
+def _has_copy(copies: Copies, checkpoint: Path) -> bool:
+    copy = copies.complete.get(checkpoint.name)
+    with suppress(CheckpointError):
+        return copy is not None and copy.manifest == read_document(checkpoint)
+    return False
+
+
+def fetch_start(config: CheckpointConfig, start: CheckpointRef) -> None:
+    """Fetch the start point and the run's best checkpoint, if only an object store holds them; in one process.
+
+    Raises:
+        DamagedError: the copy of the start point is damaged.
+        CheckpointError: a store cannot be used, or a checkpoint cannot be written or moved.
+    """
+    if start.given_up:
+        log.warning("the run has gone back on another machine, and its mirror has set newer checkpoints aside")
+        set_aside(config.folder, start.given_up)
+    if start.copy is not None:
+        if start.is_own:
+            _fetch_log_files(Store(start.copy.address), config.folder)
+        fetch_copy(start.copy, start.path)
+    if start.best_copy is not None:
+        try:
+            fetch_copy(start.best_copy, config.folder / CHECKPOINTS / start.best_copy.name)
+        except DamagedError as error:
+            log.warning("the best checkpoint is lost: %s", error)
+
+
+def _fetch_log_files(store: Store, run: Path) -> None:
+    """Fetch the log files of the mirror; this start has written events already, which stay behind those."""
+    for name in LOG_FILES:
+        content, path = store.read(name) or b"", run / name
+        local = path.read_bytes() if is_file(path) else b""
+        if not local.startswith(content):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            known = set(content.splitlines())
+            newer = [line for line in local.splitlines(keepends=True) if line.rstrip(b"\n") not in known]
+            write_atomic(path, content + b"".join(newer if name == EVENTS else []))
 
 
 def _read_run_id(run: Path) -> str | None:
@@ -178,7 +174,8 @@ class Mirror:
     """Background copies of a run's checkpoints; the constructor, `copy`, `poll` and `finish` are collective calls.
 
     Args:
-        step: step of the start point; later checkpoints in the mirror were rolled back, and are set aside.
+        step: step of the start point; the run has gone back from later checkpoints in the mirror, which are set aside
+            once the mirror holds a checkpoint to start from in their place.
         newest: the run's own start point; `start` copies it if the mirror lacks it.
         spare_cores: whether uploads pause most of the time until `finish`, since training needs every core.
 
@@ -193,6 +190,7 @@ class Mirror:
         self._store = on_every_rank(lambda: Store(config.ckpt_mirror_path or ""))
         self._token = on_rank_zero(lambda: secrets.token_hex(8))
         self._held: dict[str, Manifest] = {}  # on rank 0: complete checkpoints in the mirror
+        self._given_up: dict[str, Manifest] = {}  # on rank 0: those to set aside
         self._closing, self._full_speed = threading.Event(), threading.Event()
         if not spare_cores:
             self._full_speed.set()
@@ -212,7 +210,7 @@ class Mirror:
 
     def lacks(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint has no complete copy; on rank 0."""
-        return self._held.get(_store_folder(checkpoint)) != read_document(checkpoint)
+        return self._held.get(checkpoint.name) != read_document(checkpoint)
 
     def copy(self, checkpoint: Path) -> None:
         """Copy a committed checkpoint after the running copy; only the newest of several waiting ones is copied."""
@@ -325,25 +323,35 @@ class Mirror:
         """Upload the manifest, remove superseded copies, and copy the log files; in a background thread of rank 0."""
         if rank_and_world_size()[0] != 0:
             return
-        content, folder = (checkpoint / MANIFEST).read_bytes(), _store_folder(checkpoint)
+        content = (checkpoint / MANIFEST).read_bytes()
         self._store.retry(self._check_writer, self._closing)
-        self._store.retry(lambda: self._store.write(f"{folder}/{MANIFEST}", content), self._closing)
-        self._held[folder] = read_document(checkpoint)
+        self._store.retry(lambda: self._store.write(f"{_store_folder(checkpoint)}/{MANIFEST}", content), self._closing)
+        self._held[checkpoint.name] = read_document(checkpoint)
+        self._given_up.pop(checkpoint.name, None)
         with suppress(StoreError):  # the next commit tries again
-            self._remove_superseded(folder)
+            self._set_given_up_aside()
+            self._remove_superseded(checkpoint.name)
             self._copy_log_files()
 
     def _take_over(self, step: int) -> None:
-        """Become the mirror's writer, and set aside checkpoints that the run has rolled back."""
-        run_id = _read_owner(self._store).get("run", "")
+        """Become the mirror's writer, and list its checkpoints."""
+        run_id = _read_owner(self._store).get("run") or _read_run_id(self._run) or secrets.token_hex(8)
         self._store.write(MIRROR_FILE, _to_json(run=run_id, writer=self._token))
-        for folder, manifest in checkpoints_in(self._store).items():
-            if manifest.step <= step:
-                self._held[folder] = manifest
-                continue
-            self._store.write(f"{folder}/set_aside.json", self._store.read(f"{folder}/{MANIFEST}") or b"")
+        if _read_run_id(self._run) != run_id:
+            write_atomic(self._run / MIRROR_FILE, _to_json(run=run_id))
+        copies = read_copies(self._config.ckpt_mirror_path or "").complete
+        self._held = {name: copy.manifest for name, copy in copies.items() if copy.manifest.step <= step}
+        self._given_up = {name: copy.manifest for name, copy in copies.items() if name not in self._held}
+        if self._newest is not None and not self.lacks(self._newest):
+            self._set_given_up_aside()
+
+    def _set_given_up_aside(self) -> None:
+        for name, manifest in list(self._given_up.items()):
+            folder = f"{CHECKPOINTS}/{name}"
+            self._store.write(f"{folder}/{SET_ASIDE_FILE}", json.dumps(manifest.document()).encode())
             self._store.remove(f"{folder}/{MANIFEST}")
-            log.info("%s/%s is newer than step %d and set aside", self._store.address, folder, step)
+            log.info("%s/%s is set aside, since the run has gone back from it", self._store.address, folder)
+            del self._given_up[name]
 
     def _check_writer(self) -> None:
         if _read_owner(self._store).get("writer") != self._token:
@@ -351,19 +359,20 @@ class Mirror:
 
     def _remove_superseded(self, newest: str) -> None:
         copies = sorted(
-            (checkpoint_from(Path(each), self._held[each]) for each in self._held), key=lambda each: each.step
+            (checkpoint_from(Path(name), manifest) for name, manifest in self._held.items()), key=lambda each: each.step
         )
-        [own] = [each for each in copies if each.path == Path(newest)]
+        [own] = [each for each in copies if each.path.name == newest]
         copies = [each for each in copies if each.step <= own.step and each.has_save_name]
         for each in superseded(copies, own, best_of(copies), self._config.keep_last):
-            self._store.remove(f"{each.path}/{MANIFEST}")  # first: without it, the rest is no checkpoint
-            self._store.remove(str(each.path))
-            del self._held[str(each.path)]
+            folder = f"{CHECKPOINTS}/{each.path.name}"
+            self._store.remove(f"{folder}/{MANIFEST}")  # first: without it, the rest is no checkpoint
+            self._store.remove(folder)
+            del self._held[each.path.name]
 
     def _copy_log_files(self) -> None:
         if monotonic() - self._log_files_copied >= LOG_FILES_SECONDS:
             self._log_files_copied = monotonic()
-            for name in LOG_FILES:
+            for name in COPIED_FILES:
                 if is_file(self._run / name):
                     self._store.write(name, (self._run / name).read_bytes())
 

@@ -9,6 +9,7 @@ checksums in the manifest, and the checkpoint appears complete or not at all. Cr
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -29,14 +30,17 @@ import pyarrow.fs
 from pyarrow.lib import ArrowException
 
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text, misnamed_files
+from pretraining.checkpoint.own_checkpoints import Copies, Copy
 from pretraining.checkpoint.run_folder import CHECKPOINTS, temporary_name
-from pretraining.errors import CheckpointError
+from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import address_problem, exists, flush_folder, parse_json
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+SET_ASIDE_FILE = "set_aside.json"
+"""Name of the manifest of a copy that the run has set aside."""
 PIECE_BYTES = 2**22
 READING_THREADS = 8
 REST_RATIO = 49
@@ -219,57 +223,57 @@ def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
 # Checkpoints
 
 
-def checkpoints_in(store: Store, *, needed: bool = False) -> dict[str, Manifest]:
-    """Return the manifests of a store's complete checkpoints by folder, ordered by step.
-
-    The folder is "" if the address is that of a checkpoint.
-
-    Args:
-        needed: whether to refuse a store in which no checkpoint is complete; an empty store is fine.
+def read_copies(address: str) -> Copies:
+    """List the checkpoints in a store.
 
     Raises:
         StoreError: the store cannot be read.
-        CheckpointError: no checkpoint is complete.
+        CheckpointError: the address cannot be used.
     """
+    store = Store(address)
     sizes = store.sizes()
-    form = re.compile(rf"((?:{CHECKPOINTS}/[^/]+/)?){re.escape(MANIFEST)}")
-    prefixes = [match[1] for name in sizes if (match := form.fullmatch(name))]
+    form = re.compile(rf"((?:{CHECKPOINTS}/[^/]+/)?)(?:{re.escape(MANIFEST)}|{re.escape(SET_ASIDE_FILE)})")
+    names = [name for name in sizes if form.fullmatch(name)]
 
-    def read(prefix: str) -> Manifest | None:
-        content = store.read(prefix + MANIFEST)
+    def read(name: str) -> Manifest | None:
         try:
-            manifest = Manifest.parse(parse_json(content or b""), f"{store.address}/{prefix}{MANIFEST}")
+            return Manifest.parse(parse_json(store.read(name) or b""), f"{store.address}/{name}")
         except (CheckpointError, ValueError) as error:
-            log.warning("%s/%s is skipped: %s", store.address, prefix, error)
+            log.warning("%s/%s is skipped: %s", store.address, name, error)
             return None
-        is_complete = all(sizes.get(prefix + name) == entry.bytes for name, entry in manifest.files.items())
-        return manifest if is_complete else None
 
     with ThreadPoolExecutor(READING_THREADS) as pool:
-        found = list(zip(prefixes, pool.map(read, prefixes), strict=True))
-    complete = [(prefix.rstrip("/"), manifest) for prefix, manifest in found if manifest is not None]
-    if needed and found and not complete:
-        raise CheckpointError(f"holds {len(found)} checkpoints, but no complete one", path=store.address)
-    return dict(sorted(complete, key=lambda each: (each[1].step, each[1].kind != "preempt")))
+        manifests = dict(zip(names, pool.map(read, names), strict=True))
+    found, set_aside, incomplete = list[Copy](), dict[str, Manifest](), 0
+    for name, manifest in manifests.items():
+        folder, _, file = name.rpartition("/")
+        if file == SET_ASIDE_FILE:
+            if manifest is not None:
+                set_aside[Path(folder).name] = manifest
+        elif manifest is None or any(
+            sizes.get(f"{folder}/{each}".lstrip("/")) != entry.bytes for each, entry in manifest.files.items()
+        ):
+            incomplete += 1
+        else:
+            found.append(Copy(address, folder, manifest))
+    found.sort(key=lambda each: (each.manifest.step, each.manifest.kind != "preempt"))
+    return Copies({each.name: each for each in found}, set_aside, incomplete)
 
 
-def fetch_newest(store: Store, found: Mapping[str, Manifest], target: Path) -> Path | None:
-    """Fetch the newest good checkpoint of `checkpoints_in` into a folder; return None if all are damaged.
+def fetch_copy(copy: Copy, path: Path) -> None:
+    """Fetch a checkpoint to a path, in place of a damaged one if any.
 
     Raises:
-        CheckpointError: a checkpoint cannot be fetched or written.
+        DamagedError: a file does not have the checksum in the manifest.
+        CheckpointError: the store cannot be read, or the disk cannot be written.
     """
-    for folder, manifest in reversed(list(found.items())):
-        path = target / _checkpoint_name(store, folder)
-        log.info("fetching %s/%s to %s", store.address, folder, path)
-        try:
-            fault = _fetch(store, folder, manifest, path)
-        except OSError as error:
-            raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from None
-        if fault is None:
-            return path
-        log.warning("%s/%s is damaged: %s", store.address, folder, fault)
-    return None
+    log.info("fetching %s to %s", copy, path)
+    try:
+        fault = _fetch(Store(copy.address), copy.folder, copy.manifest, path)
+    except OSError as error:
+        raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from None
+    if fault is not None:
+        raise DamagedError(f"damaged: {fault}", path=str(copy))
 
 
 def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | None:
@@ -298,32 +302,41 @@ def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | N
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _checkpoint_name(store: Store, folder: str) -> str:
-    return Path(folder or store.address).name
-
-
 @contextmanager
 def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
     """Provide a temporary folder like that of the run at an address.
 
     Args:
-        with_files: whether to fetch the newest checkpoint. Otherwise the folder holds the manifests of all checkpoints,
-            and sparse files of the right sizes.
+        with_files: whether to fetch the newest good checkpoint. Otherwise the folder holds the manifests of all
+            checkpoints, and sparse files of the right sizes.
 
     Raises:
         CheckpointError: there is no checkpoint, or the store cannot be used.
     """
-    store = Store(address)
+    copies = list(read_copies(address).complete.values())
     with tempfile.TemporaryDirectory(prefix="pretrain-") as name:
         run = Path(name) / "run"
-        found = checkpoints_in(store)
-        if not found or (with_files and fetch_newest(store, found, run / CHECKPOINTS) is None):
-            raise CheckpointError("holds no complete and good checkpoint", path=store.address)
-        for folder, manifest in ({} if with_files else found).items():
-            path = run / CHECKPOINTS / _checkpoint_name(store, folder)
-            path.mkdir(parents=True)
-            for file, entry in manifest.files.items():
-                with (path / Path(file).name).open("wb") as empty:
-                    empty.truncate(entry.bytes)
-            (path / MANIFEST).write_bytes(store.read(f"{folder}/{MANIFEST}".lstrip("/")) or b"")
+        is_empty = True
+        for copy in reversed(copies):
+            try:
+                _view(copy, run / CHECKPOINTS / copy.name, with_files=with_files)
+            except DamagedError as error:
+                log.warning(str(error))
+                continue
+            is_empty = False
+            if with_files:
+                break
+        if is_empty:
+            raise CheckpointError("holds no complete and good checkpoint", path=address.partition("?")[0])
         yield run
+
+
+def _view(copy: Copy, path: Path, *, with_files: bool) -> None:
+    if with_files:
+        fetch_copy(copy, path)
+        return
+    path.mkdir(parents=True)
+    for file, entry in copy.manifest.files.items():
+        with (path / Path(file).name).open("wb") as empty:
+            empty.truncate(entry.bytes)
+    (path / MANIFEST).write_text(json.dumps(copy.manifest.document()))

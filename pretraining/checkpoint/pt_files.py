@@ -170,7 +170,7 @@ def _schedule_state(manifest: Manifest, config: TrainConfig, peaks: list[float])
         schedule = TokenSchedule.of_phases(
             (phase["first_step"], phase["global_batch_size"] * config.data.seq_length) for phase in phases
         )
-        rate = build_learning_rate(config.schedule, config.run.num_steps, schedule, training_tokens=None)
+        rate = build_learning_rate(config.schedule, config.run.num_steps, schedule, None, manifest.annealing_from)
         state["_last_lr"] = [rate.at(manifest.step, peak) for peak in peaks]
     return state
 

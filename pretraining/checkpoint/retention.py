@@ -16,15 +16,19 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, Checkpoint, checkpoint_at, committed_checkpoints
+from pretraining.checkpoint.run_folder import (
+    BEST,
+    CHECKPOINTS,
+    SET_ASIDE,
+    Checkpoint,
+    checkpoint_at,
+    committed_checkpoints,
+)
 from pretraining.checkpoint.writer import remove_checkpoint
 from pretraining.errors import CheckpointError, PretrainError
 from pretraining.files import exists, flush_folder, link_atomic
 
 log = logging.getLogger(__name__)
-
-SET_ASIDE = "set_aside_"
-"""Prefix of folders with checkpoints that a run has rolled back."""
 
 
 def apply_retention(run: Path, newest: Path, keep_last: int | None, protected: Collection[Path] = ()) -> None:

@@ -25,6 +25,8 @@ CHECKPOINTS = "checkpoints"
 BEST = "best"
 PREEMPT_SUFFIX = ".preempt"
 UNFINISHED_SUFFIX = ".tmp"
+SET_ASIDE = "set_aside_"
+"""Prefix of folders with checkpoints that a run has gone back from."""
 
 _SAVE_NAME = (
     r"(step_(?P<step>\d+)_ckp|tokens\(\d\.\d\de\d+\)(_tloss\(-?\d+\.\d{3}\))?(_vloss\(-?\d+\.\d{3}\))?_ckpt)"
@@ -43,7 +45,7 @@ class Checkpoint:
         step: from the manifest or, if that is unreadable, from the name; -1 if neither has it.
         has_save_name: whether the name is that of its save; otherwise a user has copied or renamed the checkpoint.
         kind: None if the manifest is unreadable.
-        decided_by: evaluation sets of the loss; losses of different sets are not compared.
+        decided_by: definition of the evaluation sets of the loss; others are not compared with it.
         skipped_in_a_row: skipped updates just before the checkpoint.
     """
 
@@ -61,16 +63,25 @@ def committed_checkpoints(run: Path) -> list[Checkpoint]:
 
     A checkpoint without a manifest is included if its name says that it was committed.
     """
-    found = [checkpoint_at(path) for path in _folders(run) if is_committed(path)]
+    return sorted((checkpoint_at(path) for path in _folders(run) if is_committed(path)), key=place_in_run)
 
-    def place(each: Checkpoint) -> tuple[int, bool, bool, bool, str]:
-        # Order within a step: a preemption checkpoint was saved first, a replaced one has the second name, and a
-        # user's copy comes before its original.
-        name = _COMMITTED.fullmatch(each.path.name)
-        is_second = name is not None and name["also"] is not None
-        return each.step, each.path.suffix != PREEMPT_SUFFIX, name is not None, not is_second, each.path.name
 
-    return sorted(found, key=place)
+def place_in_run(checkpoint: Checkpoint) -> tuple[int, bool, bool, bool, str]:
+    """Return the key that sorts the checkpoints of a run.
+
+    Within a step, a preemption checkpoint was saved first, a replaced one has the second name, and a user's copy comes
+    before its original.
+    """
+    name = _COMMITTED.fullmatch(checkpoint.path.name)
+    is_second = name is not None and name["also"] is not None
+    is_last = checkpoint.path.suffix != PREEMPT_SUFFIX
+    return checkpoint.step, is_last, name is not None, not is_second, checkpoint.path.name
+
+
+def checkpoints_set_aside(run: Path) -> list[Path]:
+    """Return the checkpoints that the run has set aside, in order."""
+    aside = [path for path in _folders(run) if path.name.startswith(SET_ASIDE)]
+    return sorted(path for folder in aside for path in entries_of(folder))
 
 
 def checkpoint_at(path: Path) -> Checkpoint:

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pretraining.checkpoint.manifest import check_same_model, shape_of
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start, on_rank_zero
 from pretraining.config.rules import check_config
 from pretraining.config.training import DataConfig, ModelConfig, TrainConfig
-from pretraining.config.variants import DEFAULT_VARIANT, model_settings, resolve_shape
+from pretraining.config.variants import DEFAULT_VARIANT, model_settings, resolve_shape, rounded_vocabulary
+from pretraining.errors import ConfigError
+from pretraining.files import exists, is_file
+
+if TYPE_CHECKING:
+    from pretraining.data.prepared import TokenSetting
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
 log = logging.getLogger(__name__)
 
-VOCABULARY_MULTIPLE = 128
+_ENDS: tuple[TokenSetting, ...] = ("sep_token", "bos_token")
+FROM_DATA = (*_ENDS, "tokenizer_path")
+"""Settings that a new run takes from the prepared data, and a resumed run from its checkpoint."""
 
 
-def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef | None]:
+def resolve_run(config: AnyTrainConfig, copies: Copies = NO_COPIES) -> tuple[AnyTrainConfig, CheckpointRef | None]:
     """Return complete settings, and the start point of a run with them; writes nothing.
 
     A collective call if torch is imported. A {timestamp} without a folder stays in the path.
+
+    Args:
+        copies: as in `find_start`.
 
     Raises:
         CheckpointError: as in `find_start`, or the start point has a model with other dimensions.
@@ -33,10 +46,12 @@ def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef |
     if pattern is not None and TIMESTAMP in pattern:
         # Settings in a folder are complete, so compare them with the completed settings of a new run.
         new = adopt_settings(config, find_start(replace(config.checkpoint, init_from="auto")))
-        ignored = frozenset({"sep_token"} if config.data.sep_token is None else ())
+        ignored = frozenset(name for name in FROM_DATA if getattr(config.data, name) is None)
+        if "tokenizer_path" in ignored and config.model.vocab_size is None:
+            ignored |= {"vocab_size"}
         path = on_rank_zero(lambda: existing_run_path(pattern, new, ignored))
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path or pattern))
-    start = find_start(config.checkpoint)
+    start = find_start(config.checkpoint, copies=copies)
     config = adopt_settings(config, start)
     if start is not None:
         check_same_model(start.manifest, resolve_shape(config.model), start.path)
@@ -44,18 +59,26 @@ def resolve_run(config: AnyTrainConfig) -> tuple[AnyTrainConfig, CheckpointRef |
 
 
 def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:
-    """Complete the settings: the model, its vocabulary size, and the separator of documents.
+    """Complete the settings: the model, its vocabulary size, the tokens at the ends of documents, the tokenizer.
 
     Without a variant, the model has the dimensions of the start point; given dimensions stay, and the start refuses
-    differences. The vocabulary size is that of the start point, or that of the tokenizer, rounded up. The separator is
-    that of the resumed run or, in a new run, that of the prepared data. A collective call if torch is imported.
+    differences. The vocabulary size is that of the start point, or that of the tokenizer, rounded up. The ends of
+    documents and the tokenizer are those of the resumed run or, in a new run, those of the prepared data. A collective
+    call if torch is imported.
 
     Raises:
-        ConfigError: the settings do not fit the model, or datasets name different separators.
+        ConfigError: the settings do not fit the model, or datasets name different tokens.
         DataError: the tokenizer or a prepare.json cannot be read.
     """
-    adopted = replace(config, model=_adopt_model(config, start), data=_adopt_separator(config, start))
+    with_data = replace(config, data=_adopt_data(config, start))
+    adopted = replace(with_data, model=_adopt_model(with_data, start))
     check_config(adopted)
+    if adopted.data.tokenizer_path is None and adopted.evaluation.sample_at_evaluations:
+        raise ConfigError("--sample_at_evaluations=true: the data has no tokenizer; give --tokenizer_path")
+    if adopted.data.tokenizer_path is None and adopted.evaluation.sample_prompt:
+        log.info("--sample_prompt has no effect: the data has no tokenizer; give --tokenizer_path")
+    if start is not None and start.weights_only and adopted.data.bos_token is None:
+        on_rank_zero(lambda: _warn_of_begin_token(start))
     return adopted
 
 
@@ -74,23 +97,52 @@ def _adopt_model(config: TrainConfig, start: CheckpointRef | None) -> ModelConfi
     return replace(model, **given)
 
 
-def _adopt_separator(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
-    from pretraining.data.storage.dataset_files import prepared_separator  # imports NumPy
+def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
+    """Return the data settings with those of the checkpoint or, in a new run, of the prepared data."""
+    from pretraining.data.prepared import prepared_token, prepared_tokenizer  # imports NumPy
 
-    data = config.data
-    if data.sep_token is not None or data.use_dummy_dataset:
+    data, sets, is_resumed = config.data, config.evaluation.eval_datasets, start is not None and not start.weights_only
+    recorded = start.manifest.data if start is not None and is_resumed else {}
+    rows = config.model.vocab_size or (None if start is None else shape_of(start.manifest).vocab_size)
+    if data.use_dummy_dataset:
         return data
-    if start is not None and not start.weights_only:
-        return replace(data, sep_token=start.manifest.data.get("sep_token"))
-    return replace(data, sep_token=on_rank_zero(lambda: prepared_separator(data, config.evaluation.eval_datasets)))
+    adopted: dict[str, Any] = {}
+    for name in _ENDS:
+        if getattr(data, name) is None:
+            adopted[name] = recorded.get(name)
+            if not is_resumed:
+                adopted[name] = on_rank_zero(partial(prepared_token, name, data, sets))
+    if data.tokenizer_path is None:
+        own = start.config.data.tokenizer_path if start is not None and is_resumed else None
+        is_lost = own is not None and not exists(Path(own).expanduser())
+        adopted["tokenizer_path"] = own
+        if is_lost or not is_resumed:
+            adopted["tokenizer_path"] = on_rank_zero(lambda: prepared_tokenizer(data, sets, rows))
+    return replace(data, **adopted)
+
+
+def _warn_of_begin_token(start: CheckpointRef) -> None:
+    """Warn if the weights expect a begin-of-text token, and the run has none."""
+    from pretraining.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+
+    trained, own = start.manifest.data, start.config.data.tokenizer_path
+    begin = trained.get("bos_token")
+    if not trained:  # weights of others expect what their tokenizer does
+        path = start.path if is_file(start.path / TOKENIZER_FILE) else Path(own or "")
+        begin = load_tokenizer(path).begin_of_text if exists(path / TOKENIZER_FILE) else None
+    if begin is not None:
+        log.warning(
+            "the weights of %s expect token %d before every text, and this run has no bos_token: unless the token "
+            "files contain it, give --bos_token=%d",
+            *(start.path, begin, begin),
+        )
 
 
 def _vocabulary_for(tokenizer_path: str) -> int:
-    """Return an embedding size for a tokenizer: a multiple of 128, which makes matrix products faster."""
+    """Return an embedding size for a tokenizer."""
     from pretraining.data.tokenizer import load_tokenizer
 
     entries = on_rank_zero(lambda: load_tokenizer(tokenizer_path).vocab_size)
-    rows = -(-entries // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    if rows != entries:
-        log.info("vocab_size  %s, for the %s entries of %s", f"{rows:,}", f"{entries:,}", tokenizer_path)
+    rows = rounded_vocabulary(entries)
+    log.info("vocab_size  %s, for the %s entries of %s", f"{rows:,}", f"{entries:,}", tokenizer_path)
     return rows

@@ -3,17 +3,19 @@
     ckpt_save_path, ckpt_load_path   -> `find_start`: the newest good checkpoint, or None
     checkpoint                       -> `load`: its tensors, in place; if they are damaged, find the next checkpoint
 
-A run resumes from the newest good checkpoint of its folder, so a job that is submitted again continues. In an empty
-folder, a run starts from `ckpt_load_path`: a sharded or full checkpoint, four .pt files without a manifest
-(`pt_files`), or a Hugging Face folder (`hf_import`). From the last, or with weights_only, it loads only weights and
-starts at step 0.
+A run resumes from the newest good checkpoint of its folder and its mirror (`own_checkpoints`), so a job that is
+submitted again continues. In an empty folder, a run starts from `ckpt_load_path`: a sharded or full checkpoint, four
+.pt files without a manifest (`pt_files`), or a Hugging Face folder (`hf_import`). From the last, or with weights_only,
+it loads only weights and starts at step 0. A checkpoint that only an object store holds is fetched later, when nothing
+refuses the start any more (`mirror.fetch_start`).
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,17 +27,20 @@ from pretraining.checkpoint.manifest import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     Manifest,
+    read_document,
     read_manifest,
     shape_of,
     tensor_state,
 )
-from pretraining.checkpoint.run_folder import CHECKPOINTS, Checkpoint, committed_checkpoints, is_committed, run_of
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, Copy, OwnCheckpoint, own_checkpoints
+from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_at, committed_checkpoints, is_committed, run_of
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.files import exists, from_hub, is_address, is_file, is_folder, real_path
 from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
 from pretraining.model.hf import MODEL_FILES
+from pretraining.text import count_of
 
 if TYPE_CHECKING:  # finding a checkpoint needs no torch, whose import takes a second; loading one does
     import torch
@@ -61,6 +66,9 @@ class CheckpointRef:
         damaged: newer damaged checkpoints, one line each with the fault.
         is_rewind: whether the user asked to go back to this older checkpoint.
         newer: the run's newer checkpoints, which a rewind sets aside.
+        copy: copy to fetch before the checkpoint can be loaded; None = the checkpoint is at `path`.
+        best_copy: copy of the run's best checkpoint, if its folder lacks that one.
+        given_up: checkpoints in the folder that the run has gone back from on another machine.
     """
 
     path: Path
@@ -70,6 +78,14 @@ class CheckpointRef:
     damaged: tuple[str, ...] = ()
     is_rewind: bool = False
     newer: tuple[Path, ...] = ()
+    copy: Copy | None = None
+    best_copy: Copy | None = None
+    given_up: tuple[Path, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """Path of the checkpoint or, if it must be fetched, its address."""
+        return str(self.path if self.copy is None else self.copy)
 
     @property
     def step(self) -> int:
@@ -97,33 +113,44 @@ class CheckpointRef:
 
 
 def find_start(
-    config: CheckpointConfig, damaged: Mapping[Path, str] = MappingProxyType({}), before_step: int | None = None
+    config: CheckpointConfig,
+    damaged: Mapping[str, str] = MappingProxyType({}),
+    before_step: int | None = None,
+    copies: Copies = NO_COPIES,
 ) -> CheckpointRef | None:
     """Find the checkpoint to start from; None for a new run. A collective call if torch is imported.
 
     All its files exist with the right sizes; their content is not read yet.
 
     Args:
-        damaged: checkpoints that are known to be damaged, with their faults.
+        damaged: faults of checkpoints that are known to be damaged, by `CheckpointRef.source`.
         before_step: for a rollback: only checkpoints before this step count; None = no rollback.
+        copies: checkpoints in the run's mirror; only rank 0 uses them.
 
     Raises:
         CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` refuses the start.
     """
-    return on_rank_zero(lambda: _find_start(config, damaged, before_step))
+    return on_rank_zero(lambda: _find_start(config, damaged, before_step, copies))
 
 
-def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str], before_step: int | None) -> CheckpointRef | None:
+def _find_start(
+    config: CheckpointConfig, damaged: Mapping[str, str], before_step: int | None, copies: Copies
+) -> CheckpointRef | None:
     if config.ckpt_save_path is None:
         return None
-    run = config.folder
-    own = [each for each in committed_checkpoints(run)[::-1] if before_step is None or each.step < before_step]
+    run, listed = config.folder, own_checkpoints(config.folder, copies)
+    own = [each for each in reversed(listed.current) if before_step is None or each.step < before_step]
+    if not own and copies.incomplete and before_step is None:
+        raise CheckpointError(
+            f"--ckpt_mirror_path holds {count_of(copies.incomplete, 'checkpoint')}, but no complete one, and {run} "
+            "holds none: give another --ckpt_mirror_path"
+        )
     if not own:
         start = _start_of_new_run(config, damaged)
     elif before_step is None:
         start = _own_start(config, own, damaged)
     else:
-        start = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
+        start = _newest_good(own, damaged, SAVE_PATH, run)
     if config.init_from == "resume" and start is None:
         raise CheckpointError(
             f"--init_from=resume needs a checkpoint, and {run} holds none: give --init_from=auto, or --ckpt_load_path"
@@ -133,31 +160,63 @@ def _find_start(config: CheckpointConfig, damaged: Mapping[Path, str], before_st
             f"--init_from=scratch: {run} holds a run at step {start.step}. Give another --ckpt_save_path, or "
             "--init_from=auto to resume it"
         )
-    return start
+    if start is None or not own:
+        return start
+    return replace(start, given_up=listed.given_up, best_copy=_missing_best(listed.current, start))
 
 
-def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping[Path, str]) -> CheckpointRef:
+def _missing_best(own: Sequence[OwnCheckpoint], start: CheckpointRef) -> Copy | None:
+    """Return the copy of the best checkpoint up to the start point, if the run's folder lacks that checkpoint."""
+    if all(each.is_here for each in own):
+        return None
+    from pretraining.checkpoint.retention import best_of  # imports torch
+
+    saved = [each for each in own if each.checkpoint.has_save_name and each.step <= start.step]
+    best = best_of([each.checkpoint for each in saved])
+    missing = [each.copy for each in saved if each.checkpoint == best and not each.is_here and each.copy != start.copy]
+    return missing[0] if missing else None
+
+
+def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapping[str, str]) -> CheckpointRef:
     """Find the newest good checkpoint of a run, or the older one that the user asks to go back to."""
     run, request = config.folder, config.resume_from_checkpoint
-    newest = _newest_good([each.path for each in own], damaged, SAVE_PATH, run)
+    newest = _newest_good(own, damaged, SAVE_PATH, run)
     if request is None:
         return newest
     named, earlier = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
     if earlier is not None and (earlier == request or (named is not None and _find_named(own, earlier) == named)):
         return newest  # an earlier start has gone back already
     if named is not None:
-        chosen = _newest_good([named.path], damaged, RESUME, named.path)
-        newer = tuple(each.path for each in reversed(own) if each.step > named.step)
+        chosen = _newest_good([named], damaged, RESUME, named.path)
+        newer = tuple(each.path for each in reversed(own) if each.step > named.step and each.is_here)
         return replace(chosen, damaged=newest.damaged, is_rewind=True, newer=newer)
-    if exists(Path(request)) and not is_within(Path(request), run):
-        return newest  # the run started from this path
-    raise CheckpointError(
-        f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
-        f"{', '.join(each.path.name for each in own[::-1])}"
-    )
+    if not exists(Path(request)) or is_within(Path(request), run):
+        raise CheckpointError(
+            f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
+            f"{', '.join(each.path.name for each in own[::-1])}"
+        )
+    if not any(_started_from(each, Path(request)) for each in own):
+        raise CheckpointError(
+            f"--resume_from_checkpoint={request} belongs to another run, and the run in {run} did not start from it. "
+            f"Leave it out to resume from step {newest.step}, or give another --ckpt_save_path for a new run from there"
+        )
+    return newest
 
 
-def _find_named(own: list[Checkpoint], request: str) -> Checkpoint | None:
+def _started_from(own: OwnCheckpoint, path: Path) -> bool:
+    """Return whether the run has named a path of another run as its start point when it saved this checkpoint."""
+    manifest = None if own.copy is None else own.copy.manifest
+    if own.is_here:
+        with suppress(CheckpointError):
+            manifest = read_document(own.path)
+    if manifest is None:
+        return False
+    named = CheckpointRef(own.path, manifest).config.checkpoint
+    paths = (named.resume_from_checkpoint, named.ckpt_load_path)
+    return real_path(path) in [real_path(Path(each)) for each in paths if each is not None]
+
+
+def _find_named(own: list[OwnCheckpoint], request: str) -> OwnCheckpoint | None:
     """Return the checkpoint with this name, step or path, of a run's own checkpoints, newest first."""
     by_name = {each.path.name: each for each in own}
     by_step = {str(each.step): each for each in own}
@@ -165,21 +224,34 @@ def _find_named(own: list[Checkpoint], request: str) -> Checkpoint | None:
     return by_name.get(request) or by_step.get(request) or by_path.get(real_path(Path(request)))
 
 
-def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[Path, str]) -> CheckpointRef | None:
+def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> CheckpointRef | None:
     """Find the start point of a run without checkpoints; None = initial weights."""
     load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
-    if load_path is None:
-        source, flag = request, RESUME
-    elif is_address(load_path):
-        source, flag = str(fetched_path(config)), LOAD_PATH
+    if load_path is not None and is_address(load_path):
+        found = _find_in_store(load_path, fetched_path(config), damaged)
+    elif load_path is None:
+        if request is None:
+            return None
+        found = find_newest(Path(request), damaged, RESUME)
     elif is_within(Path(load_path), config.folder) and _are_own(checkpoints_at(Path(load_path)), config.folder):
         return None  # a script may give one folder as both paths, for its first start and all later ones
     else:
-        source, flag = str(from_hub(load_path, MODEL_FILES, CheckpointError)), LOAD_PATH
-    if source is None:
-        return None
-    found = find_newest(Path(source), damaged, flag)
+        found = find_newest(from_hub(load_path, MODEL_FILES, CheckpointError), damaged)
     return replace(found, is_own=False, weights_only=found.weights_only or config.weights_only)
+
+
+def _find_in_store(address: str, fetched: Path, damaged: Mapping[str, str]) -> CheckpointRef:
+    """Find the newest good checkpoint that an earlier start has fetched, else the newest one at an address."""
+    from pretraining.checkpoint.object_store import read_copies  # imports pyarrow
+
+    with suppress(CheckpointError):
+        return find_newest(fetched, damaged)
+    copies = read_copies(address).complete.values()
+    if not copies:
+        raise CheckpointError(f"{LOAD_PATH}={address.partition('?')[0]} holds no complete checkpoint")
+    paths = [fetched / CHECKPOINTS / each.name for each in copies]
+    own = [OwnCheckpoint(checkpoint_at(path), False, each) for path, each in zip(paths, copies, strict=True)]
+    return _newest_good(own[::-1], damaged, LOAD_PATH, address.partition("?")[0])
 
 
 def _are_own(paths: list[Path], run: Path) -> bool:
@@ -195,7 +267,7 @@ def fetched_path(config: CheckpointConfig) -> Path:
 
 
 def find_newest(
-    source: Path, damaged: Mapping[Path, str] = MappingProxyType({}), flag: str = LOAD_PATH
+    source: Path, damaged: Mapping[str, str] = MappingProxyType({}), flag: str = LOAD_PATH
 ) -> CheckpointRef:
     """Find the checkpoint at a path, or the newest good one of the run there; in one process.
 
@@ -204,10 +276,13 @@ def find_newest(
     """
     paths = checkpoints_at(source)
     if not paths:
+        from pretraining.checkpoint.hf_import import describe_other_weights
+
         raise CheckpointError(
             f"{flag}={source} holds no complete checkpoint: no {MANIFEST}, and none in a folder {CHECKPOINTS}/"
+            f"{describe_other_weights(source)}"
         )
-    return _newest_good(paths, damaged, flag, source)
+    return _newest_good([OwnCheckpoint(checkpoint_at(path)) for path in paths], damaged, flag, source)
 
 
 def checkpoints_at(source: Path) -> list[Path]:
@@ -218,17 +293,22 @@ def checkpoints_at(source: Path) -> list[Path]:
     return [each.path for each in reversed(committed_checkpoints(run_of(source)))]
 
 
-def _newest_good(paths: list[Path], damaged: Mapping[Path, str], flag: str, source: Path) -> CheckpointRef:
+def _newest_good(
+    checkpoints: Sequence[OwnCheckpoint], damaged: Mapping[str, str], flag: str, source: Path | str
+) -> CheckpointRef:
+    """Return the first checkpoint without a known fault; a damaged one in the folder is replaced by its copy."""
     faults: list[str] = []
-    for path in paths:
-        try:
-            if path in damaged:
-                raise CheckpointError(damaged[path])
-            manifest = read_manifest(path)
-        except CheckpointError as error:
-            faults.append(str(error))
-        else:
-            return CheckpointRef(path, manifest, weights_only=not manifest.data, damaged=tuple(faults))
+    for each in checkpoints:
+        for place in each.places:
+            try:
+                if str(place) in damaged:
+                    raise CheckpointError(damaged[str(place)])
+                copy, manifest = (place, place.manifest) if isinstance(place, Copy) else (None, read_manifest(place))
+            except CheckpointError as error:
+                faults.append(str(error))
+            else:
+                is_empty = not manifest.data
+                return CheckpointRef(each.path, manifest, weights_only=is_empty, damaged=tuple(faults), copy=copy)
     lines = "\n".join(f"  {line}" for line in faults)
     raise CheckpointError(f"{flag}={source} holds no good checkpoint:\n{lines}\nRepair one, or give another {flag}")
 
@@ -261,13 +341,13 @@ def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None
 
 def load_newest(source: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointRef:
     """Load tensors in place from the newest good checkpoint at a path, and return the checkpoint; a collective call."""
-    damaged: dict[Path, str] = {}
+    damaged: dict[str, str] = {}
     while True:
         found = on_rank_zero(lambda: find_newest(source, damaged))
         try:
             load(found, tensors)
         except DamagedError as error:
-            damaged[found.path] = str(error)
+            damaged[found.source] = str(error)
         else:
             return found
 

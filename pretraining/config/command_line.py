@@ -160,7 +160,7 @@ def name_first_words(
         ConfigError: a comma list is malformed, or a flag sets the same list.
     """
     first = next((setting for setting in settings_of(root).values() if setting.first_word), None)
-    words = list(takewhile(_is_path, overrides))
+    words = list(takewhile(is_bare_path, overrides))
     if first is None or not first.many:
         is_recipe = issubclass(root, TrainConfig) and bool(words) and words[0].endswith(RECIPE_SUFFIXES)
         name = first.name if first is not None else RECIPE_NAMES[0] if is_recipe else None
@@ -177,7 +177,8 @@ def name_first_words(
     return list(overrides[len(words) :]), {first.name: items, **flags} if words else flags
 
 
-def _is_path(word: str) -> bool:
+def is_bare_path(word: str) -> bool:
+    """Return whether a word of the command line is a path, not `name=value`."""
     return bool(word) and ("=" not in word or is_address(word.partition("=")[0]) or exists(Path(word)))
 
 

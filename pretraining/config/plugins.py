@@ -119,10 +119,14 @@ SCHEDULES = {
 }
 TOKEN_FORMATS = {
     "arrow": "pretraining.data.storage.arrow:ArrowFormat",
+    "arrow_stream": "pretraining.data.storage.arrow:ArrowStreamFormat",
     "npy": "pretraining.data.storage.flat_files:NpyFormat",
+    "npy_raw": "pretraining.data.storage.flat_files:RawNpyFormat",
     "bin": "pretraining.data.storage.flat_files:BinFormat",
+    "megatron": "pretraining.data.storage.megatron:MegatronFormat",
 }
-TOKEN_SUFFIXES = tuple(f".{name}" for name in TOKEN_FORMATS)
+"""Token formats. A row with the suffix of an earlier row has a method `accepts`, which looks into a file."""
+TOKEN_SUFFIXES = (".arrow", ".npy", ".bin")
 SCORES = {
     "loss": "pretraining.evaluation.scores:Loss",
     "perplexity": "pretraining.evaluation.scores:Perplexity",

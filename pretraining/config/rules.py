@@ -126,8 +126,8 @@ ROWS = (
         {"early_stopping_evaluations": is_on, "eval_interval": is_off}, "the only evaluation is at the end; change one"
     ),
     *(
-        Row({"sample_at_evaluations": [True], name: is_off}, "no text can be generated; change one")
-        for name in ("tokenizer_path", "sample_tokens")
+        Row({"sample_at_evaluations": [True], **without}, "no text can be generated; change one")
+        for without in ({"tokenizer_path": is_off, "data_path": is_off}, {"sample_tokens": is_off})
     ),
     Row({"dry_run": [True], "eval_only": [True]}, f"a dry run shows a training run; {DROP_ONE}"),
     # guards and profiler
@@ -153,7 +153,7 @@ INEFFECTIVE = (
         {"muon_adam_weight_decay": is_on, "tie_word_embeddings": [True]},
         "no weight decay: a tied head counts as the embedding, which does not decay",
     ),
-    Row({"sample_prompt": is_on, "tokenizer_path": is_off}, NO_EFFECT),
+    Row({"sample_prompt": is_on, "tokenizer_path": is_off, "data_path": is_off}, NO_EFFECT),
     Row({"sample_prompt": is_on, "sample_tokens": is_off}, NO_EFFECT),
 )
 

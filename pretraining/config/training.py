@@ -90,7 +90,9 @@ class DataConfig:
         "stream: documents end to end, no padding; greedy, first_fit, best_fit: whole documents with padding, most "
         "with greedy, least with best_fit",
     )
-    bos_token: NonNegativeInt | None = setting(None, "token id to add before every document that lacks it")
+    bos_token: NonNegativeInt | None = setting(
+        None, "token id to add before every document that lacks it; none = begin_of_text of prepare.json, if any"
+    )
     sep_token: NonNegativeInt | None = setting(
         None, "token id to add after every document that lacks it; none = end_of_text of prepare.json, if any"
     )
@@ -105,14 +107,18 @@ class DataConfig:
     )
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto",
-        "format of the token files: auto (by suffix), arrow, npy, bin, or package.module:Class (docs/extending.md)",
+        "format of the token files: auto (by suffix and content), arrow, arrow_stream, npy, npy_raw, bin, megatron, or "
+        "package.module:Class (docs/extending.md)",
         silent_change=True,
     )
-    token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
+    token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
+        None, "type of the tokens in .bin and .npy files without a header"
+    )
     col_name: str = setting("tokens", "column of the token files with the token ids")
     tokenizer_path: str | None = setting(
         None,
-        "tokenizer for generated text and bits per byte: folder, tokenizer.json or name on the Hugging Face Hub",
+        "tokenizer for generated text and bits per byte: folder, tokenizer.json or name on the Hugging Face Hub; none "
+        "= that of the prepared data, if any",
         silent_change=True,
         per_node=True,
     )
@@ -125,8 +131,8 @@ class DataConfig:
     )
     skip_samples: tuple[str, ...] = setting(
         (),
-        "samples to skip: ranges A-B of global sample numbers, both included; a resumed run also skips the ranges in "
-        "its checkpoint",
+        "samples to skip: ranges A-B of global sample numbers, both included, as this start plans the run; a resumed "
+        "run also skips those in its checkpoint",
         silent_change=True,
     )
     bad_documents: Literal["stop", "quarantine"] = setting(
@@ -311,7 +317,9 @@ class ScheduleConfig:
         aliases={"warmup_stable_decay": "wsd"},
     )
     training_stage: Literal["initial", "annealing"] = setting(
-        "initial", "annealing: a straight line from the peak to zero, instead of the schedule"
+        "initial",
+        "annealing: instead of the schedule, a straight line from the peak, at the step where this stage begins, to "
+        "zero at num_steps",
     )
     warmup_steps: PartOfRun | None = setting(None, "linear warm-up; none = a twentieth of the run, at most 2000 steps")
     stable_steps: PartOfRun | None = setting(None, "wsd, trapezoid: length at the peak; the decay takes the rest")
@@ -409,8 +417,8 @@ class EvaluationConfig:
     eval_interval: Duration = setting(Duration(1000, "steps"), "how often to evaluate; 0 = only at the end")
     eval_batches: PositiveInt = setting(
         16,
-        "global batches per evaluation: of the held-out documents, and (at most) of each of eval_datasets; always the "
-        "same batches",
+        "global batches per evaluation of the held-out documents, and of each of eval_datasets; each set at most once. "
+        "A run keeps the number of sequences of its first start",
     )
     extra_scores: tuple[str, ...] = setting(
         (),
@@ -418,7 +426,7 @@ class EvaluationConfig:
         silent_change=True,
     )
     best_by: str | None = setting(
-        None, "evaluation set whose loss decides which checkpoint is best; none = the mean over all tokens of all sets"
+        None, "evaluation set whose loss decides which checkpoint is best; none = the mean over all sets"
     )
     early_stopping_evaluations: NonNegativeInt = setting(
         0, "finish the run after this many evaluations in a row without a lower loss; 0 = never", silent_change=True

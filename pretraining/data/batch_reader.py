@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Slots:
-    """The samples of a global batch, in the order in which ranks divide them; all [global batch size] int64.
+    """The samples of a global batch, in the order in which ranks divide them; all [global batch size] int64, or fewer.
 
     Attributes:
         samples: global indices.
@@ -83,9 +83,14 @@ class BatchReader:
         dtype = torch.uint16 if self._vocab_size <= 1 << 16 else torch.int32
         return {"dtype": dtype, "pin_memory": torch.cuda.is_initialized()}
 
-    def with_mixture(self, mixture: Mixture) -> BatchReader:
-        """Return a copy of the reader with another mixture; threads that use this reader keep the old one."""
+    def with_order(self, mixture: Mixture, version: int) -> BatchReader:
+        """Return a copy of the reader with another mixture and order; threads that use this reader keep the old ones.
+
+        Args:
+            version: of the order of samples within datasets.
+        """
         other = copy.copy(self)
+        other.sources = tuple(source.in_order(version) for source in self.sources)
         other._set_mixture(mixture)
         return other
 
@@ -124,14 +129,14 @@ class BatchReader:
         from pretraining.data.batch import MicroBatch, StepBatch
 
         slots = self.slots(step)
-        assert len(slots.samples) == self._plan.global_batch_size, "batch sizes belong to another phase"
+        assert self.mixture.global_batch_size(step) == self._plan.global_batch_size, "sizes belong to another phase"
         size = self._plan.micro_batch_size
         row_count = size * self._plan.grad_accum_steps
         tokens_RT = torch.empty(row_count, self._config.seq_length + 1, **self._tensor_options)
         rows = _Rows(tokens_RT.numpy())
         # Slots fill the first rows; the last rows may stay empty.
-        rows.tokens[self._end - self._begin :] = 0
         datasets = slots.datasets[self._begin : self._end]
+        rows.tokens[len(datasets) :] = 0
         for dataset in np.flatnonzero(np.bincount(datasets)).tolist():
             self._fill(step, slots, self.sources[dataset], np.flatnonzero(datasets == dataset), rows)
         lengths = rows.micro_batch_lengths(size)

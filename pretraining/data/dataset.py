@@ -17,10 +17,11 @@ from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order
-from pretraining.data.samples import OpenedDataset, OpenedDatasets, SplitName, dummy_samples, stored_samples
-from pretraining.data.sampling.mixture import Mixture, Phase, Skipped, integer_weights
+from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples, SplitName, dummy_samples, stored_samples
+from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skipped, integer_weights
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.doubts import warn_about_splits, warn_about_tokens
 from pretraining.data.storage.index import find_index, index_paths
 from pretraining.data.storage.index_build import build_index
 from pretraining.errors import ConfigError, DataError
@@ -67,6 +68,13 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> Opened
     return OpenedDatasets(tuple(found))
 
 
+def warn_about_datasets(opened: OpenedDatasets, config: DataConfig) -> None:
+    """Log warnings about data that is probably not what its user means; in one process of a job."""
+    warn_about_splits([dataset.files for dataset in opened.datasets], config)
+    for dataset in opened.datasets:
+        warn_about_tokens(dataset.files, dataset.index, config)
+
+
 def _find_dataset(files: DatasetFiles, config: DataConfig) -> OpenedDataset | None:
     """Open the index and bin counts of a dataset; None if one is missing."""
     index = find_index(files, config)
@@ -84,33 +92,73 @@ def build_loader(
     seed: int,
     vocab_size: int,
     split: SplitName = "train",
-    limit_steps: int | None = None,
 ) -> Loader:
     """Make the loader of one data-parallel rank.
 
     Args:
         opened: None = the dummy dataset.
         vocab_size: vocabulary size of the model; reading a larger token raises an error.
-        limit_steps: steps until the loader stops; None = it never stops.
 
     Raises:
         ConfigError: bos_token or sep_token is not in the vocabulary.
         DataError: a dataset has too few tokens for one sample.
     """
-    _check_virtual_tokens(config, vocab_size)
-    if opened is None:
-        sources = [dummy_samples(config.seq_length, config.logical_shards, seed, split, vocab_size)]
-        weights = {sources[0].name: 1}
-        changes: dict[str, str] = {}
-    else:
-        used, weights = _weighted_datasets(opened, config, split)
-        sources = [stored_samples(dataset, opened, config, seed, split, vocab_size) for dataset in used]
-        changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
-    phase = Phase.first(plan.global_batch_size, {source.name: weights[source.name] for source in sources})
+    sources, weights, changes = _open_sources(opened, config, seed, split, vocab_size)
+    phase = Phase.first(plan.global_batch_size, weights)
     order = describe_order({source.name: source.fingerprint for source in sources}, phase, config, seed, split)
     mixture = Mixture([phase], Skipped(order["skipped"]))
     reader = BatchReader(sources, mixture, plan, rank, config, vocab_size)
-    return Loader(reader, order, num_workers=config.num_workers, limit_steps=limit_steps, changes=changes)
+    return Loader(reader, order, num_workers=config.num_workers, changes=changes)
+
+
+def build_evaluation_loader(
+    opened: OpenedDatasets | None,
+    config: DataConfig,
+    plan: BatchSizes,
+    rank: int,
+    seed: int,
+    vocab_size: int,
+    split: SplitName,
+    sequences: int,
+    order_version: int,
+) -> tuple[Loader, dict[str, int], dict[str, int]]:
+    """Make the loader of one rank that reads the first sequences of each dataset, each once, and stops.
+
+    The sequences are divided equally among the datasets, whatever their weights, up to one pass over each. They are the
+    same for any batch size and number of ranks.
+
+    Args:
+        opened, config, plan, rank, seed, vocab_size, split: as in `build_loader`.
+        sequences: of all datasets together.
+        order_version: of the run.
+
+    Returns:
+        The loader, the sequences of each dataset, and the weights of the datasets in training.
+    """
+    sources, weights, _ = _open_sources(opened, config, seed, split, vocab_size)
+    shares = (
+        (number + 1) * sequences // len(sources) - number * sequences // len(sources) for number in range(len(sources))
+    )
+    counts = {source.name: min(share, source.pass_samples) for source, share in zip(sources, shares, strict=True)}
+    mixture = FirstSamples(counts, plan.global_batch_size)
+    reader = BatchReader(sources, mixture, plan, rank, config, vocab_size)
+    order = {"order_version": order_version}
+    loader = Loader(reader, order, num_workers=config.num_workers, limit_steps=mixture.steps)
+    return loader, counts, weights
+
+
+def _open_sources(
+    opened: OpenedDatasets | None, config: DataConfig, seed: int, split: SplitName, vocab_size: int
+) -> tuple[list[Samples], dict[str, int], dict[str, str]]:
+    """Return the samples and the integer weights of all datasets, and the files that changed, by dataset."""
+    _check_virtual_tokens(config, vocab_size)
+    if opened is None:
+        source = dummy_samples(config.seq_length, config.logical_shards, seed, split, vocab_size)
+        return [source], {source.name: 1}, {}
+    used, weights = _weighted_datasets(opened, config, split)
+    sources = [stored_samples(dataset, opened, config, seed, split, vocab_size) for dataset in used]
+    changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
+    return sources, {source.name: weights[source.name] for source in sources}, changes
 
 
 def _check_virtual_tokens(config: DataConfig, vocab_size: int) -> None:

@@ -2,11 +2,13 @@
 
     --eval_datasets=<folders>  --`find_evaluation_folders`-->  a name and token files for each
 
-A set uses the data settings of training and all its documents. It must not overlap the training data.
+A set uses the data settings of training and all its documents. It must not overlap the training data, unless a finished
+checkpoint is evaluated (`--eval_only`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -17,6 +19,8 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class EvaluationFolder:
 
 
 def find_evaluation_folders(
-    folders: Sequence[str], config: DataConfig, training: Collection[DatasetFiles]
+    folders: Sequence[str], config: DataConfig, training: Collection[DatasetFiles], *, may_overlap: bool = False
 ) -> list[EvaluationFolder]:
     """List the token files of evaluation folders.
 
@@ -42,6 +46,7 @@ def find_evaluation_folders(
         folders: paths, as the user gave them.
         config: settings of the training data.
         training: training datasets, whose names the held-out sets use.
+        may_overlap: whether a folder may overlap the training data; a log line then says so.
 
     Raises:
         ConfigError: a folder is named twice.
@@ -55,15 +60,18 @@ def find_evaluation_folders(
     for path, resolved in zip(paths, real, strict=True):
         if not exists(path):
             raise DataError("does not exist: see --eval_datasets", path=path)
-        _check_no_overlap(path, resolved, training)
+        _check_no_overlap(path, resolved, training, may_overlap)
     taken = {files.name for files in training}
     return [_list_folder(_unique_name(path, paths, taken), path, config) for path in paths]
 
 
-def _check_no_overlap(path: Path, resolved: Path, training: Collection[DatasetFiles]) -> None:
+def _check_no_overlap(path: Path, resolved: Path, training: Collection[DatasetFiles], may_overlap: bool) -> None:
     for files in training:
         folder = Path(os.path.realpath(files.path(0) if files.is_file else files.folder))
         if resolved == folder or resolved in folder.parents or folder in resolved.parents:
+            if may_overlap:
+                log.info("evaluation set %s overlaps the training dataset '%s'", path, files.name)
+                continue
             raise DataError(
                 f"this evaluation set overlaps the training dataset '{files.name}' in {folder}. Evaluate on another "
                 "folder, or on a share of the training data (--held_out_fraction)",

@@ -14,7 +14,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from pretraining.data.batch_reader import BatchReader
-from pretraining.data.resume import Resumption, resume, state_at
+from pretraining.data.resume import Resumption, order_version, resume, state_at
+from pretraining.data.sampling.mixture import Range
 
 if TYPE_CHECKING:
     from pretraining.data.batch import StepBatch
@@ -48,6 +49,11 @@ class Loader:
         self._start(self._new_run)
 
     @property
+    def order_version(self) -> int:
+        """Version of the order of samples within datasets."""
+        return order_version(self._run.order)
+
+    @property
     def next_step(self) -> int:
         """Step of the next batch."""
         return self._next_step
@@ -72,11 +78,15 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the consumed batches, as JSON values; it is the same on every rank."""
-        return state_at(self._order, self.reader.mixture, self._next_step)
+        return state_at(self._run.order, self.reader.mixture, self._next_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state, on any number of ranks and threads; see `resume`."""
         self._start(resume(state, self._new_run.order, self._changes))
+
+    def skip(self, numbers: Mapping[str, Iterable[Range]]) -> None:
+        """Skip samples from the next step on, by their numbers within datasets (`Mixture.numbers`)."""
+        self._start(self._run.skip_numbers(numbers))
 
     def rewind(self) -> None:
         """Restart at the first step, as if no state had been loaded."""
@@ -84,8 +94,8 @@ class Loader:
 
     def _start(self, run: Resumption) -> None:
         self.close()
-        self.reader = self.reader.with_mixture(run.mixture)
-        self._order, self._next_step = run.order, run.step
+        self.reader = self.reader.with_order(run.mixture, order_version(run.order))
+        self._run, self._next_step = run, run.step
         self.changes_at_resume = run.changes
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ Each stage handles many samples per call, because Python's cost per call is high
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,15 @@ from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
 from pretraining.data.sampling.packing import BinCache, PackedStream, bin_cache, cut_blocks
 from pretraining.data.sampling.sample_order import SampleOrder
-from pretraining.data.sampling.token_stream import OrderCache, Spans, TokenStream, cut_shards, order_cache, shard_count
+from pretraining.data.sampling.token_stream import (
+    ORDER_VERSIONS,
+    OrderCache,
+    Spans,
+    TokenStream,
+    cut_shards,
+    order_cache,
+    shard_count,
+)
 from pretraining.data.storage.bin_counts import BinCounts
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.document_reader import DocumentReader, OpenFiles, open_files
@@ -39,6 +47,8 @@ class Samples:
         spans: (shards, numbers), both [rows] -> pieces of documents for each row. A dummy sample is one document.
         read: (spans, target, rows) writes samples into these rows of `target`, [batch rows, S + 1], padded with zeros.
             It raises a DataError if a file is unreadable or has a token outside the vocabulary.
+        pass_samples: number of samples of the first pass.
+        spans_of_version: `spans` in each version of the order; empty if all are the same.
     """
 
     name: str
@@ -47,6 +57,12 @@ class Samples:
     samples: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
     spans: Callable[[np.ndarray, np.ndarray], Spans]
     read: Callable[[Spans, np.ndarray, np.ndarray], None]
+    pass_samples: int = 1 << 40  # of endless data
+    spans_of_version: Mapping[int, Callable[[np.ndarray, np.ndarray], Spans]] = field(default_factory=dict)
+
+    def in_order(self, version: int) -> Samples:
+        """Return the samples in a version of the order."""
+        return replace(self, spans=self.spans_of_version.get(version, self.spans))
 
 
 @dataclass(frozen=True)
@@ -100,22 +116,36 @@ def stored_samples(
         "documents": len(index.documents),
         "tokens": lengths.tokens,
     }
-    stream: TokenStream
+    streams: dict[int, TokenStream]
     if counts is None:
         shards = cut_shards(lengths, shard_count(lengths.tokens, seq_length, config.logical_shards))
         order = SampleOrder(shards.tokens, seq_length, key)
-        stream = TokenStream(lengths, shards, seq_length, key, opened.orders)
+        streams = {
+            version: TokenStream(lengths, shards, seq_length, key, opened.orders, version) for version in ORDER_VERSIONS
+        }
     else:
         bounds = counts.bounds[split]
         first_blocks = cut_blocks(bounds, config.logical_shards)
         # A sample is a whole bin, so the order counts bins as tokens, and one sample as one token.
         order = SampleOrder(np.diff(bounds[first_blocks]), 1, key)
-        stream = PackedStream(
+        packed = PackedStream(
             lengths, bounds, first_blocks, seq_length, counts.packing, key, opened.orders, opened.bins
         )
+        streams = dict.fromkeys(ORDER_VERSIONS, packed)
         fingerprint |= {"packing": counts.packing, "bins": int(bounds[-1])}
     reader = DocumentReader(files, index, config, vocab_size, opened.open_files)
-    return Samples(files.name, stream.shards, fingerprint, order.samples, stream.spans, reader.read)
+    spans = {version: stream.spans for version, stream in streams.items()}
+    newest = streams[ORDER_VERSIONS[-1]]
+    return Samples(
+        files.name,
+        newest.shards,
+        fingerprint,
+        order.samples,
+        newest.spans,
+        reader.read,
+        order.samples_before_pass(1),
+        spans,
+    )
 
 
 def dummy_samples(seq_length: int, logical_shards: int, seed: int, split: str, vocab_size: int) -> Samples:

@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import from_hub, is_folder, read_file, read_json, write_atomic
+from pretraining.files import from_hub, is_folder, lfs_pointer_hint, read_file, read_json, write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -88,6 +88,15 @@ class Tokenizer:
                 lengths[number] = len(text.encode())
         return lengths
 
+    def named(self, token: int) -> str:
+        """Return a token as text with its id: '<|im_end|>' (151645)."""
+        return f"{self.library.id_to_token(token)!r} ({token})"
+
+    @property
+    def usual_end_of_text(self) -> int | None:
+        """Id of the first special token with a usual name for the end of a text; None if there is none."""
+        return next(map(self.library.token_to_id, _usual_ends(self.library)), None)
+
     @property
     def begin_of_text(self) -> int | None:
         """Id of the special token that this tokenizer puts before a text; None if there is none."""
@@ -130,7 +139,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         library, vocab_size = _parse(definition)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
-            f"tokenizers {tokenizers.__version__} cannot read a tokenizer here "
+            lfs_pointer_hint(file)
+            or f"tokenizers {tokenizers.__version__} cannot read a tokenizer here "
             f"({getattr(error, 'strerror', None) or error}). Give the folder or the tokenizer.json of a Hugging Face "
             "fast tokenizer (transformers converts a tokenizer.model), or let `pretrain prepare` train one",
             path=file,
@@ -139,8 +149,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     special_tokens = _read_object(file.parent / "special_tokens_map.json")
     name = _token_name(config, "eos_token") or _token_name(special_tokens, "eos_token")
     if name is None:
-        special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
-        name = next((usual for usual in _USUAL_END_OF_TEXT if usual in special), None)
+        name = next(iter(_usual_ends(library)), None)
     if name is not None and library.token_to_id(name) is None:
         raise DataError(
             f"eos_token {name!r} is not in the vocabulary of {file.name}: the files belong to different tokenizers. "
@@ -150,6 +159,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     padding = _token_name(config, "pad_token") or _token_name(special_tokens, "pad_token")
     tokenizer = _make_tokenizer(library, vocab_size, definition, config, name)
     return tokenizer if padding is None else replace(tokenizer, pad_token=library.token_to_id(padding))
+
+
+def _usual_ends(library: tokenizers.Tokenizer) -> list[str]:
+    special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
+    return [usual for usual in _USUAL_END_OF_TEXT if usual in special]
 
 
 @functools.lru_cache(maxsize=1)
@@ -255,7 +269,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise DataError(f"is not valid JSON ({error}): fix or remove the file", path=path) from error
+        problem = lfs_pointer_hint(path) or f"is not valid JSON ({error}): fix or remove the file"
+        raise DataError(problem, path=path) from error
     return content
 
 

@@ -16,14 +16,13 @@ class EarlyStopping:
 
     Attributes:
         limit: evaluations in a row that stop the run; 0 = never.
-        decided_by: sorted names of the evaluation sets of the loss; empty = the held-out documents of all datasets, as
-            in earlier versions. A resume with other sets resets the counter.
+        definition: of the evaluation sets of the loss (`definition_of`). A resume with another one resets the counter.
         best_loss: lowest loss so far.
         in_a_row: evaluations since the lowest loss.
     """
 
     limit: int = 0
-    decided_by: tuple[str, ...] = ()
+    definition: str | None = None
     best_loss: float | None = None
     in_a_row: int = 0
 
@@ -44,10 +43,11 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able; without a limit it has no counter, as in earlier versions."""
-        kept: dict[str, Any] = {"decided_by": list(self.decided_by)} if self.decided_by else {}
-        return kept | ({"best_loss": self.best_loss, "in_a_row": self.in_a_row} if self.limit else {})
+        if not self.limit:
+            return {}
+        return {"definition": self.definition, "best_loss": self.best_loss, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counter, if the checkpoint has one for the same sets."""
-        if "in_a_row" in state and tuple(state.get("decided_by", ())) == self.decided_by:
+        """Restore the counter, if the checkpoint has one for the same sets; earlier releases recorded no definition."""
+        if "in_a_row" in state and state.get("definition") == self.definition:
             self.best_loss, self.in_a_row = state["best_loss"], int(state["in_a_row"])

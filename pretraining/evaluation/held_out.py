@@ -2,8 +2,13 @@
 
     batches of each source --model--> sums per set (scores.py) --all-reduce--> Evaluation
 
-The best checkpoint has the lowest loss on the set `--best_by`, or the lowest mean over the tokens of all sets.
-Evaluations are comparable along a run and between runs, and do not depend on the number of processes.
+The best checkpoint has the lowest loss on the set `--best_by`, or the lowest mean over all sets. Held-out sets count in
+the mean by the weights of training, and a set of `--eval_datasets` by its tokens. Evaluations are comparable along a
+run and between runs, and do not depend on the batch size and the number of processes.
+
+The sets are defined at the first start of a run: the number of sequences, and the weights. A checkpoint records this
+(`EvaluationRecord`), and the definition that its loss belongs to. If the data, the sequence length or the document mask
+change, later losses have another definition, and are not compared with earlier ones.
 
 A run that must stop skips an evaluation, or stops it between two batches, and the evaluation stays pending. The next
 start runs it first, with the same weights, so its losses are those of a run without the stop.
@@ -11,6 +16,8 @@ start runs it first, with the same weights, so its losses are those of a run wit
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -45,10 +52,61 @@ class EvaluationSource:
     Attributes:
         sets: names of the sets, in the order of the batches' datasets.
         open_batches: returns the batches of one evaluation, from the first.
+        weights: of each set in the mean; the source as a whole counts by its tokens.
+        definitions: of each set, everything that its loss depends on besides the model, as JSON values.
     """
 
     sets: tuple[str, ...]
     open_batches: Callable[[], AbstractContextManager[Iterable[StepBatch]]]
+    weights: tuple[int, ...]
+    definitions: tuple[Mapping[str, Any], ...]
+
+    def factors(self, tokens: Sequence[float]) -> list[float]:
+        """Return the factor of each set's sums in the mean, given the tokens of each set; 1 for a single set."""
+        filled = [weight if count else 0 for weight, count in zip(self.weights, tokens, strict=True)]
+        shares = (weight / max(sum(filled), 1) for weight in filled)
+        return [share * (sum(tokens) / count) if count else 0.0 for share, count in zip(shares, tokens, strict=True)]
+
+
+def definition_of(sources: Sequence[EvaluationSource], best_by: str | None) -> str | None:
+    """Return a digest of the sets whose loss decides which checkpoint is best; None without any."""
+    deciding = {
+        name: {"set": definition, "weight": weight if best_by is None and len(source.sets) > 1 else 1}
+        for source in sources
+        for name, definition, weight in zip(source.sets, source.definitions, source.weights, strict=True)
+        if best_by in (None, name)
+    }
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16] if deciding else None
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Number of sequences and weights of the held-out sets, of the first start; part of checkpoints.
+
+    Attributes:
+        sequences: of the held-out sets together, and of each set of `--eval_datasets`; None before the first
+            evaluation sets.
+        weights: of the held-out sets.
+    """
+
+    sequences: int | None = None
+    weights: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of_state(state: Mapping[str, Any]) -> EvaluationRecord:
+        """Return the record of a checkpoint's state; raise a TypeError if it is damaged."""
+        sequences, weights = state.get("sequences"), dict(state.get("weights", {}))
+        numbers = [*weights.values(), *([] if sequences is None else [sequences])]
+        if not all(type(number) is int and 0 < number < 2**62 for number in numbers):
+            raise TypeError(f"sequences are {sequences!r}, weights are {weights!r}")
+        return EvaluationRecord(sequences, weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
+        return {} if self.sequences is None else {"sequences": self.sequences, "weights": self.weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: a plan reads the record earlier, to open the sets."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +129,10 @@ class Evaluation:
 
     def tokens(self, name: str | None = None) -> int:
         """Return the number of valid tokens of a set; of all sets without a name."""
-        return int(self.sums[name][self.scores.columns.index("tokens")])
+        return round(self.sums[name][self.scores.columns.index("tokens")])
 
     def numbers(self, name: str | None = None) -> dict[str, float]:
-        """Return the known scores of a set, or their mean over the tokens of all sets; metrics as `custom/<name>`."""
+        """Return the known scores of a set, or their mean over all sets; metrics as `custom/<name>`."""
         custom = {f"{CUSTOM}{metric}": ratio.value for metric, ratio in self.custom[name].items()}
         return self.scores.values(self.sums[name]) | custom
 
@@ -127,7 +185,8 @@ def evaluate(
     # Sums of this rank in float64: scores by source and set, and user-defined metrics by set.
     sums = [torch.zeros(len(source.sets), columns, dtype=torch.float64, device=device) for source in sources]
     custom: list[list[Sums]] = [[{} for _ in source.sets] for source in sources]
-    # As in training: the sum of float32 losses per micro-batch. Summing the scores would differ in the last digits.
+    # As in training: the sum of float32 losses per micro-batch. Summing the scores would differ in the last digits. The
+    # mean uses it unless weights change how much each set counts.
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for source, totals, custom_by_set in zip(sources, sums, custom, strict=True):
         with source.open_batches() as batches:
@@ -153,9 +212,16 @@ def evaluate(
     set_custom: dict[str | None, dict[str, Ratio]] = {
         name: {metric: next(ratios) for metric in metrics.names} for name in names
     }
-    all_sums = [sum(column) for column in zip(*set_sums.values(), strict=True)]
-    all_sums[scores.columns.index("losses")] = total
-    all_custom = {metric: Ratio.total(set_custom[name][metric] for name in names) for metric in metrics.names}
+    tokens = [[set_sums[name][scores.columns.index("tokens")] for name in source.sets] for source in sources]
+    factors = dict(zip(names, chain(*(s.factors(each) for s, each in zip(sources, tokens, strict=True))), strict=True))
+    weighted = [[factors[name] * each for each in set_sums[name]] for name in names]
+    all_sums = [sum(column) for column in zip(*weighted, strict=True)]
+    if all(factor == 1 for factor in factors.values()):
+        all_sums[scores.columns.index("losses")] = total
+    all_custom = {
+        metric: Ratio.total(Ratio(*(factors[name] * each for each in set_custom[name][metric])) for name in names)
+        for metric in metrics.names
+    }
     return Evaluation(scores, {None: all_sums, **set_sums}, {None: all_custom, **set_custom})
 
 

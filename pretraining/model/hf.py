@@ -26,9 +26,16 @@ MODEL_FILES = ("*.json", "*.safetensors")
 """Files of a model to download from the Hub."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 
+INNER_MODEL = (
+    "the inner model alone, without a head. If its head is the embedding, write it again: "
+    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)"
+)
+"""Content of a folder of `LlamaModel`, and the way on, for messages."""
+
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_CONTEXT)
 
 # The only supported value of an entry, which is also the default of `LlamaConfig`.
 _SUPPORTED: dict[str, tuple[Any, str]] = {
@@ -125,6 +132,9 @@ def shape_of_document(document: Any, path: str) -> LlamaShape:
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield one problem per unsupported entry."""
     kind, architectures = document.get("model_type"), document.get("architectures") or ["LlamaForCausalLM"]
+    if kind == "llama" and architectures == ["LlamaModel"]:
+        yield f"architectures {shown(architectures)}: {INNER_MODEL}"
+        return
     if kind != "llama" or architectures != ["LlamaForCausalLM"]:
         yield f"model_type {shown(kind)}, architectures {shown(architectures)}: only llama, LlamaForCausalLM works"
         return
@@ -139,6 +149,8 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         yield f"rope_type is {shown(kind)}, but only default and llama3 are supported"
+    elif any(isinstance(each, Mapping) for each in rope.values()):
+        yield "its rotary embedding differs between layers, but here all layers have the same"
     elif kind == "llama3":
         missing = [name for name in _SCALING if rope.get(name) is None]
         if missing:
@@ -175,6 +187,13 @@ def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
 
 
 def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entries of the rotary embedding, in the form of transformers 5 or of earlier versions."""
-    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    return rope if isinstance(rope, Mapping) else {"rope_type": rope}
+    """Return the entries of the rotary embedding, in the form of transformers 5 or of earlier versions.
+
+    With both, transformers reads `rope_scaling`, and `rope_theta` beside it. The original context beside them goes
+    before that in them.
+    """
+    rope = document.get("rope_scaling") or document.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        return {"rope_type": rope}
+    context = document.get(_ORIGINAL_CONTEXT)
+    return rope if context is None else {**rope, _ORIGINAL_CONTEXT: context}

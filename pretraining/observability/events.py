@@ -36,6 +36,7 @@ class Events:
 
     def open(self, run: Path) -> None:
         """Write events to a run's folder from now on; a failure is a warning."""
+        self.close()
         path = run / LOGS / EVENTS_FILE
         try:
             path.parent.mkdir(exist_ok=True)

@@ -11,6 +11,8 @@ from pretraining.errors import ConfigError
 from pretraining.progress import Duration, TokenSchedule, resolve_warmup_steps
 from pretraining.text import count_of
 
+ANNEALING_FROM = "annealing_from"
+"""Key in checkpoints: the step at which the annealing stage began."""
 DECAY_SHARE = Fraction(1, 5)
 """Default share of the run for the decay, enough for most of the gain (Hägele et al. 2024)."""
 SHAPES = {"cosine": "cosine", "linear": "linear", "polynomial": "polynomial", "trapezoid": "linear"}
@@ -41,7 +43,11 @@ class Horizon:
 
 
 def resolve_horizon(
-    schedule: ScheduleConfig, num_steps: Duration, token_schedule: TokenSchedule, training_tokens: int | None
+    schedule: ScheduleConfig,
+    num_steps: Duration,
+    token_schedule: TokenSchedule,
+    training_tokens: int | None,
+    annealing_from: int = 0,
 ) -> Horizon:
     """Convert a schedule's lengths to steps of this run.
 
@@ -49,6 +55,7 @@ def resolve_horizon(
         num_steps: length of the run.
         token_schedule: tokens of each step.
         training_tokens: tokens of one pass over the datasets; None for endless data.
+        annealing_from: step at which the annealing stage began.
 
     Raises:
         ConfigError: the parts are longer than the run, points are out of order, or a length is in epochs of endless
@@ -56,7 +63,7 @@ def resolve_horizon(
     """
     total = num_steps.to_steps(token_schedule, training_tokens)
     if schedule.training_stage == "annealing":
-        return Horizon(0, total, min_lr_ratio=0.0, decay_steps=total - 1)
+        return Horizon(0, total, min_lr_ratio=0.0, decay_steps=max(0, total - 1 - annealing_from))
     warmup = 0
     if schedule.schedule != "piecewise_linear":
         warmup = resolve_warmup_steps(schedule.warmup_steps, num_steps, token_schedule, training_tokens)
@@ -94,13 +101,16 @@ def _decay_steps(
 
 def describe_schedule(schedule: ScheduleConfig, horizon: Horizon) -> str:
     """Return one line that describes the learning rate over a run."""
-    name = schedule.schedule if schedule.training_stage == "initial" else schedule.training_stage
+    name = schedule.schedule
+    if schedule.training_stage == "annealing":
+        begin = horizon.total_steps - 1 - horizon.decay_steps
+        return f"annealing: from the peak at step {begin} straight to 0 at step {horizon.total_steps}"
     if horizon.points:
         return f"{name}: " + ", ".join(f"{share:g} of the peak at step {step}" for step, share in horizon.points)
     line = f"{name}: {count_of(horizon.total_steps, 'step')}, warm-up over the first {horizon.warmup_steps}"
     if name in ("wsd", "trapezoid"):
         line += f", decay over the last {horizon.decay_steps} ({horizon.decay_shape})"
-    has_end = name == "annealing" or (name in SCHEDULES and "min_lr_ratio" in SCHEDULES[name].options)
+    has_end = name in SCHEDULES and "min_lr_ratio" in SCHEDULES[name].options
     return f"{line}, down to {horizon.min_lr_ratio:g} of the peak" if has_end else line
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
 from pretraining.config.plugins import SCHEDULES, load_plugin, plugin_errors
 from pretraining.config.training import ScheduleConfig
 from pretraining.errors import ConfigError
-from pretraining.optim.horizon import Horizon, resolve_horizon
+from pretraining.optim.horizon import ANNEALING_FROM, Horizon, resolve_horizon
 from pretraining.optim.optimizer import PEAK, set_rate
 from pretraining.progress import Duration, TokenSchedule
 
@@ -65,12 +65,19 @@ DECAYS: dict[str, Callable[[float, float], float]] = {
 class LearningRate:
     """The schedule of an optimizer's learning rates, which scales each group's own peak.
 
+    Its state in checkpoints is the step at which the annealing stage began. The plan of a resumed run reads it, before
+    the run is built.
+
+    Args:
+        annealing_from: that step; None in another stage.
+
     Raises:
         ConfigError: a user-defined schedule cannot be imported, or fails for the first or the last step.
     """
 
-    def __init__(self, name: str, horizon: Horizon) -> None:
+    def __init__(self, name: str, horizon: Horizon, annealing_from: int | None = None) -> None:
         self.horizon = horizon
+        self._annealing_from = annealing_from
         self._name = name
         path = SCHEDULES[name].path if name in SCHEDULES else name
         self._schedule: Schedule = load_plugin("schedule", path)
@@ -89,6 +96,13 @@ class LearningRate:
             raise ConfigError(f"--schedule={self._name} returns {rate!r} for step {step}: return a number >= 0")
         return rate
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able."""
+        return {} if self._annealing_from is None else {ANNEALING_FROM: self._annealing_from}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: the rate was made with the state (`plan_run`)."""
+
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set every group's rate for the update after `step` finished ones; return the first group's rate."""
         rates = [self.at(step, group[PEAK]) for group in optimizer.param_groups]
@@ -98,8 +112,14 @@ class LearningRate:
 
 
 def build_learning_rate(
-    schedule: ScheduleConfig, num_steps: Duration, token_schedule: TokenSchedule, training_tokens: int | None
+    schedule: ScheduleConfig,
+    num_steps: Duration,
+    token_schedule: TokenSchedule,
+    training_tokens: int | None,
+    annealing_from: int = 0,
 ) -> LearningRate:
     """Make the learning rate of a run; arguments and errors as `resolve_horizon`."""
-    horizon = resolve_horizon(schedule, num_steps, token_schedule, training_tokens)
-    return LearningRate("linear" if schedule.training_stage == "annealing" else schedule.schedule, horizon)
+    horizon = resolve_horizon(schedule, num_steps, token_schedule, training_tokens, annealing_from)
+    if schedule.training_stage == "annealing":
+        return LearningRate("linear", horizon, annealing_from)
+    return LearningRate(schedule.schedule, horizon)

@@ -22,13 +22,18 @@ from pretraining.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
 """All 256 bytes and the end-of-text token; enough to encode any text."""
-COMPRESSED_ENDINGS = (".gz", ".zst")
+COMPRESSED_ENDINGS = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
 """Allowed after any ending of a text file."""
 LARGEST_STEP = 10**12
 LARGEST_CLUSTER = 10**6
 """GPUs."""
 ForeignKind = Literal["stub", "guide", "deepspeed", "composed", "nanogpt"]
 """Kinds of settings files of other systems, as `tools/translate/translate.py` names them."""
+
+
+def is_other_split(value: str) -> bool:
+    """Return whether a split is not the default one."""
+    return value != "train"
 
 
 def _check_text(config: PrepareConfig) -> Problems:
@@ -48,6 +53,10 @@ class PrepareConfig:
     RULES: ClassVar = Rules(
         (
             Row({"hf_config": is_on, "hf_dataset": is_off}, "name the dataset with --hf_dataset"),
+            Row({"hf_dataset": is_off, "hf_split": is_other_split}, "only --hf_dataset has it; folders have --split"),
+            Row({"split": is_on, "hf_dataset": is_on}, "the split of --hf_dataset is --hf_split"),
+            Row({"split": is_on, "source": is_on}, f"this text has no splits; {DROP_ONE}"),
+            Row({"text_field": [None], "hf_dataset": is_on}, "a dataset has fields: name the one with the text"),
             Row({"vocab_size": is_on, "tokenizer_path": is_on}, f"a given tokenizer has its own size; {DROP_ONE}"),
         ),
         (_check_text,),
@@ -55,8 +64,13 @@ class PrepareConfig:
 
     input_path: tuple[str, ...] = setting(
         (),
-        "files, folders and globs to read, comma list. A document is a line of .jsonl and .ndjson, a row of .parquet, "
-        ".arrow and .feather, or a whole file of any other type; .gz and .zst are decompressed",
+        "files, folders and globs to read, comma list. A document is a JSON object (JSON lines, or an array), a row of "
+        "Parquet, Arrow, .csv and .tsv, or a whole file of text; gzip, zstd, bzip2, xz and lz4 are decompressed",
+    )
+    split: str | None = setting(
+        None,
+        "split to read, by the names of files in folders and globs (train, validation, test), or the folder of a "
+        "DatasetDict; all = every file; none = train, and files that name no split",
     )
     source: Literal["stdlib"] | None = setting(
         None, "text to prepare without files of your own; stdlib: the source code of Python's standard library"
@@ -66,10 +80,17 @@ class PrepareConfig:
     )
     hf_config: str | None = setting(None, "configuration of hf_dataset; none = its only one")
     hf_split: str = setting("train", "split of hf_dataset")
-    text_field: str = setting("text", "field or column with the text; a column of integer lists is taken as token ids")
+    text_field: str | None = setting(
+        "text",
+        "field or column with the text; a column of integer lists is taken as token ids; none = each file of JSON or "
+        "CSV is a document",
+    )
     extensions: tuple[str, ...] = setting(
-        ("txt", "text", "md", "jsonl", "ndjson", "parquet", "arrow", "feather"),
-        "endings of the files to read in folders, also with .gz or .zst appended; globs take any ending",
+        ("txt", "text", "md", "jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"),
+        "endings of the files to read in folders, also with .gz, .zst, .bz2, .xz or .lz4; globs take any ending",
+    )
+    bad_records: Literal["stop", "skip"] = setting(
+        "stop", "if a record cannot be read: stop; or skip: leave it out, count and name it in prepare.json"
     )
     output_path: str = setting(
         "data", "root folder to write: tokenizer.json and a folder per dataset; give it to training as data_path"
@@ -236,7 +257,10 @@ class PageConfig:
 
 @dataclass(frozen=True)
 class InspectSettings:
-    """Samples to show of the run that the other settings describe. ckpt_load_path uses a checkpoint's settings."""
+    """Samples to show of the run that the other settings describe.
+
+    A run or checkpoint as the first word, or in ckpt_load_path, gives its own settings.
+    """
 
     step: Annotated[int, Ge(1), Le(LARGEST_STEP)] | None = setting(None, "step to show, counted from 1")
     steps: str | None = setting(None, "A-B: summarize steps A to B, one line per dataset, instead of single samples")
@@ -248,6 +272,7 @@ class InspectSettings:
         "checkpoint gives the batch's size",
     )
     tokens: bool = setting(False, "show the token ids, too, and with tokenizer_path their text")
+    text: bool = setting(False, "show the whole text of each sample, which tokens shortens; needs tokenizer_path")
     json: bool = setting(False, "print one JSON object per sample (with steps: per dataset), nothing shortened")
 
     @property
@@ -273,7 +298,13 @@ class InspectConfig(TrainConfig):
             Row({"step": [None], "sample_id": [None], "steps": [None]}, "nothing to show: give one of them"),
             *(
                 Row({"steps": is_given, name: wrong}, f"--steps summarizes whole steps; {DROP_ONE}")
-                for name, wrong in (("step", is_given), ("sample_id", is_given), ("rank", is_given), ("tokens", is_on))
+                for name, wrong in (
+                    ("step", is_given),
+                    ("sample_id", is_given),
+                    ("rank", is_given),
+                    ("tokens", is_on),
+                    ("text", is_on),
+                )
             ),
         ),
         (_check_steps,),
@@ -356,7 +387,9 @@ class VerifyConfig:
     )
     col_name: str = setting("tokens", "column of the token files with the token ids")
     sep_token: NonNegativeInt | None = setting(None, "token id at the end of documents, for files that need it")
-    token_dtype: Literal["uint16", "uint32"] | None = setting(None, "type of the tokens in .bin files without a header")
+    token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
+        None, "type of the tokens in .bin and .npy files without a header"
+    )
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one per core")
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from pretraining.checkpoint.lease import must_wait_for_lease
-from pretraining.checkpoint.run_settings import resolve_run
+from pretraining.checkpoint.run_settings import FROM_DATA, resolve_run
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.assignments import Assignment
 from pretraining.config.command_line import ResolvedConfig
@@ -126,9 +126,9 @@ def _describe_source(name: str, chosen: Mapping[str, Assignment]) -> str:
 
 
 def _describe_derived(name: str, found: CheckpointRef | None) -> str:
-    """Return the source of a value that was not given: a checkpoint gives the model and `sep_token`."""
-    is_adopted = name == "sep_token" or settings_of(TrainConfig)[name].section == "model"
-    if found is None or not is_adopted or (name == "sep_token" and found.weights_only):
+    """Return the source of a value that was not given: a checkpoint gives the model and what data gives new runs."""
+    is_adopted = name in FROM_DATA or settings_of(TrainConfig)[name].section == "model"
+    if found is None or not is_adopted or (name in FROM_DATA and found.weights_only):
         return "follows from other settings or the data"
     return f"taken from {found.path}"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.checkpoint.manifest import check_same_model, tensor_state
@@ -17,6 +17,7 @@ from pretraining.checkpoint.start_point import find_newest, load_newest
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
+from pretraining.data.resume import ORDER_VERSION, order_version
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
@@ -30,7 +31,7 @@ from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.text import format_table
 from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
-from pretraining.train.plan import build_run_mesh, check_kernels
+from pretraining.train.plan import build_run_mesh, check_kernels, recorded_evaluation
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
 from pretraining.train.run import join_job
 
@@ -95,7 +96,10 @@ def _evaluate(
     check_kernels(config, shape, device)
     data = open_data(config, processes)
     batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
-    sources = open_evaluation_sources(config, data, batch, processes, shape.vocab_size)
+    record, order = recorded_evaluation(manifest), order_version(manifest.data) if manifest.data else ORDER_VERSION
+    if config.evaluation.eval_batches != newest.config.evaluation.eval_batches:
+        record = replace(record, sequences=None)  # another number of batches is asked for
+    sources, _ = open_evaluation_sources(config, data, batch, processes, shape.vocab_size, record, order)
     model = build_model(shape, config, build_run_mesh(config, processes), device)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)

@@ -24,12 +24,12 @@ from pretraining.checkpoint.run_settings import adopt_settings
 from pretraining.checkpoint.start_point import find_newest, find_start
 from pretraining.config.assignments import COMMAND_LINE
 from pretraining.config.batch_sizes import BatchSizes
-from pretraining.config.command_line import read_given, resolve_config
-from pretraining.config.recipes import parse_recipe
+from pretraining.config.command_line import is_bare_path, read_given, resolve_config
+from pretraining.config.recipes import RECIPE_SUFFIXES, parse_recipe
 from pretraining.config.rules import check_config
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
-from pretraining.data.dataset import build_indices, build_loader, open_datasets
+from pretraining.data.dataset import build_indices, build_loader, open_datasets, warn_about_datasets
 from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
@@ -55,11 +55,13 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Print the samples of steps of the run that `train` would start or resume, or of a named checkpoint.
 
     Args:
-        overrides, flags: words and flags of the command line.
+        overrides, flags: words and flags of the command line. A path as the first word is a run or checkpoint, unless
+            it ends like a recipe.
 
     Raises:
         PretrainError: unusable settings, data or checkpoint.
     """
+    overrides, flags = _name_run(overrides, flags)
     given, named = read_given(overrides, flags, translate_when_needed), None
     for name in ("resume_from_checkpoint", "ckpt_load_path"):
         is_named = given.values.get(name) and given.chosen[name].source.startswith(COMMAND_LINE)
@@ -88,6 +90,15 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     manifest = start.manifest if start and not start.weights_only else None
     state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
     inspect(config, state, size)
+
+
+def _name_run(overrides: Sequence[str], flags: dict[str, str]) -> tuple[Sequence[str], dict[str, str]]:
+    """Assign a path at the beginning to `ckpt_load_path`, as the other commands about runs do."""
+    if not overrides or not is_bare_path(overrides[0]) or overrides[0].endswith(RECIPE_SUFFIXES):
+        return overrides, flags
+    if "ckpt_load_path" in flags:
+        raise ConfigError(f"two values for ckpt_load_path, {overrides[0]} and {flags['ckpt_load_path']}: give one")
+    return overrides[1:], {**flags, "ckpt_load_path": overrides[0]}
 
 
 def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, restored_batch: int | None = None) -> None:
@@ -130,6 +141,7 @@ def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch
         listing = list_datasets(config.data)
         build_indices(listing, config.data)
         opened = open_datasets(listing, config.data)
+        warn_about_datasets(opened, config.data)
     vocab_size = resolve_shape(config.model).vocab_size
     loader = build_loader(opened, config.data, _plan_of(size, ranks), 0, config.run.seed, vocab_size)
     if state is not None:
@@ -145,16 +157,22 @@ def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
         step = inspector.step_of_sample(options.sample_id)
     size = inspector.global_batch_size(step)
     share = _plan_of(size, ranks).share(options.rank) if options.rank is not None else None
-    decode = None
-    if options.tokens and not options.json and config.data.tokenizer_path is not None:
-        decode = load_tokenizer(config.data.tokenizer_path).decode
+    decode, tokenizer_path = None, config.data.tokenizer_path
+    if options.text and tokenizer_path is None:
+        raise ConfigError("--text needs the tokenizer of the data: give --tokenizer_path")
+    if tokenizer_path is not None and (options.text or (options.tokens and not options.json)):
+        decode = load_tokenizer(tokenizer_path).decode
     if not options.json:
         place = f"rank {options.rank} of {ranks}" if options.rank is not None else "all ranks"
         print_text(heading(step, place, size, config.data.seq_length))
     shown = 0
-    for slot in inspector.slots(step, share, options.sample_id, options.tokens):
+    for slot in inspector.slots(step, share, options.sample_id, options.tokens or options.text):
         shown += 1
-        print_text(json.dumps(slot.document()) if options.json else "\n".join(slot.describe(decode)))
+        if options.json:
+            texts = {"text": decode(slot.ids)} if decode is not None and slot.ids is not None else {}
+            print_text(json.dumps({**slot.document(with_ids=options.tokens), **texts}))
+        else:
+            print_text("\n".join(slot.describe(decode, whole=options.text)))
     if options.sample_id is not None and not shown:
         step = inspector.step_of_sample(options.sample_id)
         raise ConfigError(f"--sample_id={options.sample_id} is in step {step}: drop --step and --rank")
@@ -327,9 +345,9 @@ class InspectedSlot:
     ids: tuple[int, ...] | None
     problem: str | None = None
 
-    def document(self) -> dict[str, Any]:
+    def document(self, with_ids: bool = True) -> dict[str, Any]:
         """Return the JSON object of `--json`. Its format is an interface: fields are added, never renamed."""
-        fields = asdict(self)
+        fields = asdict(self if with_ids else replace(self, ids=None))
         for span in fields["spans"]:
             del span["ends_document"]
         for name in ("ids", "problem"):
@@ -337,8 +355,12 @@ class InspectedSlot:
                 del fields[name]
         return fields
 
-    def describe(self, decode: Callable[[Sequence[int]], str] | None) -> Iterator[str]:
-        """Yield lines with the place of each piece and the two ends of its text (without `decode`, of its ids)."""
+    def describe(self, decode: Callable[[Sequence[int]], str] | None, whole: bool = False) -> Iterator[str]:
+        """Yield lines with the place of each piece and the two ends of its text (without `decode`, of its ids).
+
+        Args:
+            whole: yield the whole text, line by line.
+        """
         yield f"slot {self.slot}  sample {self.sample_id}  dataset {self.dataset}"
         if self.problem is not None:
             yield f"  quarantined, no labels: {self.problem}"
@@ -347,10 +369,10 @@ class InspectedSlot:
             end = ", to its end" if span.ends_document else ""
             yield f"  {span.file}  row {span.row}  tokens {span.start}-{span.start + span.length - 1}{end}"
             if self.ids is not None:
-                yield f"    {_content(self.ids[at : at + span.length], decode)}"
+                yield from _content(self.ids[at : at + span.length], decode, whole)
             at += span.length
         if not self.spans and self.ids is not None:
-            yield f"    {_content(self.ids, decode)}"
+            yield from _content(self.ids, decode, whole)
 
 
 @dataclass(frozen=True)
@@ -401,11 +423,15 @@ def describe_summaries(first: int, last: int, seq_length: int, summaries: Sequen
     return [head, *format_table(table, right=range(1, 9))]
 
 
-def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> str:
-    """Return the quoted text of ids, or the ids, on one line without the middle part of long ones."""
+def _content(ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None, whole: bool) -> Iterator[str]:
+    """Yield the text of ids line by line if `whole`, else one line: their quoted text, or the ids, shortened."""
     if decode is None:
         ends = [ids] if len(ids) <= _IDS_SHOWN else [ids[: _IDS_SHOWN // 2], ids[-_IDS_SHOWN // 2 :]]
-        return " … ".join(" ".join(map(str, end)) for end in ends)
+        yield "    " + " … ".join(" ".join(map(str, end)) for end in ends)
+        return
     text, half = decode(ids), _CHARACTERS_SHOWN // 2
+    if whole:
+        yield from (f"    {line}" for line in text.split("\n"))
+        return
     pieces = [text] if len(text) <= _CHARACTERS_SHOWN else [text[:half], text[-half:]]
-    return " … ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
+    yield "    " + " … ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)

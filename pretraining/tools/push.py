@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.mirror import Mirror, newest_good_step, open_mirror
-from pretraining.checkpoint.object_store import checkpoints_in
-from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.checkpoint.manifest import read_manifest
+from pretraining.checkpoint.mirror import Mirror, TakenOverError, list_copies
+from pretraining.checkpoint.own_checkpoints import own_checkpoints
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.recipes import load_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import is_address
 from pretraining.launch.terminal import print_text
-from pretraining.text import count_of
+from pretraining.text import count_of, list_some
 from pretraining.tools.commands import PushConfig
 
 
@@ -24,7 +25,8 @@ def push(config: PushConfig) -> None:
 
     Raises:
         ConfigError: no run or no address is named.
-        CheckpointError: another process writes to the run, a checkpoint is damaged, or the store cannot be used.
+        CheckpointError: another process writes to the run, the store cannot be used or holds newer checkpoints, or, at
+            the end, a checkpoint is damaged.
     """
     run = Path(config.paths[0])
     settings = load_config(run / CONFIG_FILE).checkpoint
@@ -32,22 +34,49 @@ def push(config: PushConfig) -> None:
     if is_address(config.paths[0]) or not is_address(address) or len(config.paths) > 2:
         raise ConfigError("name the run's folder and an address: `pretrain push runs/mine s3://bucket/runs/mine`")
     settings = replace(settings, ckpt_save_path=str(run), ckpt_mirror_path=address)
-    lease = Lease(run)
+    store, lease = str(address).partition("?")[0].rstrip("/"), Lease(run)
     lease.acquire()
     try:
-        store = open_mirror(settings)
-        checkpoints = [each.path for each in committed_checkpoints(run)]
-        step = newest_good_step(run)
-        newer = [folder for folder, manifest in checkpoints_in(store).items() if manifest.step > step]
-        if newer:
-            raise CheckpointError(f"has {newer[-1]}, which is newer than all checkpoints of {run}", path=store.address)
-        mirror = Mirror(settings, step)
-        missing = [path for path in checkpoints if mirror.lacks(path)]
-        for path in missing:
-            mirror.copy(path)
-            mirror.finish(threading.TIMEOUT_MAX)
-            if mirror.lacks(path):
-                raise CheckpointError("is not copied; the line above gives the reason", path=path)
-        print_text(f"{count_of(len(missing), 'checkpoint')} copied, {len(checkpoints)} are in {store.address}")
+        listed = own_checkpoints(run, list_copies(settings))
+        here = [each.path for each in listed.current if each.is_here]
+        newest = max((each.step for each in listed.current if each.is_here and _is_good(each.path)), default=-1)
+        newer = [each.path.name for each in listed.current if not each.is_here and each.step > newest]
+        unlike = [*newer, *(path.name for path in listed.given_up)]
+        if unlike:
+            raise CheckpointError(
+                f"holds other checkpoints than {store}, where the run has continued: {list_some(unlike, 4)}. Start "
+                "the run to fetch them",
+                path=run,
+            )
+        mirror, copied, faults = Mirror(settings, newest), 0, list[str]()
+        for path in here:
+            try:
+                copied += _copy_if_missing(path, mirror)
+            except TakenOverError:
+                raise
+            except CheckpointError as error:
+                faults.append(str(error))
+        print_text(f"{count_of(copied, 'checkpoint')} copied, {len(here) - len(faults)} are in {store}")
+        if faults:
+            raise CheckpointError(
+                f"{count_of(len(faults), 'checkpoint')} not copied:\n  " + "\n  ".join(faults), path=run
+            )
     finally:
         lease.release()
+
+
+def _copy_if_missing(checkpoint: Path, mirror: Mirror) -> bool:
+    """Return whether a mirror lacked a checkpoint; raise a CheckpointError if the checkpoint is damaged."""
+    if not mirror.lacks(checkpoint):
+        return False
+    mirror.copy(checkpoint)
+    if (problem := mirror.finish(threading.TIMEOUT_MAX)) is not None:
+        raise CheckpointError(problem)
+    return True
+
+
+def _is_good(checkpoint: Path) -> bool:
+    with suppress(CheckpointError):
+        read_manifest(checkpoint)
+        return True
+    return False

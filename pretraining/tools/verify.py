@@ -27,7 +27,14 @@ from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_sa
 from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
-from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
+from pretraining.data.storage.doubts import warn_about_splits
+from pretraining.data.storage.token_format import (
+    DocumentLayout,
+    TokenFormat,
+    contiguous_bytes,
+    load_format,
+    width_problem,
+)
 from pretraining.errors import CheckpointError, DataError
 from pretraining.files import file_checksum
 from pretraining.launch.terminal import print_text
@@ -71,6 +78,7 @@ class FileReport:
 def _verify_datasets(config: VerifyConfig, threads: int) -> None:
     data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
     listing = list_datasets(data)
+    warn_about_splits(listing, data)
     file_count, size = sum(len(files.paths) for files in listing), sum(sum(files.sizes) for files in listing)
     faults = _print_faults([] if config.datasets else _datasets_without_files(data, listing))
     for files in listing:
@@ -162,11 +170,21 @@ def check_files(
             report.faults.append(error)
             return report
         report.documents, report.tokens = len(layout.lengths), int(layout.lengths.sum())
+        wrong_type = width_problem(_sample(layout))
+        if wrong_type is not None:  # then each of its tokens is wrong
+            report.faults.append(DataError(wrong_type, path=path))
+            return report
         report.faults += _wrong_tokens(path, layout, vocab_size)
         return report
 
     with ThreadPoolExecutor(threads) as pool:
         yield from pool.map(check, range(len(files.paths)))
+
+
+def _sample(layout: DocumentLayout) -> np.ndarray:
+    begin, end = contiguous_bytes(layout.offsets, layout.lengths, layout.width)
+    tokens: np.ndarray = layout.tokens[begin // layout.width : end // layout.width]
+    return tokens
 
 
 def _wrong_tokens(path: str, layout: DocumentLayout, vocab_size: int | None) -> list[DataError]:

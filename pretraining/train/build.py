@@ -16,8 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
-from pretraining.checkpoint.manifest import EVALUATION_STATE, GUARDS_STATE, Stateful, tensor_state
-from pretraining.checkpoint.mirror import Mirror
+from pretraining.checkpoint.manifest import (
+    EVALUATION_SETS_STATE,
+    EVALUATION_STATE,
+    GUARDS_STATE,
+    SCHEDULE_STATE,
+    Stateful,
+    tensor_state,
+)
+from pretraining.checkpoint.mirror import Mirror, fetch_start
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_path import write_config
 from pretraining.checkpoint.saver import Saver
@@ -33,7 +40,7 @@ from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
-from pretraining.evaluation.held_out import Evaluator
+from pretraining.evaluation.held_out import Evaluator, definition_of
 from pretraining.evaluation.scores import Scores
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
@@ -93,6 +100,7 @@ def build_run(
         PretrainError: any mistake of the user, the same on all ranks.
         Preempted: a stop was requested before the first step.
     """
+    _fetch_start(plan, status.events)
     model, optimizer = _load_model_and_optimizer(plan)
     log_plan(plan)
     _add_events(plan, status.events)
@@ -107,6 +115,19 @@ def build_run(
     begin_training(optimizer)
     status.mark_training(plan.state)
     return run
+
+
+def _fetch_start(plan: Plan, events: Events) -> None:
+    """Fetch what the start needs from object stores; a collective call."""
+    start, config = plan.start, plan.config.checkpoint
+    if start is None or not (start.copy or start.best_copy or start.given_up):
+        return
+
+    def fetch() -> None:
+        fetch_start(config, start)
+        events.open(config.folder)  # the file may be a new one
+
+    on_rank_zero(fetch)
 
 
 def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
@@ -175,6 +196,8 @@ def _assemble(
     states: dict[str, Stateful] = {
         GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,
+        SCHEDULE_STATE: plan.learning_rate,
+        EVALUATION_SETS_STATE: plan.evaluation,
         REPORT_STATE: observer,
         TRACKERS_STATE: observer.trackers,
     }
@@ -257,8 +280,6 @@ def _build_evaluator(
     plan: Plan, context: StepContext, observer: Observer, should_stop: Callable[[], bool], sampler: TextSampler | None
 ) -> Evaluator:
     evaluation = plan.config.evaluation
-    selects_best = evaluation.best_by is not None or bool(evaluation.eval_datasets)
-    deciding_sets = _deciding_sets(plan) if selects_best else ()
     table_V = byte_lengths(plan.config, plan.processes, plan.shape.vocab_size) if plan.sources else None
     return Evaluator(
         model=context.model.module,
@@ -269,7 +290,9 @@ def _build_evaluator(
         observer=observer,
         should_stop=should_stop,
         best_by=evaluation.best_by,
-        early_stopping=EarlyStopping(evaluation.early_stopping_evaluations, deciding_sets),
+        early_stopping=EarlyStopping(
+            evaluation.early_stopping_evaluations, definition_of(plan.sources, evaluation.best_by)
+        ),
         byte_lengths_V=table_V,
         metrics=context.metrics,
         scores=context.scores,
@@ -299,13 +322,8 @@ def _build_checkpoints(
         plan.training_tokens,
         mirror,
         mirror_wait_seconds=MIRROR_WAIT_SHARE * (config.guard.hang_timeout.amount or MIRROR_WAIT_SECONDS),
+        definition=definition_of(plan.sources, config.evaluation.best_by),
     )
     if plan.restored is not None:
-        checkpoints.restore(plan.restored, _deciding_sets(plan) if plan.sources else None)
+        checkpoints.restore(plan.restored)
     return checkpoints
-
-
-def _deciding_sets(plan: Plan) -> tuple[str, ...]:
-    """Return the names of the evaluation sets whose loss decides which checkpoint is best."""
-    best_by = plan.config.evaluation.best_by
-    return tuple(sorted(each for source in plan.sources for each in source.sets if best_by in (None, each)))

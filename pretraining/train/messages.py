@@ -102,6 +102,9 @@ def _describe_start(plan: Plan) -> Iterator[str]:
             yield "with a new optimizer state (--load_optimizer=false)"
         yield from plan.loader.changes_at_resume
         yield from changed_settings(start.config, plan.config)
+        if state.step < state.total_steps:
+            rate = plan.learning_rate.at(state.step, plan.config.optimizer.peak_learning_rate)
+            yield f"the learning rate is {rate:.3g} at first"
         if state.stop_step < state.total_steps:
             yield f"this invocation stops at step {state.stop_step}"
 
@@ -137,7 +140,11 @@ def describe_end(config: TrainConfig, run: Run) -> str:
     head = f"Stopped at step {state.step} of {state.total_steps}."
     if not run.observer.newest:  # nothing was trained or evaluated
         head = f"This run is already finished, at step {state.step} of {state.total_steps}."
-        head += "" if state.early_end else " Raise --num_steps to continue it."
+        if not state.early_end:
+            head += (
+                " --num_steps counts from step 0, with the steps before the start point: raise it above "
+                f"{state.step} to continue."
+            )
     elif state.finished and not state.early_end:
         tokens, time = f"{state.progress.tokens:,}", format_seconds(run.stopwatch.elapsed)
         head = f"Finished {count_of(state.total_steps, 'step')}, {tokens} tokens; this invocation took {time}."

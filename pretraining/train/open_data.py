@@ -11,13 +11,20 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig, TrainConfig
 from pretraining.data.batch import StepBatch
-from pretraining.data.dataset import build_indices, build_loader, is_indexed, open_datasets
+from pretraining.data.dataset import (
+    build_evaluation_loader,
+    build_indices,
+    is_indexed,
+    open_datasets,
+    warn_about_datasets,
+)
 from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets, SplitName
@@ -25,7 +32,7 @@ from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.tokenizer import load_fitting_tokenizer
 from pretraining.distributed.processes import Processes, gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DataError, PretrainError
-from pretraining.evaluation.held_out import EvaluationSource
+from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +61,20 @@ def open_data(config: TrainConfig, processes: Processes, index_folder: str | Non
     if data.data_path is not None and not data.use_dummy_dataset:
         # Listing 100,000 files is slow on a shared file system: rank 0 lists them for all.
         listing = on_rank_zero(lambda: list_datasets(data))
-    paths = config.evaluation.eval_datasets
-    folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing))
-    needs_training = bool(listing) and not (config.evaluation.eval_only and data.held_out_fraction == 0)
-    return OpenedData(
+    paths, is_evaluation = config.evaluation.eval_datasets, config.evaluation.eval_only
+    folders = on_rank_zero(lambda: find_evaluation_folders(paths, data, listing, may_overlap=is_evaluation))
+    needs_training = bool(listing) and not (is_evaluation and data.held_out_fraction == 0)
+    opened = OpenedData(
         training=_open_datasets(listing, data, processes, index_folder) if needs_training else None,
         folders=tuple(
             (folder, _open_datasets((folder.files,), folder.config, processes, index_folder)) for folder in folders
         ),
     )
+    if opened.training is not None:
+        on_rank_zero(partial(warn_about_datasets, opened.training, data))
+    for folder, datasets in opened.folders:
+        on_rank_zero(partial(warn_about_datasets, datasets, folder.config))
+    return opened
 
 
 def _open_datasets(
@@ -82,41 +94,72 @@ def _open_datasets(
 
 
 def open_evaluation_sources(
-    config: TrainConfig, data: OpenedData, batch: BatchSizes, processes: Processes, vocab_size: int
-) -> list[EvaluationSource]:
+    config: TrainConfig,
+    data: OpenedData,
+    batch: BatchSizes,
+    processes: Processes,
+    vocab_size: int,
+    record: EvaluationRecord,
+    order: int,
+) -> tuple[list[EvaluationSource], EvaluationRecord]:
     """Open the evaluation sets: the held-out documents of all datasets, and each folder of `--eval_datasets`.
 
     Called at the start, so that a set with too few documents fails early.
+
+    Args:
+        record: of the first start of the run; empty in a new run, and in a run that recorded no sets.
+        order: version of the order of samples.
+
+    Returns:
+        The sources, and the record for the run's checkpoints.
 
     Raises:
         DataError: a set has too few tokens for one sample.
         ConfigError: `--best_by` names no set, or a set that gets no sequence of `eval_batches`.
     """
-    steps = config.evaluation.eval_batches
+    asked = config.evaluation.eval_batches * batch.global_batch_size
+    sequences = asked if record.sequences is None else record.sequences
+    weights = record.weights
     sources: list[EvaluationSource] = []
     counts: dict[str, int] = {}
 
-    def open_loader(opened: OpenedDatasets | None, settings: DataConfig, split: SplitName, limit_steps: int) -> Loader:
+    def add(opened: OpenedDatasets | None, settings: DataConfig, split: SplitName, name: str | None) -> dict[str, int]:
         seed, rank = config.run.seed, processes.rank
-        return on_every_rank(
-            lambda: build_loader(opened, settings, batch, rank, seed, vocab_size, split=split, limit_steps=limit_steps)
+        loader, found, weights_now = on_every_rank(
+            lambda: build_evaluation_loader(
+                opened, settings, batch, rank, seed, vocab_size, split, sequences, order_version=order
+            )
         )
+        sets = loader.reader.sources
+        kept = weights if weights.keys() == weights_now.keys() else weights_now
+        # The sequences of a set are the first of its order, so these values determine them.
+        common = {"seq_length": settings.seq_length, "document_mask": settings.document_mask, "order": order}
+        definitions = ({**common, "data": each.fingerprint, "sequences": found[each.name]} for each in sets)
+        names = tuple(name or each.name for each in sets)
+        counts.update(zip(names, (found[each.name] for each in sets), strict=True))
+        shares = tuple(kept[each.name] for each in sets)
+        sources.append(EvaluationSource(names, _batch_opener(loader, processes), shares, tuple(definitions)))
+        return kept
 
     if config.data.held_out_fraction > 0:
-        loader = open_loader(data.training, config.data, "held_out", steps)
-        names = tuple(source.name for source in loader.reader.sources)
-        counts |= loader.reader.mixture.counts_before_step(steps)
-        sources.append(EvaluationSource(names, _batch_opener(loader, processes)))
+        weights = add(data.training, config.data, "held_out", None)
     for folder, opened in data.folders:
-        # At most the full batches of the folder, so that no document counts twice; at least one batch.
-        full = opened.training_tokens // (config.data.seq_length * batch.global_batch_size)
-        loader = open_loader(opened, folder.config, "train", max(1, min(steps, full)))
-        sources.append(EvaluationSource((folder.name,), _batch_opener(loader, processes)))
-        counts[folder.name] = 1
+        add(opened, folder.config, "train", folder.name)
     on_every_rank(lambda: _check_best_by(config, counts))
     for name in (name for name, count in counts.items() if count == 0):
-        log.info("evaluation set %s gets no sequence of --eval_batches=%d, so it has no scores", name, steps)
-    return sources
+        log.info(
+            "evaluation set %s gets none of the %d sequences of an evaluation, so it has no scores", name, sequences
+        )
+    if not sources:
+        return [], record
+    if sequences != asked:
+        log.info(
+            "evaluations read %d sequences, as since the first start of this run (--eval_batches=%d would now be %d)",
+            sequences,
+            config.evaluation.eval_batches,
+            asked,
+        )
+    return sources, EvaluationRecord(sequences, weights)
 
 
 def _check_best_by(config: TrainConfig, counts: dict[str, int]) -> None:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, Manifest
 from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
@@ -27,13 +29,14 @@ from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
+from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout
-from pretraining.errors import ConfigError
-from pretraining.evaluation.held_out import EvaluationSource
+from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
 from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
@@ -57,6 +60,7 @@ class Plan:
         data: training datasets; None for dummy data.
         token_schedule: tokens per step, including the steps before the start point.
         sources: evaluation sets.
+        evaluation: what checkpoints record of the evaluation sets.
     """
 
     config: TrainConfig
@@ -72,6 +76,7 @@ class Plan:
     learning_rate: LearningRate
     loader: Loader
     sources: list[EvaluationSource]
+    evaluation: EvaluationRecord
     state: TrainState
 
     @property
@@ -91,17 +96,18 @@ def plan_run(
     mesh: DeviceMesh,
     opened: OpenedData,
     start: CheckpointRef | None,
-    skipped_samples: Sequence[tuple[int, int]] = (),
+    skipped: Mapping[str, Sequence[Range]] = MappingProxyType({}),
     stop_step: int | None = None,
 ) -> Plan:
     """Plan a run from its start point; a collective call.
 
     Args:
         config: fully resolved settings.
-        skipped_samples: (first, end) of samples to skip besides `--skip_samples`.
+        skipped: samples to skip besides `--skip_samples`, by their numbers within datasets (`Mixture.numbers`).
         stop_step: last step of this invocation; None = as the settings say.
 
     Raises:
+        DamagedError: the start point has no readable position in the data.
         PretrainError: the start point or the data do not fit the settings.
     """
     processes.activity.restart(step=start.step if start is not None else 0)
@@ -114,19 +120,28 @@ def plan_run(
     batch = resolve_batch_sizes(
         config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None
     )
-    skipped = (*config.data.skip_samples, *(f"{begin}-{end - 1}" for begin, end in skipped_samples))
-    settings = replace(config.data, skip_samples=skipped)
     loader = on_every_rank(
-        lambda: build_loader(data, settings, batch, processes.rank, config.run.seed, shape.vocab_size)
+        lambda: build_loader(data, config.data, batch, processes.rank, config.run.seed, shape.vocab_size)
     )
     if restored is not None:
-        on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
-    sources = open_evaluation_sources(config, opened, batch, processes, shape.vocab_size)
+        on_every_rank(lambda: _restore_position(loader, restored))
+    loader.skip(skipped)
+    sources, record = open_evaluation_sources(
+        config,
+        opened,
+        batch,
+        processes,
+        shape.vocab_size,
+        recorded_evaluation(restored.manifest) if restored is not None else EvaluationRecord(),
+        loader.order_version,
+    )
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
     training_tokens = data.training_tokens if data is not None else None
-    learning_rate = build_learning_rate(config.schedule, config.run.num_steps, token_schedule, training_tokens)
+    learning_rate = build_learning_rate(
+        config.schedule, config.run.num_steps, token_schedule, training_tokens, _annealing_start(config, restored)
+    )
     return Plan(
         config=config,
         processes=processes,
@@ -141,8 +156,34 @@ def plan_run(
         learning_rate=learning_rate,
         loader=loader,
         sources=sources,
+        evaluation=record,
         state=_initial_state(config, token_schedule, training_tokens, restored, stop_step),
     )
+
+
+def _restore_position(loader: Loader, restored: CheckpointRef) -> None:
+    try:
+        loader.load_state_dict(restored.manifest.data)
+    except DamagedError as error:
+        raise DamagedError(str(error), path=restored.path) from None
+
+
+def _annealing_start(config: TrainConfig, restored: CheckpointRef | None) -> int:
+    """Return the step at which the annealing stage begins, or began in the run that saved the start point."""
+    if restored is None or config.schedule.training_stage != "annealing":
+        return 0
+    is_in_it = restored.config.schedule.training_stage == "annealing"
+    return restored.manifest.annealing_from if is_in_it else restored.step
+
+
+def recorded_evaluation(manifest: Manifest) -> EvaluationRecord:
+    """Return what a checkpoint records of its run's evaluation sets; raise a CheckpointError if it is damaged."""
+    try:
+        return EvaluationRecord.of_state(manifest.state.get(EVALUATION_SETS_STATE, {}))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"the evaluation sets of the checkpoint of step {manifest.step} are damaged: {error}"
+        ) from None
 
 
 def _loads_optimizer(start: CheckpointRef, config: TrainConfig) -> bool:

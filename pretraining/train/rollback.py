@@ -16,18 +16,20 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from pretraining.checkpoint.mirror import fetch_start
+from pretraining.checkpoint.mirror import list_copies
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import make_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
-from pretraining.config.training import CheckpointConfig
+from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError, DivergenceError
 from pretraining.observability.events import Events
@@ -39,8 +41,12 @@ from pretraining.train.run_status import RunStatusWriter
 log = logging.getLogger(__name__)
 
 
+MakePlan = Callable[[CheckpointRef | None, Mapping[str, Sequence[Range]], int | None], Plan]
+
+
 def train_with_rollbacks(
-    make_plan: Callable[[CheckpointRef | None, Sequence[tuple[int, int]], int | None], Plan],
+    config: TrainConfig,
+    make_plan: MakePlan,
     build: Callable[[Plan], Run],
     status: RunStatusWriter,
     start: CheckpointRef | None,
@@ -59,67 +65,113 @@ def train_with_rollbacks(
         DivergenceError: no rollback is left.
         CheckpointError: no checkpoint is good, or one cannot be written or moved.
     """
-    skipped, damaged = list[tuple[int, int]](), dict[Path, str]()
-    furthest, rollbacks, stop_step = 0, 0, None
-    fetched: Path | None = None
-    divergence: DivergenceError | None = None
-    while True:
-        plan = make_plan(start, skipped, stop_step)
-        config = plan.config
-        try:
-            run = build(plan)
-        except DamagedError as error:
-            assert start is not None
-            damaged[start.path] = str(error)
-            run = None  # continue outside the handler: the error keeps memory of the failed run alive
-        if run is None:
-            _free_memory(plan.processes.device)
-            if config.checkpoint.ckpt_mirror_path is not None and fetched is None:  # once: a bad disk damages it again
-                fetched = on_rank_zero(partial(fetch_start, config.checkpoint, damaged))
-                damaged = {path: fault for path, fault in damaged.items() if path != fetched}
-            start = find_and_count_start(config.checkpoint, status, damaged, divergence)
-            continue
-        damaged = {}  # later checkpoints may have the same paths
-        if divergence is not None:
-            run.checkpoints.save_now(
-                run.state, start.manifest.kind if start is not None and start.is_own else "interval"
-            )
-            newer = on_rank_zero(
-                partial(_set_aside_newer, config.checkpoint.folder, run.state.step, run.checkpoints.newest)
-            )
-            _log_rollback(divergence, rollbacks, newer, status.events)
-        divergence = _train_until_divergence(run)
-        if divergence is None:
-            return run
+    builder = _Builder(config.checkpoint, make_plan, build, status)
+    furthest, rollbacks = 0, 0
+    run = builder.build_good(start)
+    while (divergence := _train_until_divergence(run)) is not None:
         if divergence.first_step > furthest:
             rollbacks = 0
         if rollbacks == config.guard.max_rollbacks:
             raise _with_hint(divergence, rollbacks)
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
-        stop_step = run.state.stop_step  # a rollback keeps the last step of this invocation
+        builder.stop_step = run.state.stop_step  # a rollback keeps the last step of this invocation
+        builder.skip(divergence.samples)
         del run
-        _free_memory(plan.processes.device)
-        skipped.append(divergence.samples)
-        start = find_start(config.checkpoint, before_step=divergence.first_step)
+        _free_memory()
+        run = _go_back(divergence, rollbacks, builder)
+    return run
+
+
+def _go_back(divergence: DivergenceError, number: int, builder: _Builder) -> Run:
+    """Build the run from before a divergence, save it, and set newer checkpoints aside; a collective call."""
+    config = builder.checkpoint
+    builder.before_step = divergence.first_step
+    start = find_start(config, before_step=builder.before_step, copies=read_mirror(config))
+    run = builder.build_good(start)
+    builder.before_step, start = None, builder.plan.start
+    run.checkpoints.save_now(run.state, start.manifest.kind if start is not None and start.is_own else "interval")
+    saved = run.checkpoints.newest
+    newer = on_rank_zero(lambda: _set_aside_newer(config.folder, run.state.step, saved))
+    _log_rollback(divergence, number, newer, builder.status.events)
+    return run
+
+
+@dataclass
+class _Builder:
+    """Builder of a run from the newest good checkpoint.
+
+    Attributes:
+        skipped: samples of earlier divergences, by their numbers within datasets.
+        stop_step: last step of this invocation; None = as the settings say.
+        before_step: only checkpoints before this step count; None = all.
+        plan: plan of the last run that was built.
+    """
+
+    checkpoint: CheckpointConfig
+    make_plan: MakePlan
+    build: Callable[[Plan], Run]
+    status: RunStatusWriter
+    skipped: dict[str, list[Range]] = field(default_factory=dict)
+    stop_step: int | None = None
+    before_step: int | None = None
+    plan: Plan = field(init=False)
+
+    def skip(self, samples: Range) -> None:
+        """Skip global samples of the last run: back before a phase, they may get other global numbers."""
+        for name, ranges in self.plan.loader.reader.mixture.numbers([samples]).items():
+            self.skipped.setdefault(name, []).extend(ranges)
+
+    def build_good(self, start: CheckpointRef | None) -> Run:
+        """Build the run from a start point or, if that is damaged, from the next good one; a collective call."""
+        damaged: dict[str, str] = {}
+        while True:
+            result = self._try_to_build(start)
+            if not isinstance(result, str):
+                return result
+            assert start is not None
+            damaged[start.source] = result
+            _free_memory()
+            copies = read_mirror(self.checkpoint)
+            start = find_and_count_start(self.checkpoint, self.status, copies, damaged, self.before_step)
+
+    def _try_to_build(self, start: CheckpointRef | None) -> Run | str:
+        """Return the fault of a damaged start point; its error would keep the memory of the failed run alive."""
+        try:
+            self.plan = self.make_plan(start, self.skipped, self.stop_step)
+            return self.build(self.plan)
+        except DamagedError as error:
+            return str(error)
+
+
+def read_mirror(config: CheckpointConfig) -> Copies:
+    """Return the checkpoints in a run's mirror on rank 0, nothing on other ranks; a collective call."""
+    found = NO_COPIES
+
+    def read() -> None:
+        nonlocal found
+        found = list_copies(config)
+
+    on_rank_zero(read)
+    return found
 
 
 def find_and_count_start(
     config: CheckpointConfig,
     status: RunStatusWriter,
-    damaged: Mapping[Path, str] = MappingProxyType({}),
-    divergence: DivergenceError | None = None,
+    copies: Copies,
+    damaged: Mapping[str, str] = MappingProxyType({}),
+    before_step: int | None = None,
 ) -> CheckpointRef | None:
     """Find a run's start point, make its folder and count the start; a collective call.
 
     Args:
-        damaged: as in `find_start`.
-        divergence: divergence that the run goes back from.
+        copies, damaged, before_step: as in `find_start`.
 
     Raises:
         CheckpointError: as in `find_start`; or the run has crashed too often from this start point.
     """
-    start = find_start(config, damaged, None if divergence is None else divergence.first_step)
+    start = find_start(config, damaged, before_step, copies)
     if config.ckpt_save_path is not None:
         run, step = config.folder, start.step if start is not None else 0
         on_rank_zero(lambda: make_run_folder(run))
@@ -127,10 +179,9 @@ def find_and_count_start(
     return start
 
 
-def _free_memory(device: torch.device) -> None:
+def _free_memory() -> None:
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing without CUDA
 
 
 def _train_until_divergence(run: Run) -> DivergenceError | None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,14 +20,14 @@ from typing import Any, Literal
 import torch
 
 from pretraining.checkpoint.lease import hold_lease
-from pretraining.checkpoint.mirror import fetch_start
 from pretraining.checkpoint.run_path import with_run_path
 from pretraining.checkpoint.run_settings import resolve_run
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import ineffective_settings
-from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
+from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import (
     Processes,
     gather_from_every_rank,
@@ -40,7 +40,6 @@ from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
 from pretraining.errors import ConfigError, Interrupted, Preempted
 from pretraining.evaluation.generation import TextSampler, open_sampler
-from pretraining.files import is_address
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
@@ -57,7 +56,7 @@ from pretraining.train.messages import describe_end, describe_speed
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Plan, check_and_build_mesh, plan_run, restore_cpu_threads
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.rollback import find_and_count_start, train_with_rollbacks
+from pretraining.train.rollback import find_and_count_start, read_mirror, train_with_rollbacks
 from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
@@ -128,8 +127,8 @@ def train(
         RunStatusWriter(config.run.max_starts_without_progress, layout.rank == 0) as status,
         join_job(config, layout, requests, is_embedded) as processes,
     ):
-        _fetch_start(config.checkpoint, processes)
-        config, _ = resolve_run(config)
+        copies = read_mirror(config.checkpoint)
+        config, _ = resolve_run(config, copies)
         sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
         mesh = check_and_build_mesh(config, processes)
         on_every_rank(requests.raise_if_signalled)
@@ -139,12 +138,12 @@ def train(
             nullcontext() if path is None else hold_lease(Path(path), processes) as lease,
             explain_out_of_memory(config, mesh["shard"].size(), processes),
         ):
-            start = find_and_count_start(config.checkpoint, status)
+            start = find_and_count_start(config.checkpoint, status, copies)
             on_every_rank(requests.raise_if_pending)
             data = open_data(config, processes)
 
             def make_plan(
-                start: CheckpointRef | None, skipped: Sequence[tuple[int, int]], stop_step: int | None
+                start: CheckpointRef | None, skipped: Mapping[str, Sequence[Range]], stop_step: int | None
             ) -> Plan:
                 restore_cpu_threads(start, config, processes, threads)
                 return plan_run(config, processes, mesh, data, start, skipped, stop_step)
@@ -152,15 +151,8 @@ def train(
             build = partial(build_run, stop_requests=requests, status=status, lease=lease, hook=hook, sampler=sampler)
             if path is not None:
                 record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
-            run = train_with_rollbacks(make_plan, build, status, start)
+            run = train_with_rollbacks(config, make_plan, build, status, start)
         return _finish(config, processes, run, sampler)
-
-
-def _fetch_start(config: CheckpointConfig, processes: Processes) -> None:
-    """Fetch the start point if only an object store holds it; a collective call."""
-    if config.ckpt_save_path is not None and (is_address(config.ckpt_load_path) or config.ckpt_mirror_path is not None):
-        with hold_lease(config.folder, processes):
-            on_rank_zero(lambda: fetch_start(config))
 
 
 @contextmanager

@@ -75,3 +75,15 @@ def test_every_number_of_processes_finds_and_writes_the_same(data: Path, tmp_pat
         assert found["evaluation_loss"] == pytest.approx(expected["4 evaluation_loss"], rel=1e-4)
         for name in SETS:
             assert found["sets"][name]["loss"] == pytest.approx(expected[f"4 evaluation_loss/{name}"], rel=1e-4)
+
+
+def test_row_56_a_resume_with_other_processes_and_another_batch_finds_the_same_loss(data: Path, tmp_path: Path) -> None:
+    """Nothing is learnt, so the losses are those of the same weights; 15 sequences do not divide by 7."""
+    still = [*flags(data), "learning_rate=0", "early_stopping_evaluations=9", f"ckpt_save_path={tmp_path}"]
+    train_runs(1, data, [[*still, "num_steps=2", "eval_batches=3", "global_batch_size=5"]])
+    train_runs(2, data, [[*still, "num_steps=4", "eval_batches=3", "global_batch_size=7", "weights=1,3"]])
+    found = evaluations(tmp_path)
+    for name in {each.partition(" ")[2] for each in found if "loss" in each}:
+        assert found[f"4 {name}"] == pytest.approx(found[f"2 {name}"], rel=1e-6), name
+    manifest = json.loads((tmp_path / "checkpoints/step_4_ckp/manifest.json").read_text())
+    assert manifest["state"]["evaluation_sets"]["sequences"] == 15

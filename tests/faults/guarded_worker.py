@@ -92,6 +92,18 @@ def loss_stays_nan(job: Run, rank: int) -> None:
         spoil_objective(job, range(3, 1000), lambda objective: objective * torch.nan)
 
 
+def loss_is_nan_at_first(job: Run, rank: int) -> None:
+    """The loss of steps 7 and 8 is NaN, the first time that the run comes there."""
+
+    def change(objective: torch.Tensor) -> torch.Tensor:
+        return objective * torch.nan if _lost.setdefault(job.state.step, job) is job else objective
+
+    spoil_objective(job, range(7, 9), change)
+
+
+_lost: dict[int, Run] = {}
+
+
 def loss_is_tenfold(job: Run, rank: int) -> None:
     """The loss of every rank is ten times what it should be in step 9."""
     spoil_objective(job, range(9, 10), lambda objective: objective * 10)

@@ -125,3 +125,25 @@ def test_a_run_that_does_not_get_further_by_going_back_ends(place: Path, endings
     assert "step 5" in error and "--max_rollbacks" in error
     kept = {path.name for path in (place / "lost" / "checkpoints").glob("step_*")}
     assert kept == {"step_2_ckp", "step_4_ckp"}
+
+
+def test_row_54_a_rollback_to_the_border_of_two_phases_uses_no_skipped_sample_and_each_other_one_once(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """6 steps of weights 1:1 with 4 sequences, a resume with 3:1 and 8; steps 7 and 8 diverge."""
+    run = place / "border"
+    common = ["datasets=first,second", "checkpoint_interval=2", f"ckpt_save_path={run}", "seq_length=16"]
+    before = [*common, "weights=1,1", "global_batch_size=4", "num_steps=6"]
+    after = [*common, "weights=3,1", "global_batch_size=8", "num_steps=8", "max_skipped_steps=2", "max_rollbacks=1"]
+    train_with_faults(2, place / "data", [("no_fault", before), ("loss_is_nan_at_first", after)])
+    data = manifest_of(run / "checkpoints" / "step_8_ckp")["data"]
+    assert data["skipped"] == [[24, 40]] and data["next_sample"] == 56
+    # The new phase begins where it began before the rollback: 12 of each, then 3:1 for skipped and used samples.
+    assert data["phases"][1]["first_sample"] == 24 and data["phases"][1]["base_counts"] == {"first": 12, "second": 12}
+    assert data["counts"] == {"first": 12 + 24, "second": 12 + 8}
+    capsys.readouterr()
+    samples = []
+    for step in range(1, 9):
+        main(["inspect", f"ckpt_load_path={run}", f"step={step}", "json=true"])
+        samples += [json.loads(line)["sample_id"] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(samples) == [*range(24), *range(40, 56)]

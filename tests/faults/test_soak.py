@@ -21,6 +21,12 @@ def assert_ended_equal(said: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_runs_that_lose_their_disks_end_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soak.main([f"--folder={tmp_path}", "--num_steps=12", "--kills=6", "--mirror", "--seed=1"])
+    assert re.search(r"[1-9] lost disks$", capsys.readouterr().out.strip())
+
+
+@pytest.mark.slow
 def test_the_same_with_other_processes_at_each_start_ends_equal_to_rounding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     asked = ["--tokens", "--json"]
     for source in (
         [f"--ckpt_load_path={checkpoint}"],
+        [f"{tmp_path}/run"],  # as list, verify and report take it
         [f"--recipe={tmp_path}/run/config.yaml", f"--ckpt_save_path={tmp_path}/run"],  # the run to resume
     ):
         for step in (1, 4):
@@ -153,6 +154,8 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
         (["import", "./nowhere", "--ckpt_save_path=runs/a"], "nowhere/config.json"),
         (["inspect", *INSPECTED, "--stepp=2"], "step?"),
         (["inspect", *INSPECTED, "--ckpt_load_path=nowhere", "--step=1"], "--ckpt_load_path=nowhere"),
+        (["inspect", "nowhere", "--step=1"], "--ckpt_load_path=nowhere"),
+        (["inspect", "nowhere", "--ckpt_load_path=elsewhere", "--step=1"], "two values for ckpt_load_path"),
         (["list", "nowhere", "-", "--json"], "'-'"),
         (["list", "nowhere", "--=3"], "'--=3'"),
         (["verify"], "--data_path"),

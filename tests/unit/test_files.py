@@ -21,6 +21,7 @@ from pretraining.files import (
     exists,
     is_file,
     is_folder,
+    lfs_pointer_hint,
     link_atomic,
     output_errors,
     parse_json,
@@ -67,6 +68,16 @@ def test_only_regular_files_are_read_as_a_whole(tmp_path: Path) -> None:
     assert read_file(tmp_path / "file", 5) == b"12345"
     with pytest.raises(ValueError):
         read_file(tmp_path / "file", 4)
+
+
+def test_a_git_lfs_pointer_is_named_with_the_command_that_fetches_the_file(tmp_path: Path) -> None:
+    pointer = tmp_path / "model.safetensors"
+    pointer.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
+    assert lfs_pointer_hint(pointer).startswith("it is a Git LFS pointer. Run `git lfs pull`")
+    (tmp_path / "other").write_bytes(b"version 2")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("other", "pipe", "missing", "."):
+        assert lfs_pointer_hint(tmp_path / name) == ""
 
 
 @pytest.mark.parametrize("brackets", ["[]", ('{"a":', "}")])

@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     DUMMY = 5
     BINS = 6
     CHECKED_TEXTS = 7
+    PLACES = 8
 
 
 def mix64(value: int) -> int:

@@ -9,6 +9,14 @@ batch.
 
 If weights change during a run, each phase has its own tree, which counts from the first sample of the phase. A phase
 stores the samples that each dataset gave before, and continues to number from there.
+
+A phase is placed once, when it begins: at the first sample that the earlier phases neither train on nor skip, with the
+counts of each dataset there. Samples that are skipped later do not move it. So a skipped sample counts in the phase
+that would have trained on it: before the border if it was skipped when the phase began, in the phase itself otherwise.
+A phase begun again after a rollback is placed as it was, and its samples have the same numbers.
+
+A skip is a fact about samples of datasets. Global numbers name them in the phases of a run as it is; if a new phase
+begins before a skipped sample, `locate` finds the new global number of the same sample.
 """
 
 from __future__ import annotations
@@ -23,6 +31,9 @@ import numpy as np
 
 _LARGEST_TOTAL = 1 << 40
 _LARGEST_RANGE = 1 << 20  # 2 * range * total stays below 2**63
+
+Range = tuple[int, int]
+"""Samples [begin, end)."""
 
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
@@ -89,6 +100,19 @@ class WeightTree:
                     waiting.append((node.right, first - left_first, last - left_last, places[~goes_left]))
         return datasets, numbers
 
+    def find(self, dataset: int, numbers: Iterable[int]) -> list[int]:
+        """Return the samples with these numbers within a dataset of positive weight: the inverse of `assign`."""
+        found = list(numbers)
+        at = next(number for number, node in enumerate(self._nodes) if node.dataset == dataset)
+        for number, node in enumerate(self._nodes[at:], at):  # a node comes after its children
+            if at in (node.left, node.right):
+                # The first m samples send floor((2ml + w) / 2w) to the left, and the others to the right. If m is the
+                # smallest number that sends more than n samples to a side, its sample n is at m - 1.
+                tie, twice = (1 if at == node.left else 0), 2 * self._nodes[at].weight
+                found = [(node.weight * (2 * each + 1) - tie) // twice for each in found]
+                at = number
+        return found
+
     def counts(self, samples: int) -> list[int]:
         """Count the samples of each dataset among the first `samples`, [datasets]."""
         counts = [0] * self._datasets
@@ -109,7 +133,7 @@ class Phase:
     """A part of the run with one mixture and one batch size, until the next phase.
 
     Attributes:
-        first_sample: global index of its first sample, or of a skipped one before it.
+        first_sample: global index of its first sample, or of one before it that was skipped after the phase began.
         global_batch_size: samples per step.
         weights: by name, for the datasets of this phase.
         base_counts: by name, samples given or skipped before this phase, for the datasets of this and earlier phases.
@@ -193,9 +217,53 @@ class Mixture:
 
         Every dataset continues at its position at that step.
         """
-        counts = dict.fromkeys(wanted.weights, 0) | self.counts_before_step(step)
+        return self._phase_at(self.first_sample(step), step, wanted)
+
+    def can_precede(self, phase: Phase) -> bool:
+        """Return whether a phase may follow this mixture.
+
+        It begins between the last sample that an earlier step used and the next one that is not skipped. Samples in
+        between count in the new phase if they were skipped after it began.
+        """
+        last = self.phases[-1]
+        if phase.first_step < last.first_step:
+            return False
+        earliest = last.first_sample
+        if phase.first_step > last.first_step:
+            used = self.first_sample(phase.first_step - 1)
+            earliest = self.skipped.advance(used, last.global_batch_size - 1) + 1
+        is_between = earliest <= phase.first_sample <= self.first_sample(phase.first_step)
+        return is_between and phase == self._phase_at(phase.first_sample, phase.first_step, phase)
+
+    def numbers(self, ranges: Iterable[Range]) -> dict[str, list[Range]]:
+        """Return the sample numbers within each dataset of ranges of global samples."""
+        borders = [*(phase.first_sample for phase in self.phases[1:]), math.inf]
+        found: dict[str, list[Range]] = {}
+        for begin, end in ranges:
+            for number, (phase, border) in enumerate(zip(self.phases, borders, strict=True)):
+                low, high = max(begin, phase.first_sample), int(min(end, border))
+                if low < high:
+                    before, after = self._counts(number, low), self._counts(number, high)
+                    for name in phase.weights:
+                        if before[name] < after[name]:
+                            found.setdefault(name, []).append((before[name], after[name]))
+        return found
+
+    def locate(self, numbers: Mapping[str, Iterable[Range]]) -> Skipped:
+        """Return the global samples of the last phase that have these numbers within their datasets."""
+        phase, found = self.phases[-1], list[Range]()
+        for name in numbers.keys() & phase.weights.keys():
+            base = phase.base_counts[name]
+            wanted = (each for begin, end in numbers[name] for each in range(max(begin - base, 0), end - base))
+            places = self._trees[-1].find(self.names.index(name), wanted)
+            found += [(phase.first_sample + place, phase.first_sample + place + 1) for place in places]
+        return Skipped(found)
+
+    def _phase_at(self, sample: int, step: int, wanted: Phase) -> Phase:
+        """Return a phase that begins at a sample of the last phase."""
+        counts = dict.fromkeys(wanted.weights, 0) | self._counts(len(self.phases) - 1, sample)
         counts = {name: counts[name] for name in sorted(counts)}
-        return Phase(step, self.first_sample(step), wanted.global_batch_size, dict(wanted.weights), counts)
+        return Phase(step, sample, wanted.global_batch_size, dict(wanted.weights), counts)
 
     def _counts(self, number: int, sample: int) -> dict[str, int]:
         """Count the samples of each dataset before a sample of a phase."""
@@ -212,6 +280,30 @@ class Mixture:
             yield from self.skipped.taken(begin, last + 1)
 
 
+class FirstSamples(Mixture):
+    """The first samples of each dataset, each once, one dataset after the other; the last step may have fewer.
+
+    Args:
+        counts: samples of each dataset.
+    """
+
+    def __init__(self, counts: Mapping[str, int], global_batch_size: int) -> None:
+        super().__init__([Phase.first(global_batch_size, dict.fromkeys(counts, 1))])
+        self._counts_of_names = np.array([counts[name] for name in self.names], np.int64)
+        self._ends = np.cumsum(self._counts_of_names)
+
+    @property
+    def steps(self) -> int:
+        """Steps until all samples are given."""
+        return -(-int(self._ends[-1]) // self.phases[0].global_batch_size)
+
+    def assign_step(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return a step's samples, their datasets and numbers within these, int64 each; none after the last step."""
+        samples = np.arange(self.first_sample(step), min(self.first_sample(step + 1), int(self._ends[-1])))
+        datasets = np.searchsorted(self._ends, samples, side="right")
+        return samples, datasets, samples - (self._ends - self._counts_of_names)[datasets]
+
+
 class Skipped:
     """Ranges of samples that a run skips, for example batches that made the loss diverge.
 
@@ -219,8 +311,8 @@ class Skipped:
     not change. `ranges` are (first, end), ascending and merged; given ranges may overlap.
     """
 
-    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        merged: list[tuple[int, int]] = []
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        merged: list[Range] = []
         for begin, end in sorted((begin, end) for begin, end in ranges if begin < end):
             if merged and begin <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(merged[-1][1], end))
@@ -239,7 +331,7 @@ class Skipped:
             sample = end
         return sample + count
 
-    def taken(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    def taken(self, begin: int, end: int) -> Iterator[Range]:
         """Yield the unskipped parts of [begin, end), ascending and not empty."""
         for skipped_begin, skipped_end in self.ranges:
             if begin < min(skipped_begin, end):
@@ -252,6 +344,6 @@ class Skipped:
         """Count the unskipped samples of [begin, end)."""
         return sum(last - first for first, last in self.taken(begin, end))
 
-    def without(self, other: Skipped) -> list[tuple[int, int]]:
+    def without(self, other: Skipped) -> list[Range]:
         """Return the parts of the ranges that `other` does not skip."""
         return [part for begin, end in self.ranges for part in other.taken(begin, end)]

@@ -11,7 +11,8 @@ Bins are numbered by their first items in canonical order: documents by number, 
 depend only on the block, so they are counted ahead (bin_counts.py) and made when needed: 1024 documents take about
 half a millisecond. A change of an algorithm changes the samples of runs, and needs a new `ALGORITHM_VERSION`.
 
-A shard is a range of whole blocks. Each pass visits its blocks, and the bins of a block, in a keyed order.
+A shard is a range of whole blocks. Each pass visits its blocks, and the bins of a block, in a keyed order, which mixes
+depths of documents: both versions of the order are the same.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class PackedStream(TokenStream):
         cache: BinCache,
     ) -> None:
         shards = Shards(first_blocks * lengths.block_documents, bounds[first_blocks])
-        super().__init__(lengths, shards, seq_length, key, orders)
+        super().__init__(lengths, shards, seq_length, key, orders, version=1)
         self._block_bounds, self._packing, self._cache = bounds, packing, cache
         self._identity = (*self._identity, packing, seq_length)
         self.bins = shards.tokens

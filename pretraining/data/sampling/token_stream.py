@@ -4,6 +4,13 @@
     shard, pass e: blocks in a keyed order, the documents of each block in a keyed order --> T tokens, then pass e + 1
     sample j of a shard: its tokens [jS, (j + 1)S) and one more, the label of the last
 
+In order version 2, each pass begins at the shard's keyed place: a token inside a document, the same one in all passes.
+It visits the document's block first, and in it this document first, from the place on. The part before the place comes
+last, so a pass still has each token once, and the next pass continues the document: no text breaks off inside the
+stream. The first sample of a shard begins inside a document, as most samples do, and a batch mixes depths of documents.
+Positions, separators and begin tokens follow from the pieces. In version 1, which runs of earlier releases keep, each
+pass begins with a document, so all samples of the first rounds are beginnings.
+
 Block totals and the lengths of a sample's own block are enough to find the sample, so the cost is the same in every
 pass. Legend: S sequence length, T tokens of a shard, e pass, j sample.
 """
@@ -15,8 +22,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pretraining.data.sampling.keyed_hash import Purpose, derive_key, keyed_order
+from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, keyed_order
 from pretraining.data.threads import RecentlyUsed
+
+ORDER_VERSIONS = (1, 2)
+"""Orders of samples; a new run has the last one, a resumed run keeps its own."""
 
 MIN_SHARD_SAMPLES = 8
 """Minimum samples per shard; small datasets have fewer shards than `logical_shards`. A sample that is longer than its
@@ -87,6 +97,16 @@ class Spans:
 _Part = tuple[np.ndarray, np.ndarray, int, int]
 """Documents end to end, the start of each (then the end of all), and the range [begin, end) of tokens to copy."""
 
+
+@dataclass(frozen=True)
+class _Place:
+    """Token `start` of a document in a block."""
+
+    block: int
+    document: int
+    start: int
+
+
 OrderCache = RecentlyUsed[tuple[np.ndarray, np.ndarray]]
 
 
@@ -128,16 +148,25 @@ class TokenStream:
     Args:
         key: (seed, `text_key` of the dataset).
         orders: cache that streams share.
+        version: of the order.
     """
 
     def __init__(
-        self, lengths: Lengths, shards: Shards, seq_length: int, key: tuple[int, int], orders: OrderCache
+        self,
+        lengths: Lengths,
+        shards: Shards,
+        seq_length: int,
+        key: tuple[int, int],
+        orders: OrderCache,
+        version: int = ORDER_VERSIONS[-1],
     ) -> None:
         self.shards = len(shards)
         self._lengths, self._shards, self._tokens = lengths, shards, shards.tokens
         self._block_bounds = lengths.block_bounds
         self._seq_length, self._key, self._orders = seq_length, key, orders
-        self._identity: tuple[Any, ...] = (key, len(shards))  # separates streams in a shared cache
+        self._has_places = version > 1
+        self._places: dict[int, _Place] = {}
+        self._identity: tuple[Any, ...] = (key, len(shards), version)  # separates streams in a shared cache
 
     def spans(self, shards: np.ndarray, samples: np.ndarray) -> Spans:
         """Return the pieces of samples of non-empty shards, both [rows]; each row has S + 1 tokens."""
@@ -147,20 +176,23 @@ class TokenStream:
         passes, positions = np.divmod(samples * self._seq_length, self._tokens[shards])
         parts: list[_Part] = []
         row_parts = [0]
+        crosses = False
         for shard, pass_number, position in zip(shards.tolist(), passes.tolist(), positions.tolist(), strict=True):
             missing = self._seq_length + 1
+            missing -= self._collect(shard, pass_number, position, missing, parts)
             while missing:
-                missing -= self._collect(shard, pass_number, position, missing, parts)
-                pass_number, position = pass_number + 1, 0
+                crosses, pass_number = True, pass_number + 1
+                missing -= self._collect(shard, pass_number, 0, missing, parts)
             row_parts.append(len(parts))
-        return _cut(parts, row_parts)
+        spans = _cut(parts, row_parts)
+        return _join(spans) if crosses else spans
 
     def _collect(self, shard: int, pass_number: int, position: int, count: int, parts: list[_Part]) -> int:
         """Append parts with tokens [position, position + count) of a pass, up to its end; return their tokens."""
         blocks, block_starts = self._blocks(shard, pass_number)
         visit = int(block_starts.searchsorted(position, "right")) - 1
-        left = count
-        while left and visit < len(blocks):
+        taken = left = min(count, int(block_starts[-1]) - position)
+        while left:
             documents, starts = self._documents(shard, pass_number, int(blocks[visit]))
             begin = position - int(block_starts[visit])
             end = min(begin + left, int(starts[-1]))
@@ -171,10 +203,14 @@ class TokenStream:
                 position += end - begin
                 left -= end - begin
             visit += 1
-        return count - left
+        return taken
 
     def _blocks(self, shard: int, pass_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a shard's blocks in the order of a pass, [n], and the tokens before each, then all, [n + 1]."""
+        """Return the blocks that a pass visits, [n], and the tokens before each, then all, [n + 1].
+
+        If the pass begins at a place, it visits the place's block first, without the tokens before the place, and last.
+        So this block starts before 0.
+        """
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             begin, end = self._shards.documents[shard : shard + 2]
@@ -185,9 +221,28 @@ class TokenStream:
             totals = np.diff(np.clip(self._block_bounds[first : last + 1], low, high))
             blocks = np.arange(first, last)
             order = keyed_order(derive_key(Purpose.BLOCKS, *self._key, shard, pass_number), blocks)
-            return blocks[order], _starts(totals[order])
+            if not self._has_places:
+                return blocks[order], _starts(totals[order])
+            place = self._place(shard)
+            order = np.roll(order, -int(np.flatnonzero(blocks[order] == place.block)[0]))
+            starts = _starts(np.append(totals[order], place.start)) - place.start
+            return np.append(blocks[order], place.block), starts
 
         return self._orders.get((self._identity, shard, pass_number), make)
+
+    def _place(self, shard: int) -> _Place:
+        """Return the place at which the passes of a shard begin."""
+        if shard not in self._places:
+            low, high = (int(bound) for bound in self._shards.token_bounds[shard : shard + 2])
+            key = derive_key(Purpose.PLACES, *self._key)
+            token = low + int(hash64(key, np.array([shard]))[0]) % (high - low)  # in canonical order
+            block = int(self._block_bounds.searchsorted(token, "right")) - 1
+            first = block * self._lengths.block_documents
+            sizes = self._lengths.lengths(first, first + self._lengths.block_documents)
+            starts = _starts(sizes) + int(self._block_bounds[block])
+            within = int(starts.searchsorted(token, "right")) - 1
+            self._places[shard] = _Place(block, first + within, token - int(starts[within]))
+        return self._places[shard]
 
     def _documents(self, shard: int, pass_number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a block's non-empty documents in the order of a pass, [n], and the tokens before each, [n + 1]."""
@@ -199,6 +254,8 @@ class TokenStream:
             lengths = self._lengths.lengths(begin, end)
             documents = np.flatnonzero(lengths) + begin
             order = keyed_order(derive_key(Purpose.DOCUMENTS, *self._key, shard, pass_number), documents)
+            if self._has_places and block == (place := self._place(shard)).block:
+                order = np.roll(order, -int(np.flatnonzero(documents[order] == place.document)[0]))
             return documents[order], _starts(lengths[documents[order] - begin])
 
         return self._orders.get((self._identity, shard, pass_number, block), make)
@@ -221,3 +278,13 @@ def _cut(parts: list[_Part], row_parts: list[int]) -> Spans:
     lengths = np.minimum(highs, np.repeat(ends, counts)) - starts
     first_spans = np.concatenate(([0], np.cumsum(counts)))[row_parts]
     return Spans(np.concatenate(documents), starts - lows, lengths, first_spans)
+
+
+def _join(spans: Spans) -> Spans:
+    """Join pieces of a row that continue each other: a pass that begins inside a document continues the last piece."""
+    continues = np.diff(spans.documents, prepend=-1) == 0
+    continues[1:] &= spans.starts[1:] == spans.starts[:-1] + spans.lengths[:-1]
+    continues[spans.first_spans[:-1]] = False
+    kept = np.flatnonzero(~continues)
+    lengths = np.add.reduceat(spans.lengths, kept)
+    return Spans(spans.documents[kept], spans.starts[kept], lengths, np.searchsorted(kept, spans.first_spans))

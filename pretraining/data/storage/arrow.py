@@ -1,9 +1,9 @@
-"""The Arrow IPC format: byte offsets of each document's tokens.
+"""The Arrow IPC formats, files and streams: byte offsets of each document's tokens.
 
-    mapped file --pyarrow--> record batches --addresses of the column's buffers--> list offsets --> byte range per row
+    mapped file --pyarrow--> record batches --addresses of the column's buffers--> offsets, lengths --> bytes per row
 
 A document is a row, a list of integers. Some tools write a column of plain integers instead: then a record batch is a
-document, and its number stands for the row.
+document, and its number stands for the row. The `datasets` library writes streams.
 
 pyarrow checks the structure and copies nothing, in 10 µs per record batch. A buffer outside the mapped file comes from
 a compressed file, which is refused. NumPy then checks the contents of all record batches at once.
@@ -11,7 +11,9 @@ a compressed file, which is refused. NumPy then checks the contents of all recor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +21,26 @@ import pyarrow as pa
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import how_to_prepare
-from pretraining.data.storage.token_format import DocumentLayout, as_tokens, read_bytes
+from pretraining.data.storage.token_format import DocumentLayout, as_tokens, beginning_of, read_bytes
 from pretraining.errors import DataError
 
 MAGIC = b"ARROW1"
+STREAM_MAGIC = b"\xff\xff\xff\xff"
+STREAM_END = STREAM_MAGIC + bytes(4)
 
-TOKEN_TYPES = {pa.uint8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()}
+TOKEN_TYPES = {
+    *(pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
+    *(pa.int8(), pa.int16(), pa.int32(), pa.int64()),
+}
 """Supported types of tokens."""
+_LISTS = (
+    (pa.types.is_list, "list", 4),
+    (pa.types.is_large_list, "list", 8),
+    (pa.types.is_list_view, "view", 4),
+    (pa.types.is_large_list_view, "view", 8),
+    (pa.types.is_fixed_size_list, "fixed", 0),
+)
+"""Supported types of documents: test, layout of the buffers, bytes of a list offset."""
 
 
 class ArrowFormat:
@@ -33,6 +48,8 @@ class ArrowFormat:
 
     suffix, title, ending = ".arrow", "an Arrow file", MAGIC
     identity = ""  # keeps existing indices valid, which are older than the other formats
+    _messages_at = 8
+    """First byte of the stream of messages that every file holds."""
 
     def __init__(self, config: DataConfig) -> None:
         self._column = config.col_name
@@ -40,99 +57,227 @@ class ArrowFormat:
     def documents(self, path: str) -> DocumentLayout:
         """Find the documents of a file; see `TokenFormat`."""
         content = read_bytes(path)
-        if content[:4].tobytes() == b"\xff\xff\xff\xff":
-            raise DataError(
-                f"an Arrow stream, but only the Arrow file format works. {how_to_prepare(Path(path).parent)}", path=path
-            )
         try:
-            return _find_documents(content, self._column)
+            schema, batches = self._open(content)
+            column = _find_column(schema, self._column)
+            if column.layout == "fixed":
+                batches = _batches_of_structs(content[self._messages_at :], schema)
+            return _find_documents(batches, content, column)
         except DataError as error:
-            raise DataError(str(error), path=path, row=error.row) from error
+            raise DataError(f"{error}{self._way_on(error, path)}", path=path, row=error.row) from error
         except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError, SystemError) as error:
             raise DataError(f"damaged: {error}", path=path) from error
+
+    def _open(self, content: np.ndarray) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        if content[: len(STREAM_MAGIC)].tobytes() == STREAM_MAGIC:
+            raise DataError(
+                "an Arrow stream, not an Arrow file: leave out --file_type, or give --file_type=arrow_stream. A "
+                "dataset has files of one kind"
+            )
+        reader = pa.ipc.open_file(pa.py_buffer(content))
+        return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+    def _way_on(self, error: DataError, path: str) -> str:
+        """Return the command that rewrites files of a kind that is not read; empty for damage."""
+        if not isinstance(error, _UnsupportedError):
+            return ""
+        return f". {how_to_prepare(Path(path).parent, self._column)}"
+
+
+class ArrowStreamFormat(ArrowFormat):
+    """Arrow IPC streams, as `save_to_disk` of the `datasets` library writes them."""
+
+    title, ending, identity = "an Arrow stream", STREAM_END, "arrow_stream"
+    _messages_at = 0
+
+    @staticmethod
+    def accepts(path: str, config: DataConfig) -> bool:
+        """Return whether a file is a stream."""
+        return beginning_of(path, len(STREAM_MAGIC)) == STREAM_MAGIC
+
+    def _open(self, content: np.ndarray) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        if content[: len(STREAM_MAGIC)].tobytes() != STREAM_MAGIC:
+            raise DataError("no Arrow stream, unlike other files of its dataset: a dataset has files of one kind")
+        if content[-len(STREAM_END) :].tobytes() != STREAM_END:
+            raise DataError("truncated or damaged: it lacks the ending of an Arrow stream")
+        reader = pa.ipc.open_stream(pa.py_buffer(content))
+        return reader.schema, iter(reader)
+
+
+class _UnsupportedError(DataError):
+    """An error about a sound file of a kind that `pretrain prepare` rewrites."""
 
 
 @dataclass(frozen=True)
 class _Column:
-    """The token column. `offset_bytes` is the width of a list offset, 0 for a column of plain integers."""
+    """The token column.
 
+    Attributes:
+        layout: buffers of its type: "list", "view", "fixed", or "flat" for a column of plain integers.
+        offset_bytes: width of a list offset; 0 without offsets.
+        list_size: tokens per document of a fixed-size list.
+    """
+
+    name: str
     number: int
     tokens: pa.DataType
-    offset_bytes: int
+    layout: str = "flat"
+    offset_bytes: int = 0
+    list_size: int = 0
 
 
-def _find_documents(content: np.ndarray, name: str) -> DocumentLayout:
-    reader = pa.ipc.open_file(pa.py_buffer(content))
-    column = _find_column(reader.schema, name)
-    numbers = _read_batches(reader, content, column)
-    rows, validity_at, validity_bytes, offsets_at, offsets_bytes, nulls, tokens_at, tokens_bytes = numbers.T
+def _find_documents(batches: Iterator[pa.RecordBatch], content: np.ndarray, column: _Column) -> DocumentLayout:
+    numbers = _read_batches(batches, content, column)
+    rows, nulls, *places = numbers.T
+    validity_at, validity_bytes, offsets_at, offsets_bytes, sizes_at, sizes_bytes, tokens_at, tokens_bytes = places
     _check(rows > len(content), "has more rows than bytes")
     _check(np.cumsum(rows) > len(content), "has more rows than bytes")  # a footer may list a batch many times
-    for at, size in ((validity_at, validity_bytes), (offsets_at, offsets_bytes), (tokens_at, tokens_bytes)):
-        _check((at < 0) | (at > len(content) - size), "is compressed or big-endian: write it plain and little-endian")
-    _check(nulls > 0, f"has missing tokens (null) in column '{name}'")
+    for at, size in zip(places[::2], places[1::2], strict=True):
+        is_elsewhere = (at < 0) | (at > len(content) - size)
+        _check(is_elsewhere, "is compressed or big-endian: write it plain and little-endian", _UnsupportedError)
+    _check(nulls > 0, f"has missing tokens (null) in column '{column.name}'")
     width = column.tokens.bit_width // 8
     signed = pa.types.is_signed_integer(column.tokens)
     _check((tokens_at % width > 0) & (tokens_bytes > 0), "is not aligned: rewrite it with an Arrow library")
     tokens = as_tokens(content, width, signed=signed)
-    if not column.offset_bytes:
+    if column.layout == "flat":
         _check(tokens_bytes // width < rows, "has fewer tokens than rows")
         return DocumentLayout(tokens_at, rows, width, tokens)
 
-    size = column.offset_bytes
-    _check(offsets_bytes // size < rows + (rows > 0), "has fewer list offsets than rows")
-    _check((offsets_at % size > 0) & (rows > 0), "is not aligned: rewrite it with an Arrow library")
     batch = np.repeat(np.arange(len(rows)), rows)  # record batch of each row
     row_in_batch = np.arange(len(batch)) - (np.cumsum(rows) - rows)[batch]
-    list_offsets = as_tokens(content, size, signed=True)
-    at = (offsets_at // size)[batch] + row_in_batch
-    begins, ends = list_offsets[at].astype(np.int64), list_offsets[at + 1].astype(np.int64)
-    wrong = (begins < 0) | (ends < begins) | (ends > (tokens_bytes // width)[batch])
-    if wrong.any():
-        raise DataError("damaged: the row is outside the tokens of its record batch", row=int(wrong.argmax()))
+    if column.layout == "fixed":
+        begins = row_in_batch * column.list_size
+        ends = begins + column.list_size
+    else:
+        offset = partial(_list_offsets, content, column.offset_bytes, batch, row_in_batch)
+        if column.layout == "list":
+            begins, ends = offset(offsets_at, offsets_bytes, rows, 1), offset(offsets_at, offsets_bytes, rows, 1, 1)
+        else:
+            begins = offset(offsets_at, offsets_bytes, rows)
+            ends = begins + offset(sizes_at, sizes_bytes, rows)
     _check((validity_bytes > 0) & (validity_bytes < (rows + 7) // 8), "has a validity bitmap that is too short")
     # A null row is an empty document, whatever its offsets are.
     nullable = np.flatnonzero(validity_bytes[batch])
     bits = row_in_batch[nullable]
     is_valid = content[validity_at[batch[nullable]] + bits // 8] >> (bits % 8).astype(np.uint8) & 1
     lengths = ends - begins
+    wrong = (begins < 0) | (lengths < 0) | (ends > (tokens_bytes // width)[batch])
+    if column.layout == "view":  # the place of an empty list is free
+        wrong[lengths == 0] = False
+        wrong[nullable[is_valid == 0]] = False
+    if wrong.any():
+        raise DataError("damaged: the row is outside the tokens of its record batch", row=int(wrong.argmax()))
     lengths[nullable[is_valid == 0]] = 0
     return DocumentLayout(tokens_at[batch] + begins * width, lengths, width, tokens)
 
 
-def _check(is_wrong: np.ndarray, problem: str) -> None:
+def _list_offsets(
+    content: np.ndarray,
+    width: int,
+    batch: np.ndarray,
+    row_in_batch: np.ndarray,
+    places: np.ndarray,
+    sizes: np.ndarray,
+    rows: np.ndarray,
+    surplus: int = 0,
+    shift: int = 0,
+) -> np.ndarray:
+    """Return a number per row, int64, from the buffers of all record batches at `places`.
+
+    Args:
+        surplus: numbers that a buffer has beyond one per row.
+        shift: numbers to skip.
+    """
+    _check(sizes // width < rows + surplus * (rows > 0), "has fewer list offsets than rows")
+    _check((places % width > 0) & (rows > 0), "is not aligned: rewrite it with an Arrow library")
+    numbers = as_tokens(content, width, signed=True)
+    found: np.ndarray = numbers[(places // width)[batch] + row_in_batch + shift].astype(np.int64)
+    return found
+
+
+def _check(is_wrong: np.ndarray, problem: str, kind: type[DataError] = DataError) -> None:
     if is_wrong.any():
-        raise DataError(f"damaged or unsupported: record batch {is_wrong.argmax()} {problem}")
+        raise kind(f"damaged or unsupported: record batch {is_wrong.argmax()} {problem}")
 
 
 def _find_column(schema: pa.Schema, name: str) -> _Column:
     """Find the token column; raise a DataError if it is missing or has another type."""
     if schema.names.count(name) != 1:
         raise DataError(f"no single column '{name}' among {', '.join(schema.names) or 'none'}: give --col_name")
-    kind = schema.field(name).type
-    is_list, is_large_list = pa.types.is_list(kind), pa.types.is_large_list(kind)
-    tokens = kind.value_type if is_list or is_large_list else kind
+    kind, number = schema.field(name).type, schema.get_field_index(name)
+    layout, offset_bytes = next(((layout, size) for test, layout, size in _LISTS if test(kind)), ("flat", 0))
+    tokens = kind if layout == "flat" else kind.value_type
     if tokens not in TOKEN_TYPES:
+        if _is_encoded(kind) or _is_encoded(tokens):
+            raise DataError(f"column '{name}' is of type {kind}. Decode it first: in pyarrow, `{_decoding(kind)}`")
         raise DataError(f"column '{name}' is of type {kind}, but documents are lists of integers, such as list<uint16>")
-    return _Column(schema.get_field_index(name), tokens, 8 if is_large_list else 4 if is_list else 0)
+    return _Column(name, number, tokens, layout, offset_bytes, kind.list_size if layout == "fixed" else 0)
 
 
-def _read_batches(reader: pa.ipc.RecordBatchFileReader, content: np.ndarray, column: _Column) -> np.ndarray:
-    """Return rows, offsets and sizes of buffers per record batch, [batches, 8].
+def _is_encoded(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind))
 
-    Lists have the buffers validity, list offsets, validity of tokens (only its size is returned) and tokens; integers
-    have validity and tokens. pyarrow omits a validity without nulls.
+
+def _decoding(kind: pa.DataType) -> str:
+    """Return the call of pyarrow that decodes a column of this type."""
+    if pa.types.is_dictionary(kind):
+        return "column.combine_chunks().dictionary_decode()"
+    return "pyarrow.compute.run_end_decode(column)" if pa.types.is_run_end_encoded(kind) else "column.cast(list type)"
+
+
+def _read_batches(batches: Iterator[pa.RecordBatch], content: np.ndarray, column: _Column) -> np.ndarray:
+    """Return rows, missing tokens, and offsets and sizes of four buffers per record batch, [batches, 10].
+
+    The buffers are validity, list offsets, list sizes and tokens. pyarrow omits a validity without nulls.
     """
     start = pa.py_buffer(content).address
-    numbers = np.zeros((reader.num_record_batches, 8), dtype=np.int64)
-    for number, target in enumerate(numbers):
-        array = reader.get_batch(number).column(column.number)
+    numbers = []
+    for record_batch in batches:
+        array = record_batch.column(column.number)
         places = [
             (buffer.address - start, buffer.size) if buffer is not None and buffer.size else (0, 0)
             for buffer in array.buffers()
         ]
-        if not column.offset_bytes:
-            places = [(0, 0), (0, 0), *places]
-        validity, offsets, nulls, tokens = places
-        target[:] = (len(array), *validity, *offsets, nulls[1], *tokens)
-    return numbers
+        *lists, validity_of_tokens, tokens = places
+        nulls = validity_of_tokens[1]
+        if nulls and column.layout == "fixed":  # a missing row has missing tokens
+            nulls = _count_missing(content, len(array), places[0], validity_of_tokens, column.list_size)
+        lists += [(0, 0)] * (3 - len(lists))
+        numbers.append((len(array), nulls, *(number for place in (*lists, tokens) for number in place)))
+    return np.array(numbers, dtype=np.int64).reshape(-1, 10)
+
+
+def _batches_of_structs(content: np.ndarray, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of a stream with fixed-size lists as structs of one field, which have the same buffers.
+
+    pyarrow ends the process if a damaged list has fewer values than its size says. Columns from a dictionary are read
+    as their numbers.
+    """
+    kinds = [
+        pa.struct([("item", kind.value_type)])
+        if pa.types.is_fixed_size_list(kind)
+        else (kind.index_type if pa.types.is_dictionary(kind) else kind)
+        for kind in schema.types
+    ]
+    flat = pa.schema(list(zip(schema.names, kinds, strict=True)))
+    for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(content)):
+        if message.type == "record batch":
+            yield pa.ipc.read_record_batch(message, flat)
+
+
+def _count_missing(
+    content: np.ndarray, rows: int, rows_at: tuple[int, int], tokens_at: tuple[int, int], list_size: int
+) -> int:
+    """Count the missing tokens in rows that are not missing, from the bitmaps at (byte, size); 0 if one is damaged."""
+
+    def bits(at: tuple[int, int], count: int) -> np.ndarray:
+        begin, size = at
+        if not size:
+            return np.ones(count, dtype=np.uint8)
+        return np.unpackbits(content[begin : begin + size], bitorder="little")[:count]
+
+    if not 0 <= rows * list_size <= 8 * len(content):  # damaged, which the caller finds
+        return 0
+    has_row, has_token = bits(rows_at, rows), bits(tokens_at, rows * list_size)
+    return int((np.repeat(has_row, list_size)[: len(has_token)] > has_token[: len(has_row) * list_size]).sum())

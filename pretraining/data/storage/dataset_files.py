@@ -1,7 +1,10 @@
 """The listing of token files: `data_path/<dataset>/**/*.arrow`, another format's files, or a single file.
 
+    folder --`_scan`: each real folder once--> sizes by path --suffix, then a look into the first file--> format, files
+
 Rank 0 lists the files once per job and broadcasts the listing. Hidden files and folders, such as the index, are
-skipped. Symbolic links are followed.
+skipped. Symbolic links are followed. In a folder of `save_to_disk` only the files that its state.json names belong to
+the dataset; `datasets` leaves other files there.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ import hashlib
 import logging
 import os
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.token_format import format_class
-from pretraining.errors import ConfigError, DataError
+from pretraining.data.storage.token_format import TokenFormat, format_class
+from pretraining.errors import DataError
 from pretraining.files import entries_of, exists, is_file, is_folder, read_json
 from pretraining.text import list_some
 
@@ -25,6 +30,10 @@ log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "prepare.json"
 """Manifest of a folder that `pretrain prepare` wrote; a folder that has it is complete."""
+STATE_FILE = "state.json"
+"""List of the files of a folder that `save_to_disk` of the `datasets` library wrote."""
+_MOST_VISITS = 20_000
+"""Visits of folders after which a listing by paths is given up, since links lead to the same folders too often."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,9 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
         dummy = ". --use_dummy_dataset=true trains on made-up tokens" if not exists(root) else ""
         raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}{dummy}", path=root)
     kinds = TOKEN_FORMATS if config.file_type == "auto" else (config.file_type,)
-    formats = {name: format_class(name).suffix for name in kinds}
-    patterns = " or ".join(f"*{suffix}" for suffix in formats.values())
+    formats = {name: format_class(name) for name in kinds}
+    suffixes = tuple(dict.fromkeys(row.suffix for row in formats.values()))
+    patterns = " or ".join(f"*{suffix}" for suffix in suffixes)
     names = [name.strip("/") for name in config.datasets]
     if len(set(names)) < len(names):
         raise DataError(f"--datasets repeats a name: {', '.join(names)}")
@@ -76,8 +86,9 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
         if not exists(root / name):
             there = list_some(_sub_folders(root), 12) or "no folders"
             raise DataError(f"--datasets names '{name}', which does not exist; {root} has {there}", path=root / name)
-    scanned = {name: _scan(root / name, formats) for name in names or _sub_folders(root)}
-    found = {name: files for name, files in scanned.items() if files}
+    companions = tuple(filter(None, map(_companion, formats.values())))
+    scanned = {name: _scan(root / name, suffixes, companions) for name in names or _sub_folders(root)}
+    found = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.sizes)}
     for name in names:
         if name not in found:
             place = root / name
@@ -88,45 +99,7 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             f"--datasets={root.name}. {how_to_prepare(root)}",
             path=root,
         )
-    return tuple(_dataset(root, name, found[name], formats) for name in sorted(found))
-
-
-def prepared_separator(config: DataConfig, eval_datasets: Iterable[str] = ()) -> int | None:
-    """Return and log the end-of-text token in the prepare.json files beside the data; None without any.
-
-    Raises:
-        ConfigError: the files name different tokens.
-        DataError: a prepare.json is unreadable.
-    """
-    places = [Path(folder).expanduser() for folder in eval_datasets]
-    if config.data_path is not None:
-        root = Path(config.data_path).expanduser()
-        prepared = (path.parent for path in sorted(root.glob(f"[!.]*/{MANIFEST_FILE}")))
-        places = [*([root / name.strip("/") for name in config.datasets] or prepared), *places]
-    found: dict[str, int] = {}
-    for place in places:
-        path = (place.parent if is_file(place) else place) / MANIFEST_FILE
-        try:
-            token = read_json(path)["tokenizer"]["end_of_text"]
-            if token is not None and (not isinstance(token, int) or token < 0):
-                raise ValueError(f"{token!r} is not a token id")
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"is unreadable ({type(error).__name__}: {error}), but should name the token that ends documents. "
-                "Prepare the dataset again, or give --sep_token",
-                path=path,
-            ) from error
-        if token is not None:
-            found[str(place)] = token
-    if len(set(found.values())) > 1:
-        named = ", ".join(f"{folder}: {token}" for folder, token in found.items())
-        raise ConfigError(f"datasets end documents with different tokens ({named}): give --sep_token")
-    separator = next(iter(found.values()), None)
-    if separator is not None:
-        log.info("sep_token   %s, the end_of_text of %s in %s", separator, MANIFEST_FILE, list_some(list(found), 12))
-    return separator
+    return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
@@ -138,59 +111,193 @@ def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
     return "; ".join(f"{what}: {list_some(paths, 12)}" for what, paths in changes if paths)
 
 
-def _dataset(root: Path, name: str, files: dict[str, int], formats: dict[str, str]) -> DatasetFiles:
-    kinds = [kind for kind, suffix in formats.items() if any(path.endswith(suffix) for path in files)]
-    if len(kinds) > 1:
+def index_folders(files: DatasetFiles, config: DataConfig) -> list[Path]:
+    """Return possible folders of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
+    if config.index_path is not None:
+        return [Path(config.index_path).expanduser().absolute() / files.name]
+    folders, cache = [Path(files.folder) / ".index"], os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    with suppress(RuntimeError):  # a container may have no home folder
+        folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
+        folders.append(Path(cache).expanduser() / "pretraining" / "indices" / folder_key.hexdigest())
+    return folders
+
+
+Formats = Mapping[str, type[TokenFormat]]
+
+
+def _dataset(root: Path, name: str, scan: _Scan, formats: Formats, config: DataConfig) -> DatasetFiles:
+    """Make the listing of a dataset from the files found in its folder."""
+    place, kind = root / name, _kind_of(root / name, name, scan.sizes, formats, config)
+    listed = _listing(place, name, scan, kind, formats)
+    if scan.repeated:
+        # An earlier version listed a folder under each of its paths. A listing that it has indexed stays.
+        earlier = _scan(place, _suffixes_of(formats[kind]), once=False)
+        before = _listing(place, name, earlier, kind, formats)
+        if any(any(folder.glob(f"*-{before.digest[:16]}.index")) for folder in index_folders(before, config)):
+            return before
+        log.warning(
+            "dataset '%s': %s lead to folders that are read already, and are left out. To read files twice, link the "
+            "files themselves",
+            name,
+            list_some(scan.repeated, 3),
+        )
+    return listed
+
+
+def _kind_of(place: Path, name: str, sizes: Mapping[str, int], formats: Formats, config: DataConfig) -> str:
+    """Return the format of a dataset: by suffix, then by the content of its first file."""
+    suffixes = dict.fromkeys(row.suffix for row in formats.values())
+    present = [suffix for suffix in suffixes if any(path.endswith(suffix) for path in sizes)]
+    of_suffix = [[kind for kind, row in formats.items() if row.suffix == suffix] for suffix in present]
+    if len(present) > 1:
+        kinds = [kinds[0] for kinds in of_suffix]
         raise DataError(
             f"dataset '{name}' has files of {' and '.join(kinds)}: give --file_type={kinds[0]}, or make two datasets",
-            path=root / name,
+            path=place,
         )
-    paths = tuple(sorted(files))
-    sizes = tuple(files[path] for path in paths)
+    [(first, *others)] = of_suffix
+    example = min(path for path in sizes if path.endswith(present[0]))
+    path = str(place if is_file(place) else place / example)
+    return next((kind for kind in others if formats[kind].accepts(path, config)), first)  # type: ignore[attr-defined]
+
+
+def _companion(row: type[TokenFormat]) -> str:
+    """Return the end of names of files that belong to the token files of a format; empty without any."""
+    return getattr(row, "companion", "")
+
+
+def _suffixes_of(row: type[TokenFormat]) -> tuple[str, ...]:
+    return tuple(filter(None, (row.suffix, _companion(row))))
+
+
+def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -> DatasetFiles:
+    suffixes = _suffixes_of(formats[kind])
+    paths = tuple(sorted(path for path in scan.sizes if path.endswith(suffixes)))
+    if kind == "arrow_stream":
+        by_folder: dict[str, set[str]] = {}
+        for path in paths:
+            by_folder.setdefault(path[: path.rfind("/") + 1], set()).add(path)
+        prefixes = [state.removesuffix(STATE_FILE) for state in scan.states]
+        left_out = {path for prefix in prefixes for path in _unsaved_files(place, prefix, by_folder.get(prefix, set()))}
+        paths = tuple(path for path in paths if path not in left_out)
+    sizes = tuple(scan.sizes[path] for path in paths)
     digest = hashlib.blake2b(digest_size=16)
     for path, size in zip(paths, sizes, strict=True):
         digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
-    place = root / name
     alone = is_file(place)
-    return DatasetFiles(
-        name, str(place.parent if alone else place), paths, sizes, digest.hexdigest(), kinds[0], is_file=alone
-    )
+    return DatasetFiles(name, str(place.parent if alone else place), paths, sizes, digest.hexdigest(), kind, alone)
 
 
-def _scan(folder: Path, formats: dict[str, str]) -> dict[str, int]:
-    """Return the sizes of files with these formats, by relative path, below a folder; `folder` may be a file."""
-    suffixes = tuple(formats.values())
-    if is_file(folder):
-        return {folder.name: folder.stat().st_size} if folder.name.endswith(suffixes) else {}
-    found: dict[str, int] = {}
+def _unsaved_files(place: Path, prefix: str, own: set[str]) -> list[str]:
+    """Return the files in a folder of `save_to_disk` that its state.json does not name.
 
-    def visit(path: Path, prefix: str, above: frozenset[tuple[int, int]]) -> None:
-        status = path.stat()
-        identity = (status.st_dev, status.st_ino)
-        if identity in above:  # a link to a parent folder
-            return
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    visit(Path(entry.path), f"{prefix}{entry.name}/", above | {identity})
-                elif entry.name.endswith(suffixes):
-                    # Follows links, so that a broken link is an error, not a missing file.
-                    found[prefix + entry.name] = entry.stat().st_size
+    Args:
+        prefix: relative path of the folder, empty or with a slash at the end.
+        own: relative paths of its files.
 
+    Raises:
+        DataError: the state is unreadable, or a file is missing.
+    """
+    state = place / prefix / STATE_FILE
     try:
-        visit(folder, "", frozenset())
+        document = read_json(state)
+        named = {prefix + str(each["filename"]) for each in document["_data_files"]}
+        selects = bool(document.get("_indices_data_files"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"does not name the files of a saved dataset ({type(error).__name__}: {error})", path=state
+        ) from error
+    if selects:
+        raise DataError(
+            "its rows are selected by a second file (_indices_data_files): save the dataset again after "
+            "`flatten_indices()`",
+            path=state,
+        )
+    if missing := sorted(named - own):
+        raise DataError(f"names {list_some(missing, 3)}, which is not there: the dataset is incomplete", path=state)
+    unsaved = sorted(own - named)
+    if unsaved:
+        log.info("%s does not name %s, which is left out", state, list_some(unsaved, 3))
+    return unsaved
+
+
+@dataclass
+class _Scan:
+    """The files found in a folder.
+
+    Attributes:
+        sizes: bytes by relative path.
+        states: relative paths of `STATE_FILE`s.
+        repeated: relative paths of folders that were found under another path before.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    states: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
+
+
+def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] = (), once: bool = True) -> _Scan:
+    """Find the files with these suffixes below a folder, which may be a file.
+
+    Args:
+        companions: suffixes of files that belong to another file.
+        once: list a real folder under one path only: its own, else that of the first link to it. False: list it under
+            each path that does not lead through it before.
+    """
+    found = _Scan()
+    if is_file(folder):
+        beside = [folder.with_suffix(suffix) for suffix in companions]
+        paths = [folder, *beside] if folder.name.endswith(suffixes) else []
+        found.sizes.update((path.name, path.stat().st_size) for path in paths if is_file(path))
+        return found
+    seen: set[tuple[int, int]] = set()
+    visits, kept = 0, (*suffixes, *companions)
+    # Links have depth 1 and more, so the folders themselves go first.
+    waiting = [(0, str(folder), "", frozenset[tuple[int, int]]())]
+    try:
+        while waiting and visits < _MOST_VISITS:
+            links, path, prefix, above = heappop(waiting)
+            status = Path(path).stat()
+            identity = (status.st_dev, status.st_ino)
+            if identity in above:  # a link to a parent folder
+                continue
+            if once and identity in seen:
+                found.repeated.append(prefix.rstrip("/"))
+                continue
+            seen.add(identity)
+            visits += 0 if once else 1
+            inside = above | {identity}
+            for name, is_link in _list_folder(path, prefix, kept, found):
+                heappush(waiting, (links + is_link, f"{path}/{name}", f"{prefix}{name}/", inside))
     except OSError as error:
         raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error
     return found
+
+
+def _list_folder(folder: str, prefix: str, suffixes: tuple[str, ...], found: _Scan) -> list[tuple[str, bool]]:
+    """Add the files of a folder to what was found; return the names of its folders, and whether they are links."""
+    folders = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                folders.append((entry.name, entry.is_symlink()))
+            elif entry.name.endswith(suffixes):
+                # Follows links, so that a broken link is an error, not a missing file.
+                found.sizes[prefix + entry.name] = entry.stat().st_size
+            elif entry.name == STATE_FILE:
+                found.states.append(prefix + entry.name)
+    return folders
 
 
 def _sub_folders(folder: Path) -> list[str]:
     return sorted(child.name for child in entries_of(folder) if not child.name.startswith(".") and is_folder(child))
 
 
-def how_to_prepare(path: str | Path) -> str:
-    """Return the command that makes token files from a folder or file."""
+def how_to_prepare(path: str | Path, text_field: str | None = None) -> str:
+    """Return the command that makes token files from a folder or file, of a column `text_field` with token ids."""
     command = f"pretrain prepare --input_path={shlex.quote(str(path))}"
+    if text_field is not None:
+        return f"`{command} --text_field={shlex.quote(text_field)}` writes these tokens again"
     return f"`{command}` makes token files from text, Parquet and saved datasets"

@@ -1,4 +1,4 @@
-"""Formats of files with tokens only: `.npy` arrays, and `.bin` files of llm.c and nanoGPT.
+"""Formats of files with tokens only: `.npy` arrays, `.bin` files of llm.c, and both without a header.
 
 Documents end at `sep_token`; one scan at indexing finds the ends. Separators do not belong to the stored documents, so
 these equal the documents of an Arrow file.
@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.token_format import DocumentLayout, as_tokens, read_bytes
+from pretraining.data.storage.token_format import (
+    SAMPLE_BYTES,
+    DocumentLayout,
+    as_tokens,
+    beginning_of,
+    likely_dtype,
+    read_bytes,
+    width_problem,
+)
 from pretraining.errors import ConfigError, DataError
 
 BIN_MAGIC = 20240520
@@ -19,6 +27,8 @@ BIN_MAGIC = 20240520
 BIN_WIDTHS = {1: 2, 7: 4}
 """Bytes per token by the header's version: 1 for GPT-2's vocabulary, 7 for Llama 3's."""
 _BIN_HEADER_BYTES = 1024
+
+NPY_MAGIC = b"\x93NUMPY"
 
 _TOKENS_AT_ONCE = 1 << 22
 
@@ -33,7 +43,14 @@ class NpyFormat:
 
     def documents(self, path: str) -> DocumentLayout:
         """Find the documents of a file; see `TokenFormat`."""
-        read_bytes(path)  # raises a DataError if the file is missing
+        content = read_bytes(path)
+        if content[: len(NPY_MAGIC)].tobytes() != NPY_MAGIC:
+            if not len(content):
+                raise DataError("truncated or damaged: it is empty", path=path)
+            raise DataError(
+                "no NumPy header: damaged, or an array without a header, as Dolma and OLMo write. " + _advice(content),
+                path=path,
+            )
         try:
             array = np.lib.format.open_memmap(path, mode="r")
         except Exception as error:  # the header is a Python literal, whose parser raises many types
@@ -45,6 +62,31 @@ class NpyFormat:
                 path=path,
             )
         return _documents(path, array.offset, array.size, array.dtype, self._separator)
+
+
+class RawNpyFormat:
+    """Arrays without a header, as `numpy.memmap` writes them; the files of Dolma and OLMo. They need `token_dtype`."""
+
+    suffix, title, ending = ".npy", "an array without a header", b""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._separator = _separator(config, self.suffix)
+        if config.token_dtype is None:
+            raise ConfigError("--token_dtype is needed: it is the type of tokens in .npy files without a header")
+        self._dtype = config.token_dtype
+        self.identity = f"npy_raw {self._dtype}"
+
+    @staticmethod
+    def accepts(path: str, config: DataConfig) -> bool:
+        """Return whether a file has no header, and the settings give its type."""
+        return config.token_dtype is not None and beginning_of(path, len(NPY_MAGIC)) not in (b"", NPY_MAGIC)
+
+    def documents(self, path: str) -> DocumentLayout:
+        """Find the documents of a file; see `TokenFormat`."""
+        content = read_bytes(path)
+        if content[: len(NPY_MAGIC)].tobytes() == NPY_MAGIC:
+            raise DataError("has a NumPy header, unlike other files of its dataset: make two datasets", path=path)
+        return _raw_documents(path, content, self._dtype, self._separator)
 
 
 class BinFormat:
@@ -61,7 +103,9 @@ class BinFormat:
         """Find the documents of a file; see `TokenFormat`."""
         content = read_bytes(path)
         if content[:4].tobytes() != BIN_MAGIC.to_bytes(4, "little"):
-            return self._without_header(path, len(content))
+            if self._dtype is None:
+                raise DataError(f"no llm.c header ({BIN_MAGIC}). {_advice(content)}", path=path)
+            return _raw_documents(path, content, self._dtype, self._separator)
         if len(content) < _BIN_HEADER_BYTES:
             raise DataError(f"truncated or damaged: it ends at byte {len(content):,}, inside its header", path=path)
         version, count = content[4:12].view("<i4").tolist()
@@ -80,17 +124,6 @@ class BinFormat:
             )
         return _documents(path, _BIN_HEADER_BYTES, count, np.dtype(f"<u{width}"), self._separator)
 
-    def _without_header(self, path: str, size: int) -> DocumentLayout:
-        if self._dtype is None:
-            raise DataError(
-                f"no llm.c header ({BIN_MAGIC}), so the type of tokens is unknown: give --token_dtype=uint16 or uint32",
-                path=path,
-            )
-        dtype = np.dtype(self._dtype)
-        if size % dtype.itemsize:
-            raise DataError(f"truncated or not {self._dtype}: {size:,} bytes are no whole number of tokens", path=path)
-        return _documents(path, 0, size // dtype.itemsize, dtype, self._separator)
-
 
 def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the starts of documents, and their lengths without the separators that end them, both [n] int64.
@@ -108,6 +141,25 @@ def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.n
     return begins, ends - begins
 
 
+def _raw_documents(path: str, content: np.ndarray, name: str, separator: int) -> DocumentLayout:
+    """Find the documents of a file without a header, whose tokens are of the type `name`."""
+    dtype = np.dtype(name)
+    if len(content) % dtype.itemsize:
+        likely = likely_dtype(content[:SAMPLE_BYTES])
+        hint = f". Its bytes look like {likely}: give --token_dtype={likely}" if likely not in (None, name) else ""
+        raise DataError(
+            f"truncated or not {name}: {len(content):,} bytes are no whole number of tokens{hint}", path=path
+        )
+    return _documents(path, 0, len(content) // dtype.itemsize, dtype, separator)
+
+
+def _advice(content: np.ndarray) -> str:
+    """Return the setting that reads a file without a header."""
+    likely = likely_dtype(content[:SAMPLE_BYTES])
+    found = f"={likely}, as its bytes look" if likely else "=uint16 or uint32"
+    return f"Without a header the type of tokens is unknown: give --token_dtype{found}"
+
+
 def _documents(path: str, offset: int, count: int, dtype: np.dtype[Any], separator: int) -> DocumentLayout:
     """Find the documents among the `count` tokens at a byte offset of a file."""
     content, width = read_bytes(path), dtype.itemsize
@@ -117,7 +169,11 @@ def _documents(path: str, offset: int, count: int, dtype: np.dtype[Any], separat
     tokens = whole[offset // width :]
     begins, lengths = find_documents(tokens, separator)
     if len(tokens) and lengths[0] == len(tokens):
-        raise DataError(f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token", path=path)
+        problem = width_problem(tokens[: SAMPLE_BYTES // width])
+        hint = f". It {problem}" if problem else ""
+        raise DataError(
+            f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token{hint}", path=path
+        )
     return DocumentLayout(offset + begins * width, lengths, width, whole)
 
 

@@ -29,14 +29,13 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import numpy as np
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.token_format import load_format
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
@@ -215,13 +214,7 @@ def index_paths(files: DatasetFiles, config: DataConfig) -> list[Path]:
     """Return possible paths of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
     # Each listing has its own file, so no job replaces an index that a running job has mapped.
     name = f"{index_digest(files, config)}-{files.digest[:16]}.index"
-    if config.index_path is not None:
-        return [Path(config.index_path).expanduser().absolute() / files.name / name]
-    paths, cache = [Path(files.folder) / ".index" / name], os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    with suppress(RuntimeError):  # a container may have no home folder
-        folder_key = hashlib.blake2b(os.path.realpath(files.folder).encode("utf-8", "surrogateescape"), digest_size=8)
-        paths.append(Path(cache).expanduser() / "pretraining" / "indices" / folder_key.hexdigest() / name)
-    return paths
+    return [folder / name for folder in index_folders(files, config)]
 
 
 def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import shlex
 import time
+from collections.abc import Iterator
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import parameter_count, resolve_shape
-from pretraining.data.tokenizer import load_tokenizer
+from pretraining.config.variants import parameter_count, resolve_shape, rounded_vocabulary
+from pretraining.data.tokenizer import Tokenizer, load_tokenizer
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_seconds
 from pretraining.tools.prepare.records import Counts, PrepareSummary
@@ -16,6 +17,7 @@ from pretraining.tools.prepare.records import Counts, PrepareSummary
 log = logging.getLogger(__name__)
 
 LINE_INTERVAL_SECONDS = 15.0
+_BAD_RECORDS_SHOWN = 10
 SUGGESTED_VARIANTS = ("1b", "760m", "350m", "125m", "tiny")
 TOKENS_PER_PARAMETER = 20
 
@@ -71,11 +73,25 @@ def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: 
     if done is not None:
         rates = f"{done.documents / seconds:,.0f} documents/s, {done.tokens / seconds:,.0f} tokens/s"
         lines.append(f"  time       {seconds:,.1f} s ({rates})")
-    if summary.end_of_text is None:
-        lines.append("  No end-of-text token is known: without --sep_token, nothing separates documents.")
-    begin = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent).begin_of_text
+    if summary.bad_records:
+        named = "".join(f"\n    {name}" for name in summary.bad_record_names[:_BAD_RECORDS_SHOWN])
+        lines.append(f"  left out   {count_of(summary.bad_records, 'record')} that cannot be read, the first:{named}")
+    tokenizer = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent)
+    lines += _describe_ends(tokenizer)
+    begin = None if tokenizer is None else tokenizer.begin_of_text
     command = ["pretrain", "train", *training_flags(summary, begin)]
     print_text("\n".join([*lines, "Train on it with:", f"  {shlex.join(command)}"]), flush=True)
+
+
+def _describe_ends(tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Yield lines about the tokens that training adds at both ends of documents."""
+    if tokenizer is None or tokenizer.end_of_text is None:
+        yield "  No end-of-text token is known: without --sep_token, nothing separates documents."
+        return
+    begin, end, usual = tokenizer.begin_of_text, tokenizer.end_of_text, tokenizer.usual_end_of_text
+    yield f"  separator  {tokenizer.named(end)}" + ("" if begin is None else f", and {tokenizer.named(begin)} in front")
+    if usual is not None and usual != end:
+        yield f"  This tokenizer also has {tokenizer.named(usual)}, a usual end of text: --sep_token={usual} takes it."
 
 
 def suggested_variant(tokens: int, vocab_size: int) -> str:
@@ -93,6 +109,8 @@ def suggested_variant(tokens: int, vocab_size: int) -> str:
 def training_flags(summary: PrepareSummary, begin_of_text: int | None) -> list[str]:
     """Return the flags to train on a dataset, with a model of suitable size.
 
+    The flags have no vocabulary size if a tokenizer gives it: training rounds it up, which is faster.
+
     Args:
         begin_of_text: token that the tokenizer puts before a text, if any.
     """
@@ -105,6 +123,6 @@ def training_flags(summary: PrepareSummary, begin_of_text: int | None) -> list[s
         "tokenizer_path": root if summary.tokenizer is not None else None,
         "bos_token": begin_of_text,
         "model_variant": variant,
-        "vocab_size": summary.vocab_size,
+        "vocab_size": rounded_vocabulary(summary.vocab_size) if summary.tokenizer is None else None,
     }
     return [f"--{name}={value}" for name, value in flags.items() if value is not None]

@@ -1,33 +1,39 @@
-"""Readers of documents in text files and JSON lines, which may be compressed."""
+"""Readers of documents in text files: whole files, JSON lines, JSON arrays and CSV, which may be compressed.
+
+Readers yield a record that cannot be read as a document with a `fault`; `read_part` stops there or counts it.
+"""
 
 from __future__ import annotations
 
 import codecs
-import gzip
+import csv
 import io
 import json
 import re
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
-from typing import BinaryIO, NamedTuple
+from itertools import chain, count, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare.inputs import InputFile
+from pretraining.text import count_of
+from pretraining.tools.prepare.packed_files import InputFile, open_unpacked
 
 PIECE_CHARACTERS = 1 << 19
 """Longest text encoded in one call; longer documents are cut."""
-_BLOCK_BYTES = 1 << 18
+LARGEST_VALUE_CHARACTERS = 1 << 28
+"""Limit of a value of a JSON array, so that a missing quote does not read a large file into memory."""
+_JSON_BLOCK = 1 << 16
+_CSV_DELIMITERS = (",", "\t", ";", "|")
+_LARGEST_CSV_FIELD = 2**31 - 1
 
 # A cut here changes no token. Byte-level BPE first splits text into words. In the usual rules (GPT-2, cl100k, Llama 3),
 # no word continues from a letter or digit into white space, and no rule looks back.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=\s)")
 _CUT_SEARCH_CHARACTERS = (1 << 8, 1 << 16)
+_BETWEEN_VALUES = re.compile(r"[\s,]*")
 
 
 class Document(NamedTuple):
@@ -38,6 +44,7 @@ class Document(NamedTuple):
         bytes_read: bytes read from disk for this document.
         path, row: place for messages; lines count from 1, rows of tables from 0.
         is_last_part: whether the document ends here.
+        fault: why the document cannot be read; empty = it can.
     """
 
     content: str | np.ndarray
@@ -45,6 +52,7 @@ class Document(NamedTuple):
     path: str
     row: int | None = None
     is_last_part: bool = True
+    fault: str = ""
 
     def error(self, text: str) -> DataError:
         """Return an error that names this document."""
@@ -52,16 +60,18 @@ class Document(NamedTuple):
 
 
 def read_text(file: InputFile) -> Iterator[Document]:
-    """Yield the parts of a file that is one document; raise a DataError if it cannot be read or is not UTF-8."""
+    """Yield the parts of a file that is one document; raise a DataError if it cannot be read."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     text, unpacked, path = "", 0, str(file.path)
-    with _open(file) as (stream, bytes_read):
+    with open_unpacked(file) as (stream, bytes_read):
         for block in chain(iter(partial(stream.read, PIECE_CHARACTERS), b""), [b""]):
             try:
                 text += decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 # `error.object` is the rest of the previous block plus this block.
-                raise _not_utf8(error, unpacked + len(block) - len(error.object), file, path) from error
+                fault = _not_utf8(error, unpacked + len(block) - len(error.object), file)
+                yield Document("", bytes_read(), path, fault=fault)
+                return
             text = text if unpacked else text.removeprefix("\ufeff")
             unpacked += len(block)
             while len(text) > PIECE_CHARACTERS:
@@ -72,34 +82,105 @@ def read_text(file: InputFile) -> Iterator[Document]:
 
 
 def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None = None) -> Iterator[Document]:
-    """Yield a document per line of a file; skip blank lines.
+    """Yield a document per line of JSON lines; skip blank lines.
 
     Args:
         begin: first byte; a line is read if it begins in [begin, end). 0 for compressed files.
         end: byte after the last; None = end of the file.
 
     Raises:
-        DataError: the file cannot be read or unpacked, or is not UTF-8 or JSON lines with that field.
+        DataError: the file cannot be read or unpacked.
     """
     offset, path = 0, str(file.path)
-    with _open(file, begin) as (stream, bytes_read):
+    with open_unpacked(file, begin) as (stream, bytes_read):
         if begin:  # a line that begins earlier belongs to another part
             offset = begin - 1 + len(stream.readline())
             path = f"{path} from byte {offset:,}"
         for number, line in enumerate(stream, start=1):
             if end is not None and offset >= end:
                 return
+            text = fault = ""
             try:
                 decoded = line.decode("utf-8").removeprefix("\ufeff")
+                is_blank = not decoded or decoded.isspace()
+                text = "" if is_blank else text_of(json.loads(decoded), text_field)
             except UnicodeDecodeError as error:
-                raise _not_utf8(error, offset, file, path, number) from error
+                is_blank, fault = False, _not_utf8(error, offset, file)
+            except (json.JSONDecodeError, RecursionError) as error:
+                fault = f"not valid JSON ({error})"
+            except ValueError as error:
+                fault = str(error)
             offset += len(line)
-            if decoded.strip():
-                try:
-                    text = _text_of(decoded, text_field)
-                except ValueError as error:
-                    raise DataError(str(error), path=path, row=number) from error
-                yield Document(text, bytes_read(), path, number)
+            if not is_blank:
+                yield Document(text, bytes_read(), path, number, True, fault)
+
+
+def ranges_of_lines(file: InputFile, wanted_bytes: int) -> list[tuple[int, int | None, int]]:
+    """Cut an uncompressed file of JSON lines into ranges (begin, end, bytes) of about `wanted_bytes`."""
+    return [(begin, end, end - begin) for begin, end in even_cuts(file.size, -(-file.size // wanted_bytes))]
+
+
+def even_cuts(length: int, pieces: int) -> list[tuple[int, int]]:
+    """Return (begin, end) of `pieces` almost equal ranges of a length."""
+    return list(pairwise(length * i // pieces for i in range(pieces + 1)))
+
+
+def read_json_values(file: InputFile, text_field: str) -> Iterator[Document]:
+    """Yield a document per object of a JSON array, or per object of a file that has one after another.
+
+    Rows count the objects from 1.
+
+    Raises:
+        DataError: the file cannot be read or unpacked, or is not UTF-8 or JSON.
+    """
+    path = str(file.path)
+    with open_unpacked(file) as (stream, bytes_read):
+        values = _json_values(io.TextIOWrapper(stream, "utf-8-sig").read)
+        for number in count(1):
+            try:
+                value = next(values)
+            except StopIteration:
+                return
+            except ValueError as error:
+                raise DataError(f"not valid JSON ({error})", path=path, row=number) from error
+            text = fault = ""
+            try:
+                text = text_of(value, text_field)
+            except ValueError as error:
+                fault = str(error)
+            yield Document(text, bytes_read(), path, number, fault=fault)
+
+
+def read_csv(file: InputFile, text_field: str) -> Iterator[Document]:
+    """Yield a document per row of a table with a header, separated by commas, tabs, semicolons or bars.
+
+    Rows have the number of the line on which they end, from 1.
+
+    Raises:
+        DataError: the file cannot be read or unpacked, has no such column, or is not UTF-8 or CSV.
+    """
+    path, row = str(file.path), 1
+    csv.field_size_limit(_LARGEST_CSV_FIELD)
+    with open_unpacked(file) as (stream, bytes_read):
+        lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+        try:
+            first = lines.readline()
+            headers = {each: next(csv.reader([first], delimiter=each), []) for each in _CSV_DELIMITERS}
+            delimiter, names = max(headers.items(), key=lambda header: (text_field in header[1], len(header[1])))
+            if names.count(text_field) != 1:
+                raise DataError(no_field("column", text_field, names), path=path, row=row)
+            column = names.index(text_field)
+            rows = csv.reader(lines, delimiter=delimiter, strict=True)
+            for fields in filter(None, rows):
+                row, text, fault = rows.line_num + 1, "", ""
+                if len(fields) == len(names):
+                    text = fields[column]
+                else:
+                    fault = f"it has {count_of(len(fields), 'field')}, but the header has {len(names)}"
+                yield Document(text, bytes_read(), path, row, fault=fault)
+        except (csv.Error, UnicodeDecodeError) as error:
+            problem = f"after this row, it is not CSV in UTF-8 ({error}). Write it again, for example as JSON lines"
+            raise DataError(problem, path=path, row=row) from error
 
 
 def end_of_piece(text: str, begin: int, longest: int) -> int:
@@ -112,54 +193,88 @@ def end_of_piece(text: str, begin: int, longest: int) -> int:
     return end
 
 
-@contextmanager
-def _open(file: InputFile, begin: int = 0) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Yield the unpacked bytes from `begin - 1` on, and a function that counts the bytes read since its last call."""
-    try:
-        with file.path.open("rb") as raw:
-            if begin:
-                raw.seek(begin - 1)
-            counted = begin
-
-            def bytes_read() -> int:
-                nonlocal counted
-                before, counted = counted, max(counted, min(raw.tell(), file.size))
-                return counted - before
-
-            stream: BinaryIO = raw
-            if file.compression == "gz":
-                stream = io.BufferedReader(gzip.GzipFile(fileobj=raw), _BLOCK_BYTES)
-            elif file.compression == "zst":
-                packed = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
-                stream = io.BufferedReader(packed, _BLOCK_BYTES)
-            yield stream, bytes_read
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        hint = f". If it is truncated or no {file.compression} file, fetch it again" if file.compression else ""
-        raise DataError(f"it cannot be read: {reason}{hint}", path=file.path) from error
+def no_field(kind: str, text_field: str, names: Sequence[str]) -> str:
+    """Return the problem of records that have no field of text, or several of that name."""
+    found = f"several {kind}s" if text_field in names else f"no {kind}"
+    return f"{found} {text_field!r}. The {kind}s are: {', '.join(map(repr, names))[:400]}; set --text_field"
 
 
-def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile, path: str, row: int | None = None) -> DataError:
-    """Return the error for bytes that begin at an offset of the unpacked file."""
+def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile) -> str:
+    """Return the problem of bytes that begin at an offset of the unpacked file."""
     unpacked = " of the unpacked text" if file.compression else ""
     place = f"at byte {offset + error.start:,}{unpacked} (0x{error.object[error.start]:02x}, {error.reason})"
-    return DataError(f"not UTF-8 {place}. Convert it, as iconv does, or leave it out", path=path, row=row)
+    return f"not UTF-8 {place}. Convert it, as iconv does, or leave it out"
 
 
-def _text_of(line: str, text_field: str) -> str:
-    """Return the text in a line of JSON, empty for null; raise a ValueError if there is none."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object: each line must be an object with a field of text")
-    text = row.get(text_field, 0)
+# JSON
+
+
+def text_of(record: Any, text_field: str) -> str:
+    """Return the text in a JSON object, empty for null; raise a ValueError if there is none."""
+    if not isinstance(record, dict):
+        raise ValueError(f"it is {_describe(record)}, not a JSON object with a field of text")
+    text = record.get(text_field, record)
     if text is None:
         return ""
+    if text is record:
+        raise ValueError(no_field("field", text_field, list(record)))
     if not isinstance(text, str):
-        fields = ", ".join(map(repr, row))[:400]
-        raise ValueError(f"no text in a field {text_field!r}. The fields are: {fields}; set --text_field")
+        raise ValueError(f"field {text_field!r} holds {_describe(text)}, not text. {_remedy(text, text_field)}")
     if not text.isascii():
-        text.encode("utf-8")  # raises a UnicodeEncodeError for half of a surrogate pair, which JSON can contain
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(text[error.start]):04x}"
+            raise ValueError(f"its text has half of a surrogate pair ({half}), which is not Unicode") from None
     return text
+
+
+def _json_values(read: Callable[[int], str]) -> Iterator[Any]:
+    """Yield the values of a JSON array, or one value after another; raise a ValueError for other text."""
+    decoder, text, at = json.JSONDecoder(), read(_JSON_BLOCK), 0
+    begin = _BETWEEN_VALUES.match(text, 0)
+    at = begin.end() if begin else 0
+    is_array = text.startswith("[", at)
+    at += is_array
+    while True:
+        between = _BETWEEN_VALUES.match(text, at)
+        at = between.end() if between else at
+        if is_array and text.startswith("]", at):
+            return
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            left = len(text) - at
+            more = read(max(_JSON_BLOCK, left)) if left < LARGEST_VALUE_CHARACTERS else ""
+            if not more and not left and not is_array:
+                return
+            if not more:
+                raise ValueError(str(error)) from error
+            text, at = text[at:] + more, 0
+            continue
+        yield value
+        at = end
+
+
+def _describe(value: Any) -> str:
+    """Return what a JSON value is, with its article."""
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, list):
+        first = f", the first is {_describe(value[0])}" if value else ""
+        return f"a list of {count_of(len(value), 'value')}{first}"
+    if isinstance(value, dict):
+        return f"an object with the fields {', '.join(map(repr, value))[:200] or 'none'}"
+    return f"{json.dumps(value)}"
+
+
+def _remedy(value: Any, text_field: str) -> str:
+    """Return the command that makes text of a JSON value."""
+    field = f".[{json.dumps(text_field)}]"
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return "Token ids are read from Parquet and Arrow: pandas.read_json(…, lines=True).to_parquet(…) converts them"
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return f"jq makes text of it: jq -c '{field} |= join(\" \")'"
+    if isinstance(value, dict) and (names := [name for name, each in value.items() if isinstance(each, str)]):
+        return f"jq makes text of it: jq -c '{field} |= .[{json.dumps(names[0])}]'"
+    return "Set another --text_field"

@@ -36,7 +36,14 @@ from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenize
 from pretraining.errors import DataError
 from pretraining.files import output_errors
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
-from pretraining.tools.prepare.records import Counts, Encoder, Encoding, UnitRecord, WorkFolder
+from pretraining.tools.prepare.records import (
+    UNKNOWN_VOCABULARIES,
+    Counts,
+    Encoder,
+    Encoding,
+    UnitRecord,
+    WorkFolder,
+)
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
 from pretraining.tools.prepare.units import Unit, read_part
 
@@ -172,7 +179,8 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
     """Write the token files of a unit, then its done file; return the counts."""
     work.clear(unit)
     record = UnitRecord(encoding.key(unit))
-    documents = chain.from_iterable(read_part(part, encoding.text_field) for part in unit.parts)
+    skip_bad = encoding.skip_bad
+    documents = chain.from_iterable(read_part(part, encoding.text_field, skip_bad=skip_bad) for part in unit.parts)
     writer = TokenWriter(work.files, encoding.dtype, encoding.tokens_per_file, f"part_{unit.number:06d}_")
     begun: list[np.ndarray] = []  # tokens of the document that is not complete yet
     # One thread per batch, without the library's own threads, keeps the number of threads exact.
@@ -192,11 +200,16 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
             if len(ends):  # a long document is concatenated once, at its end
                 tokens = np.concatenate(begun) if len(begun) > 1 else tokens
                 begun = [tokens[end:]] if end < held else []
+            complete = tokens[:end]
+            if faults := [piece.fault for piece in batch.pieces if piece.fault]:
+                is_good = np.array([not piece.fault for piece in batch.pieces if piece.is_last_part])
+                complete, lengths = complete[np.repeat(is_good, lengths)], lengths[is_good]
+                record.add_bad_records(faults)
             written = lengths[lengths > 0]
-            writer.write(tokens[:end], written)
-            counts += Counts(len(written), end, len(lengths) - len(written))
+            writer.write(complete, written)
+            counts += Counts(len(written), len(complete), len(lengths) - len(written))
             record.counts += counts
-            record.largest_token = max(record.largest_token, int(tokens[:end].max(initial=0)) if end else -1)
+            record.largest_token = max(record.largest_token, int(complete.max(initial=0)) if len(complete) else -1)
             report(counts)
     record.files = writer.files
     work.write_record(unit, record)
@@ -296,13 +309,21 @@ def _convert_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
         ids = _content_as(piece, np.ndarray, encoding) if len(piece.content) else np.zeros(0, encoding.dtype)
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
             wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
-            raise piece.error(
-                f"token {wrong:,} of the document is {int(ids[wrong])}, but ids go from 0 to "
-                f"{encoding.largest_vocabulary - 1}: correct --vocab_size or --tokenizer_path"
-            )
+            found = f"token {wrong:,} of the document is {int(ids[wrong])}"
+            raise piece.error(f"{found}, but {_describe_limit(encoding)}")
         tokens.append(ids.astype(encoding.dtype))
     lengths = np.array([len(ids) for ids in tokens])
     return batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch))
+
+
+def _describe_limit(encoding: Encoding) -> str:
+    """Return the ids that are allowed, and the remedy for others."""
+    largest = encoding.largest_vocabulary - 1
+    if encoding.tokenizer is not None:
+        return f"the ids of the tokenizer go from 0 to {largest}: give --tokenizer_path=<the tokenizer of these ids>"
+    if encoding.largest_vocabulary in UNKNOWN_VOCABULARIES.values():
+        return f"token ids go from 0 to {largest}: write the file again without it"
+    return f"with --vocab_size={largest + 1} ids go from 0 to {largest}: give the size of the tokenizer of these ids"
 
 
 def _content_as(piece: Document, kind: type, encoding: Encoding) -> Any:

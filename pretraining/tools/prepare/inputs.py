@@ -2,28 +2,36 @@
 
     inputs (files, folders, globs; or Python's standard library) --> [InputFile]
 
-The order depends on the inputs and the file names only, not on the file system. The ending of a file tells its format:
-`.jsonl` and `.ndjson` hold a document per line, `.parquet`, `.arrow` and `.feather` a document per row, and any other
-file is one document. Text files may be compressed (`.gz`, `.zst`).
+The order depends on the inputs and the file names only, not on the file system. A file that is named is read. From
+folders and globs, what people keep beside the text is left out, and a line says so: other splits, caches of `datasets`,
+descriptions of the data, and files with other endings.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
+import re
 import stat
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.storage.doubts import split_of
 from pretraining.errors import DataError
-from pretraining.files import exists, is_file, is_folder
+from pretraining.files import exists, is_file, is_folder, read_object
+from pretraining.text import count_of
 from pretraining.tools.commands import COMPRESSED_ENDINGS
+from pretraining.tools.prepare.formats import JSON, format_of, recognise
+from pretraining.tools.prepare.packed_files import InputFile
+
+log = logging.getLogger(__name__)
 
 SMALLEST_MODULE_BYTES = 200
 """Smaller modules, such as empty `__init__.py` files, are left out."""
@@ -34,74 +42,89 @@ LEFT_OUT_FILES = {"html/entities.py", "this.py"}
 WILDCARDS = set("*?[")
 
 
+TRAIN, ALL_SPLITS = "train", "all"
+_CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
+_DESCRIPTIONS = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos"}
+"""Names, without ending, of files beside records that describe them."""
+SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""Files in which `save_to_disk` lists the files of a dataset, and the folders of a DatasetDict."""
+
+LeftOut = defaultdict[str, list[str]]
+"""Names of files that are not read, by reason."""
+
+
 @dataclass(frozen=True)
-class InputFile:
-    """A file of documents.
+class Selection:
+    """Choice of files in folders and globs.
 
     Attributes:
-        name: path relative to the input, with `/`; the same on every machine.
-        size: bytes on disk.
+        extensions: endings of files to take from folders, without the first dot; those of compressions may follow.
+        split: None = training files, and those that name no split.
+        as_text: take each file of JSON and CSV as one document.
     """
 
-    path: Path
-    name: str
-    size: int
+    extensions: tuple[str, ...] = ()
+    split: str | None = None
+    as_text: bool = False
 
     @property
-    def compression(self) -> str | None:
-        """`gz`, `zst` or None."""
-        ending = self.name.lower().rpartition(".")[2]
-        return ending if f".{ending}" in COMPRESSED_ENDINGS else None
-
-    @property
-    def kind(self) -> str:
-        """`lines` (a JSON object per line), `parquet`, `arrow`, or `text` (one document)."""
-        name = self.name.lower()
-        if name.endswith(".parquet"):
-            return "parquet"
-        if name.endswith((".arrow", ".feather")):
-            return "arrow"
-        if self.compression is not None:
-            name = name[: -len(self.compression) - 1]
-        return "lines" if name.endswith((".jsonl", ".ndjson")) else "text"
+    def dotted(self) -> list[str]:
+        """The extensions with their first dots, in lower case."""
+        return [f".{extension.lower().lstrip('.')}" for extension in self.extensions]
 
 
-def list_files(inputs: Sequence[str], extensions: Sequence[str]) -> list[InputFile]:
+def list_files(inputs: Sequence[str], selection: Selection) -> list[InputFile]:
     """Return each file of the inputs once: in the order of the inputs, and by name within a folder or glob.
 
     Args:
         inputs: files, globs, and folders (walked recursively, following links, without hidden names and prepared
             datasets).
-        extensions: endings of files to take from folders, without the first dot; `.gz` and `.zst` may follow.
 
     Raises:
-        DataError: an input does not exist, cannot be read, or has no files.
+        DataError: an input does not exist, cannot be read, or has no files; or a file has a format that is not read.
     """
-    plain = [f".{extension.lower().lstrip('.')}" for extension in extensions]
-    endings = tuple(ending + more for ending in plain for more in ("", *COMPRESSED_ENDINGS))
     files: list[InputFile] = []
     seen: set[tuple[int, int]] = set()
     for given in inputs:
-        before = len(files)
+        left_out: LeftOut = defaultdict(list)
+        path = Path(given).expanduser()
+        is_named = exists(path) and not is_folder(path)
         try:
-            for path, name in _paths_of(Path(given).expanduser(), endings):
-                status = path.stat()
-                identity = (status.st_dev, status.st_ino)
-                if stat.S_ISREG(status.st_mode) and not (identity in seen and status.st_ino):
-                    seen.add(identity)
-                    files.append(InputFile(path, name, status.st_size))
+            places = [(path, path.name)] if is_named else _search(path, selection, left_out)
+            found = list(_recognise_new(places, seen, as_text=selection.as_text))
         except OSError as error:
             raise DataError(
                 f"--input_path: it cannot be read: {error.strerror}. Repair it, or leave it out",
                 path=error.filename or given,
             ) from error
-        if len(files) == before:
+        if is_named and selection.split is not None:
+            raise DataError(f"--split={selection.split} selects files of a folder; leave it out here", path=path)
+        if not is_named:
+            found = _of_split(_without_descriptions(found, left_out), path, selection.split, left_out)
+        for reason, names in left_out.items():
+            log.info("%s: %s not read, the first is %s: %s", given, count_of(len(names), "file"), names[0], reason)
+        if not found and left_out:
+            raise DataError("--input_path: all files in it are left out, for the reasons above", path=given)
+        if not found:
             raise DataError(
                 "--input_path: no such file or folder, or no new file in it. Folders are searched for "
-                f"{', '.join(plain)} (--extensions); for a comma in a name write ?",
+                f"{', '.join(selection.dotted)} (--extensions); for a comma in a name write ?",
                 path=given,
             )
+        files += found
     return files
+
+
+def _recognise_new(
+    places: Iterable[tuple[Path, str]], seen: set[tuple[int, int]], *, as_text: bool
+) -> Iterator[InputFile]:
+    """Yield the regular files that were not seen, by device and inode."""
+    for path, name in places:
+        status = path.stat()
+        identity = (status.st_dev, status.st_ino)
+        if stat.S_ISREG(status.st_mode) and not (identity in seen and status.st_ino):
+            seen.add(identity)
+            yield recognise(path, name, status.st_size, as_text=as_text)
 
 
 def fingerprint(names_and_sizes: Sequence[tuple[str, int]]) -> str:
@@ -110,27 +133,31 @@ def fingerprint(names_and_sizes: Sequence[tuple[str, int]]) -> str:
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def even_cuts(length: int, pieces: int) -> list[tuple[int, int]]:
-    """Return (begin, end) of `pieces` almost equal ranges of a length."""
-    return list(pairwise(length * i // pieces for i in range(pieces + 1)))
-
-
-def _paths_of(path: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-    """Yield the paths of one input with their names relative to it."""
+def _search(path: Path, selection: Selection, left_out: LeftOut) -> list[tuple[Path, str]]:
+    """Return the files of a folder or glob, sorted, with their names relative to it."""
     if is_folder(path):
-        yield from sorted(_walk(path, endings))
-    elif exists(path):
-        yield path, path.name
-    elif WILDCARDS.intersection(str(path)):
-        # Names are relative to the last folder without a wildcard.
-        fixed = next(parent for parent in path.parents if not WILDCARDS.intersection(str(parent)))
-        # Unlike Path.glob, glob.glob takes absolute patterns and skips hidden names.
-        for match in sorted(Path(found) for found in glob.glob(str(path), recursive=True)):  # noqa: PTH207
-            yield match, match.relative_to(fixed).as_posix()
+        found = sorted(_walk(path, selection.split, left_out))
+        endings = tuple(ending + more for ending in selection.dotted for more in ("", *COMPRESSED_ENDINGS))
+        others = [name for _, name in found if not name.lower().endswith(endings)]
+        if others:
+            left_out[f"their endings are not in --extensions={','.join(selection.extensions)}"] += others
+        return [(place, name) for place, name in found if name.lower().endswith(endings)]
+    if not WILDCARDS.intersection(str(path)):
+        return []
+    # Names are relative to the last folder without a wildcard.
+    fixed = next(parent for parent in path.parents if not WILDCARDS.intersection(str(parent)))
+    by_folder = defaultdict(list)
+    for match in glob.glob(str(path), recursive=True):  # noqa: PTH207 (Path.glob refuses absolute patterns)
+        by_folder[Path(match).parent].append(Path(match).name)
+    return sorted(
+        (folder / name, (folder / name).relative_to(fixed).as_posix())
+        for folder, names in by_folder.items()
+        for name in _without_caches(folder, names, left_out)
+    )
 
 
-def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-    """Yield the files below a folder with one of the endings."""
+def _walk(root: Path, split: str | None, left_out: LeftOut) -> Iterator[tuple[Path, str]]:
+    """Yield the files below a folder that are not hidden."""
 
     def fail(error: OSError) -> None:  # by default, os.walk skips folders that it cannot read
         raise error
@@ -144,8 +171,105 @@ def _walk(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
             continue
         visited.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for path in (Path(folder, name) for name in names if name.lower().endswith(endings) and name[0] != "."):
+        if SAVED_SPLITS in names:
+            folders[:] = _folders_of_split(Path(folder), split, left_out)
+        visible = [name for name in names if name[0] != "." and name != SAVED_SPLITS]
+        for name in _without_caches(Path(folder), visible, left_out):
+            path = Path(folder, name)
             yield path, path.relative_to(root).as_posix()
+
+
+def _without_caches(folder: Path, names: list[str], left_out: LeftOut) -> list[str]:
+    """Return the files of a folder without caches of the `datasets` library, such as the results of `map`.
+
+    Raises:
+        DataError: `save_to_disk` listed files that are missing, or wrote an order of rows beside them.
+    """
+    state = read_object(folder / SAVED_DATASET)
+    listed = state.get("_data_files")
+    if isinstance(listed, list):
+        if state.get("_indices_data_files") or state.get("_indices_files"):
+            raise DataError(f"it has its rows in another order: read it with --hf_dataset={folder}", path=folder)
+        kept = {str(entry.get("filename")) for entry in listed if isinstance(entry, dict)}
+        if missing := sorted(name for name in kept if not is_file(folder / name)):
+            problem = f"it is missing, but {SAVED_DATASET} lists it. Copy the folder again"
+            raise DataError(problem, path=folder / missing[0])
+        reason = f"{SAVED_DATASET} does not list them"
+    else:
+        kept = {name for name in names if not _CACHE.fullmatch(name)}
+        reason = "`datasets` names its caches so; to read one, name it as a file"
+    others = sorted(set(names) - kept - {SAVED_DATASET, "dataset_info.json"})
+    if others:
+        left_out[reason] += others
+    return [name for name in names if name in kept]
+
+
+def _folders_of_split(folder: Path, split: str | None, left_out: LeftOut) -> list[str]:
+    """Return the folders of a DatasetDict to read; raise a DataError if it has no such split."""
+    found = read_object(folder / SAVED_SPLITS).get("splits")
+    splits = sorted(name for name in found if isinstance(name, str)) if isinstance(found, list) else []
+    wanted = splits[0] if split is None and len(splits) == 1 else split or TRAIN
+    if wanted != ALL_SPLITS and wanted not in splits:
+        raise DataError(f"it has no split {wanted!r}, but {', '.join(splits)}: give one as --split", path=folder)
+    if wanted == ALL_SPLITS:
+        return splits
+    if others := [f"{name}/" for name in splits if name != wanted]:
+        left_out["other splits, which --split takes"] += others
+    return [wanted]
+
+
+def _drop(files: list[InputFile], reason_of: Callable[[InputFile], str], left_out: LeftOut) -> list[InputFile]:
+    """Return the files without a reason to leave them out."""
+    kept = []
+    for file in files:
+        if reason := reason_of(file):
+            left_out[reason].append(file.name)
+        else:
+            kept.append(file)
+    return kept
+
+
+def _without_descriptions(files: list[InputFile], left_out: LeftOut) -> list[InputFile]:
+    """Return the files without settings in JSON and, beside records, without a README or license."""
+    has_records = any(format_of(file).has_fields for file in files)
+
+    def reason_of(file: InputFile) -> str:
+        if file.format == JSON:
+            return "JSON, but neither JSON lines nor an array of objects; to read one, name it as a file"
+        is_description = file.name.lower().rpartition("/")[2].partition(".")[0] in _DESCRIPTIONS
+        named = "they describe the records beside them; to read one, name it as a file"
+        return named if is_description and has_records and format_of(file).is_text else ""
+
+    return _drop(files, reason_of, left_out)
+
+
+def _of_split(files: list[InputFile], path: Path, split: str | None, left_out: LeftOut) -> list[InputFile]:
+    """Return the files of a split, by their names; files that name no split are for training.
+
+    Raises:
+        DataError: no file is of the split, or the files are of several splits and none is for training.
+    """
+    splits = {file: split_of(file.name) for file in files}
+    if split == ALL_SPLITS or (split is None and len(set(splits.values())) < 2):
+        return files
+    wanted = split or TRAIN
+    # In the names of whole texts, such as modules of code, a word tells something only if most names have one.
+    named = sum(name is not None for name in splits.values())
+    are_plain = split is None and (TRAIN not in splits.values() or 2 * named <= len(files))
+
+    def reason_of(file: InputFile) -> str:
+        name = splits[file]
+        if wanted in file.name.split("/") or (name or TRAIN) == (split_of(wanted) or wanted):
+            return ""
+        if are_plain and not format_of(file).has_fields:
+            return ""
+        return f"they look like the split {name or TRAIN}: read them with --split={name or TRAIN} or {ALL_SPLITS}"
+
+    chosen = _drop(files, reason_of, left_out)
+    if files and not chosen:
+        there = ", ".join(sorted({name or TRAIN for name in splits.values()}))
+        raise DataError(f"no file looks like the split {wanted}, but like {there}: give one as --split", path=path)
+    return chosen
 
 
 def standard_library_files(root: Path | None = None) -> list[InputFile]:

@@ -31,6 +31,7 @@ from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.console import Progress, print_summary
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
 from pretraining.tools.prepare.records import (
+    UNKNOWN_VOCABULARIES,
     Encoder,
     Encoding,
     PrepareSummary,
@@ -185,13 +186,15 @@ class _Job:
         tokenizer, is_text = self.tokenizer, self.found.token_type is None
         vocabulary = tokenizer.vocab_size if tokenizer else self.config.vocab_size
         if vocabulary is None:  # unknown until all is read, so the type of the input gives the width
-            vocabulary = 1 << 16 if str(self.found.token_type) in ("uint8", "int8", "uint16", "int16") else 1 << 32
+            kind = self.found.token_type
+            vocabulary = UNKNOWN_VOCABULARIES[16 if kind is not None and kind.bit_width <= 16 else 32]
         return Encoding(
-            text_field=self.config.text_field,
+            text_field=self.config.text_field or "",
             tokens_per_file=self.config.tokens_per_file,
             largest_vocabulary=vocabulary,
             tokenizer=None if tokenizer is None else tokenizer.sha256,
             encoder=choose_encoder(tokenizer, encoder) if tokenizer and is_text else None,
+            skip_bad=self.config.bad_records == "skip",
         )
 
     def _finish(self, encoding: Encoding, records: list[UnitRecord]) -> PrepareSummary | None:
@@ -204,7 +207,10 @@ class _Job:
         if not any(record.files for record in records):
             work.remove()
             named = self.config.hf_dataset or ", ".join(self.config.input_path)
-            raise DataError("all documents are empty: there is nothing to train on", path=named)
+            bad = sum(record.counts.bad_records for record in records)
+            first = next((name for record in records for name in record.bad_records), "")
+            left_out = f" or cannot be read ({count_of(bad, 'record')}; the first: {first})" if bad else ""
+            raise DataError(f"all documents are empty{left_out}: there is nothing to train on", path=named)
         largest_token = max(record.largest_token for record in records)
         vocab_size = tokenizer.vocab_size if tokenizer else self.config.vocab_size or largest_token + 1
         content = manifest(self.found.settings, tokenizer, vocab_size, encoding.dtype.name, records)

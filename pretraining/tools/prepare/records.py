@@ -17,7 +17,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +32,12 @@ from pretraining.tools.prepare.units import Unit
 
 FORMAT_VERSION = 1
 """Format of prepare.json."""
-_RECORD_FORMAT = 3
+UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
+"""Upper bound of ids of an unknown tokenizer, by the bits that hold them."""
+_RECORD_FORMAT = 4
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
+_MOST_BAD_RECORDS = 100
+"""Bad records that prepare.json names; it counts all."""
 
 Encoder = Literal["fastokens", "tokenizers"]
 
@@ -46,6 +50,7 @@ class Counts:
         empty_documents: documents without text; they are not written.
         characters, text_bytes: size of the encoded text, and as UTF-8.
         input_bytes: bytes read from disk.
+        bad_records: records that cannot be read and were left out.
     """
 
     documents: int = 0
@@ -54,6 +59,7 @@ class Counts:
     characters: int = 0
     text_bytes: int = 0
     input_bytes: int = 0
+    bad_records: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -67,6 +73,7 @@ class Encoding:
         largest_vocabulary: upper bound of ids.
         tokenizer: hash of the tokenizer; None if the input holds token ids of an unknown tokenizer.
         encoder: None if the input holds token ids. Units of one encoder are not reused for the other.
+        skip_bad: whether to leave out records that cannot be read; tokens of a unit without any do not depend on it.
     """
 
     text_field: str
@@ -74,6 +81,7 @@ class Encoding:
     largest_vocabulary: int
     tokenizer: str | None
     encoder: Encoder | None
+    skip_bad: bool = False
 
     @property
     def dtype(self) -> np.dtype:
@@ -82,7 +90,8 @@ class Encoding:
 
     def key(self, unit: Unit) -> str:
         """Return a hash of everything that the unit's token files depend on."""
-        text = json.dumps([_RECORD_FORMAT, asdict(self), [(part.name, part.size) for part in unit.parts]])
+        own = asdict(replace(self, skip_bad=False))
+        text = json.dumps([_RECORD_FORMAT, own, [(part.name, part.size) for part in unit.parts]])
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -93,12 +102,19 @@ class UnitRecord:
     Attributes:
         key: hash of the unit and its encoding.
         largest_token: -1 without tokens.
+        bad_records: the first bad records, with file, row and fault.
     """
 
     key: str
     counts: Counts = field(default_factory=Counts)
     largest_token: int = -1
     files: list[TokenFile] = field(default_factory=list)
+    bad_records: list[str] = field(default_factory=list)
+
+    def add_bad_records(self, named: Sequence[str]) -> None:
+        """Add bad records, of which the first are named."""
+        self.counts.bad_records += len(named)
+        self.bad_records += named[: _MOST_BAD_RECORDS - len(self.bad_records)]
 
 
 class WorkFolder:
@@ -129,7 +145,8 @@ class WorkFolder:
         files = [TokenFile(**entry) for entry in content["files"]]
         if any(_size(self.files / file.name) != file.bytes for file in files):
             return None
-        return UnitRecord(**content | {"files": files, "counts": Counts(**content["counts"])})
+        record = UnitRecord(**content | {"files": files, "counts": Counts(**content["counts"])})
+        return None if record.bad_records and not encoding.skip_bad else record
 
     def write_record(self, unit: Unit, record: UnitRecord) -> None:
         """Write the done file of a unit."""
@@ -150,6 +167,7 @@ class PrepareSummary:
         characters, text_bytes: size of the text, and as UTF-8; 0 if the input was token ids.
         tokenizer: hash of the tokenizer; None if the input was token ids of an unknown tokenizer.
         vocab_size: upper bound of ids.
+        bad_records: records that cannot be read and were left out; `bad_record_names` are the first of them.
     """
 
     folder: Path
@@ -163,6 +181,8 @@ class PrepareSummary:
     tokenizer: str | None
     vocab_size: int
     end_of_text: int | None
+    bad_records: int = 0
+    bad_record_names: tuple[str, ...] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -182,6 +202,7 @@ def manifest(
             "sha256": tokenizer and tokenizer.sha256,
             "vocab_size": vocab_size,
             "end_of_text": tokenizer and tokenizer.end_of_text,
+            "begin_of_text": tokenizer and tokenizer.begin_of_text,
         },
         "column": COLUMN,
         "dtype": dtype,
@@ -190,6 +211,8 @@ def manifest(
         "tokens": counts.tokens,
         "characters": counts.characters,
         "text_bytes": counts.text_bytes,
+        "bad_records": counts.bad_records,
+        "bad_record_names": [name for record in records for name in record.bad_records][:_MOST_BAD_RECORDS],
         "files": [asdict(file) for record in records for file in record.files],
     }
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -215,6 +238,8 @@ def read_summary(folder: Path) -> PrepareSummary:
             tokenizer=content["tokenizer"]["sha256"],
             vocab_size=content["tokenizer"]["vocab_size"],
             end_of_text=content["tokenizer"]["end_of_text"],
+            bad_records=content.get("bad_records", 0),  # older files have none
+            bad_record_names=tuple(content.get("bad_record_names", ())),
             **{name: content[name] for name in _NUMBERS},
         )
         numbers = [*(content[name] for name in _NUMBERS), summary.vocab_size, *(file.bytes for file in files)]

@@ -1,11 +1,13 @@
 """Reader of documents in Parquet and Arrow files: one column, a document per row.
 
-A column of strings holds text; a column of integer lists holds token ids, which are kept unchanged. A null is an empty
-document. Only this column is read, a few rows at a time.
+A column of strings, or of UTF-8 as bytes, holds text; a column of integer lists holds token ids, which are kept
+unchanged. A null is an empty document. Only this column is read, a few rows at a time.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -19,13 +21,20 @@ import pyarrow.parquet as pq
 
 from pretraining.errors import DataError
 from pretraining.tools.prepare.documents import Document
-from pretraining.tools.prepare.inputs import InputFile
+from pretraining.tools.prepare.packed_files import InputFile
 
+PARQUET, ARROW = "Parquet", "Arrow"
+"""Formats of input files."""
 ROWS_AT_ONCE = 128
 """Few enough that rows of megabytes fit into memory, enough that short rows have little overhead."""
 _READ_BYTES = 1 << 20
-_TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-_LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_NAMES_OF_TEXT = {"text", "content", "value"}
+_CONVERTED = "converted"
+_STRING_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+_BYTES_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)  # Parquet without annotation
+_TEXT_TYPES = (*_STRING_TYPES, *_BYTES_TYPES, pa.types.is_null)
+_LIST_VIEWS = (pa.types.is_list_view, pa.types.is_large_list_view)
+_LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, *_LIST_VIEWS)
 
 
 def read_table(file: InputFile, column: str, begin: int = 0, end: int | None = None) -> Iterator[Document]:
@@ -96,50 +105,101 @@ def field_type(schema: pa.Schema, column: str, path: str | Path) -> pa.DataType:
 
 def token_type(kind: pa.DataType, column: str, path: str | Path) -> pa.DataType | None:
     """Return the type of the token ids in a column, or None for text; raise a DataError for other types."""
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if any(is_text(value) for is_text in _TEXT_TYPES):
+    kind = _stored_type(kind)
+    if _is_text(kind):
         return None
-    if any(is_list(kind) for is_list in _LIST_TYPES) and pa.types.is_integer(kind.value_type):
+    if _is_list(kind) and pa.types.is_integer(kind.value_type):
         return kind.value_type
-    expected = "neither text (string) nor token ids (lists of integers)"
-    raise DataError(f"column {column!r} holds {kind}, {expected}. Set another --text_field", path=path)
+    problem = f"column {column!r} holds {kind}, neither text (string, binary) nor token ids (lists of integers)"
+    raise DataError(f"{problem}. {_remedy(kind, column, Path(path))}", path=path)
+
+
+def _stored_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the values; dictionaries, run ends and extension types are ways to store them."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _stored_type(kind.storage_type)
+    is_encoded = pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind)
+    return _stored_type(kind.value_type) if is_encoded else kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return any(is_text(kind) for is_text in _TEXT_TYPES)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return any(is_list(kind) for is_list in _LIST_TYPES)
+
+
+def _remedy(kind: pa.DataType, column: str, path: Path) -> str:
+    """Return the command that makes text or token ids of a nested column."""
+    row, value = f"row[{json.dumps(column)}]", kind.value_type if _is_list(kind) else kind
+    made = ""
+    if pa.types.is_struct(value):
+        texts = [field.name for field in value if _is_text(field.type)]
+        for text in sorted(texts, key=lambda name: name not in _NAMES_OF_TEXT)[:1]:
+            field = json.dumps(text)
+            made = f"{row}[{field}]" if value is kind else f'"\\n".join(each[{field}] for each in {row})'
+    elif _is_list(kind) and _is_text(value):
+        made = f'"\\n".join({row})'
+    elif _is_list(kind) and pa.types.is_floating(value):
+        made = f"[int(each) for each in {row}]"
+    elif _is_list(value) and pa.types.is_integer(value.value_type):
+        made = f"[token for part in {row} for token in part]"
+    if not made:
+        return "Set another --text_field"
+    source = json.dumps("parquet" if path.name.endswith(".parquet") else "arrow")
+    program = (
+        f"from datasets import load_dataset; load_dataset({source}, data_files={json.dumps(str(path))}, "
+        f'split="train").map(lambda row: {{"{_CONVERTED}": {made}}}).to_parquet("{_CONVERTED}.parquet")'
+    )
+    then = f"and read that with --input_path={_CONVERTED}.parquet --text_field={_CONVERTED}"
+    return f"Set another --text_field, or convert it, {then}: python -c {shlex.quote(program)}"
 
 
 def documents_of_rows(rows: pa.Array, column: str, path: str, first_row: int, bytes_read: int) -> Iterator[Document]:
-    """Yield the documents of some rows of a column.
+    """Yield the documents of some rows of a column; a row that is not UTF-8, or has null tokens, has a fault.
 
     Args:
         first_row: number of the first row, for messages.
         bytes_read: size of the rows on disk.
 
     Raises:
-        DataError: a row is not UTF-8, or has null tokens.
+        DataError: the column holds something else.
     """
-    read_rows = _texts if token_type(rows.type, column, path) is None else _token_lists
-    for row, content in enumerate(read_rows(rows, path, first_row), start=first_row):
-        yield Document(content, bytes_read, path, row)
+    is_text = token_type(rows.type, column, path) is None
+    rows = rows.storage if isinstance(rows, pa.ExtensionArray) else rows
+    contents: Iterator[tuple[str | np.ndarray, str]] = _texts(rows) if is_text else _token_lists(rows)
+    for row, (content, fault) in enumerate(contents, start=first_row):
+        yield Document(content, bytes_read, path, row, True, fault)
         bytes_read = 0
 
 
-def _texts(rows: pa.Array, path: str, first_row: int) -> Iterator[str | np.ndarray]:
-    for row, scalar in enumerate(rows, start=first_row):
+def _texts(rows: pa.Array) -> Iterator[tuple[str | np.ndarray, str]]:
+    """Yield the text of each row and its fault, one of them empty."""
+    try:
+        contents = rows.to_pylist()
+    except UnicodeDecodeError:
+        contents = rows  # scalars, of which some fail below
+    for content in contents:
         try:
-            yield scalar.as_py() or ""
+            text = (content.as_py() if isinstance(content, pa.Scalar) else content) or ""
+            yield text if isinstance(text, str) else text.decode("utf-8"), ""
         except UnicodeDecodeError as error:
-            raise DataError(f"not UTF-8 ({error}). Write the file again with valid text", path=path, row=row) from error
+            yield "", f"not UTF-8 ({error}). Write the file again with valid text"
 
 
-def _token_lists(rows: pa.Array, path: str, first_row: int) -> Iterator[str | np.ndarray]:
+def _token_lists(rows: pa.Array) -> Iterator[tuple[str | np.ndarray, str]]:
+    """Yield the token ids of each row and its fault, one of them empty."""
     lengths = pc.fill_null(pc.list_value_length(rows), 0).to_numpy(zero_copy_only=False)
     values = rows.flatten()  # skips values under null rows
     ends = np.cumsum(lengths)
-    if values.null_count:
-        missing = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        row = first_row + int(np.searchsorted(ends, missing, side="right"))
-        raise DataError("a token is missing (null). Write the file again without it", path=path, row=row)
-    tokens = values.to_numpy(zero_copy_only=False)
+    missing = values.is_null().to_numpy(zero_copy_only=False) if values.null_count else None
+    tokens = (values.fill_null(0) if values.null_count else values).to_numpy(zero_copy_only=False)
     for begin, end in zip(ends - lengths, ends, strict=True):
-        yield tokens[begin:end]
+        if missing is not None and missing[begin:end].any():
+            yield tokens[:0], "a token is missing (null). Write the file again without it"
+        else:
+            yield tokens[begin:end], ""
 
 
 def _rows_of_groups(table: pq.ParquetFile) -> list[int]:
@@ -159,7 +219,7 @@ def _open_table(file: InputFile, column: str | None = None) -> Iterator[Any]:
     """
     try:
         with ExitStack() as stack:
-            if file.kind == "parquet":
+            if file.format == PARQUET:
                 # These two options read a column page by page rather than a row group at once.
                 table = stack.enter_context(pq.ParquetFile(file.path, buffer_size=_READ_BYTES, pre_buffer=False))
             else:
@@ -168,12 +228,12 @@ def _open_table(file: InputFile, column: str | None = None) -> Iterator[Any]:
                 table = stack.enter_context(open_arrow(pa.memory_map(str(file.path))))
             if column is not None:
                 field_type(_schema_of(table), column, file.path)
-            if column is not None and file.kind != "parquet":
+            if column is not None and file.format != PARQUET:
                 # Keeps Arrow from unpacking other columns that are compressed.
                 options = pa.ipc.IpcReadOptions(included_fields=[table.schema.get_field_index(column)])
                 table = stack.enter_context(open_arrow(pa.memory_map(str(file.path)), options=options))
             yield table
     except (pa.ArrowException, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        problem = f"it is not a readable {file.kind} file ({reason})"
+        problem = f"it is not a readable {file.format} file ({reason})"
         raise DataError(f"{problem}. Fetch or write it again", path=file.path) from error

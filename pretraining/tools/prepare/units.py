@@ -15,11 +15,14 @@ from typing import Any
 import pyarrow as pa
 
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare.documents import Document, read_lines, read_text
+from pretraining.tools.prepare.documents import Document
+from pretraining.tools.prepare.formats import format_of
 from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
-from pretraining.tools.prepare.inputs import InputFile, even_cuts, fingerprint, list_files, standard_library_files
-from pretraining.tools.prepare.tables import column_type, ranges_of_table, read_table, token_type
+from pretraining.tools.prepare.inputs import Selection, fingerprint, list_files, standard_library_files
+from pretraining.tools.prepare.packed_files import InputFile
+from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, token_type
 
+_LEAVE_OUT = "To leave out what cannot be read, give --bad_records=skip"
 UNIT_BYTES = 1 << 28
 """Input of a unit in bytes on disk; eight cores encode a unit in about ten seconds."""
 
@@ -51,7 +54,7 @@ class Part:
     def is_plain(self) -> bool:
         """Whether `size` is the size of the text."""
         source = self.source
-        return isinstance(source, InputFile) and source.kind in ("text", "lines") and source.compression is None
+        return isinstance(source, InputFile) and format_of(source).is_text and source.compression is None
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Input:
 
 def find_input(config: PrepareConfig) -> Input:
     """Find the input that the settings name and cut it into units; raise a DataError if it cannot be read."""
-    column = config.text_field
+    column = config.text_field or ""
     if config.hf_dataset is not None:
         split = HubSplit(config.hf_dataset, config.hf_config, config.hf_split)
         ranges, recognised_by = shards_of(split, UNIT_BYTES)
@@ -93,11 +96,12 @@ def find_input(config: PrepareConfig) -> Input:
         tokens = token_type(column_type_of(split, column), column, str(split))
     else:
         stdlib = config.source == "stdlib"
-        files = standard_library_files() if stdlib else list_files(config.input_path, config.extensions)
+        selection = Selection(config.extensions, config.split, as_text=config.text_field is None)
+        files = standard_library_files() if stdlib else list_files(config.input_path, selection)
         parts = [part for file in files for part in _parts_of(file)]
         tokens = _token_type_of(files, column)
         count, recognised_by = len(files), fingerprint([(file.name, file.size) for file in files])
-        has_fields = any(file.kind != "text" for file in files)
+        has_fields = any(format_of(file).has_fields for file in files)
     size = sum(part.size for part in parts)
     settings: dict[str, Any] = {
         "input_files": count,
@@ -111,17 +115,37 @@ def find_input(config: PrepareConfig) -> Input:
     return Input(tuple(cut_units(parts)), size, tokens, settings)
 
 
-def read_part(part: Part, text_field: str) -> Iterator[Document]:
-    """Yield the documents of a part; raise a DataError if it cannot be read."""
+def read_part(part: Part, text_field: str, *, skip_bad: bool = False) -> Iterator[Document]:
+    """Yield the documents of a part.
+
+    Args:
+        skip_bad: yield a record that cannot be read, too, as an empty document; its `fault` names file and row.
+
+    Raises:
+        DataError: the part cannot be read, or without `skip_bad` a record.
+    """
     source = part.source
     if isinstance(source, HubSplit):
         assert part.end is not None
-        return read_shards(source, text_field, part.begin, part.end, part.size)
-    if source.kind == "text":
-        return read_text(source)
-    if source.kind == "lines":
-        return read_lines(source, text_field, part.begin, part.end)
-    return read_table(source, text_field, part.begin, part.end)
+        documents = read_shards(source, text_field, part.begin, part.end, part.size)
+    else:
+        reader = format_of(source).read
+        assert reader is not None
+        documents = reader(source, text_field, part.begin, part.end)
+    for document in documents:
+        if document.fault:
+            if not skip_bad:
+                raise document.error(f"{document.fault}. {_LEAVE_OUT}")
+            document = document._replace(fault=_named_fault(source, document))
+        yield document
+
+
+def _named_fault(source: InputFile | HubSplit, document: Document) -> str:
+    """Return the fault of a record with the name of its file, which is the same on every machine."""
+    place = document.path
+    if isinstance(source, InputFile):
+        place = source.name + place.removeprefix(str(source.path))
+    return f"{place}: {document.fault}" if document.row is None else f"{place}, row {document.row}: {document.fault}"
 
 
 def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
@@ -141,15 +165,23 @@ def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
 
 def _parts_of(file: InputFile) -> list[Part]:
     """Cut a file into ranges if it is large and its format allows it."""
-    if file.size > UNIT_BYTES and file.kind == "lines" and file.compression is None:
-        cuts = even_cuts(file.size, -(-file.size // UNIT_BYTES))
-        return [Part(file, begin, end, end - begin) for begin, end in cuts]
-    if file.size > UNIT_BYTES and file.kind in ("parquet", "arrow"):
-        return [Part(file, *bounds) for bounds in ranges_of_table(file, UNIT_BYTES)]
-    return [Part(file, 0, None, file.size)]
+    ranges = format_of(file).ranges
+    if ranges is None or file.size <= UNIT_BYTES or file.compression is not None:
+        return [Part(file, 0, None, file.size)]
+    return [Part(file, *bounds) for bounds in ranges(file, UNIT_BYTES)]
 
 
 def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:
-    """Return the type of the token ids in the first table; None if the files hold text."""
-    table = next((file for file in files if file.kind in ("parquet", "arrow")), None)
-    return None if table is None else token_type(column_type(table, column), column, table.path)
+    """Return the type of the token ids in the tables; None if they hold text.
+
+    It is the first table's type, unless that has at most 16 bits and the type of another table is wider.
+    """
+    widest = None
+    for table in (file for file in files if file.format in (PARQUET, ARROW)):
+        kind = token_type(column_type(table, column), column, table.path)
+        if kind is None:  # encoding reports text beside token ids
+            break
+        widest = kind
+        if kind.bit_width > 16:
+            break
+    return widest

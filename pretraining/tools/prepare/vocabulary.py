@@ -70,7 +70,8 @@ def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokeni
             )
     log.info("Training a tokenizer of %s entries (byte-level BPE) on the text.", f"{wanted:,}")
     with library_threads(config.num_workers != 1):
-        tokenizer = train_tokenizer(training_sample(found, config.text_field), wanted)
+        sample = training_sample(found, config.text_field or "", skip_bad=config.bad_records == "skip")
+        tokenizer = train_tokenizer(sample, wanted)
     if tokenizer.vocab_size < wanted and config.vocab_size is not None:
         raise DataError(
             f"--vocab_size={wanted}: the text yields only {tokenizer.vocab_size} entries. Set at most that many"
@@ -78,7 +79,9 @@ def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokeni
     return tokenizer
 
 
-def training_sample(found: Input, text_field: str, characters: int = TRAINING_SAMPLE_CHARACTERS) -> Iterator[str]:
+def training_sample(
+    found: Input, text_field: str, characters: int = TRAINING_SAMPLE_CHARACTERS, *, skip_bad: bool = False
+) -> Iterator[str]:
     """Yield text to train on: all if it fits, else the beginning of each part, with parts in the order of a hash.
 
     Texts are cut into pieces as for encoding.
@@ -89,7 +92,7 @@ def training_sample(found: Input, text_field: str, characters: int = TRAINING_SA
     left = characters
     for part in sorted(parts, key=lambda part: sha256(part.name.encode("utf-8", "surrogateescape")).digest()):
         part_left = share
-        for piece in chain.from_iterable(map(cut, read_part(part, text_field))):
+        for piece in chain.from_iterable(map(cut, read_part(part, text_field, skip_bad=skip_bad))):
             if not isinstance(piece.content, str):
                 break  # encoding reports the error
             text = piece.content[: min(part_left, left)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.files import exists, is_file, is_folder
+from pretraining.files import exists, is_file
 from pretraining.progress import parse_number
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.translate import deepspeed
@@ -256,15 +256,21 @@ def _validation(translation: Translation, key: str) -> None:
         translation.set(key, held_out_fraction=text)
     elif rules.holds_tokens(Path(text)):
         translation.set(key, eval_datasets=text)
-    elif _is_path(named := translation.text("dataset_name") or "") and not is_folder(Path(named)):
-        translation.set(key, "files have no splits: 1% of their documents", held_out_fraction=0.01)
-    elif "dataset_name" in translation:
-        name = f"{_name_of_dataset(translation.text('dataset_name') or '')}_{text}"
-        words = shlex.join([f"--hf_split={text}", f"--dataset={name}"])
+    elif _is_file(dataset := translation.text("dataset_name") or ""):
+        translation.set(key, "a file has no splits: 1% of its documents", held_out_fraction=0.01)
+    elif dataset:
+        name = f"{_name_of_dataset(dataset)}_{text}"
+        split = "split" if _is_path(dataset) else "hf_split"
+        words = shlex.join([f"--{split}={text}", f"--dataset={name}"])
         remark = f"prepare it, too: the same command with {words}, without --vocab_size"
         translation.set(key, remark, eval_datasets=f"{_ROOT}/{name}")
     else:
         translation.skip(key, "no dataset_name for this split: set --eval_datasets or --held_out_fraction")
+
+
+def _is_file(text: str) -> bool:
+    path = Path(text).expanduser()
+    return _is_path(text) and "*" not in text and (is_file(path) or (bool(path.suffix) and not exists(path)))
 
 
 def _name_of_dataset(text: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
 from pretraining.model.hf import config_document, parameter_shapes
+from pretraining.model.llama import Llama
 from pretraining.tools.commands import ExportConfig, ImportConfig
 from pretraining.tools.export import export
 from pretraining.tools.import_weights import import_weights
@@ -27,7 +30,7 @@ from pretraining.tools.verify import faults_of
 
 PLAIN, TIED = SHAPES["plain"], SHAPES["tied"]
 UP = "model.layers.1.mlp.up_proj.weight"
-HEAD = "lm_head.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def weights(shape: LlamaShape = PLAIN, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -170,16 +173,143 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_that_a_llama_does_not_read_are_ignored(tmp_path: Path) -> None:
-    """Older conversions hold the rotary frequencies; transformers ignores a head that is tied to the embedding."""
+    """Older conversions hold the rotary frequencies, and a head that is the embedding."""
     frequencies = changed("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))
     assert open_folder(single(tmp_path / "m", frequencies))[0] == PLAIN
-    assert open_folder(single(tmp_path / "tied", {**weights(TIED), HEAD: torch.zeros(3)}, TIED))[0] == TIED
+    tied = weights(TIED)
+    assert open_folder(single(tmp_path / "tied", {**tied, HEAD: tied[EMBEDDING].clone()}, TIED))[0] == TIED
     assert faults_of(tmp_path / "m") == faults_of(tmp_path / "tied") == []
     export(ExportConfig(str(tmp_path / "m"), str(tmp_path / "hf"), dtype="float32"))
     export(ExportConfig(str(tmp_path / "tied"), str(tmp_path / "full"), format="full"))
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in weights().items())
     assert faults_of(tmp_path / "full") == []
+
+
+@pytest.mark.parametrize("head", [torch.zeros(3), torch.ones(SHAPES["tied"].vocab_size, SHAPES["tied"].hidden_size)])
+def test_a_stored_head_that_differs_from_its_tied_embedding_is_refused(tmp_path: Path, head: torch.Tensor) -> None:
+    folder = single(tmp_path / "m", {**weights(TIED), HEAD: head}, TIED)
+    with torch.device("meta"), pytest.raises(CheckpointError, match="tie_word_embeddings to false"):
+        open_folder(folder)
+
+
+OTHER_FORMS = {
+    "adapter_model.safetensors": "an adapter of PEFT",
+    "consolidated.safetensors": "form of Meta or Mistral",
+    "consolidated.00.pth": "form of Meta or Mistral",
+    "model-00001-of-00002.safetensors": "without their index",
+    "model.fp16.safetensors": "of a variant",
+    "model.gguf": "of llama.cpp",
+    "weights.safetensors": "rename a whole model",
+    "pytorch_model-00001-of-00002.bin": "a pickle may run any program",
+    "model.pt": "a pickle may run any program",
+    "flax_model.msgpack": "of another library",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_weights_of_another_form_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    folder = single(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} (is|are) .*{OTHER_FORMS[name]}"):
+        open_folder(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=OTHER_FORMS[name]):
+        find_newest(folder)
+    with pytest.raises(CheckpointError, match=rf"config\.json: is missing.*{OTHER_FORMS[name]}"):
+        open_folder(folder)
+
+
+def test_files_of_weights_that_are_not_read_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pretraining")
+    folder = sharded(tmp_path / "m")
+    for name in ("model-00009-of-00009.safetensors", "consolidated.safetensors", "pytorch_model.bin"):
+        shutil.copy(folder / "model-00001-of-00003.safetensors", folder / name)
+    open_folder(folder)
+    open_folder(folder)
+    [line] = caplog.messages
+    assert "consolidated.safetensors, model-00009-of-00009.safetensors, pytorch_model.bin are not read" in line
+    caplog.clear()
+    open_folder(sharded(tmp_path / "n"))
+    assert not caplog.messages
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    folder = single(tmp_path / "m")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"adapter of PEFT.*merge_and_unload"):
+        open_folder(folder)
+
+
+def test_an_inner_model_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
+    inner = {name.removeprefix("model."): value for name, value in weights(TIED).items()}
+    folder = single(tmp_path / "m", inner, TIED)
+    with pytest.raises(CheckpointError, match="inner model alone"):
+        open_folder(folder)
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, "architectures": ["LlamaModel"]}))
+    with pytest.raises(CheckpointError, match="inner model alone"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00002-of-00003.safetensors"])
+def test_a_git_lfs_pointer_in_a_folder_is_named_as_one(tmp_path: Path, name: str) -> None:
+    folder = sharded(tmp_path / "m")
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(CheckpointError, match="git lfs pull") as refused:
+        open_folder(folder)
+    assert refused.value.path == folder / name
+
+
+def test_a_tensor_of_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    path = single(tmp_path / "m") / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"U32"', 1))
+    with pytest.raises(CheckpointError, match="is of type U32, which is not read"):
+        open_folder(tmp_path / "m")
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+AS_OTHERS_WRITE: dict[str, dict[str, Any]] = {
+    "rope of transformers 4": {"rope_parameters": None, "rope_scaling": LLAMA3, "rope_theta": 5e3},
+    "two different ropes": {
+        "rope_parameters": {**LLAMA3, "rope_theta": 5e5},
+        "rope_scaling": {**LLAMA3, "factor": 2.0},
+    },
+    "theta in the scaling": {"rope_scaling": {"rope_type": "default", "rope_theta": 300.0}, "rope_theta": 5e5},
+    "original context beside": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 8},
+    "neither dtype nor architectures": {"dtype": None, "torch_dtype": None, "architectures": None},
+}
+
+
+@pytest.mark.parametrize("case", AS_OTHERS_WRITE)
+def test_folders_of_others_give_the_logits_of_transformers(tmp_path: Path, case: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = single(tmp_path / "m", {name: value / 4 for name, value in weights().items()})
+    document = {**json.loads((folder / "config.json").read_text()), **AS_OTHERS_WRITE[case]}
+    written = {name: value for name, value in document.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(written))
+    tokens = torch.arange(60).reshape(2, 30) % PLAIN.vocab_size
+    shape, stored = open_folder(folder)
+    model = Llama(shape).eval()
+    model.load_state_dict({name: read_tensor(stored, name) for name in stored.chunks})
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
+        torch.testing.assert_close(model(tokens), theirs, atol=1e-5, rtol=0)
+
+
+def test_a_rope_per_kind_of_layer_is_refused(tmp_path: Path) -> None:
+    folder = single(tmp_path / "m")
+    document = json.loads((folder / "config.json").read_text())
+    changed_rope = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    (folder / "config.json").write_text(json.dumps({**document, "rope_parameters": changed_rope}))
+    with pytest.raises(CheckpointError, match="differs between layers"):
+        open_folder(folder)
 
 
 def test_pickles_are_refused_and_so_is_a_folder_without_weights(tmp_path: Path) -> None:

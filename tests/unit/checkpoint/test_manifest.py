@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,29 @@ def test_a_forged_manifest_of_another_form_is_refused(name: str, value: Any) -> 
     with pytest.raises(CheckpointError) as refused:
         Manifest.parse(with_checksum(values), "m.json")
     assert refused.value.path == Path("m.json")
+
+
+def forged_data() -> Iterator[dict[str, Any]]:
+    """The data state with one number in it replaced, or left out."""
+    [name] = DATA["phases"][-1]["weights"]
+    wrong: list[Any] = [None, "9", [], {}, 2.5, True, -1, 10**30]
+    for value in wrong:
+        yield {**DATA, "next_sample": value}
+        yield {**DATA, "counts": {name: value}}
+        yield {**DATA, "datasets": {name: {"tokens": value}}}
+        yield {**DATA, "datasets": {name: value}} if value != {} else {**DATA, "datasets": {}}
+        for key in ("first_step", "first_sample", "global_batch_size"):
+            yield {**DATA, "phases": [{**DATA["phases"][-1], key: value}]}
+            yield {**DATA, "phases": [{each: held for each, held in DATA["phases"][-1].items() if each != key}]}
+        yield {**DATA, "phases": [{**DATA["phases"][-1], "weights": {name: value}}]}
+
+
+@pytest.mark.parametrize("data", list(forged_data()))
+def test_a_data_state_with_something_else_than_counts_is_refused_before_an_export_reads_it(data: Any) -> None:
+    values = {**manifest_of(3).document(), "data": data}
+    del values["checksum"]
+    with pytest.raises(CheckpointError, match="damaged"):
+        Manifest.parse(with_checksum(values), "m.json")
 
 
 json_values = st.recursive(

@@ -12,8 +12,8 @@ import pytest
 from training_runs import TINY, assert_same_tensors, checkpoints_of, losses_of, metrics_of
 
 from pretraining.checkpoint import object_store
-from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, fetch_start
-from pretraining.checkpoint.object_store import Store, _fetch, checkpoints_in
+from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, list_copies
+from pretraining.checkpoint.object_store import Store, _fetch, read_copies
 from pretraining.cli import main
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError
@@ -105,31 +105,30 @@ def test_if_every_local_checkpoint_is_damaged_the_copy_takes_its_place(copied: P
 
 
 def test_names_in_a_downloaded_manifest_lead_nowhere_else(copied: Path) -> None:
-    store = Store(f"file://{copied}/store")
-    name, manifest = list(checkpoints_in(store).items())[-1]
-    entry = next(iter(manifest.files.values()))
-    hostile = replace(manifest, files={"../outside.safetensors": entry})
-    fault = _fetch(store, name, hostile, copied / "run" / "checkpoints" / "fetched")
+    *_, newest = read_copies(f"file://{copied}/store").complete.values()
+    entry = next(iter(newest.manifest.files.values()))
+    hostile = replace(newest.manifest, files={"../outside.safetensors": entry})
+    fault = _fetch(Store(newest.address), newest.folder, hostile, copied / "run" / "checkpoints" / "fetched")
     assert fault is not None and "outside" in fault
     assert not list(copied.rglob("outside*")) and not list(copied.rglob("fetched*"))
 
 
-def _start(folder: Path, store: str | None = None) -> None:
-    """Fetch the start point as a start does, without the command line, which turns errors into exit codes."""
-    fetch_start(CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{store or folder / 'store'}"))
+def config_of(folder: Path, store: str | None = None) -> CheckpointConfig:
+    return CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{store or folder / 'store'}")
 
 
 def test_the_mirror_of_another_run_is_refused(copied: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
     train(other)
     with pytest.raises(CheckpointError, match="another run") as caught:
-        _start(copied, f"{other}/store")
+        list_copies(config_of(copied, f"{other}/store"))
     assert caught.value.settings == ("ckpt_mirror_path", "ckpt_save_path")
 
 
 def test_a_run_that_lost_its_id_knows_its_mirror_by_a_checkpoint(copied: Path) -> None:
     (copied / "run" / MIRROR_FILE).write_text("{")
-    _start(copied)
+    list_copies(config_of(copied))
+    mirror_of(copied)
     assert (copied / "run" / MIRROR_FILE).read_text() != "{"
 
 
@@ -143,7 +142,7 @@ def test_a_run_without_copies_may_begin_with_them(copied: Path) -> None:
 def test_a_damaged_owner_is_an_error(copied: Path) -> None:
     (copied / "store" / MIRROR_FILE).write_text("{")
     with pytest.raises(CheckpointError) as caught:
-        _start(copied)
+        list_copies(config_of(copied))
     assert str(caught.value.path).endswith(MIRROR_FILE)
 
 
@@ -162,8 +161,7 @@ def test_a_run_that_goes_back_sets_the_newer_copies_aside(copied: Path) -> None:
 
 
 def mirror_of(folder: Path, step: int = 6, *, spare_cores: bool = False) -> Mirror:
-    config = CheckpointConfig(f"{folder}/run", ckpt_mirror_path=f"file://{folder}/store")
-    return Mirror(config, step, spare_cores=spare_cores)
+    return Mirror(config_of(folder), step, spare_cores=spare_cores)
 
 
 def test_a_disk_that_is_behind_the_mirror_takes_the_newer_copy(copied: Path) -> None:

@@ -27,12 +27,12 @@ def own(run: Path) -> CheckpointConfig:
 
 def load_newest(config: CheckpointConfig) -> CheckpointRef | None:
     """Return the checkpoint that a start resumes: the newest that can be loaded."""
-    damaged: dict[Path, str] = {}
+    damaged: dict[str, str] = {}
     while (found := find_start(config, damaged)) is not None:
         try:
             load_tensors(found.path, found.manifest.files, tensors(0.0))
         except DamagedError as error:
-            damaged[found.path] = str(error)
+            damaged[found.source] = str(error)
         else:
             return found
     return None

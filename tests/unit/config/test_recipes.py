@@ -140,7 +140,7 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
     elif setting.base is bool:
         one = st.booleans()
     elif setting.base is int:
-        one = st.integers(int(setting.limits.get(Ge, 0)), 2**63 - 1)
+        one = st.integers(int(setting.limits.get(Ge, 0)), int(setting.limits.get(Le, 2**63 - 1)))
     elif setting.base is float:
         largest = setting.limits.get(Lt, setting.limits.get(Le))
         one = st.floats(

@@ -46,7 +46,7 @@ SAMPLING = ("sample_at_evaluations=true", "held_out_fraction=0.1")
         (["eval_only=true", "eval_datasets=b", "data_path=none", "held_out_fraction=0.1"], "held_out_fraction"),
         (["eval_only=true", "eval_datasets=b", "ckpt_save_path=none"], "eval_only"),
         (["sample_at_evaluations=true", "tokenizer_path=t"], "sample_at_evaluations"),
-        ([*SAMPLING], "sample_at_evaluations"),
+        ([*SAMPLING, "use_dummy_dataset=true"], "sample_at_evaluations"),
         ([*SAMPLING, "tokenizer_path=t", "sample_tokens=0"], "sample_at_evaluations"),
         (["dry_run=true", "eval_only=true", "held_out_fraction=0.1"], "dry_run"),
         (["max_rollbacks=2", "max_skipped_steps=0"], "max_rollbacks"),
@@ -142,7 +142,7 @@ def test_a_selection_of_no_blocks_is_refused(selective: str) -> None:
         (["data_path=d", "min_lr_ratio=0.2", "schedule=constant"], ["min_lr_ratio"]),
         (["data_path=d", "min_lr_ratio=0.2", "training_stage=annealing"], ["min_lr_ratio"]),
         (["data_path=d", "min_lr_ratio=0.2", "schedule=mine:schedule"], []),
-        (["data_path=d", "sample_prompt=def"], ["sample_prompt"]),
+        (["use_dummy_dataset=true", "sample_prompt=def"], ["sample_prompt"]),
         (
             ["data_path=d", "optimizer=muon", "muon_adam_weight_decay=0.1", "tie_word_embeddings=true"],
             ["muon_adam_weight_decay"],

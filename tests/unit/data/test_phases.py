@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pretraining.data.resume import describe_order
 from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture, Phase, Skipped
 from pretraining.data.sampling.token_stream import Spans
-from pretraining.errors import DataError
+from pretraining.errors import DamagedError, DataError
 
 CONFIG = DataConfig(use_dummy_dataset=True, seq_length=1, logical_shards=4)
 
@@ -72,41 +72,182 @@ def go_on(
     return batches, states[0]
 
 
+Numbers = dict[str, list[Range]]
+
 ASKED = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 20), min_size=1)
-SKIPPED = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 12)), max_size=2)
-STAGES = st.lists(
-    st.tuples(ASKED, st.integers(1, 9), st.integers(0, 12), st.integers(1, 5), st.one_of(st.just([]), SKIPPED)),
-    min_size=1,
-    max_size=6,
+STAGE = st.fixed_dictionaries(
+    {
+        "weights": ASKED,
+        "batch": st.integers(1, 9),
+        "changes": st.booleans(),  # else weights and batch stay as they are
+        "steps": st.integers(0, 12),
+        "ranks": st.integers(1, 5),
+        "skip": st.lists(st.tuples(st.integers(0, 15), st.integers(1, 12)), max_size=2),
+        "repeats": st.booleans(),  # the flags of earlier starts
+        "back": st.sampled_from([0, 0, 1, 2, 3]),  # saved states to go back
+        "diverged": st.integers(1, 4),  # last steps, which the rollback skips
+    }
 )
 
 
-@settings(max_examples=80)
-@given(STAGES)
-def test_no_change_makes_a_gap_or_a_repeat(stages: list[tuple[dict[str, int], int, int, int, list[Range]]]) -> None:
-    """Steps take the samples that are not skipped, in their order."""
-    state, alone = None, None
-    skipped: set[int] = set()
-    trained: list[int] = []
-    used: dict[str, list[int]] = {name: [] for name in "abcd"}
-    for weights, batch, steps, ranks, wanted in stages:
-        next_sample = state["next_sample"] if state else 0
-        skip = [(next_sample + first, next_sample + first + length) for first, length in wanted]
-        parts = [numbers_loader(weights, batch, ranks, rank, skip) for rank in range(ranks)]
-        batches, state = go_on(parts, state, steps)
-        expected, alone = go_on([numbers_loader(weights, batch, skip=skip)], alone, steps)
-        assert (batches, state) == (expected, alone)
-        skipped |= {each for begin, end in skip for each in range(begin, end)}
-        for step, rows_of_step in enumerate(batches, parts[0].next_step - steps):
-            trained += sorted(parts[0].reader.slots(step).samples.tolist())
-            assert len(rows_of_step) == batch
-            for name, numbers in used.items():
-                numbers += sorted(number for dataset, number in rows_of_step if dataset == ord(name))
-        left_out = sum(each < state["next_sample"] for each in skipped)
-        assert sum(state["counts"].values()) == state["next_sample"] == len(trained) + left_out
-        for name, numbers in used.items():  # each counted sample is trained on once, or skipped
-            assert numbers == sorted(set(numbers)) and (not numbers or numbers[-1] < state["counts"][name])
-    assert trained == [each for each in range(max(trained, default=-1) + 1) if each not in skipped]
+def pairs_of(numbers: Mapping[str, Iterable[Range]]) -> set[tuple[str, int]]:
+    return {(name, number) for name, ranges in numbers.items() for begin, end in ranges for number in range(begin, end)}
+
+
+@dataclass
+class Saved:
+    """A saved state, and what had been done then: trained and skipped samples as (dataset, number), and skip flags."""
+
+    state: dict[str, Any] | None
+    trained: list[tuple[str, int]]
+    skipped: set[tuple[str, int]]
+    flags: list[Range]
+
+
+@settings(max_examples=150)
+@given(st.lists(STAGE, min_size=1, max_size=6))
+def test_row_54_a_skipped_sample_is_never_used_and_every_other_one_once(stages: list[dict[str, Any]]) -> None:
+    """Through any phases, skips, resumes and rollbacks, on any number of ranks.
+
+    A sample is one of a dataset: its global number may change in a new phase that begins before it.
+    """
+    saved = [Saved(None, [], set(), [])]
+    rolled_back: Numbers = {}
+    weights, batch = {"a": 1}, 1
+    for stage in stages:
+        if stage["changes"] or saved[-1].state is None:
+            weights, batch = stage["weights"], stage["batch"]
+        if stage["back"] and saved[-1].state is not None:
+            last = numbers_loader(weights, batch)  # of the run that diverges, which had these settings from its start
+            last.load_state_dict(saved[-1].state)
+            mixture, end = last.reader.mixture, last.next_step
+            first = mixture.first_sample(max(end - stage["diverged"], 0))
+            for name, ranges in mixture.numbers([(first, mixture.first_sample(end))]).items():
+                rolled_back.setdefault(name, []).extend(ranges)
+            sound = [place for place, each in enumerate(saved) if not each.state or each.state["next_sample"] <= first]
+            del saved[sound[-min(stage["back"], len(sound))] + 1 :]
+        before = saved[-1]
+        next_sample = before.state["next_sample"] if before.state else 0
+        new = [(next_sample + begin, next_sample + begin + length) for begin, length in stage["skip"]]
+        flags = [*(before.flags if stage["repeats"] else ()), *new]
+        parts = [numbers_loader(weights, batch, stage["ranks"], rank, flags) for rank in range(stage["ranks"])]
+        for part in parts:
+            if before.state is not None:
+                part.load_state_dict(json.loads(json.dumps(before.state)))
+            part.skip(rolled_back)
+        mixture = parts[0].reader.mixture
+        known = Skipped()
+        if before.state is not None:
+            place_of_phase(mixture, before.state)
+            known = Skipped([*before.state["skipped"], *before.state.get("renumbered", ())])
+        asked = mixture.numbers(Skipped(flags).without(known))
+        skipped = before.skipped | pairs_of(asked) | pairs_of(rolled_back)
+        batches, state = go_on(parts, None, stage["steps"])
+        assert all(len(rows_of_step) == batch for rows_of_step in batches)
+        trained = before.trained + [(chr(name), number) for step in batches for name, number in step]
+        saved.append(Saved(state, trained, skipped, [*before.flags, *new]))
+
+        assert len(set(trained)) == len(trained) and not skipped & set(trained)
+        given_samples = pairs_of({name: [(0, count)] for name, count in state["counts"].items()})
+        assert given_samples == set(trained) | skipped & given_samples
+        assert sum(state["counts"].values()) == state["next_sample"]
+        again = numbers_loader(weights, batch)  # a resume knows what this run knows
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+
+
+def place_of_phase(mixture: Mixture, state: dict[str, Any]) -> None:
+    """Assert that a phase that begins at a resume is where the state was saved, whatever is skipped from there on."""
+    phase = mixture.phases[-1]
+    if asdict(phase) not in state["phases"]:
+        assert phase.first_sample == state["next_sample"]
+        assert {name: count for name, count in phase.base_counts.items() if count} == {
+            name: count for name, count in state["counts"].items() if count
+        }
+
+
+def diverged_at_the_border() -> tuple[dict[str, Any], Loader]:
+    """The state after 6 steps of 1:1 with 4 sequences, and the run of 3:1 with 8 from there, 2 steps further."""
+    _, state = go_on([numbers_loader({"a": 1, "b": 1}, 4)], None, 6)
+    diverged = numbers_loader({"a": 3, "b": 1}, 8)
+    go_on([diverged], state, 2)
+    return state, diverged
+
+
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_a_phase_that_begins_again_after_a_rollback_is_where_it_was_and_skips_what_it_used(by_flag: bool) -> None:
+    state, diverged = diverged_at_the_border()
+    made = numbers_loader({"a": 3, "b": 1}, 8, skip=[(24, 40)] if by_flag else [])
+    made.load_state_dict(state)
+    if not by_flag:
+        made.skip(diverged.reader.mixture.numbers([(24, 40)]))
+    (again,) = made.reader.mixture.phases[1:]
+    assert (again.first_step, again.first_sample, again.base_counts) == (6, 24, {"a": 12, "b": 12})
+    assert made.changes_at_resume[1:] == ("skipped: samples 24-39",)
+    (batch,), after = go_on([made], None, 1)
+    assert sorted(batch) == [[ord("a"), number] for number in range(24, 30)] + [[ord("b"), 16], [ord("b"), 17]]
+    assert after["skipped"] == [[24, 40]] and after["counts"] == {"a": 30, "b": 18}
+    # A start that comes right after the rollback's save, and one with other weights: the phase keeps what it skipped.
+    at_border = made.state_dict() | {"next_sample": 40, "counts": {"a": 24, "b": 16}}
+    killed, other = numbers_loader({"a": 3, "b": 1}, 8), numbers_loader({"b": 1}, 8)
+    killed.load_state_dict(at_border)
+    other.load_state_dict(at_border)
+    assert killed.state_dict() == at_border
+    assert [phase.first_sample for phase in other.reader.mixture.phases] == [0, 24, 40]
+    assert sorted(go_on([other], None, 1)[0][0]) == [[ord("b"), number] for number in range(16, 24)]
+
+
+def test_a_rollback_to_before_a_phase_skips_the_samples_of_both_phases() -> None:
+    """Their global numbers change, since the new phase begins earlier this time."""
+    _, earlier = go_on([numbers_loader({"a": 1, "b": 1}, 4)], None, 4)
+    _, diverged = diverged_at_the_border()
+    lost = diverged.reader.mixture.numbers([(20, 32)])  # steps 6 and 7
+    assert lost == {"a": [(10, 12), (12, 18)], "b": [(10, 12), (12, 14)]}
+    made = numbers_loader({"a": 3, "b": 1}, 8)
+    made.load_state_dict(earlier)
+    made.skip(lost)
+    batches, _ = go_on([made], None, 4)
+    used = {name: sorted(number for batch in batches for each, number in batch if each == ord(name)) for name in "ab"}
+    assert used["a"] == [8, 9, *range(18, 16 + len(used["a"]))]
+    assert used["b"] == [8, 9, *range(14, 12 + len(used["b"]))]
+
+
+def test_a_phase_that_an_earlier_version_placed_after_the_skipped_samples_stays_there() -> None:
+    state, _ = diverged_at_the_border()
+    begun = Phase(6, 40, 8, {"a": 3, "b": 1}, {"a": 20, "b": 20})  # counts of 1:1 up to sample 40
+    old = state | {"phases": [*state["phases"], asdict(begun)], "skipped": [[24, 40]]}
+    old |= {"next_sample": 40, "counts": {"a": 20, "b": 20}}
+    made = numbers_loader({"a": 3, "b": 1}, 8)
+    made.load_state_dict(old)
+    assert made.state_dict() == old
+    _, later = go_on([made], None, 2)
+    made.load_state_dict(later)
+    assert made.reader.mixture.phases[1] == begun
+    made.load_state_dict(old)  # and a later rollback
+    made.skip(made.reader.mixture.numbers([(40, 56)]))
+    assert made.reader.mixture.phases[1] == begun and made.state_dict()["skipped"] == [[24, 56]]
+    for damage in ({"first_sample": 23}, {"first_sample": 41}, {"base_counts": {"a": 12, "b": 12}}):
+        with pytest.raises(DamagedError, match="does not follow"):
+            made.load_state_dict(later | {"phases": [later["phases"][0], later["phases"][1] | damage]})
+
+
+def test_samples_that_are_skipped_ahead_of_a_new_phase_stay_skipped() -> None:
+    """Also where the flag is repeated, and where their dataset is away for a while; too many of them are refused."""
+    flags = [(30, 36)]
+    ahead = numbers_loader({"a": 1, "b": 1}, 4, skip=flags)
+    _, state = go_on([ahead], None, 6)
+    only_a = numbers_loader({"a": 1}, 4, skip=flags)
+    batches, away = go_on([only_a], state, 2)
+    assert only_a.changes_at_resume[1:] == ("skipped before: 6 samples, also in this phase",)
+    assert sorted(number for batch in batches for _, number in batch) == [12, 13, 14, 18, 19, 20, 21, 22]
+    assert away["skipped_later"] == {"b": [[15, 18]]} and away["renumbered"] == [[30, 36]]
+    back = numbers_loader({"a": 1, "b": 3}, 4, skip=flags)
+    batches, after = go_on([back], away, 2)
+    assert sorted(number for batch in batches for name, number in batch if name == ord("b")) == [12, 13, 14, 18, 19]
+    assert "skipped_later" not in after
+    many = numbers_loader({"a": 1, "b": 1}, 4, skip=[(30, 30 + 2**21)])
+    with pytest.raises(DataError, match="too many to skip again"):
+        only_a.load_state_dict(go_on([many], None, 6)[1])
 
 
 def test_each_change_is_one_line_with_the_step_at_which_it_begins() -> None:

@@ -8,14 +8,17 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import first_quick
+from unit.data.storage.test_token_formats import write_megatron
 from unit.data.token_files import loader, make_root, plan, random_documents, rows, write_documents
 
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.storage.token_format import load_format
 from pretraining.errors import DataError
 from pretraining.files import file_checksum
 from pretraining.tools.commands import VerifyConfig
@@ -63,6 +66,48 @@ def attacks(draw: st.DrawFn) -> Callable[[bytes], bytes]:
         return bytes(damaged)
 
     return attack
+
+
+def write_kind(path: Path, kind: str) -> Path:
+    """Write a small file of a kind of documents; return the file to damage."""
+    documents = random_documents(40, largest=9)
+    if kind == "megatron":
+        write_megatron(path, documents, "<i4")
+        return path.with_suffix(".idx")
+    list_type, _, form = kind.partition(" ")
+    is_fixed = list_type == "fixed"
+    types = {"list": pa.list_(pa.uint16()), "view": pa.list_view(pa.int32()), "fixed": pa.list_(pa.uint16(), 3)}
+    rows_written = [None, *([*each, 1, 2, 3][:3] if is_fixed else each for each in documents)]
+    columns = {"kind": pa.array(["a"] * 41).dictionary_encode(), "tokens": pa.array(rows_written, types[list_type])}
+    table = pa.record_batch(columns)
+    with (pa.ipc.new_stream if form else pa.ipc.new_file)(str(path), table.schema) as writer:
+        for begin in range(0, 41, 9):
+            writer.write_batch(table.slice(begin, 9))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["list stream", "view", "view stream", "fixed", "fixed stream", "megatron"])
+def test_a_damaged_file_of_any_kind_is_read_inside_its_bytes_or_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ("x.bin" if kind == "megatron" else "x.arrow")
+    damaged = write_kind(path, kind)
+    content = damaged.read_bytes()
+    file_type = "megatron" if kind == "megatron" else "arrow_stream" if "stream" in kind else "arrow"
+    read = load_format(file_type, DataConfig()).documents
+
+    @settings(max_examples=60)
+    @given(attacks())
+    def survive(attack: Callable[[bytes], bytes]) -> None:
+        damaged.write_bytes(attack(content))
+        try:
+            layout = read(str(path))
+        except DataError as error:
+            assert error.path in (path, damaged)
+            return
+        filled = layout.lengths > 0
+        offsets, ends = layout.offsets[filled], (layout.offsets + layout.lengths * layout.width)[filled]
+        assert (layout.lengths >= 0).all() and (offsets >= 0).all() and (ends <= path.stat().st_size).all()
+
+    survive()
 
 
 @pytest.mark.parametrize("batch_documents", first_quick(40, 1))

@@ -26,7 +26,7 @@ def write_documents(
 ) -> None:
     """Write an Arrow file of one column with `batch_documents` rows per record batch, or one if `kind` is no list."""
     kind = kind or pa.list_(pa.uint16())
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    is_list = not pa.types.is_integer(kind)
     size = batch_documents if is_list else 1
     path.parent.mkdir(parents=True, exist_ok=True)
     schema = pa.schema([(column, kind)])

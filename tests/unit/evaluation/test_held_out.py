@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -66,7 +67,10 @@ def sources(opened: list[int]) -> list[EvaluationSource]:
     def open_third() -> Iterator[list[StepBatch]]:
         yield [StepBatch(0, 0, [MicroBatch(torch.tensor([[2, 3, 4]], dtype=torch.int32))])]
 
-    return [EvaluationSource(("a", "b"), open_both), EvaluationSource(("c",), open_third)]
+    return [
+        EvaluationSource(("a", "b"), open_both, (1, 2), ({}, {})),
+        EvaluationSource(("c",), open_third, (1,), ({},)),
+    ]
 
 
 def evaluator_with(
@@ -93,6 +97,16 @@ def test_each_set_has_its_numbers_and_the_mean_weighs_tokens() -> None:
     assert values["evaluation_token_accuracy/b"] == 0.5 and values["evaluation_perplexity/c"] == math.exp(2.5)
     assert values["evaluation_bits_per_byte"] == pytest.approx(23 / 15 / math.log(2))
     assert "bits" not in "".join(evaluated(LossIsInput()).values())  # without a tokenizer
+
+
+def test_held_out_sets_count_in_the_mean_by_their_weights_whatever_was_read_of_each() -> None:
+    first, second = sources([])
+    weighted = [replace(first, weights=(3, 1)), second]
+    found = evaluate(LossIsInput(), weighted, torch.device("cpu"), lambda: False, Scores())
+    assert found is not None and found.tokens() == 8
+    assert found.numbers()["loss"] == pytest.approx((6 * (0.75 * 1 + 0.25 * 4) + 5) / 8)
+    assert [found.numbers(name)["loss"] for name in "abc"] == [1.0, 4.0, 2.5]
+    assert first.factors([0, 4]) == [0, 1] and second.factors([0]) == [0]  # a set without a token counts nothing
 
 
 def test_the_mean_loss_is_that_of_the_objective_as_in_training() -> None:

@@ -139,6 +139,15 @@ def test_annealing_goes_from_the_peak_straight_to_zero() -> None:
     assert shares == pytest.approx([1 - step / 10 for step in range(11)])
 
 
+def test_an_annealing_stage_that_begins_later_goes_from_there_to_the_end() -> None:
+    config = load_train_config(["use_dummy_dataset=true", "training_stage=annealing", "num_steps=101"])
+    steady = TokenSchedule.steady(100)
+    rate = build_learning_rate(config.schedule, config.run.num_steps, steady, None, annealing_from=80)
+    assert [rate.at(step, 2.0) for step in (80, 85, 90, 100)] == pytest.approx([2.0, 1.5, 1.0, 0.0])
+    assert rate.state_dict() == {"annealing_from": 80} and rate_of().state_dict() == {}
+    assert "80" in describe_schedule(config.schedule, rate.horizon)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -168,7 +177,7 @@ def test_what_a_schedule_cannot_use_is_refused(flags: tuple[str, ...], named: st
 @pytest.mark.parametrize(
     ("flags", "numbers"),
     [
-        (("training_stage=annealing",), ["100", "0", "0"]),
+        (("training_stage=annealing",), ["0", "0", "100"]),
         (("schedule=cosine", AFTER_FOUR), ["100", "4", "0.1"]),
         (("schedule=constant", AFTER_FOUR), ["100", "4"]),
         (("schedule=trapezoid", AFTER_FOUR, "decay_steps=20"), ["100", "4", "20", "0.1"]),

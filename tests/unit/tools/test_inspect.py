@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -127,13 +128,35 @@ def test_people_see_places_and_the_ends_of_long_pieces(tmp_path: Path, config: I
     data = DataConfig(data_path=str(tmp_path / "data"), seq_length=200, tokenizer_path=str(tmp_path))
     config = asking(replace(config, data=data, batch=BatchConfig(global_batch_size=1)), step=1, tokens=True)
     lines = shown(config)
-    assert lines[1:3] == ["slot 0  sample 0  dataset web", f"  {tmp_path}/data/web/x.arrow  row 0  tokens 0-200"]
-    assert '"The quick brown fox' in lines[3] and " … " in lines[3] and len(lines[3]) < 250
-    ids = " ".join(map(str, tokenizer.encode(text)[:6]))
+    place = re.fullmatch(rf"  {tmp_path}/data/web/x\.arrow  row 0  tokens (\d+)-(\d+)", lines[2])
+    assert lines[1] == "slot 0  sample 0  dataset web" and place is not None
+    begin, last = map(int, place.groups())  # the first sample begins inside the only document
+    assert last - begin == 200 and begin > 0
+    tokens = tokenizer.encode(text)[begin : last + 1]
+    assert json.dumps(tokenizer.decode(tokens)[:100]) in lines[3] and " … " in lines[3] and len(lines[3]) < 250
+    ids = " ".join(map(str, tokens[:6]))
     assert f"    {ids} … " in shown(replace(config, data=replace(data, tokenizer_path=None)))[3]
     write_documents(tmp_path / "short/web/x.arrow", [[1, 2, 3]] * 9)
     lines = shown(replace(config, data=DataConfig(data_path=str(tmp_path / "short"), seq_length=5, sep_token=SEP)))
     assert any(line.endswith("tokens 0-3, to its end") for line in lines) and "    1 2 3 999" in lines
+
+
+def test_the_whole_text_of_a_sample_is_shown_on_request(tmp_path: Path, config: InspectConfig) -> None:
+    text = "The quick brown fox jumps over the lazy dog.\n" * 40
+    tokenizer = train_tokenizer([text], 300)
+    tokenizer.save(tmp_path)
+    write_documents(tmp_path / "data/web/x.arrow", [tokenizer.encode(text)])
+    data = DataConfig(data_path=str(tmp_path / "data"), seq_length=200, tokenizer_path=str(tmp_path))
+    config = replace(config, data=data, batch=BatchConfig(global_batch_size=1))
+    whole = tokenizer.decode(tokenizer.encode(text)[:201])
+    lines = shown(asking(config, step=1, text=True))
+    assert "\n".join(line.removeprefix("    ") for line in lines[3:]) == whole
+    [found] = objects(config, step=1, text=True)
+    assert found["text"] == whole and "ids" not in found
+    [found] = objects(config, step=1, text=True, tokens=True)
+    assert found["text"] == whole and len(found["ids"]) == 201
+    with pytest.raises(ConfigError, match=r"--text needs.*--tokenizer_path"):
+        shown(asking(replace(config, data=replace(data, tokenizer_path=None)), step=1, text=True))
 
 
 def test_made_up_data_has_ids_and_no_spans(config: InspectConfig) -> None:
@@ -202,6 +225,7 @@ def test_a_long_summary_counts_part_of_the_documents(config: InspectConfig, monk
     [
         ({}, {"step", "sample_id", "steps"}),
         ({"steps": "1-2", "step": 1, "tokens": True}, {"steps", "step", "tokens"}),
+        ({"steps": "1-2", "text": True}, {"steps", "text"}),
         *(({"steps": text}, {"steps"}) for text in ("5-2", "a", "0-2")),
         ({"step": 1, "rank": 1}, {"rank", "world_size"}),
         ({"step": 1, "rank": 2, "world_size": 2}, {"rank", "world_size"}),

@@ -321,3 +321,15 @@ def test_any_grid_covers_its_tensor_and_one_box_less_or_more_does_not(
     assert coverage_fault([*boxes, box], shape) is not None
     others = [other for other in boxes if other is not box]
     assert not others or coverage_fault(others, shape) is not None
+
+
+@pytest.mark.parametrize("name", [FIRST, MANIFEST])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_git_lfs_pointer_in_a_checkpoint_is_named_as_one(tmp_path: Path, name: str, full: bool) -> None:
+    (write_full_form if full else write_sharded)(tmp_path / "c", tensors_of(SHAPE), manifest_of(SHAPE))
+    path = tmp_path / "c" / (MODEL_FILE if full and name == FIRST else name)
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    assert any(str(path) in fault and "git lfs pull" in fault for fault in faults_of(tmp_path / "c"))
+    if full:  # also without a manifest, as other programs write it
+        (tmp_path / "c" / MANIFEST).unlink()
+        assert name == MANIFEST or any("git lfs pull" in fault for fault in faults_of(tmp_path / "c"))

@@ -202,3 +202,31 @@ def test_files_that_cannot_be_read_or_grow_meanwhile_are_faults(
     broken, grown, *_ = faults_of(tmp_path)
     assert broken.path == tmp_path / "web/one.arrow" and "Input/output error" in broken.text
     assert "changed since it was listed" in grown.text
+
+
+@pytest.mark.parametrize(("stored", "read"), [("uint32", "uint16"), ("uint16", "uint32"), ("uint64", "uint16")])
+@pytest.mark.parametrize(("suffix", "sep_token"), [(".npy", 0), (".bin", 0), (".bin", 2)])
+def test_tokens_of_another_width_are_one_fault_that_names_the_right_type(
+    tmp_path: Path, stored: str, read: str, suffix: str, sep_token: int
+) -> None:
+    tokens = np.random.default_rng(1).integers(3, 30_000, 4000).astype(stored)
+    tokens[::40] = sep_token
+    if read == "uint32":
+        tokens[2:4] = sep_token, 0  # a 32-bit separator
+    (tmp_path / "web").mkdir()
+    tokens.tofile(tmp_path / f"web/x{suffix}")
+    (fault,) = faults_of(tmp_path, token_dtype=read, sep_token=sep_token)
+    assert f"--token_dtype={stored}" in fault.text and fault.path == tmp_path / f"web/x{suffix}"
+    assert "no faults" in summary_of(tmp_path, token_dtype=stored, sep_token=sep_token)[-1]
+
+
+def test_a_git_lfs_pointer_is_a_fault_that_names_the_command(tmp_path: Path) -> None:
+    make_root(tmp_path, web=9)
+    (tmp_path / "web/two.arrow").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\n")
+    assert "git lfs pull" in faults_of(tmp_path)[-1].text
+
+
+def test_files_of_other_splits_are_named_and_are_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("train", "validation"):
+        write_documents(tmp_path / f"web/{name}.arrow", [[1, 2], [3]])
+    assert "no faults" in summary_of(tmp_path)[-1] and "web/validation.arrow" in caplog.text

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_runs import continuation, copy_of_golden, manifest_at
 from training_runs import metrics_of, status_of, write_dataset, write_two_datasets
 from unit.train import whole_runs
 from unit.train.whole_runs import checkpoint, damage, write_tokenizer
 
-from pretraining.checkpoint.manifest import read_manifest
+from pretraining.checkpoint.manifest import Manifest, read_manifest
 from pretraining.cli import main
 from pretraining.errors import CheckpointError, ConfigError, DataError, Preempted, PretrainError
+from pretraining.train.plan import recorded_evaluation
 
 SETS = ("first", "second", "books")
 
@@ -65,7 +67,7 @@ def evaluated(run: Path, data: Path, capsys: pytest.CaptureFixture[str], *more: 
     return found
 
 
-def test_each_set_has_loss_perplexity_and_accuracy_and_the_mean_is_over_their_tokens(
+def test_each_set_has_loss_perplexity_and_accuracy_and_the_mean_is_over_their_tokens_and_weights(
     trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for line in evaluations(trained):
@@ -77,7 +79,10 @@ def test_each_set_has_loss_perplexity_and_accuracy_and_the_mean_is_over_their_to
     found = evaluated(trained, data, capsys)
     tokens = {name: found["sets"][name]["tokens"] for name in SETS}
     assert tokens["first"] + tokens["second"] == tokens["books"] == 2 * 4 * 32
-    mean = sum(tokens[name] * last[f"evaluation_loss/{name}"] for name in SETS) / sum(tokens.values())
+    assert tokens["first"] == tokens["second"]  # whatever their weights
+    weights = read_manifest(checkpoint(trained, 4)).data["phases"][0]["weights"]
+    share = {name: weights[name] / sum(weights.values()) / 2 for name in weights} | {"books": 1 / 2}
+    mean = sum(share[name] * last[f"evaluation_loss/{name}"] for name in SETS)
     assert last["evaluation_loss"] == pytest.approx(mean, rel=1e-6)
     assert read_manifest(checkpoint(trained, 4)).evaluation_loss == last["evaluation_loss"]
 
@@ -119,7 +124,7 @@ def test_the_best_checkpoint_is_that_of_the_set_that_decides(data: Path, tmp_pat
     start(tmp_path, data, "best_by=books")
     manifest = read_manifest(checkpoint(tmp_path, 4))
     assert manifest.evaluation_loss == evaluations(tmp_path)[-1]["evaluation_loss/books"]
-    assert manifest.decided_by == ("books",) and manifest.best_evaluation_loss is not None
+    assert manifest.losses_of is not None and manifest.best_evaluation_loss is not None
     # Another set decides now, so the earlier best loss does not count.
     start(tmp_path, data, "best_by=first", "num_steps=6", "eval_interval=6", "learning_rate=1e-30")
     last = read_manifest(checkpoint(tmp_path, 6))
@@ -150,7 +155,7 @@ def test_a_run_stops_early_with_a_message_and_resumes_with_a_larger_limit(data: 
     ("more", "kind", "setting"),
     [
         (["best_by=boks"], ConfigError, "best_by"),
-        (["best_by=second", "weights=1000,1", "datasets=first,second"], ConfigError, "eval_batches"),
+        (["best_by=first", "eval_batches=1", "global_batch_size=1"], ConfigError, "eval_batches"),
         (["eval_datasets=none/there"], DataError, "eval_datasets"),
         (["eval_only=true", "ckpt_save_path=nothing/here"], CheckpointError, "ckpt_load_path"),
     ],
@@ -180,9 +185,9 @@ def test_evaluating_alone_passes_over_a_damaged_checkpoint(
 
 
 def test_a_set_that_gets_no_sequence_has_no_numbers(data: Path, tmp_path: Path) -> None:
-    start(tmp_path, data, "weights=1000,1", "datasets=first,second", "num_steps=2")
+    start(tmp_path, data, "eval_batches=1", "global_batch_size=1", "num_steps=2")
     (line,) = evaluations(tmp_path)
-    assert line["evaluation_loss/second"] is None and line["evaluation_loss"] > 0
+    assert line["evaluation_loss/first"] is None and line["evaluation_loss"] > 0
 
 
 def test_a_time_limit_stops_eval_only_and_nothing_is_printed(
@@ -190,3 +195,101 @@ def test_a_time_limit_stops_eval_only_and_nothing_is_printed(
 ) -> None:
     assert isinstance(refusal(trained, data, "eval_only=true", "time_limit=0.001s"), Preempted)
     assert "evaluation_loss" not in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def unchanged(data: Path) -> Path:
+    """A run of 2 steps that learns nothing, with weights 9:1 and 4 sequences per step."""
+    start(data.parent / "unchanged", data, *STILL, "weights=9,1", "num_steps=2", "document_mask=true")
+    return data.parent / "unchanged"
+
+
+STILL = ("learning_rate=0", "datasets=first,second", "early_stopping_evaluations=9")
+AGAIN = "begins the search for the best checkpoint and the patience of early stopping again"
+
+
+@pytest.mark.parametrize(
+    ("changes", "begins_again"),
+    [
+        (["weights=1,9", "global_batch_size=7", "batch_size=3"], False),
+        (["weights=9,1", "eval_batches=5"], False),
+        (["weights=9,1", "document_mask=false"], True),
+        (["weights=9,1", "eval_datasets="], True),
+    ],
+)
+def test_row_56_the_sets_of_the_first_start_stay_and_losses_of_others_are_not_compared(
+    changes: list[str],
+    begins_again: bool,
+    unchanged: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = shutil.copytree(unchanged, tmp_path / "run", symlinks=True)
+    capsys.readouterr()
+    masked = [] if "document_mask=false" in changes else ["document_mask=true"]
+    start(run, data, *STILL, *changes, *masked, "num_steps=4")
+    assert (AGAIN in capsys.readouterr().out) == begins_again
+    before, after = (read_manifest(checkpoint(run, step)) for step in (2, 4))
+    first, last = evaluations(run)
+    assert after.state["evaluation_sets"]["sequences"] == 8
+    assert (before.losses_of == after.losses_of) != begins_again
+    in_a_row = after.state["evaluation"]["in_a_row"]
+    if begins_again:
+        assert after.best_evaluation_loss == last["evaluation_loss"] and in_a_row == 0
+        assert (run / "checkpoints" / "best").resolve() == checkpoint(run, 4)
+    else:
+        for name in ("", "/first", "/second", "/books"):
+            assert last[f"evaluation_loss{name}"] == pytest.approx(first[f"evaluation_loss{name}"], rel=1e-6)
+
+
+def test_an_evaluation_reads_each_sequence_of_a_set_at_most_once_for_any_batch(
+    trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a set's own loss does not depend on the weights of training, nor on other sets."""
+    found = [
+        evaluated(trained, data, capsys, "eval_batches=1000", f"global_batch_size={size}", *more)
+        for size, *more in ((2,), (64, "weights=3,1", "datasets=first,second"), (400, "batch_size=13"))
+    ]
+    for name in SETS:
+        assert len({each["sets"][name]["tokens"] for each in found}) == 1
+        losses = [each["sets"][name]["loss"] for each in found]
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6), name
+    assert 6_500 < sum(found[0]["sets"][name]["tokens"] for name in ("first", "second")) <= 6_872  # held out
+
+
+def test_a_run_that_recorded_no_sets_begins_best_again_once_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last start left an evaluation pending, which is the first of the recorded sets."""
+    golden = copy_of_golden(tmp_path)
+    run = golden / "sharded"
+    old = manifest_at(run, 10)
+    assert "evaluation_sets" not in old["state"]
+    for steps in (11, 12):
+        capsys.readouterr()
+        main(["train", *continuation(golden, "sharded", f"num_steps={steps}", "device=cpu")])
+        assert (AGAIN in capsys.readouterr().out) == (steps == 11)
+    added = [line for line in evaluations(run) if line["step"] >= 10]
+    assert [line["step"] for line in added] == [10, 11, 12]
+    best = min(added, key=lambda line: line["evaluation_loss"])
+    last = manifest_at(run, 12)
+    assert last["best_evaluation_loss"] == best["evaluation_loss"] != old["best_evaluation_loss"]
+    assert json.loads((run / "checkpoints/best/manifest.json").read_text())["step"] == best["step"]
+
+
+def test_a_damaged_record_of_the_sets_is_refused(tmp_path: Path) -> None:
+    for broken in ({"sequences": "8"}, {"sequences": 0}, {"sequences": 8, "weights": {"a": 1.5}}, {"weights": 3}):
+        with pytest.raises(CheckpointError, match="damaged"):
+            recorded_evaluation(Manifest(state={"evaluation_sets": broken}, torch_version=""))
+
+
+def test_eval_only_reads_training_data_too_and_says_so(
+    trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = evaluated(
+        trained, data, capsys, f"eval_datasets={data}/first", "datasets=first,second", "held_out_fraction=0"
+    )
+    assert list(found["sets"]) == ["data/first"]
+    start(trained, data, "eval_only=true", f"eval_datasets={data}/first", "datasets=first,second")
+    assert "overlaps the training dataset 'first'" in capsys.readouterr().out

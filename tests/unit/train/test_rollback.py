@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiers import first_quick
-from training_runs import events_of
+from training_runs import events_of, write_two_datasets
 from unit.checkpoint.examples import save
 from unit.train.whole_runs import checkpoint, damage, equal, manifest_of, refusal, start, started_at
 
@@ -16,6 +17,7 @@ from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.retention import apply_retention
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
+from pretraining.cli import main
 from pretraining.model.loss import HeadLoss
 from pretraining.train import rollback
 from pretraining.train.loop import Run, train_loop
@@ -93,6 +95,31 @@ def test_a_rollback_to_a_preemption_checkpoint_keeps_its_mirror(
     saved = [event for event in events_of(run) if event["event"] == "checkpoint"]
     assert [(each["step"], each["kind"]) for each in saved][:2] == [(2, "preempt"), (2, "preempt")]
     assert manifest_of(run, 4) == manifest_of(store, 4) and manifest_of(run, 4)["data"]["skipped"] != []
+
+
+def test_row_54_inspect_stays_true_after_a_rollback_to_the_border_of_two_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """6 steps of weights 1:1 with 4 sequences, a resume with 3:1 and 8; steps 7 and 8 diverge."""
+    data = [f"data_path={write_two_datasets(tmp_path / 'data')}", "sep_token=0", "logical_shards=8", "seq_length=16"]
+    data += ["datasets=first,second", "checkpoint_interval=2"]
+    run, sound = tmp_path / "run", tmp_path / "sound"
+    changed = [*data, "weights=3,1", "global_batch_size=8", "num_steps=8"]
+    start(run, *data, "weights=1,1", "global_batch_size=4", "num_steps=6")
+    start(shutil.copytree(run, sound, symlinks=True), *changed)
+    diverging_after(6, monkeypatch)
+    start(run, *changed, "max_skipped_steps=2", "max_rollbacks=1")
+    for step in (6, 8):
+        state = manifest_of(run, step)["data"]
+        assert state["skipped"] == [[24, 40]] and state["phases"][1]["first_sample"] == 24
+
+    def slots(of: Path, step: int) -> list[dict[str, Any]]:
+        capsys.readouterr()
+        main(["inspect", f"ckpt_load_path={of}", f"step={step}", "json=true"])
+        return [json.loads(line) | {"step": 0} for line in capsys.readouterr().out.splitlines()]
+
+    assert slots(run, 7) == slots(sound, 9) and slots(run, 8) == slots(sound, 10)
+    assert slots(run, 6) == slots(sound, 6)
 
 
 STAGES = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
-BLOCKS, DOCUMENTS, ROUNDS = 1, 2, 3
+BLOCKS, DOCUMENTS, ROUNDS, PLACES = 1, 2, 3, 8
 
 Place = tuple[int, int]  # document, position in it
 
@@ -56,6 +57,12 @@ def as_trained(
     return before + tokens + ([sep_token] if sep_token is not None and tokens[-1] != sep_token else [])
 
 
+def begun_at(first: Any, items: list[Any]) -> list[Any]:
+    """The items in their order around a circle."""
+    place = items.index(first)
+    return items[place:] + items[:place]
+
+
 def in_rounds(firsts: list[list[int]], key: tuple[int, int]) -> list[tuple[int, int]]:
     """(shard, sample of the shard) in the order of passes, given the first sample of each shard in each pass."""
     order = []
@@ -78,6 +85,7 @@ class Oracle:
     shards: int
     seq_length: int
     key: tuple[int, int]
+    version: int = 2
 
     def shard_documents(self) -> list[list[int]]:
         """A document belongs to the shard that the position of its first token falls into."""
@@ -97,15 +105,24 @@ class Oracle:
         blocks = sorted(
             {document // self.block for document in documents}, key=lambda item: keyed_hash(block_key, item)
         )
-        order = [
-            document
-            for block in blocks
-            for document in sorted(
+        in_block = {
+            block: sorted(
                 (document for document in documents if document // self.block == block),
                 key=lambda item: keyed_hash(document_key, item),
             )
-        ]
-        return [(document, position) for document in order for position in range(self.lengths[document])]
+            for block in blocks
+        }
+        if self.version == 1 or not documents:
+            return self.tokens_of(document for block in blocks for document in in_block[block])
+        canonical = self.tokens_of(documents)
+        first, start = canonical[keyed_hash(key_of(PLACES, *self.key), shard) % len(canonical)]
+        blocks = begun_at(first // self.block, blocks)
+        in_block[blocks[0]] = begun_at(first, in_block[blocks[0]])
+        tokens = self.tokens_of(document for block in blocks for document in in_block[block])
+        return begun_at((first, start), tokens)
+
+    def tokens_of(self, documents: Iterable[int]) -> list[Place]:
+        return [(document, position) for document in documents for position in range(self.lengths[document])]
 
     def shard_samples(self, shard: int, passes: int) -> list[list[Place]]:
         """The whole samples of a shard's first passes."""

@@ -29,7 +29,7 @@ class Repeated:
 
 CUT = cut_shards(Repeated(), SHARDS)
 ORDER = SampleOrder(CUT.tokens, SEQ_LENGTH, KEY)
-STREAM = TokenStream(Repeated(), CUT, SEQ_LENGTH, KEY, order_cache(2**20))
+STREAM = TokenStream(Repeated(), CUT, SEQ_LENGTH, KEY, order_cache(2**20), version=1)
 
 
 def expected_documents(shard: int, number: int) -> tuple[int, list[tuple[int, int]]]:

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.sampling.stream_oracle import Oracle, Place
 
-from pretraining.data.sampling.token_stream import Shards, Spans, TokenStream, cut_shards, order_cache, shard_count
+from pretraining.data.sampling.token_stream import (
+    ORDER_VERSIONS,
+    Shards,
+    Spans,
+    TokenStream,
+    cut_shards,
+    order_cache,
+    shard_count,
+)
 
 KEY = (11, 22)
 
@@ -39,13 +49,15 @@ def spans_of(made: TokenStream, shard: int, sample: int) -> Spans:
     return made.spans(np.array([shard]), np.array([sample]))
 
 
-def stream(lengths: list[int], block: int, shards: int, seq_length: int) -> tuple[TokenStream, Shards, Oracle]:
+def stream(
+    lengths: list[int], block: int, shards: int, seq_length: int, version: int = 2
+) -> tuple[TokenStream, Shards, Oracle]:
     known = KnownLengths(lengths, block)
     cut = cut_shards(known, shards)
     return (
-        TokenStream(known, cut, seq_length, KEY, order_cache()),
+        TokenStream(known, cut, seq_length, KEY, order_cache(), version),
         cut,
-        Oracle(lengths, block, shards, seq_length, KEY),
+        Oracle(lengths, block, shards, seq_length, KEY, version),
     )
 
 
@@ -55,13 +67,15 @@ LENGTHS = st.lists(
 
 
 @settings(max_examples=150)
-@given(LENGTHS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.integers(1, 20))
-@example([5], 4, 7, 3)  # fewer documents than shards
-@example([3, 0, 0, 2], 2, 2, 19)  # shards shorter than a sample
-@example([100, 1, 1], 2, 3, 7)  # a document much longer than a sample
-@example([0, 0, 1, 0], 2, 1, 1)
-def test_samples_are_those_of_the_oracle(lengths: list[int], block: int, shards: int, seq_length: int) -> None:
-    made, cut, oracle = stream(lengths, block, shards, seq_length)
+@given(LENGTHS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.integers(1, 20), st.sampled_from(ORDER_VERSIONS))
+@example([5], 4, 7, 3, 2)  # fewer documents than shards
+@example([3, 0, 0, 2], 2, 2, 19, 2)  # shards shorter than a sample
+@example([100, 1, 1], 2, 3, 7, 2)  # a document much longer than a sample
+@example([0, 0, 1, 0], 2, 1, 1, 2)
+def test_samples_are_those_of_the_oracle(
+    lengths: list[int], block: int, shards: int, seq_length: int, version: int
+) -> None:
+    made, cut, oracle = stream(lengths, block, shards, seq_length, version)
     for shard, tokens in enumerate(cut.tokens.tolist()):
         passes = 3 if tokens >= seq_length else -(-3 * seq_length // max(tokens, 1))
         if not tokens or passes > 30:
@@ -71,6 +85,26 @@ def test_samples_are_those_of_the_oracle(lengths: list[int], block: int, shards:
             spans = spans_of(made, shard, sample)
             assert places(spans) == wanted
             assert (spans.lengths > 0).all()
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.sampled_from([1, 2, 4]), st.integers(1, 5), st.integers(1, 9), st.integers(0, 3))
+def test_a_pass_has_each_token_once_and_the_next_one_continues_its_last_document(
+    lengths: list[int], block: int, shards: int, seq_length: int, number: int
+) -> None:
+    made, cut, _ = stream(lengths, block, shards, seq_length)
+    for shard, tokens in enumerate(cut.tokens.tolist()):
+        if not tokens or number * tokens > 200:
+            continue
+        last = (number + 1) * tokens // seq_length + 1
+        read = [place for sample in range(last) for place in places(spans_of(made, shard, sample))[:-1]]
+        first, end = number * tokens, (number + 1) * tokens
+        of_pass = read[first:end]
+        documents = range(int(cut.documents[shard]), int(cut.documents[shard + 1]))
+        assert sorted(of_pass) == [(each, at) for each in documents for at in range(lengths[each])]
+        for (document, at), (following, begin) in pairwise(read[: end + 1]):
+            is_end = at + 1 == lengths[document]
+            assert begin == 0 if is_end else (following, begin) == (document, at + 1)
 
 
 @settings(max_examples=60)
@@ -108,3 +142,19 @@ def test_the_memory_for_orders_is_bounded_and_changes_nothing() -> None:
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (799, 1), (1600, 2), (10**9, 64)])
 def test_small_datasets_are_cut_into_fewer_shards(tokens: int, expected: int) -> None:
     assert shard_count(tokens, seq_length=100, logical_shards=64) == expected
+
+
+def test_the_samples_of_a_step_come_from_all_depths_of_their_documents() -> None:
+    """42 plays with sequences of 256: in order version 1, all spans of steps 1 to 11 begin at 0, then at 256, ..."""
+    lengths = np.random.default_rng(3).integers(6_600, 9_600, 42).tolist()
+    depths = {}
+    for version in ORDER_VERSIONS:
+        made, cut, _ = stream(lengths, 1024, 42, 256, version)
+        filled = np.flatnonzero(cut.tokens)
+        starts = made.spans(filled, np.zeros(len(filled), dtype=np.int64))
+        depths[version] = np.sort(
+            starts.starts[starts.first_spans[:-1]] / np.array(lengths)[starts.documents[starts.first_spans[:-1]]]
+        )
+    assert not depths[1].any()
+    even = np.linspace(0, 1, len(depths[2]))
+    assert len(depths[2]) > 40 and np.abs(depths[2] - even).max() < 0.2  # Kolmogorov-Smirnov at about 5%

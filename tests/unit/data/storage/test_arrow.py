@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage import token_format
-from pretraining.data.storage.arrow import ArrowFormat
+from pretraining.data.storage.arrow import ArrowFormat, ArrowStreamFormat
 from pretraining.data.storage.token_format import DocumentLayout
 from pretraining.errors import DataError
 
@@ -40,14 +41,15 @@ def documents_at(path: Path, layout: DocumentLayout) -> list[list[int]]:
     ]
 
 
-TOKEN_TYPES = [pa.uint8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64()]
+TOKEN_TYPES = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]
+LIST_TYPES = [pa.list_, pa.large_list, pa.list_view, pa.large_list_view]
 
 
 @settings(max_examples=100)
 @given(
     st.lists(st.one_of(st.none(), st.lists(st.integers(0, 120), max_size=9)), max_size=30),
     st.sampled_from([1, 3, 1000]),
-    st.sampled_from([pa.list_, pa.large_list]),
+    st.sampled_from(LIST_TYPES),
     st.sampled_from(TOKEN_TYPES),
     st.booleans(),
 )
@@ -69,9 +71,26 @@ def test_documents_are_found_in_every_layout_and_missing_ones_are_empty(
 
 
 @pytest.mark.parametrize("token", TOKEN_TYPES)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_fixed_size_lists_are_documents_in_files_and_streams(
+    tmp_path: Path, token: pa.DataType, is_stream: bool
+) -> None:
+    documents = [[1, 2, 3], None, [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+    path, make = tmp_path / "x.arrow", pa.ipc.new_stream if is_stream else pa.ipc.new_file
+    array = pa.array(documents, pa.list_(token, 3))
+    table = pa.record_batch({"kind": pa.array(["x", "y", "x", "x", None]).dictionary_encode(), "tokens": array})
+    with make(str(path), table.schema) as writer:
+        for batch in (table, table.slice(2, 3), table.slice(1, 1), table.slice(0, 0)):
+            writer.write_batch(batch)
+    layout = (ArrowStreamFormat if is_stream else ArrowFormat)(DataConfig()).documents(str(path))
+    expected = [each or [] for each in documents]
+    assert documents_at(path, layout) == [*expected, *expected[2:], []]
+
+
+@pytest.mark.parametrize("token", TOKEN_TYPES)
 @pytest.mark.parametrize("nullable", [True, False])
 def test_record_batches_of_plain_integers_are_documents(tmp_path: Path, token: pa.DataType, nullable: bool) -> None:
-    documents = [[], *random_documents(60, vocab_size=200), [], [7] * 5000, [9]]
+    documents = [[], *random_documents(60, vocab_size=120), [], [7] * 5000, [9]]
     path = tmp_path / "x.arrow"
     schema = pa.schema([("number", pa.list_(pa.int16())), pa.field("tokens", token, nullable)])
     columns = [[pa.nulls(len(each) + 2, schema.types[0]), pa.array([1, *each, 2], token)] for each in documents]
@@ -94,6 +113,8 @@ def test_other_columns_may_come_before(tmp_path: Path) -> None:
 
 
 LISTS = pa.list_(pa.uint16())
+FIXED = pa.list_(pa.uint16(), 2)
+DICTIONARIES = pa.list_(pa.dictionary(pa.int8(), pa.string()))
 TOKENS = {"tokens": pa.array([[1]], LISTS)}
 
 
@@ -101,6 +122,10 @@ def write_stream(path: Path) -> None:
     batch = pa.record_batch(TOKENS)
     with pa.ipc.new_stream(str(path), batch.schema) as writer:
         writer.write_batch(batch)
+
+
+def encoded(lists: pa.Array) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array([0, 1, 1], pa.int8()), lists)
 
 
 def twice(path: Path) -> None:
@@ -129,6 +154,11 @@ UNUSABLE: dict[str, Callable[[Path], object]] = {
     "a null token": lambda path: write(path, TOKENS, {"tokens": pa.array([[3, None]], LISTS)}),
     "a null integer": lambda path: write(path, {"tokens": pa.array([3])}, {"tokens": pa.array([None], pa.int64())}),
     "offsets backwards": turn_offsets_round,
+    "a null token in a fixed-size list": lambda path: write(path, {"tokens": pa.array([[3, None]], FIXED)}),
+    "a dictionary": lambda path: write(path, {"tokens": pa.array([1, 1, 2]).dictionary_encode()}),
+    "a dictionary of lists": lambda path: write(path, {"tokens": encoded(pa.array([[1], [2, 3]], LISTS))}),
+    "lists from a dictionary": lambda path: write(path, {"tokens": pa.array([["a"]], DICTIONARIES)}),
+    "runs": lambda path: write(path, {"tokens": pc.run_end_encode(pa.array([1, 1, 2]))}),
 }
 
 
@@ -140,7 +170,9 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, unusable: str) -> N
         layout_of(path)
     assert raised.value.path == path
     assert raised.value.settings == (("col_name",) if unusable == "no such column" else raised.value.settings)
-    assert ("pretrain prepare" in str(raised.value)) == (unusable == "a stream")
+    assert ("pretrain prepare" in str(raised.value)) == (unusable == "compressed")
+    assert ("file_type" in raised.value.settings) == (unusable == "a stream")
+    assert ("Decode it first" in str(raised.value)) == (unusable in list(UNUSABLE)[-4:])
     assert raised.value.row == (0 if unusable == "offsets backwards" else None)
 
 
@@ -165,3 +197,21 @@ def test_a_footer_that_misnames_batches_fails(is_broken: bool, tmp_path: Path, m
     with pytest.raises(DataError) as raised:
         layout_of(path)
     assert raised.value.path == path
+
+
+def test_a_stream_is_read_like_a_file_and_a_cut_one_is_named(tmp_path: Path) -> None:
+    path, documents = tmp_path / "x.arrow", random_documents(50, vocab_size=200)
+    table = pa.record_batch({"text": pa.array(["a"] * 50), "tokens": pa.array(documents, LISTS)})
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        for begin in range(0, 50, 8):
+            writer.write_batch(table.slice(begin, 8))
+    stream = ArrowStreamFormat(DataConfig())
+    assert documents_at(path, stream.documents(str(path))) == documents
+    content = path.read_bytes()
+    for cut in (8, 9, 200):  # after whole record batches, pyarrow alone would find a shorter stream
+        path.write_bytes(content[:-cut])
+        with pytest.raises(DataError, match="ending of an Arrow stream"):
+            stream.documents(str(path))
+    write_documents(path, documents)
+    with pytest.raises(DataError, match="files of one kind"):
+        stream.documents(str(path))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
 from contextlib import nullcontext
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -118,3 +120,103 @@ def test_the_order_of_files_depends_on_no_listing_and_no_place(tmp_path: Path, m
     monkeypatch.setattr(os, "scandir", scandir)
     for _ in range(8):
         assert list_datasets(config(tmp_path / "moved")) == moved
+
+
+def link_folders(root: Path, count: int) -> None:
+    for number in range(count):
+        put(root / f"f{number}/{number}.arrow")
+        for other in range(count):
+            if other != number:
+                (root / f"f{number}/to{other}").symlink_to(root / f"f{other}")
+
+
+@pytest.mark.parametrize("count", [2, 9])
+def test_folders_that_link_to_each_other_are_read_once(
+    tmp_path: Path, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    link_folders(tmp_path / "web", count)
+    (listing,) = list_datasets(config(tmp_path))
+    assert listing.paths == tuple(f"f{number}/{number}.arrow" for number in range(count))
+    assert "f0/to1" in caplog.text and "link the files themselves" in caplog.text
+
+
+def test_a_ladder_of_links_is_read_once_under_the_names_of_its_folders(tmp_path: Path) -> None:
+    for number in range(30):
+        put(tmp_path / f"web/l{number:02}/x.arrow")
+        for name in ("a", "b"):
+            (tmp_path / f"web/l{number:02}/{name}").symlink_to(tmp_path / f"web/l{number + 1:02}")
+    (tmp_path / "web/l30").mkdir()
+    (listing,) = list_datasets(config(tmp_path))
+    assert listing.paths == tuple(f"l{number:02}/x.arrow" for number in range(30))
+
+
+@pytest.mark.parametrize("place", ["beside", "elsewhere"])
+def test_an_index_of_a_folder_read_twice_keeps_its_listing(tmp_path: Path, place: str) -> None:
+    """Earlier versions listed a linked folder under each path, and a run that began so goes on so."""
+    put(tmp_path / "web/x/1.arrow")
+    (tmp_path / "web/y").symlink_to(tmp_path / "web/x")
+    settings = config(tmp_path, index_path=None if place == "beside" else str(tmp_path / "indices"))
+    (once,) = list_datasets(settings)
+    assert once.paths == ("x/1.arrow",)
+    digest = blake2b(b"x/1.arrow\x001\ny/1.arrow\x001\n", digest_size=16).hexdigest()
+    put((tmp_path / "web/.index" if place == "beside" else tmp_path / "indices/web") / f"0-{digest[:16]}.index")
+    (twice,) = list_datasets(settings)
+    assert (twice.paths, twice.digest) == (("x/1.arrow", "y/1.arrow"), digest)
+
+
+STREAM = b"\xff\xff\xff\xff"
+
+
+def save(folder: Path, *names: str, **more: object) -> None:
+    """A folder of `save_to_disk`, whose state.json names files."""
+    for name in names:
+        put(folder / name, STREAM)
+    state = {"_data_files": [{"filename": name} for name in names], **more}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def test_a_saved_dataset_has_the_files_that_its_state_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pretraining")
+    save(tmp_path / "web/train", "data-0.arrow", "data-1.arrow")
+    save(tmp_path / "web/more", "data-0.arrow")
+    for name in ("train/cache-1f.arrow", "more/cache-2f.arrow", "other/cache-3f.arrow"):
+        put(tmp_path / "web" / name, STREAM)
+    (listing,) = list_datasets(config(tmp_path))
+    saved = ("more/data-0.arrow", "train/data-0.arrow", "train/data-1.arrow")
+    assert (listing.file_type, listing.paths) == ("arrow_stream", (saved[0], "other/cache-3f.arrow", *saved[1:]))
+    assert "train/cache-1f.arrow" in caplog.text
+    (alone,) = list_datasets(config(tmp_path, datasets=("web/train",)))
+    assert alone.paths == ("data-0.arrow", "data-1.arrow")
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"_data_files": [{"filename": "gone.arrow"}]}', "gone.arrow, which is not there"),
+        ('{"_data_files": [{"filename": "../x.arrow"}]}', "not there"),
+        ('{"_data_files": [], "_indices_data_files": [{"filename": "x.arrow"}]}', "flatten_indices"),
+    ],
+)
+def test_a_saved_dataset_that_is_incomplete_or_a_selection_is_refused(tmp_path: Path, state: str, message: str) -> None:
+    put(tmp_path / "web/data-0.arrow", STREAM)
+    (tmp_path / "web/state.json").write_text(state)
+    with pytest.raises(DataError, match=message) as raised:
+        list_datasets(config(tmp_path))
+    assert raised.value.path == tmp_path / "web/state.json"
+
+
+def test_a_state_beside_arrow_files_changes_nothing(tmp_path: Path) -> None:
+    put(tmp_path / "web/x.arrow", b"ARROW1")
+    (tmp_path / "web/state.json").write_text("{}")
+    (listing,) = list_datasets(config(tmp_path))
+    assert (listing.file_type, listing.paths) == ("arrow", ("x.arrow",))
+
+
+def test_a_single_file_is_the_dataset_whatever_lies_beside_it(tmp_path: Path) -> None:
+    for name in ("a.npy", "a.bin", "a.arrow"):
+        put(tmp_path / name)
+    for name in ("a.npy", "a.bin", "a.arrow"):
+        (listing,) = list_datasets(config(tmp_path, datasets=(name,)))
+        assert listing.paths == (name,)

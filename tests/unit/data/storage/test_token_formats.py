@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +28,7 @@ from pretraining.errors import ConfigError, DataError
 
 SEP = 999
 Documents = Sequence[Sequence[int]]
+MEGATRON_TYPES = {"<u1": 1, "<i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u2": 8}
 
 
 def header(version: int, tokens: int) -> bytes:
@@ -42,10 +45,35 @@ def write_flat(path: Path, documents: Documents, dtype: str = "<u2", version: in
     """Write an array or a .bin file, with a header of a version or without one as nanoGPT."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tokens = ended(documents, dtype)
-    if path.suffix == ".npy":
+    if path.name.endswith(".idx.bin"):
+        write_megatron(path, documents, dtype)
+    elif path.name.endswith(".raw.npy"):
+        tokens.tofile(path)
+    elif path.suffix == ".npy":
         np.save(path, tokens)
     else:
         path.write_bytes((b"" if version is None else header(version, len(tokens))) + tokens.tobytes())
+
+
+def write_megatron(
+    path: Path,
+    documents: Documents,
+    dtype: str = "<u2",
+    borders: Sequence[int] | None = None,
+    version: int = 1,
+    magic: bytes = b"MMIDIDX\0\0",
+    modes: bytes = b"",
+) -> None:
+    """Write x.bin and x.idx as Megatron-LM does: the sequences, and the borders of documents among them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sequences = [np.array(each, dtype) for each in documents]
+    path.write_bytes(b"".join(each.tobytes() for each in sequences))
+    lengths = np.array([len(each) for each in sequences], "<i4")
+    pointers = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(dtype).itemsize
+    indices = np.array(range(len(sequences) + 1) if borders is None else borders, "<i8")
+    head = struct.pack("<9sQBQQ", magic, version, MEGATRON_TYPES[dtype], len(lengths), len(indices))
+    index = head + lengths.tobytes() + pointers.tobytes() + indices.tobytes() + modes
+    path.with_suffix(".idx").write_bytes(index)
 
 
 # Suffix, writer and settings of each format.
@@ -56,11 +84,16 @@ FLAT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llm.c, Llama 3": (".bin", {"dtype": "<u4", "version": 7}, {"file_type": "bin"}),
     "nanoGPT": (".bin", {}, {"token_dtype": "uint16"}),
     "nanoGPT, uint32": (".bin", {"dtype": "<u4"}, {"token_dtype": "uint32"}),
+    "uint64": (".bin", {"dtype": "<u8"}, {"token_dtype": "uint64"}),
+    "Dolma": (".raw.npy", {"dtype": "<u2"}, {"token_dtype": "uint16"}),
+    "OLMo": (".raw.npy", {"dtype": "<u4"}, {"token_dtype": "uint32", "file_type": "npy_raw"}),
+    "Megatron": (".idx.bin", {"dtype": "<u2"}, {}),
+    "Megatron, int32": (".idx.bin", {"dtype": "<i4"}, {"file_type": "megatron"}),
 }
 CONFIG = DataConfig(seq_length=24, sep_token=SEP, logical_shards=4, num_workers=0)
 
 
-@pytest.mark.parametrize(("kind", "packing"), list(zip(FLAT, ["stream", "best_fit"] * 3, strict=True)))
+@pytest.mark.parametrize(("kind", "packing"), list(zip(FLAT, ["stream", "best_fit"] * 6, strict=False)))
 def test_the_same_documents_are_the_same_samples_in_every_format(tmp_path: Path, kind: str, packing: Packing) -> None:
     suffix, options, changes = FLAT[kind]
     for number in range(3):
@@ -156,7 +189,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, wrong: str) -> None
     with pytest.raises(DataError) as raised:
         load_format(path.suffix[1:], replace(CONFIG, token_dtype=dtype)).documents(str(path))
     assert raised.value.path == path
-    assert ("token_dtype" in raised.value.settings) == (wrong in list(WRONG_FILES)[9:12])
+    assert ("token_dtype" in raised.value.settings) == (wrong in ("no array", *list(WRONG_FILES)[9:12]))
     assert ("sep_token" in raised.value.settings) == (wrong == "no separator")
     with pytest.raises(ConfigError):  # without a separator
         load_format(path.suffix[1:], replace(CONFIG, sep_token=None))
@@ -170,6 +203,165 @@ def test_two_kinds_in_one_dataset_are_refused_and_one_can_be_chosen(tmp_path: Pa
         list_datasets(config)
     assert raised.value.path == tmp_path / "web" and raised.value.settings == ("file_type",)
     assert list_datasets(replace(config, file_type="bin"))[0].paths == ("deep/y.bin",)
+
+
+def test_megatron_documents_and_their_type_come_from_the_index_and_need_no_separator(tmp_path: Path) -> None:
+    sequences = [*random_documents(30, 3, vocab_size=900), [], [1]]
+    write_megatron(tmp_path / "megatron/web/a.bin", sequences, "<i4", borders=[0, 0, 1, 3, 4, *range(6, 33)])
+    documents = [[], sequences[0], sequences[1] + sequences[2], sequences[3], sequences[4] + sequences[5]]
+    write_documents(tmp_path / "arrow/web/a.arrow", documents + sequences[6:])
+    plain = replace(CONFIG, sep_token=None)
+    found, expected = (
+        loader(replace(plain, data_path=str(tmp_path / kind)), plan(4)) for kind in ("megatron", "arrow")
+    )
+    for _ in range(40):
+        assert rows(next(found)) == rows(next(expected))
+    write_megatron(tmp_path / "megatron/web/a.bin", [*sequences, [2]], "<i4")
+    with pytest.raises(DataError, match=r"other files.*a\.(bin|idx)"):  # the index belongs to the data, too
+        loader(replace(plain, data_path=str(tmp_path / "megatron")), plan(4)).load_state_dict(found.state_dict())
+
+
+def test_a_run_of_today_reads_megatron_tokens_as_it_began(tmp_path: Path) -> None:
+    """Such a run has --token_dtype and --sep_token; its files have the fingerprint that they have without an index."""
+    write_megatron(tmp_path / "web/a.bin", [[*each, SEP] for each in random_documents(60, vocab_size=900)])
+    today = replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16")
+    (listing,) = list_datasets(today)
+    assert (listing.file_type, listing.paths) == ("bin", ("a.bin",))
+    state = loader(today, plan(2)).state_dict()
+    (tmp_path / "web/a.idx").unlink()
+    loader(today, plan(2)).load_state_dict(state)
+
+
+def test_an_index_beside_a_single_file_is_found(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_megatron(tmp_path / f"{name}.bin", random_documents(30, vocab_size=900))
+    (listing,) = list_datasets(replace(CONFIG, data_path=str(tmp_path), datasets=("a.bin",), sep_token=None))
+    assert (listing.file_type, listing.paths) == ("megatron", ("a.bin", "a.idx"))
+
+
+WRONG_INDICES: dict[str, tuple[dict[str, Any], str]] = {
+    "multimodal": ({"modes": b"\1\2\3"}, "multimodal"),
+    "a newer version": ({"version": 2}, "version 2"),
+    "fractions": ({"dtype": "<f4"}, "type 7"),
+    "fairseq's": ({"magic": b"TNTIDX\0\0"}, "TNTIDX"),
+    "another program's": ({"magic": b"something"}, "no index of Megatron"),
+    "more bytes": ({"modes": b"\1\2"}, "truncated or damaged"),
+    "borders of a merge": ({"borders": [0, 1, 0, 3]}, "do not cover"),
+    "no borders": ({"borders": []}, "do not cover"),
+    "a last document left out": ({"borders": [0, 1, 2]}, "do not cover"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_INDICES)
+def test_an_index_that_is_not_read_is_refused_by_name(tmp_path: Path, wrong: str) -> None:
+    options, message = WRONG_INDICES[wrong]
+    write_megatron(tmp_path / "a.bin", [[1, 2, 3], [4, 5], [6]], **options)
+    for name in ("a.bin", "a.idx"):
+        with pytest.raises(DataError, match=message) as raised:
+            load_format("megatron", CONFIG).documents(str(tmp_path / name))
+        assert raised.value.path == tmp_path / "a.idx"
+
+
+def test_damage_of_a_megatron_pair_is_named(tmp_path: Path) -> None:
+    path, index = tmp_path / "a.bin", tmp_path / "a.idx"
+    read = partial(load_format("megatron", CONFIG).documents, str(path))
+    write_megatron(path, [[1, 2, 3], [4, 5], [6]], borders=[0, 2, 3])
+    content = index.read_bytes()
+    for at, value, message in ((34, -1, "negative"), (46, 3, "negative"), (54, 8, "lie apart")):
+        kind = "<l" if at < 46 else "<q"
+        index.write_bytes(content[:at] + struct.pack(kind, value) + content[at + struct.calcsize(kind) :])
+        with pytest.raises(DataError, match=message):
+            read()
+    index.write_bytes(content[:20])
+    with pytest.raises(DataError, match="truncated"):
+        read()
+    index.write_bytes(content)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match="up to byte 12, but the file has 10") as raised:
+        read()
+    assert (raised.value.path, raised.value.row) == (path, 1)
+    index.unlink()
+    with pytest.raises(DataError) as raised:
+        read()
+    assert raised.value.path == index
+
+
+def test_arrays_with_and_without_a_header_do_not_mix(tmp_path: Path) -> None:
+    np.arange(40, dtype="<u2").tofile(tmp_path / "a.npy")
+    np.save(tmp_path / "b.npy", np.arange(40, dtype="<u2"))
+    with pytest.raises(DataError, match="two datasets"):
+        load_format("npy_raw", replace(CONFIG, token_dtype="uint16")).documents(str(tmp_path / "b.npy"))
+    with pytest.raises(DataError, match=r"no NumPy header.*--token_dtype"):
+        load_format("npy", CONFIG).documents(str(tmp_path / "a.npy"))
+    with pytest.raises(ConfigError, match="token_dtype"):
+        load_format("npy_raw", CONFIG)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+@pytest.mark.parametrize("vocab_size", [200, 30_000, 250_000])
+def test_a_file_without_a_header_names_the_type_that_fits(
+    tmp_path: Path, suffix: str, dtype: str, vocab_size: int
+) -> None:
+    if vocab_size > 2**16 and dtype == "uint16":
+        return
+    path = tmp_path / f"x.{suffix}"
+    np.random.default_rng(1).integers(0, vocab_size, 1001).astype(dtype).tofile(path)
+    with pytest.raises(DataError, match=f"--token_dtype={dtype}"):
+        load_format(suffix, CONFIG).documents(str(path))
+    kind = "npy_raw" if suffix == "npy" else "bin"
+    if dtype != "uint64":
+        with pytest.raises(DataError, match=f"no whole number of tokens.*--token_dtype={dtype}"):
+            load_format(kind, replace(CONFIG, token_dtype="uint64")).documents(str(path))
+
+
+@pytest.mark.parametrize(("stored", "read"), [("uint16", "uint32"), ("uint32", "uint16")])
+def test_a_separator_that_another_type_hides_names_the_type(
+    tmp_path: Path, stored: str, read: Literal["uint16", "uint32"]
+) -> None:
+    np.random.default_rng(1).integers(0, 900, 1000).astype(stored).tofile(tmp_path / "x.bin")
+    with pytest.raises(DataError, match=rf"no sep_token=70000.*--token_dtype={stored}"):
+        load_format("bin", replace(CONFIG, token_dtype=read, sep_token=70_000)).documents(str(tmp_path / "x.bin"))
+
+
+@pytest.mark.parametrize("name", ["x.arrow", "x.npy", "x.bin"])
+def test_a_git_lfs_pointer_is_named_as_one(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n")
+    config = replace(CONFIG, token_dtype="uint16")
+    for kind in {"arrow": ["arrow", "arrow_stream"], "npy": ["npy", "npy_raw"], "bin": ["bin"]}[name[2:]]:
+        with pytest.raises(DataError, match="git lfs pull") as raised:
+            load_format(kind, config).documents(str(path))
+        assert raised.value.path == path
+
+
+KINDS = ("list int64", "list uint16", "large_list int32", "fixed int32", "fixed int64")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_datasets_give_the_samples_of_their_rows(tmp_path: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    layout, token = kind.split()
+    rows_saved = [each for each in random_documents(120, 5, vocab_size=900) if each]
+    if layout == "fixed":
+        rows_saved = [[*each, *range(40)][:24] for each in rows_saved]
+    value = datasets.Value(token)
+    feature = {
+        "list": datasets.List(value),
+        "large_list": datasets.LargeList(value),
+        "fixed": datasets.List(value, length=24),
+    }[layout]
+    features = datasets.Features({"text": datasets.Value("string"), "input_ids": feature})
+    columns = {"text": ["a"] * len(rows_saved), "input_ids": rows_saved}
+    saved = tmp_path / "saved/web"
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(saved, num_shards=3)
+    datasets.load_from_disk(saved).map(lambda row: {"input_ids": row["input_ids"][:1]})  # leaves a file there
+    assert list(saved.glob("cache-*.arrow"))
+    write_documents(tmp_path / "plain/web/x.arrow", rows_saved)
+    found = loader(replace(CONFIG, data_path=str(tmp_path / "saved"), col_name="input_ids"), plan(6))
+    expected = loader(replace(CONFIG, data_path=str(tmp_path / "plain")), plan(6))
+    for _ in range(30):
+        assert rows(next(found)) == rows(next(expected))
 
 
 @pytest.mark.parametrize("file_type", ["no_such_module:Format", "json:NoSuchName", "json:loads", "pathlib:PurePath"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
-from collections.abc import Iterable
+import lzma
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,21 @@ import pyarrow as pa
 
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.documents import Document
-from pretraining.tools.prepare.inputs import InputFile, list_files
+from pretraining.tools.prepare.formats import recognise
+from pretraining.tools.prepare.packed_files import InputFile
 from pretraining.tools.prepare.prepare import prepare
+from pretraining.tools.prepare.units import Part, read_part
 
 
 def one(path: Path, content: bytes | str) -> InputFile:
     """Writes a file, and lists it."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return list_files([str(path)], ())[0]
+    return recognise(path, path.name, path.stat().st_size)
+
+
+def read(file: InputFile, field: str = "text", begin: int = 0, end: int | None = None) -> list[Document]:
+    """Return the documents of a file, or of a range of it; a bad record is an error."""
+    return list(read_part(Part(file, begin, end, file.size), field))
 
 
 def texts_of(documents: Iterable[Document]) -> list[str]:
@@ -40,9 +49,21 @@ def json_lines(texts: Iterable[str], field: str = "text") -> bytes:
 
 def packed(name: str, content: bytes) -> bytes:
     """Bytes as a file of that name holds them."""
-    if name.endswith(".gz"):
-        return gzip.compress(content)
-    return pa.Codec("zstd").compress(content, asbytes=True) if name.endswith(".zst") else content
+    packers: dict[str, Callable[[bytes], bytes]] = {
+        **{".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress},
+        **{".zst": by_arrow("zstd"), ".lz4": by_arrow("lz4")},
+    }
+    return packers.get(Path(name).suffix, bytes)(content)
+
+
+def by_arrow(codec: str) -> Callable[[bytes], bytes]:
+    def pack(content: bytes) -> bytes:
+        sink = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(sink, codec) as stream:
+            stream.write(content)
+        return bytes(sink.getvalue())
+
+    return pack
 
 
 def rows(folder: Path) -> list[list[int]]:

@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.tools.prepare.prepare_files import json_lines, one, packed, texts_of
+from unit.tools.prepare.prepare_files import json_lines, one, packed, read, texts_of
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare.documents import Document, read_lines, read_text
-from pretraining.tools.prepare.inputs import InputFile
-
-
-def read(file: InputFile, field: str = "text") -> list[Document]:
-    return list(read_text(file) if file.kind == "text" else read_lines(file, field))
+from pretraining.tools.prepare.packed_files import InputFile
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
@@ -45,7 +40,7 @@ def test_ranges_give_every_line_to_exactly_one_of_them(
     content = b"".join(line + blank for line in json_lines(texts).splitlines(keepends=True))
     file = one(tmp_path_factory.mktemp("lines") / "a.jsonl", content)
     bounds = [0, *sorted(int(cut * len(content)) for cut in cuts), len(content)]
-    ranges = [list(read_lines(file, "text", begin, end)) for begin, end in pairwise(bounds)]
+    ranges = [read(file, "text", begin, end) for begin, end in pairwise(bounds)]
     assert texts_of(document for some in ranges for document in some) == texts
 
 
@@ -60,13 +55,13 @@ BAD: list[tuple[str, bytes, int | None, str]] = [
     ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', 2, "at byte 24 "),
     ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', 3, "not valid JSON"),
     ("x.jsonl", b"[" * 100_000, 1, "not valid JSON"),
-    ("x.jsonl", b"[1]\n", 1, "not a JSON object"),
+    ("x.jsonl", b"[1]\n", 1, "it is a list of 1 value, the first is 1, not a JSON object"),
     ("x.jsonl", b'{"body": "a", "id": 1}\n', 1, "The fields are: 'body', 'id'"),
-    ("x.jsonl", b'{"text": 7}\n', 1, "no text in a field 'text'"),
-    ("x.jsonl", b'{"text": "\\ud800"}\n', 1, "surrogates"),
-    ("x.jsonl.gz", b"no gzip", None, "fetch it again"),
+    ("x.jsonl", b'{"text": 7}\n', 1, "field 'text' holds 7, not text"),
+    ("x.jsonl", b'{"text": "\\ud800"}\n', 1, "half of a surrogate pair (\\ud800)"),
+    ("x.jsonl.gz", b"no gzip", None, "Fetch it again"),
     ("x.jsonl.gz", gzip.compress(LINES)[:-9], None, "fetch it again"),
-    ("x.txt.zst", b"not zstd", None, "fetch it again"),
+    ("x.txt.zst", b"not zstd", None, "Fetch it again"),
     ("x.jsonl.zst", packed("x.zst", LINES)[:-9], None, "fetch it again"),
     ("x.txt.zst", packed("x.zst", LINES)[:-1], None, "fetch it again"),
 ]
@@ -86,7 +81,7 @@ def test_in_a_range_rows_are_counted_from_a_byte(tmp_path: Path) -> None:
     good = json_lines(["a"] * 10)
     file = one(tmp_path / "a.jsonl", good + b"nonsense\n")
     with pytest.raises(DataError) as error:
-        list(read_lines(file, "text", len(good) - 20, file.size))
+        read(file, "text", len(good) - 20, file.size)
     assert str(error.value).startswith(f"{file.path} from byte {len(good) - 14}, row 2: not valid JSON")
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from unit.tools.prepare.prepare_files import json_lines, packed
 
 from pretraining.errors import DataError
-from pretraining.tools.prepare.inputs import InputFile, list_files, standard_library_files
+from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.prepare.inputs import Selection, list_files, standard_library_files
+from pretraining.tools.prepare.packed_files import InputFile
 
-ENDINGS = ("txt", "jsonl")
+ENDINGS = Selection(("txt", "jsonl"))
 
 
 def tree(root: Path, *names: str) -> None:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"text of {name}")
+        (root / name).write_bytes(packed(name.lower(), f"text of {name}".encode()))
 
 
 def names(files: list[InputFile]) -> list[str]:
@@ -70,6 +77,157 @@ def test_token_files_made_here_are_no_input_of_the_folder_around_them(tmp_path: 
     tree(tmp_path, "a.txt", "data/web/prepare.json", "data/web/part.txt", "data/web/deeper/x.txt", "data/y.txt")
     assert names(list_files([str(tmp_path)], ENDINGS)) == ["a.txt", "data/y.txt"]
     assert names(list_files([str(tmp_path / "data/web")], ENDINGS)) == ["deeper/x.txt", "part.txt"]
+
+
+# What people keep beside the text
+
+
+ANY = Selection(PrepareConfig().extensions)
+
+
+def records(root: Path, *names: str) -> None:
+    """Write files of JSON lines."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(json_lines([name]))
+
+
+def listed(caplog: pytest.LogCaptureFixture, *inputs: Path, split: str | None = None) -> list[str]:
+    caplog.clear()
+    caplog.set_level(logging.INFO, "pretraining")
+    return names(list_files([str(each) for each in inputs], replace(ANY, split=split)))
+
+
+def test_a_folder_says_how_many_files_it_does_not_read_and_names_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree(tmp_path, "a.txt", "b.pdf", "a/c.docx", "x/d.zip", ".hidden")
+    assert listed(caplog, tmp_path) == ["a.txt"]
+    assert "3 files not read, the first is a/c.docx: their endings are not in --extensions=" in caplog.text
+    caplog.clear()
+    with pytest.raises(DataError, match="all files in it are left out"):
+        listed(caplog, tmp_path / "x")
+    assert "d.zip" in caplog.text
+
+
+SPLIT_FOLDERS = [
+    ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "validation-0.parquet", "test-0.parquet"],
+    ["train/a.jsonl", "train/b.jsonl", "valid/a.jsonl", "test/a.jsonl"],
+    ["web.jsonl", "web2.jsonl", "web.val.jsonl", "web_test.jsonl"],
+    ["TinyStories-train.txt", "TinyStories_train_2.txt", "TinyStories-valid.txt", "TinyStories-test.txt"],
+    ["en/train.json.gz", "fr/training.json.gz", "en/dev.json.gz", "fr/eval.json.gz"],
+]
+
+
+@pytest.mark.parametrize("files", SPLIT_FOLDERS, ids=range(len(SPLIT_FOLDERS)))
+@pytest.mark.parametrize("pattern", ["", "**/*.*"])
+def test_files_that_look_like_another_split_are_left_out_and_named_with_the_flag_that_takes_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[str], pattern: str
+) -> None:
+    for name in files:
+        if name.endswith(".txt"):
+            tree(tmp_path, name)
+        else:
+            records(tmp_path, name)
+    given, (_, _, validation, test) = tmp_path / pattern, files
+    assert listed(caplog, given) == sorted(files[:2])
+    for split, name in (("validation", validation), ("test", test)):
+        assert f"1 file not read, the first is {name}: they look like the split {split}" in caplog.text
+        assert f"--split={split}" in caplog.text
+        assert listed(caplog, given, split=split) == [name]
+    assert listed(caplog, given, split="dev") == [validation], "another word for validation"
+    assert listed(caplog, given, split="all") == sorted(files)
+    assert listed(caplog, tmp_path / test) == [Path(test).name], "a file that is named is read"
+
+
+def test_a_split_is_told_from_words_that_only_look_like_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = ["docs/dev/guide.md", "docs/test/plan.md", "tests/case.md", "a.md"]
+    tree(tmp_path / "texts", *texts)
+    assert listed(caplog, tmp_path / "texts") == sorted(texts), "no text is named train"
+    code = ["train.py", "model.py", "data/loader.py", "data/batch.py", "tests/test_a.py", "tests/test_b.py"]
+    tree(tmp_path / "code", *code)
+    assert names(list_files([str(tmp_path / "code")], Selection(("py",)))) == sorted(code), "most modules name no split"
+    records(tmp_path, "records/contest.jsonl", "records/latest.jsonl", "records/trainer.jsonl")
+    assert len(listed(caplog, tmp_path / "records")) == 3
+    records(tmp_path, "alone/test-0.jsonl", "alone/test-1.jsonl")
+    assert len(listed(caplog, tmp_path / "alone")) == 2, "nothing is mixed"
+    assert not caplog.messages
+
+
+def test_a_split_that_is_not_there_is_an_error_with_those_that_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records(tmp_path, "in/validation.jsonl", "in/test.jsonl")
+    for split in (None, "train", "german"):
+        with pytest.raises(DataError, match="like test, validation: give one as --split"):
+            listed(caplog, tmp_path / "in", split=split)
+    with pytest.raises(DataError, match="--split=test selects files of a folder"):
+        listed(caplog, tmp_path / "in/test.jsonl", split="test")
+
+
+def test_descriptions_and_settings_beside_records_are_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records(tmp_path, "data/train.jsonl")
+    tree(tmp_path, "README.md", "LICENSE.txt", "notes.md")
+    (tmp_path / "settings.json").write_text('{\n "version": 1\n}')
+    assert listed(caplog, tmp_path) == ["data/train.jsonl", "notes.md"]
+    assert "2 files not read, the first is LICENSE.txt: they describe the records" in caplog.text
+    assert "1 file not read, the first is settings.json: JSON, but neither" in caplog.text
+    tree(tmp_path / "texts", "README.md", "a.txt")
+    assert listed(caplog, tmp_path / "texts") == ["README.md", "a.txt"], "texts alone are texts"
+
+
+def save_to_disk(folder: Path, files: list[str], **state: object) -> None:
+    """Write a folder as `Dataset.save_to_disk` does, and a cache as `map` leaves it there."""
+    folder.mkdir(parents=True)
+    for name in (*files, "cache-32ce1326d4e03f53.arrow", "cache-32ce1326d4e03f53_00000_of_00002.arrow"):
+        table = pa.table({"text": [f"{folder.name} {name}"]})
+        with pa.ipc.new_stream(str(folder / name), table.schema) as writer:
+            writer.write_table(table)
+    state = {"_data_files": [{"filename": name} for name in files], "_indices_data_files": None} | state
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text('{"features": {}}')
+
+
+@pytest.mark.parametrize("pattern", ["", "*.arrow", "*"])
+def test_of_a_saved_dataset_the_files_that_its_state_names_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pattern: str
+) -> None:
+    files = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    save_to_disk(tmp_path / "saved", files)
+    assert listed(caplog, tmp_path / "saved" / pattern) == files
+    assert "2 files not read, the first is cache-32ce1326d4e03f53.arrow: state.json does not list" in caplog.text
+    (tmp_path / "saved/state.json").unlink()  # a cache folder of the library has no state.json
+    assert listed(caplog, tmp_path / "saved" / pattern.replace("*", "*.arrow")[:7]) == files
+    assert "`datasets` names its caches so" in caplog.text
+
+
+def test_a_saved_dataset_that_is_incomplete_or_has_another_order_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_to_disk(tmp_path / "short", ["data-0.arrow"])
+    (tmp_path / "short/data-0.arrow").unlink()
+    with pytest.raises(DataError, match=r"data-0\.arrow: it is missing, but state\.json lists it"):
+        listed(caplog, tmp_path / "short")
+    save_to_disk(tmp_path / "shuffled", ["data-0.arrow"], _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(DataError, match="--hf_dataset="):
+        listed(caplog, tmp_path / "shuffled")
+
+
+def test_of_a_saved_dict_one_split_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("train", "test", "german"):
+        save_to_disk(tmp_path / "dict" / name, ["data.arrow"])
+    (tmp_path / "dict/dataset_dict.json").write_text('{"splits": ["train", "test", "german"]}')
+    assert listed(caplog, tmp_path / "dict") == ["train/data.arrow"]
+    assert "2 files not read, the first is german/: other splits, which --split takes" in caplog.text
+    assert listed(caplog, tmp_path / "dict", split="german") == ["german/data.arrow"]
+    assert len(listed(caplog, tmp_path / "dict", split="all")) == 3
+    (tmp_path / "dict/dataset_dict.json").write_text('{"splits": ["test", "german"]}')
+    with pytest.raises(DataError, match="it has no split 'train', but german, test: give one as --split"):
+        listed(caplog, tmp_path / "dict")
+    (tmp_path / "dict/dataset_dict.json").write_text('{"splits": ["german"]}')
+    assert listed(caplog, tmp_path / "dict") == ["german/data.arrow"], "there is no other"
 
 
 # The standard library as text

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from unit.tools.prepare.prepare_files import contents, json_lines, packed, rows
 
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
-from pretraining.errors import DataError
+from pretraining.errors import ConfigError, DataError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import documents, encode, units
@@ -138,7 +138,7 @@ def test_the_second_call_finds_everything_done(
     first = prepare(config)
     before = contents(Path(config.output_path))
     monkeypatch.setattr(run, "encode_units", pytest.fail)
-    monkeypatch.setattr(units, "read_text", pytest.fail)
+    monkeypatch.setattr(units, "read_part", pytest.fail)
     caplog.set_level(logging.INFO, "pretraining")
     capsys.readouterr()
     assert prepare(replace(config, num_workers=1)) == first
@@ -215,10 +215,48 @@ def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer(
 def test_token_ids_in_a_root_with_a_tokenizer_are_of_that(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     TRAINED.save(tmp_path / "out")
-    with pytest.raises(DataError, match="is 300, but ids go from 0 to 299"):
+    with pytest.raises(DataError, match="is 300, but the ids of the tokenizer go from 0 to 299"):
         prepare(table_config(tmp_path, DOCUMENTS))
     summary = prepare(table_config(tmp_path, DOCUMENTS[:4]))
     assert (summary.vocab_size, summary.end_of_text, summary.tokenizer) == (300, 0, TRAINED.sha256)
+
+
+@pytest.mark.parametrize("first", [pa.uint16(), pa.int8()], ids=str)
+def test_ids_of_files_with_unlike_types_have_no_bound_that_nobody_gave(tmp_path: Path, first: pa.DataType) -> None:
+    """The first file's type alone would have given 65,535."""
+    for name, kind, ids in (("a", first, [[1, 2]]), ("b", pa.int32(), [[70_000]]), ("c", pa.uint16(), [[3]])):
+        pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(kind))}), tmp_path / f"{name}.parquet")
+    config = PrepareConfig(
+        input_path=(str(tmp_path / "*.parquet"),), output_path=str(tmp_path / "out"), text_field="ids", dataset="all"
+    )
+    summary = prepare(config)
+    assert rows(summary.folder) == [[1, 2], [70_000], [3]]
+    assert (summary.vocab_size, stored_type(summary.folder)) == (70_001, pa.uint32())
+    assert "--vocab_size=70016" in training_flags(summary, None), "no tokenizer gives it; rounded up, it is faster"
+
+
+def special_tokenizer(folder: Path, end: str, *more: str) -> None:
+    """Write a tokenizer with special tokens, of which one ends texts."""
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.library.add_special_tokens([end, *more])
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(tokenizer.library.to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+
+
+def test_the_token_that_ends_documents_is_shown_as_text_beside_the_usual_one(
+    config: PrepareConfig, tmp_path: Path, capsys: CaptureFixture
+) -> None:
+    special_tokenizer(tmp_path / "chat", "<|im_end|>")
+    summary = prepare(replace(config, tokenizer_path=str(tmp_path / "chat")))
+    printed = capsys.readouterr().out
+    assert f"  separator  '<|im_end|>' ({summary.end_of_text})" in printed
+    assert "This tokenizer also has '<|endoftext|>' (0), a usual end of text: --sep_token=0 takes it." in printed
+    assert f"--sep_token={summary.end_of_text}" in printed
+    assert "--vocab_size" not in printed, "training takes the tokenizer's, rounded up"
+    prepare(replace(config, output_path=str(tmp_path / "plain")))
+    printed = capsys.readouterr().out
+    assert "  separator  '<|endoftext|>' (0)\n" in printed and "also has" not in printed
 
 
 @pytest.mark.parametrize(
@@ -230,6 +268,27 @@ def test_the_suggested_model_suits_the_tokens(tokens: int, variant: str) -> None
 
 
 # What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hf_split": "validation"}, {"hf_split", "hf_dataset", "split"}),
+        ({"split": "test", "hf_dataset": "a/b", "input_path": ()}, {"split", "hf_dataset", "hf_split"}),
+        ({"split": "test", "source": "stdlib", "input_path": ()}, {"split", "source"}),
+        ({"text_field": None, "hf_dataset": "a/b", "input_path": ()}, {"text_field", "hf_dataset"}),
+    ],
+)
+def test_a_split_is_asked_for_where_there_is_one(config: PrepareConfig, changes: Any, named: set[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        prepare(replace(config, dataset="x", **changes))
+    assert set(error.value.settings) == named
+
+
+def test_a_git_lfs_pointer_in_place_of_a_tokenizer_is_named(config: PrepareConfig, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
+    with pytest.raises(DataError, match=r"tokenizer\.json: it is a Git LFS pointer\. Run `git lfs pull`"):
+        prepare(replace(config, tokenizer_path=str(tmp_path)))
 
 
 Change = Callable[[PrepareConfig, Path], PrepareConfig]
@@ -347,10 +406,10 @@ def beside_foreign_ids(config: PrepareConfig, folder: Path) -> PrepareConfig:
 
 # Settings, the path and the row that the error names, the settings that it names
 REFUSED: list[tuple[Change, str, int | None, set[str]]] = [
-    (ids_of(pa.int16(), -1), "table.parquet", 1, {"vocab_size", "tokenizer_path"}),
-    (ids_of(pa.int64(), -5), "table.parquet", 1, {"vocab_size", "tokenizer_path"}),
-    (ids_of(pa.int64(), 1 << 32), "table.parquet", 1, {"vocab_size", "tokenizer_path"}),
-    (ids_of(pa.int64(), 300, vocab_size=300), "table.parquet", 1, {"vocab_size", "tokenizer_path"}),
+    (ids_of(pa.int16(), -1), "table.parquet", 1, set()),
+    (ids_of(pa.int64(), -5), "table.parquet", 1, set()),
+    (ids_of(pa.int64(), 1 << 32), "table.parquet", 1, set()),
+    (ids_of(pa.int64(), 300, vocab_size=300), "table.parquet", 1, {"vocab_size"}),
     (mixed("table.parquet", "words.parquet"), "words.parquet", 0, set()),
     (mixed("words.parquet", "table.parquet"), "table.parquet", 0, set()),
     (foreign_folder, "out/texts", None, {"dataset", "output_path"}),

@@ -14,7 +14,7 @@ from unit.tools.prepare.prepare_files import json_lines, packed, texts_of
 
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import units
-from pretraining.tools.prepare.inputs import InputFile
+from pretraining.tools.prepare.packed_files import InputFile
 from pretraining.tools.prepare.units import Input, Part, cut_units, find_input, read_part
 
 TEXTS = [f"document {n} " * (n % 7) for n in range(40)]
@@ -48,7 +48,7 @@ def test_large_files_are_cut_where_they_can_be(tmp_path: Path, monkeypatch: pyte
         if name == "d.parquet":
             pq.write_table(pa.table({"text": TEXTS}), path, row_group_size=5)
         else:
-            path.write_bytes(packed(name, json_lines(TEXTS)))
+            path.write_bytes("\n".join(TEXTS).encode() if name == "c.txt" else packed(name, json_lines(TEXTS)))
         found = find(path)
         assert len(found.units) == count
         assert found.size == sum(unit.size for unit in found.units) == path.stat().st_size

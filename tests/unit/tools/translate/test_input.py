@@ -294,6 +294,31 @@ def test_a_guides_dataset_may_be_a_folder_of_token_files_or_one_of_such_folders(
 
 
 @pytest.mark.parametrize(
+    ("named", "made", "said"),
+    [
+        ("books.txt", {"held_out_fraction": 0.01}, "a file has no splits: 1% of its documents"),
+        ("corpus", {"eval_datasets": ("data/corpus_validation",)}, "--split=validation --dataset=corpus_validation"),
+        ("a/b", {"eval_datasets": ("data/b_validation",)}, "--hf_split=validation --dataset=b_validation"),
+    ],
+)
+def test_the_validation_split_of_a_guide_is_never_its_training_text(
+    named: str, made: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with contextlib.chdir(tmp_path):
+        Path("books.txt").write_text("text")
+        Path("corpus").mkdir()
+        data = {"dataset_name": named, "validation_split": "validation", "preprocessing_num_workers": 3}
+        Path("a.json").write_text(json.dumps({"use_amp": True, **data}))
+        found = read_given(["a.json"], {}, translate_when_needed).values
+        translate(TranslateConfig("a.json", output_path="a.yaml"))
+        lines = Path("a.yaml").read_text().splitlines()
+    assert {name: found[name] for name in ("eval_datasets", "held_out_fraction") if name in found} == made
+    assert any(said in line for line in lines)
+    (command,) = (line for line in lines if "prepare it first" in line)
+    assert "--num_workers=3" in command
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["learning_rate=1", "optimizer.lr_config.lr=2"], "learning_rate"),

@@ -1,0 +1,150 @@
+"""Checkpoints of a run, in its folder and in its mirror: the list that every start and every return chooses from.
+
+    <run>/checkpoints/: committed checkpoints --+-> `own_checkpoints`: those that the run may continue from
+    mirror: complete copies, those set aside  --+
+
+A run that returns to an older checkpoint sets the newer ones aside, in its folder and in its mirror. A kill, or a start
+on another machine, can leave one side behind. That side still has a checkpoint that the other side has set aside. On
+that side, only checkpoints up to the newest one that both sides hold count: the run has given up the later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pretraining.checkpoint.manifest import Manifest, read_document
+from pretraining.checkpoint.run_folder import (
+    CHECKPOINTS,
+    Checkpoint,
+    checkpoint_from,
+    checkpoints_set_aside,
+    committed_checkpoints,
+    place_in_run,
+)
+from pretraining.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Complete checkpoint in an object store; its bytes are not compared with their checksums yet.
+
+    Attributes:
+        address: address of the store, possibly with a query.
+        folder: folder in the store; "" if the address is that of the checkpoint.
+    """
+
+    address: str
+    folder: str
+    manifest: Manifest
+
+    def __str__(self) -> str:
+        """Return the address of the checkpoint, without a query."""
+        return f"{self.address.partition('?')[0].rstrip('/')}/{self.folder}".rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint."""
+        return str(self).rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Checkpoints in an object store.
+
+    Attributes:
+        complete: by name, ordered by step.
+        set_aside: manifests of copies that the run has set aside, by name.
+        incomplete: number of damaged or incomplete copies.
+    """
+
+    complete: Mapping[str, Copy] = field(default_factory=dict)
+    set_aside: Mapping[str, Manifest] = field(default_factory=dict)
+    incomplete: int = 0
+
+
+NO_COPIES = Copies()
+
+
+@dataclass(frozen=True)
+class OwnCheckpoint:
+    """Checkpoint of a run.
+
+    Attributes:
+        checkpoint: its facts; its path is in the run's folder, also if it is only in the mirror.
+        is_here: whether the run's folder holds it, possibly damaged.
+        copy: copy in the mirror.
+    """
+
+    checkpoint: Checkpoint
+    is_here: bool = True
+    copy: Copy | None = None
+
+    @property
+    def path(self) -> Path:
+        """Path in the run's folder."""
+        return self.checkpoint.path
+
+    @property
+    def step(self) -> int:
+        """Number of updates before the checkpoint."""
+        return self.checkpoint.step
+
+    @property
+    def places(self) -> list[Path | Copy]:
+        """Places to load it from, the best first."""
+        return [*([self.path] if self.is_here else []), *([self.copy] if self.copy is not None else [])]
+
+
+@dataclass(frozen=True)
+class OwnCheckpoints:
+    """Checkpoints that a run may continue from.
+
+    Attributes:
+        current: the highest step last.
+        given_up: checkpoints in the folder that the run has gone back from on another machine.
+    """
+
+    current: tuple[OwnCheckpoint, ...] = ()
+    given_up: tuple[Path, ...] = ()
+
+
+def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
+    """List the checkpoints of a run in its folder and in its mirror.
+
+    Raises:
+        CheckpointError: the folder holds only checkpoints that the mirror has set aside.
+    """
+    here, complete, set_aside = committed_checkpoints(run), copies.complete, copies.set_aside
+    documents = {each.path.name: _document(each.path) for each in here if each.path.name in {*complete, *set_aside}}
+    in_both = [copy.manifest for name, copy in complete.items() if documents.get(name) == copy.manifest]
+    shared = max((manifest.step for manifest in in_both), default=-1)
+    kept = here
+    if any(documents.get(name) == manifest for name, manifest in set_aside.items()):
+        kept = [each for each in here if each.step <= shared]
+        if not kept and not complete:
+            raise CheckpointError(
+                "holds only checkpoints that the mirror of the run has set aside, and the mirror has no other one. "
+                "Rename a set_aside.json there to manifest.json, or give another --ckpt_save_path and "
+                f"--ckpt_mirror_path. The folder has {', '.join(each.path.name for each in here)}",
+                path=run,
+            )
+    gone = [path for path in checkpoints_set_aside(run) if path.name in complete]
+    if any(_document(path) == complete[path.name].manifest for path in gone):
+        complete = {name: copy for name, copy in complete.items() if copy.manifest.step <= shared}
+    by_name = {each.path.name: OwnCheckpoint(each, copy=complete.get(each.path.name)) for each in kept}
+    for name, copy in complete.items():
+        own = by_name.get(name)
+        if own is None or own.checkpoint.kind is None:
+            facts = checkpoint_from(run / CHECKPOINTS / name, copy.manifest)
+            by_name[name] = OwnCheckpoint(facts, is_here=own is not None, copy=copy)
+    current = sorted(by_name.values(), key=lambda each: place_in_run(each.checkpoint))
+    return OwnCheckpoints(tuple(current), tuple(each.path for each in here if each not in kept and each.has_save_name))
+
+
+def _document(path: Path) -> Manifest | None:
+    with suppress(CheckpointError):
+        return read_document(path)
+    return None

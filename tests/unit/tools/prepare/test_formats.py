@@ -1,0 +1,243 @@
+"""What a file is, by its content first and by its name second."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.tools.prepare.prepare_files import json_lines, one, packed, read, texts_of
+
+from pretraining.errors import DataError
+from pretraining.tools.prepare import documents, formats
+from pretraining.tools.prepare.formats import recognise
+
+TEXTS = ["first", "größer", "", "line\nline", "last"]
+ENDINGS = ["", ".gz", ".zst", ".bz2", ".xz", ".lz4"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("name", ["c4-train.00000-of-01024.json", "a.jsonl", "a.txt", "a"])
+def test_json_lines_are_records_whatever_the_name_of_their_file(tmp_path: Path, name: str, ending: str) -> None:
+    content = packed(f"a{ending}", json_lines(TEXTS))
+    assert texts_of(read(one(tmp_path / f"{name}{ending}", content))) == TEXTS
+    assert texts_of(read(one(tmp_path / name, content))) == TEXTS, "the content says how it is packed, too"
+
+
+def test_a_first_line_longer_than_the_beginning_is_read_to_its_end(tmp_path: Path) -> None:
+    texts = ["long " * formats.HEAD_BYTES, "short"]
+    for name in ("a.json", "a.json.gz"):
+        assert texts_of(read(one(tmp_path / name, packed(name, json_lines(texts))))) == texts
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_a_record_per_object(tmp_path: Path, indent: int | None, ending: str) -> None:
+    array = json.dumps([{"id": [1, "]"], "text": text} for text in TEXTS], indent=indent)
+    content = packed(f"a{ending}", b"\xef\xbb\xbf \n" + array.encode())
+    assert texts_of(read(one(tmp_path / f"a.json{ending}", content))) == TEXTS
+    objects = "\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS)  # one after another
+    assert texts_of(read(one(tmp_path / "a.json", objects))) == TEXTS
+
+
+@given(records=st.lists(st.text(max_size=9).map(lambda text: {"text": text}), min_size=1), block=st.integers(1, 60))
+def test_an_array_is_read_alike_in_blocks_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, str]], block: int
+) -> None:
+    file = one(tmp_path_factory.mktemp("array") / "a.json", json.dumps(records, ensure_ascii=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_JSON_BLOCK", block)
+        assert texts_of(read(file)) == [record["text"] for record in records]
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t", ";", "|"])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+def test_a_column_of_a_csv_file_is_a_record_per_row(tmp_path: Path, name: str, delimiter: str) -> None:
+    lines = [
+        f"id{delimiter}text",
+        f'1{delimiter}"a ""quoted"" one{delimiter} of\ntwo lines"',
+        "",
+        f"2{delimiter}größer",
+    ]
+    file = one(tmp_path / name, packed(name, b"\xef\xbb\xbf" + "\r\n".join(lines).replace(",", delimiter).encode()))
+    assert texts_of(read(file)) == [f'a "quoted" one{delimiter} of\ntwo lines', "größer"]
+    assert [document.row for document in read(file)] == [3, 5]
+
+
+def test_json_and_csv_are_one_document_each_on_request(tmp_path: Path) -> None:
+    for name, content in (("a.json", '{"text": "a"}\n'), ("a.csv", "text\na\n"), ("b.json", '[{"text": "a"}]')):
+        (tmp_path / name).write_text(content)
+        file = recognise(tmp_path / name, name, len(content), as_text=True)
+        assert texts_of(read(file)) == [content]
+
+
+def test_a_table_is_one_whatever_the_name_of_its_file(tmp_path: Path) -> None:
+    table = pa.table({"text": TEXTS})
+    pq.write_table(table, tmp_path / "a.jsonl")
+    with pa.ipc.new_stream(str(tmp_path / "a.txt"), table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.jsonl", "a.txt"):
+        assert texts_of(read(recognise(tmp_path / name, name, 1))) == TEXTS
+
+
+def test_texts_that_begin_with_the_letters_of_a_format_are_texts(tmp_path: Path) -> None:
+    for text in (
+        "ORCHESTRA",
+        "PAR1S",
+        "BZhang",
+        "ARROW1 and 2",
+        "FEA1",
+        "LZIPped",
+        "WARC/ISO",
+        "PK",
+        "{}s",
+        "[{a}]",
+        "GIF",
+    ):
+        assert texts_of(read(one(tmp_path / "a.txt", text))) == [text]
+    for name in ("a.txt", "a.bz2"):
+        assert texts_of(read(one(tmp_path / name, packed("a.bz2", b"")))) == [""]
+
+
+# What is not read
+
+
+def tar_of(name: str, content: bytes, form: int) -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", format=form) as archive:
+        info = tarfile.TarInfo(name)
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+    return sink.getvalue()
+
+
+def zip_of(name: str, content: bytes) -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        archive.writestr(name, content)
+    return sink.getvalue()
+
+
+LINES = json_lines(TEXTS)
+TAR = tar_of("a.jsonl", LINES, tarfile.GNU_FORMAT)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 99\n"
+TABLE = pa.BufferOutputStream()
+pq.write_table(pa.table({"text": TEXTS}), TABLE)
+# name, content, what the error says it is, and the remedy
+REFUSED: list[tuple[str, bytes, str, str]] = [
+    ("a.tar", TAR, "a tar archive", "tar -xf"),
+    ("a.tar", tar_of("a.jsonl", LINES, tarfile.PAX_FORMAT), "a tar archive", "tar -xf"),
+    ("a.tar.gz", gzip.compress(TAR), "a tar archive inside gzip", "mkdir"),
+    ("a.txt", packed("a.xz", TAR), "a tar archive inside xz", "tar -xf"),
+    ("a.jsonl.zip", zip_of("a.jsonl", LINES), "a zip archive", "unzip"),
+    ("a.txt", zip_of("a.jsonl", LINES), "a zip archive", "unzip"),
+    ("a.7z", b"7z\xbc\xaf\x27\x1c\0\4", "a 7z archive", "7z x"),
+    ("a.rar", b"Rar!\x1a\x07\1\0", "a rar archive", "unrar x"),
+    ("a.json.br", b"\x8b\x03\x80abc", "compressed by brotli", "brotli -d"),
+    ("a.txt.Z", b"\x1f\x9d\x90", "compressed by compress", "gzip -d"),
+    ("a.txt.sz", b"\xff\x06\x00\x00sNaPpY", "compressed by snappy", "snzip -d"),
+    ("a.txt.gz", gzip.compress(gzip.compress(LINES)), "gzip inside gzip", "Unpack it first"),
+    ("a.parquet.gz", gzip.compress(bytes(TABLE.getvalue())), "Parquet inside gzip", "Unpack it first"),
+    ("a.warc.gz", gzip.compress(b"WARC/1.0\r\n"), "a WARC file", "JSON lines"),
+    ("wiki.xml.bz2", packed("a.bz2", b"<mediawiki xmlns"), "a MediaWiki dump", "wikiextractor"),
+    ("a.orc", b"ORC\0\0", "an ORC file", "Parquet"),
+    ("a.pdf", b"%PDF-1.7", "a PDF", "pdftotext"),
+    ("a.npy", b"\x93NUMPY\1\0", "a NumPy file", ".npy"),
+    ("a.txt", "text".encode("utf-16"), "UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    ("a.txt", "text".encode("utf-16-le"), "UTF-16", "iconv -f UTF-16LE -t UTF-8"),
+    ("a.jsonl", POINTER, "a Git LFS pointer", "git lfs pull"),
+    ("a.parquet", POINTER, "a Git LFS pointer", "git lfs pull"),
+    ("a.json.gz", POINTER, "a Git LFS pointer", "git lfs pull"),
+    *((f"a.txt{ending}", b"", f"ends with {ending}", "Fetch it again") for ending in ENDINGS[1:]),
+    ("a.json.gz", b"<html>404</html>", "ends with .gz", "Fetch it again"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "what", "remedy"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_not_read_is_refused_by_name_with_the_way_on(
+    tmp_path: Path, name: str, content: bytes, what: str, remedy: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        one(tmp_path / name, content)
+    assert error.value.path == tmp_path / name
+    assert what in str(error.value) and remedy in str(error.value)
+
+
+def test_the_command_that_unpacks_makes_a_folder_that_is_read(tmp_path: Path) -> None:
+    place = tmp_path / "my texts"
+    place.mkdir()
+    with pytest.raises(DataError) as error:
+        one(place / "a.tar", TAR)
+    command = str(error.value).partition("give the folder: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert (place / "a" / "a.jsonl").read_bytes() == LINES
+
+
+LONG_WINDOW = bytes.fromhex("28b52ffd04a86900007b2274657874223a2261227d0aaea9718c")  # by zstd --long=31
+
+
+def test_zstd_with_a_long_window_is_refused_with_the_command_that_packs_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    with pytest.raises(DataError, match=r"window.*Pack it again") as error:
+        one(path, LONG_WINDOW)
+    if shutil.which("zstd") is not None:
+        subprocess.run(str(error.value).partition("Pack it again: ")[2], shell=True, check=True)
+        again = path.with_name(f"again-{path.name}")
+        assert texts_of(read(recognise(again, again.name, 1))) == ["a"]
+
+
+# Bad records
+
+# content, the row, what the error says
+BAD: list[tuple[str, str, int, str]] = [
+    ("a.json", '[{"text": "a"}, {"text": 12}]', 2, "field 'text' holds 12, not text"),
+    ("a.json", '[{"text": "a"}, {"text": NaN}]', 2, "holds NaN"),
+    ("a.json", '[{"text": "a"}, 7]', 2, "it is 7, not a JSON object"),
+    ("a.json", '[{"text": "a"}, {"text": ', 2, "not valid JSON"),
+    ("a.json", '["a", "b"]', 1, "it is a string, not a JSON object"),
+    ("a.json", '{\n "data": [{"text": "a"}]\n}', 1, "The fields are: 'data'"),
+    ("a.jsonl", '{"text": ["a", "b"]}', 1, """jq -c '.["text"] |= join(" ")'"""),
+    ("a.jsonl", '{"text": {"id": 1, "body": "a"}}', 1, """jq -c '.["text"] |= .["body"]'"""),
+    ("a.jsonl", '{"text": [1, 2]}', 1, "Token ids are read from Parquet and Arrow"),
+    ("a.jsonl", '{"text": true}', 1, "holds true"),
+    ("a.csv", "id,body\n1,a", 1, "The columns are: 'id', 'body'"),
+    ("a.csv", "id,text\n1,a\n2,a, b\n", 3, "it has 3 fields, but the header has 2"),
+    ("a.csv", 'id,text\n1,a\n2,"a\n3,b\n', 2, "after this row, it is not CSV"),
+    ("a.csv", "", 1, "no column 'text'"),
+    ("a.csv", "text,text\na,b\n", 1, "several columns 'text'"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "row", "what"), BAD, ids=range(len(BAD)))
+def test_a_record_that_is_no_text_is_named_with_what_it_holds(
+    tmp_path: Path, name: str, content: str, row: int, what: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        read(one(tmp_path / name, content))
+    assert (error.value.path, error.value.row) == (tmp_path / name, row)
+    assert what in str(error.value)
+
+
+def test_a_value_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_JSON_BLOCK", 10)
+    monkeypatch.setattr(documents, "LARGEST_VALUE_CHARACTERS", 100)
+    taken = 0
+
+    def read_some(count: int) -> str:
+        nonlocal taken
+        taken += count
+        return "x" * count if taken > 20 else '[{"text": "'.ljust(10, " ")
+
+    with pytest.raises(ValueError, match="line 1 column"):
+        list(documents._json_values(read_some))
+    assert taken < 400
