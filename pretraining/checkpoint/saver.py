@@ -180,12 +180,12 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, plan: SavePlan) -> SavePlan:
-        """Copy the values of a plan into the same memory each time; all plans have the same tensors.
+        """Copy the values of a plan into the same memory each time, unless the plan has other tensors than the last.
 
         On a GPU, this only starts the copies: call `wait` before reading them.
         """
         pieces = [piece for file in plan.files.values() for piece in file]
-        if not self._buffers:
+        if self._buffers.keys() != {piece.name for piece in pieces}:  # the first, or the first with optimizer state
             memory = _allocate([piece.values for piece in pieces], pinned=self._stream is not None)
             self._buffers = {piece.name: buffer for piece, buffer in zip(pieces, memory, strict=True)}
         if self._stream is not None:
