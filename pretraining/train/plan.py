@@ -35,7 +35,7 @@ from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout
-from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
 from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
@@ -177,11 +177,11 @@ def _annealing_start(config: TrainConfig, restored: CheckpointRef | None) -> int
 
 
 def recorded_evaluation(manifest: Manifest) -> EvaluationRecord:
-    """Return what a checkpoint records of its run's evaluation sets; raise a CheckpointError if it is damaged."""
+    """Return what a checkpoint records of its run's evaluation sets; raise a DamagedError if that cannot be read."""
     try:
         return EvaluationRecord.of_state(manifest.state.get(EVALUATION_SETS_STATE, {}))
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
+        raise DamagedError(
             f"the evaluation sets of the checkpoint of step {manifest.step} are damaged: {error}"
         ) from None
 
