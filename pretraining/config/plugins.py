@@ -24,6 +24,10 @@ PLUGIN_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_
 """A user-defined plugin: package.module:Name."""
 
 
+SHARDED_TENSORS = str(Path("torch", "distributed", "tensor"))
+"""Folder of PyTorch's code that refuses operations on sharded tensors."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A built-in plugin.
@@ -180,6 +184,25 @@ def plugin_errors(flag: str, name: str) -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"--{flag}={name} fails: {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        ) from error
+
+
+@contextmanager
+def sharding_errors(optimizer: str) -> Iterator[None]:
+    """Turn PyTorch's refusal of an operation on sharded tensors into an error that names the optimizer.
+
+    Raises:
+        ConfigError: the optimizer cannot update sharded parameters.
+    """
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if SHARDED_TENSORS not in traceback.extract_tb(error.__traceback__)[-1].filename:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{optimizer} cannot update sharded parameters: {reason}\nGive --sharding_strategy=ddp, another optimizer "
+            "or, if the class has such an option, --optimizer_options=foreach=false"
         ) from error
 
 

@@ -8,21 +8,17 @@ step, and calls `step` only for an update.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pretraining.errors import ConfigError
+from pretraining.config.plugins import sharding_errors
 
 PEAK = "initial_lr"
 """Key of a parameter group's peak learning rate, which the schedule scales; torch's schedulers use this key too."""
 
-SHARDED_TENSORS = str(Path("torch", "distributed", "tensor"))
-"""Folder of the code that refuses operations on sharded tensors."""
 EMBEDDING = "embed_tokens.weight"
 Groups = list[dict[str, Any]]
 
@@ -59,16 +55,8 @@ def update(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
         optimizer.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
     elif skipped.item():
         return
-    try:
+    with sharding_errors(type(optimizer).__name__):
         optimizer.step()
-    except (NotImplementedError, RuntimeError) as error:
-        if SHARDED_TENSORS not in traceback.extract_tb(error.__traceback__)[-1].filename:
-            raise
-        raise ConfigError(
-            f"{type(optimizer).__name__} cannot update sharded parameters: {str(error).partition(chr(10))[0]}\n"
-            "Give --sharding_strategy=ddp, another optimizer or, if the class has such an option, "
-            "--optimizer_options=foreach=false"
-        ) from error
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -26,7 +26,7 @@ BLOCK = re.compile(r"```(?:bash|sh)?\n(.*?)```", re.DOTALL)
 
 OTHER_PROGRAMS = """
     temp model model_args tasks include_path no-deps standalone nproc-per-node nnodes rdzv-endpoint rdzv-backend
-    node-rank master-addr master-port pty
+    node-rank master-addr master-port pty long
     max-restarts no-python nodes ntasks ntasks-per-node gpus-per-task gpus-per-node gpu-bind distribution signal time
     requeue array allow-run-as-root hostfile bind-to kill-on-bad-exit local-rank logdir name noname flags file tag rm
     gpus ipc volume build-arg target editable strict hypothesis-profile no-index find-links
