@@ -60,6 +60,16 @@ def test_an_array_is_read_alike_in_blocks_of_any_size(
         assert texts_of(read(file)) == [record["text"] for record in records]
 
 
+@pytest.mark.parametrize("rest", ['\n[{"text": "second"}]', '{"text": "second"}', " " * 99 + "]"])
+def test_a_file_of_several_arrays_is_refused_with_the_command_that_makes_lines_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str
+) -> None:
+    monkeypatch.setattr(documents, "_JSON_BLOCK", 20)
+    file = one(tmp_path / "a.jsonl", '[{"text": "first"}]' + rest)
+    with pytest.raises(DataError, match=r"row 2: .*text follows the array; jq -c '\.\[\]'"):
+        texts_of(read(file))
+
+
 @pytest.mark.parametrize("delimiter", [",", "\t", ";", "|"])
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
 def test_a_column_of_a_csv_file_is_a_record_per_row(tmp_path: Path, name: str, delimiter: str) -> None:
