@@ -114,7 +114,7 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
                 adopted[name] = on_rank_zero(partial(prepared_token, name, data, sets))
     if data.tokenizer_path is None:
         own = start.config.data.tokenizer_path if start is not None and is_resumed else None
-        is_lost = own is not None and not exists(Path(own).expanduser())
+        is_lost = own is not None and not on_rank_zero(partial(exists, Path(own).expanduser()))
         adopted["tokenizer_path"] = own
         if is_lost or not is_resumed:
             adopted["tokenizer_path"] = on_rank_zero(lambda: prepared_tokenizer(data, sets, rows))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import tokenizers
 from training_runs import TINY
 from unit.train.whole_runs import manifest_of, refusal, start
 
+from pretraining.checkpoint import run_settings
+from pretraining.checkpoint.start_point import find_newest
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
 from pretraining.config.training import TrainConfig
@@ -98,6 +102,26 @@ def test_a_resumed_run_keeps_what_its_checkpoint_recorded(data: Path, tmp_path: 
     start(tmp_path / "old", *flags, "run_steps=1", model=MODEL)
     settings = settings_of(tmp_path / "old")
     assert (settings.data.bos_token, settings.data.tokenizer_path, settings.model.vocab_size) == (None, None, None)
+
+
+def test_the_first_rank_tells_all_whether_the_tokenizer_of_a_resumed_run_is_still_there(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(tmp_path / "run", f"data_path={data}", *COMMON, "run_steps=2", model=MODEL)
+    config, here, elsewhere = settings_of(tmp_path / "run"), data, tmp_path / "on another node"
+    (data / "web/prepare.json").unlink()
+    here.rename(elsewhere)
+
+    def ask_rank_zero(function: Callable[[], object]) -> object:
+        elsewhere.rename(here)
+        found = function()
+        here.rename(elsewhere)
+        return found
+
+    monkeypatch.setattr(run_settings, "on_rank_zero", ask_rank_zero)
+    without = replace(config, data=replace(config.data, tokenizer_path=None))
+    adopted = run_settings.adopt_settings(without, find_newest(tmp_path / "run"))
+    assert adopted.data.tokenizer_path == str(data)
 
 
 def test_a_run_in_a_folder_with_a_timestamp_is_found_again(data: Path, tmp_path: Path) -> None:
