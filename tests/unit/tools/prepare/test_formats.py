@@ -34,6 +34,14 @@ def test_json_lines_are_records_whatever_the_name_of_their_file(tmp_path: Path, 
     assert texts_of(read(one(tmp_path / name, content))) == TEXTS, "the content says how it is packed, too"
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.txt"])
+def test_a_damaged_first_line_does_not_make_json_lines_something_else(tmp_path: Path, name: str) -> None:
+    file = one(tmp_path / name, packed(name, b'{"text": "cut\n' + json_lines(TEXTS)))
+    assert file.format == "JSON lines"
+    with pytest.raises(DataError, match="row 1: not valid JSON"):
+        read(file)
+
+
 def test_a_first_line_longer_than_the_beginning_is_read_to_its_end(tmp_path: Path) -> None:
     texts = ["long " * formats.HEAD_BYTES, "short"]
     for name in ("a.json", "a.json.gz"):
