@@ -49,8 +49,8 @@ class MegatronFormat:
         index = Path(path).with_suffix(self.companion)
         code, lengths, offsets = _read_index(str(index))
         if path == str(index):
-            if not exists(tokens := index.with_suffix(self.suffix)):
-                raise DataError("is missing, but its index is there: copy it, or remove the index", path=tokens)
+            if not exists(pair := index.with_suffix(self.suffix)):
+                raise DataError("is missing, but its index is there: copy it, or remove the index", path=pair)
             none = np.zeros(0, dtype=np.int64)
             return DocumentLayout(none, none, 1, np.zeros(0, dtype=np.uint8))
         content = read_bytes(path)
