@@ -203,3 +203,16 @@ def test_weights_that_expect_a_begin_token_and_data_without_one_are_a_warning(
         (data / "web/prepare.json").write_text(kept)
         printed = "".join(capsys.readouterr())
         assert "expect token 5 before every text" in printed and "--bos_token=5" in printed
+
+
+def test_weights_beside_a_tokenizer_that_cannot_be_read_are_trained_on_with_a_warning(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_record(data, "begin_of_text")
+    flags = [f"data_path={data}", *COMMON]
+    start(tmp_path / "first", *flags, "run_steps=2", model=MODEL)
+    main(["export", f"ckpt_load_path={tmp_path / 'first'}", f"output_path={tmp_path / 'exported'}", "dtype=float32"])
+    (tmp_path / "exported/tokenizer.json").write_text("{")
+    load = [f"ckpt_load_path={tmp_path / 'exported'}", "weights_only=true", "dry_run=true"]
+    start(tmp_path / "second", *flags, *load, model=MODEL)
+    assert "whether the weights expect a token before every text is unknown" in "".join(capsys.readouterr())
