@@ -15,7 +15,7 @@ from pretraining.checkpoint.start_point import CheckpointRef, find_start, on_ran
 from pretraining.config.rules import check_config
 from pretraining.config.training import DataConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import DEFAULT_VARIANT, model_settings, resolve_shape, rounded_vocabulary
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists, is_file
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
                 adopted[name] = on_rank_zero(partial(prepared_token, name, data, sets))
     if data.tokenizer_path is None:
         own = start.config.data.tokenizer_path if start is not None and is_resumed else None
-        is_lost = own is not None and not exists(Path(own).expanduser())
+        is_lost = own is not None and not on_rank_zero(partial(exists, Path(own).expanduser()))
         adopted["tokenizer_path"] = own
         if is_lost or not is_resumed:
             adopted["tokenizer_path"] = on_rank_zero(lambda: prepared_tokenizer(data, sets, rows))
@@ -129,7 +129,10 @@ def _warn_of_begin_token(start: CheckpointRef) -> None:
     begin = trained.get("bos_token")
     if not trained:  # weights of others expect what their tokenizer does
         path = start.path if is_file(start.path / TOKENIZER_FILE) else Path(own or "")
-        begin = load_tokenizer(path).begin_of_text if exists(path / TOKENIZER_FILE) else None
+        try:
+            begin = load_tokenizer(path).begin_of_text if exists(path / TOKENIZER_FILE) else None
+        except DataError as error:  # training needs no tokenizer
+            log.warning("whether the weights expect a token before every text is unknown: %s", error)
     if begin is not None:
         log.warning(
             "the weights of %s expect token %d before every text, and this run has no bos_token: unless the token "

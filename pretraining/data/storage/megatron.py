@@ -19,6 +19,7 @@ import numpy as np
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.token_format import DocumentLayout, as_tokens, beginning_of, read_bytes
 from pretraining.errors import DataError
+from pretraining.files import exists
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"
@@ -48,6 +49,8 @@ class MegatronFormat:
         index = Path(path).with_suffix(self.companion)
         code, lengths, offsets = _read_index(str(index))
         if path == str(index):
+            if not exists(pair := index.with_suffix(self.suffix)):
+                raise DataError("is missing, but its index is there: copy it, or remove the index", path=pair)
             none = np.zeros(0, dtype=np.int64)
             return DocumentLayout(none, none, 1, np.zeros(0, dtype=np.uint8))
         content = read_bytes(path)

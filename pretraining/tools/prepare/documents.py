@@ -240,6 +240,9 @@ def _json_values(read: Callable[[int], str]) -> Iterator[Any]:
         between = _BETWEEN_VALUES.match(text, at)
         at = between.end() if between else at
         if is_array and text.startswith("]", at):
+            rest = chain([text[at + 1 :]], iter(partial(read, _JSON_BLOCK), ""))
+            if any(block and not block.isspace() for block in rest):
+                raise ValueError("text follows the array; jq -c '.[]' makes JSON lines of several arrays")
             return
         try:
             value, end = decoder.raw_decode(text, at)

@@ -310,19 +310,19 @@ def _convert_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= encoding.largest_vocabulary):
             wrong = int(np.argmax((ids < 0) | (ids >= encoding.largest_vocabulary)))
             found = f"token {wrong:,} of the document is {int(ids[wrong])}"
-            raise piece.error(f"{found}, but {_describe_limit(encoding)}")
+            raise piece.error(f"{found}, but {_describe_limit(encoding, int(ids[wrong]))}")
         tokens.append(ids.astype(encoding.dtype))
     lengths = np.array([len(ids) for ids in tokens])
     return batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch))
 
 
-def _describe_limit(encoding: Encoding) -> str:
-    """Return the ids that are allowed, and the remedy for others."""
+def _describe_limit(encoding: Encoding, token: int) -> str:
+    """Return the ids that are allowed, and the remedy for a token that is not."""
     largest = encoding.largest_vocabulary - 1
+    if token < 0 or encoding.largest_vocabulary == UNKNOWN_VOCABULARIES[32]:
+        return f"token ids go from 0 to {largest}: write the file again without it"
     if encoding.tokenizer is not None:
         return f"the ids of the tokenizer go from 0 to {largest}: give --tokenizer_path=<the tokenizer of these ids>"
-    if encoding.largest_vocabulary in UNKNOWN_VOCABULARIES.values():
-        return f"token ids go from 0 to {largest}: write the file again without it"
     return f"with --vocab_size={largest + 1} ids go from 0 to {largest}: give the size of the tokenizer of these ids"
 
 

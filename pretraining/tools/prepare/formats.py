@@ -73,13 +73,17 @@ def _recode(encoding: str) -> str:
 
 
 def _are_json_lines(head: bytes) -> bool:
-    """Return whether the first line is a JSON object, and the next one, if there is one, begins like one."""
-    head = head.removeprefix(BOM).lstrip()
-    if not head.startswith(b"{"):
+    """Return whether two lines begin like JSON objects, and one of them is one: the other may be damaged."""
+    first, _, rest = head.removeprefix(BOM).lstrip().partition(b"\n")
+    rest = rest.lstrip()
+    if not first.startswith(b"{") or (rest and not rest.startswith(b"{")):
         return False
-    first, _, rest = head.partition(b"\n")
+    return _is_object(first) or _is_object(rest.partition(b"\n")[0])
+
+
+def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(first), dict) and rest.lstrip()[:1] in (b"{", b"")
+        return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
 

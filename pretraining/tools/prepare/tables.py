@@ -59,6 +59,7 @@ def read_table(file: InputFile, column: str, begin: int = 0, end: int | None = N
             sized = ((batch, 0.0) for batch in table)
         for batch, size in sized:
             rows = batch.column(0)
+            rows.validate(full=_is_list(rows.type))  # pyarrow may end the process on damaged lists
             for at in range(0, len(rows), ROWS_AT_ONCE):
                 some = rows.slice(at, ROWS_AT_ONCE)
                 yield from documents_of_rows(some, column, path, row + at, int(size * len(some) / len(rows)))
@@ -233,7 +234,7 @@ def _open_table(file: InputFile, column: str | None = None) -> Iterator[Any]:
                 options = pa.ipc.IpcReadOptions(included_fields=[table.schema.get_field_index(column)])
                 table = stack.enter_context(open_arrow(pa.memory_map(str(file.path)), options=options))
             yield table
-    except (pa.ArrowException, OSError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or error or "damaged"
         problem = f"it is not a readable {file.format} file ({reason})"
         raise DataError(f"{problem}. Fetch or write it again", path=file.path) from error

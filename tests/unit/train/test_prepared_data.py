@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import tokenizers
 from training_runs import TINY
 from unit.train.whole_runs import manifest_of, refusal, start
 
+from pretraining.checkpoint import run_settings
+from pretraining.checkpoint.start_point import find_newest
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
 from pretraining.config.training import TrainConfig
@@ -100,6 +104,26 @@ def test_a_resumed_run_keeps_what_its_checkpoint_recorded(data: Path, tmp_path: 
     assert (settings.data.bos_token, settings.data.tokenizer_path, settings.model.vocab_size) == (None, None, None)
 
 
+def test_the_first_rank_tells_all_whether_the_tokenizer_of_a_resumed_run_is_still_there(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(tmp_path / "run", f"data_path={data}", *COMMON, "run_steps=2", model=MODEL)
+    config, here, elsewhere = settings_of(tmp_path / "run"), data, tmp_path / "on another node"
+    (data / "web/prepare.json").unlink()
+    here.rename(elsewhere)
+
+    def ask_rank_zero(function: Callable[[], object]) -> object:
+        elsewhere.rename(here)
+        found = function()
+        here.rename(elsewhere)
+        return found
+
+    monkeypatch.setattr(run_settings, "on_rank_zero", ask_rank_zero)
+    without = replace(config, data=replace(config.data, tokenizer_path=None))
+    adopted = run_settings.adopt_settings(without, find_newest(tmp_path / "run"))
+    assert adopted.data.tokenizer_path == str(data)
+
+
 def test_a_run_in_a_folder_with_a_timestamp_is_found_again(data: Path, tmp_path: Path) -> None:
     (data / "web/prepare.json").rename(data / "kept.json")
     flags = [f"data_path={data}", *COMMON, "run_steps=2", "sep_token=0"]
@@ -179,3 +203,16 @@ def test_weights_that_expect_a_begin_token_and_data_without_one_are_a_warning(
         (data / "web/prepare.json").write_text(kept)
         printed = "".join(capsys.readouterr())
         assert "expect token 5 before every text" in printed and "--bos_token=5" in printed
+
+
+def test_weights_beside_a_tokenizer_that_cannot_be_read_are_trained_on_with_a_warning(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_record(data, "begin_of_text")
+    flags = [f"data_path={data}", *COMMON]
+    start(tmp_path / "first", *flags, "run_steps=2", model=MODEL)
+    main(["export", f"ckpt_load_path={tmp_path / 'first'}", f"output_path={tmp_path / 'exported'}", "dtype=float32"])
+    (tmp_path / "exported/tokenizer.json").write_text("{")
+    load = [f"ckpt_load_path={tmp_path / 'exported'}", "weights_only=true", "dry_run=true"]
+    start(tmp_path / "second", *flags, *load, model=MODEL)
+    assert "whether the weights expect a token before every text is unknown" in "".join(capsys.readouterr())

@@ -284,6 +284,11 @@ def test_damage_of_a_megatron_pair_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
         read()
     assert raised.value.path == index
+    path.unlink()
+    index.write_bytes(content)
+    with pytest.raises(DataError, match="is missing") as raised:
+        load_format("megatron", CONFIG).documents(str(index))
+    assert raised.value.path == path
 
 
 def test_arrays_with_and_without_a_header_do_not_mix(tmp_path: Path) -> None:

@@ -34,6 +34,14 @@ def test_json_lines_are_records_whatever_the_name_of_their_file(tmp_path: Path, 
     assert texts_of(read(one(tmp_path / name, content))) == TEXTS, "the content says how it is packed, too"
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.txt"])
+def test_a_damaged_first_line_does_not_make_json_lines_something_else(tmp_path: Path, name: str) -> None:
+    file = one(tmp_path / name, packed(name, b'{"text": "cut\n' + json_lines(TEXTS)))
+    assert file.format == "JSON lines"
+    with pytest.raises(DataError, match="row 1: not valid JSON"):
+        read(file)
+
+
 def test_a_first_line_longer_than_the_beginning_is_read_to_its_end(tmp_path: Path) -> None:
     texts = ["long " * formats.HEAD_BYTES, "short"]
     for name in ("a.json", "a.json.gz"):
@@ -58,6 +66,16 @@ def test_an_array_is_read_alike_in_blocks_of_any_size(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "_JSON_BLOCK", block)
         assert texts_of(read(file)) == [record["text"] for record in records]
+
+
+@pytest.mark.parametrize("rest", ['\n[{"text": "second"}]', '{"text": "second"}', " " * 99 + "]"])
+def test_a_file_of_several_arrays_is_refused_with_the_command_that_makes_lines_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str
+) -> None:
+    monkeypatch.setattr(documents, "_JSON_BLOCK", 20)
+    file = one(tmp_path / "a.jsonl", '[{"text": "first"}]' + rest)
+    with pytest.raises(DataError, match=r"row 2: .*text follows the array; jq -c '\.\[\]'"):
+        texts_of(read(file))
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t", ";", "|"])

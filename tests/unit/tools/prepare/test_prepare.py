@@ -221,6 +221,23 @@ def test_token_ids_in_a_root_with_a_tokenizer_are_of_that(tmp_path: Path) -> Non
     assert (summary.vocab_size, summary.end_of_text, summary.tokenizer) == (300, 0, TRAINED.sha256)
 
 
+@pytest.mark.parametrize(
+    ("token", "vocab_size", "remedy"),
+    [
+        (70_000, 1 << 16, "with --vocab_size=65536 ids go from 0 to 65535: give the size of the tokenizer"),
+        (-1, 1 << 16, "write the file again without it"),
+        (-1, None, "write the file again without it"),
+        (1 << 40, None, "write the file again without it"),
+    ],
+)
+def test_a_token_id_that_cannot_be_is_an_error_with_a_remedy_that_helps(
+    tmp_path: Path, token: int, vocab_size: int | None, remedy: str
+) -> None:
+    config = table_config(tmp_path, [[5, token]], pa.list_(pa.int64()))
+    with pytest.raises(DataError, match=f"is {token}, but .*{remedy}"):
+        prepare(replace(config, vocab_size=vocab_size))
+
+
 @pytest.mark.parametrize("first", [pa.uint16(), pa.int8()], ids=str)
 def test_ids_of_files_with_unlike_types_have_no_bound_that_nobody_gave(tmp_path: Path, first: pa.DataType) -> None:
     """The first file's type alone would have given 65,535."""
