@@ -218,6 +218,18 @@ def test_push_copies_the_good_checkpoints_and_names_the_damaged_ones(
     assert {path.parent.name for path in (copied / "other").glob("checkpoints/*/manifest.json")} == step_names(6, 8)
 
 
+def test_push_keeps_the_copy_of_a_checkpoint_that_is_cut_on_disk(copied: Path) -> None:
+    shutil.rmtree(checkpoint(copied / "store", 6))
+    before = shutil.copytree(checkpoint(copied / "store", 8), copied / "eight")
+    for step in (4, 8):
+        shard = max(checkpoint(copied / "run", step).glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-8])
+    push(PushConfig(paths=(str(copied / "run"), f"file://{copied}/store")))
+    assert copies_in(copied) == step_names(2, 4, 6, 8) and equal(checkpoint(copied / "store", 8), before)
+    with pytest.raises(CheckpointError, match="2 checkpoints not copied"):  # and does not try to copy them for ever
+        push(PushConfig(paths=(str(copied / "run"), f"file://{copied}/other")))
+
+
 def test_a_start_skips_a_checkpoint_whose_position_in_the_data_cannot_be_read(tmp_path: Path) -> None:
     start(tmp_path, "num_steps=4", "checkpoint_interval=2")
     document = manifest_of(tmp_path, 4)
