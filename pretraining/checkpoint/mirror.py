@@ -67,24 +67,33 @@ class TakenOverError(CheckpointError):
 # Start of a run
 
 
-def list_copies(config: CheckpointConfig) -> Copies:
+def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
     """List the checkpoints in a run's mirror, after a check that the run may write there; in one process.
 
     Nothing is written into the run's folder, so a start that is refused later leaves no trace of a wrong mirror.
+
+    Args:
+        tries: maximum, if the store fails.
 
     Raises:
         CheckpointError: the store cannot be used, or holds the mirror of another run.
     """
     if config.ckpt_save_path is None or config.ckpt_mirror_path is None:
         return NO_COPIES
-    store, copies = Store(config.ckpt_mirror_path), read_copies(config.ckpt_mirror_path)
-    name, content = f"probe.{secrets.token_hex(4)}", b"may this run write here?"
-    store.write(name, content)
-    if store.read(name) != content:
-        raise StoreError("reads back other bytes than were written", path=f"{store.address}/{name}")
-    store.remove(name)
-    _check_run_id(store, config.folder, copies)
-    return copies
+    address, folder = config.ckpt_mirror_path, config.folder
+    store = Store(address)
+
+    def read() -> Copies:
+        copies = read_copies(address)
+        name, content = f"probe.{secrets.token_hex(4)}", b"may this run write here?"
+        store.write(name, content)
+        if store.read(name) != content:
+            raise StoreError("reads back other bytes than were written", path=f"{store.address}/{name}")
+        store.remove(name)
+        _check_run_id(store, folder, copies)
+        return copies
+
+    return store.retry(read, threading.Event(), tries)
 
 
 def _check_run_id(store: Store, run: Path, copies: Copies) -> None:

@@ -29,7 +29,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pyarrow.fs
 from pyarrow.lib import ArrowException
 
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text, misnamed_files
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text, misnamed_files, size_fault
 from pretraining.checkpoint.own_checkpoints import Copies, Copy
 from pretraining.checkpoint.run_folder import CHECKPOINTS, temporary_name
 from pretraining.errors import CheckpointError, DamagedError
@@ -99,9 +99,11 @@ class Store:
 
         Raises:
             OSError: the file cannot be read.
-            CheckpointError: the file does not have the checksum in its manifest.
+            CheckpointError: the file does not have the size and the checksum in its manifest.
         """
         checksum = 0
+        if fault := size_fault(file, entry):  # before the store: it would seem to have lost the bytes
+            raise CheckpointError(fault)
 
         def pieces() -> Iterator[bytes]:
             nonlocal checksum

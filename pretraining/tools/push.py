@@ -39,7 +39,8 @@ def push(config: PushConfig) -> None:
     try:
         listed = own_checkpoints(run, list_copies(settings))
         here = [each.path for each in listed.current if each.is_here]
-        newest = max((each.step for each in listed.current if each.is_here and _is_good(each.path)), default=-1)
+        good = [each.step for each in listed.current if each.is_here and (each.copy or _is_good(each.path))]
+        newest = max(good, default=-1)
         newer = [each.path.name for each in listed.current if not each.is_here and each.step > newest]
         unlike = [*newer, *(path.name for path in listed.given_up)]
         if unlike:

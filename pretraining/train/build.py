@@ -192,7 +192,8 @@ def _assemble(
 
     evaluator = _build_evaluator(plan, context, observer, should_stop, sampler)
     replicas = Replicas(list(context.model.parameters.values()), plan.mesh)
-    guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, events)
+    is_resumed = plan.restored is not None and plan.restored.is_own
+    guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, events, is_resumed=is_resumed)
     states: dict[str, Stateful] = {
         GUARDS_STATE: guards,
         EVALUATION_STATE: evaluator,

@@ -23,6 +23,7 @@ from types import MappingProxyType
 import torch
 
 from pretraining.checkpoint.mirror import list_copies
+from pretraining.checkpoint.object_store import TRIES_OF_START
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import committed_checkpoints
@@ -87,7 +88,7 @@ def _go_back(divergence: DivergenceError, number: int, builder: _Builder) -> Run
     """Build the run from before a divergence, save it, and set newer checkpoints aside; a collective call."""
     config = builder.checkpoint
     builder.before_step = divergence.first_step
-    start = find_start(config, before_step=builder.before_step, copies=read_mirror(config))
+    start = find_start(config, before_step=builder.before_step, copies=read_mirror(config, TRIES_OF_START))
     run = builder.build_good(start)
     builder.before_step, start = None, builder.plan.start
     run.checkpoints.save_now(run.state, start.manifest.kind if start is not None and start.is_own else "interval")
@@ -132,7 +133,7 @@ class _Builder:
             assert start is not None
             damaged[start.source] = result
             _free_memory()
-            copies = read_mirror(self.checkpoint)
+            copies = read_mirror(self.checkpoint, TRIES_OF_START)
             start = find_and_count_start(self.checkpoint, self.status, copies, damaged, self.before_step)
 
     def _try_to_build(self, start: CheckpointRef | None) -> Run | str:
@@ -144,13 +145,13 @@ class _Builder:
             return str(error)
 
 
-def read_mirror(config: CheckpointConfig) -> Copies:
+def read_mirror(config: CheckpointConfig, tries: int = 1) -> Copies:
     """Return the checkpoints in a run's mirror on rank 0, nothing on other ranks; a collective call."""
     found = NO_COPIES
 
     def read() -> None:
         nonlocal found
-        found = list_copies(config)
+        found = list_copies(config, tries)
 
     on_rank_zero(read)
     return found

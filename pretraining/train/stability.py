@@ -43,6 +43,7 @@ class Guards:
         activity: progress marker for the watchdog.
         training_tokens: tokens of one pass over the datasets, for intervals in epochs.
         events: event log for skipped updates.
+        is_resumed: whether the start point is a checkpoint of this run; another run's rollback is not repeated.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class Guards:
         activity: Activity,
         training_tokens: int | None,
         events: Events,
+        *,
+        is_resumed: bool = True,
     ) -> None:
         self._events = events
-        self._max_in_a_row, self._goes_back = config.max_skipped_steps, config.max_rollbacks > 0
+        self._max_in_a_row, self._goes_back = config.max_skipped_steps, is_resumed and config.max_rollbacks > 0
         self._reads_outcomes = config.max_skipped_steps > 0 or config.spike_threshold is not None
         self._loader = loader
         self._replicas = replicas
@@ -100,8 +103,8 @@ class Guards:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the count of skipped updates in a row.
 
-        Without rollbacks, a run that has diverged may resume with other settings: the limit applies from the next step
-        on.
+        Without rollbacks, a run that has diverged may resume with other settings, and so may a new run from its
+        checkpoint: the limit applies from the next step on.
         """
         most = self._max_in_a_row - 1 if self._max_in_a_row and not self._goes_back else math.inf
         self._in_a_row = int(min(state["skipped_in_a_row"], most))

@@ -190,3 +190,14 @@ def test_a_run_that_diverged_without_rollbacks_resumes_with_a_smaller_rate(
     assert manifest_of(tmp_path / "run", 4)["state"]["guards"] == {"skipped_in_a_row": 2}
     start(tmp_path / "run", *flags, "learning_rate=1e-4")
     assert started_at(tmp_path / "run") == 4 and manifest_of(tmp_path / "run", 6)["data"]["skipped"] == []
+
+
+def test_a_new_run_from_the_last_checkpoint_of_a_run_that_diverged_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["num_steps=6", "max_skipped_steps=2", "checkpoint_interval=1"]
+    with monkeypatch.context() as patch:
+        diverging_after(2, patch)
+        refusal(tmp_path / "run", *flags)
+    start(tmp_path / "new", *flags, f"ckpt_load_path={tmp_path / 'run'}", "learning_rate=1e-4", "max_rollbacks=1")
+    assert started_at(tmp_path / "new") == 4 and manifest_of(tmp_path / "new", 6)["data"]["skipped"] == []

@@ -12,7 +12,7 @@ import torch
 from training_runs import checkpoints_of, losses_of, write_dataset
 from unit.train.whole_runs import checkpoint, damage, equal, manifest_of, refusal, start, started_at
 
-from pretraining.checkpoint.object_store import Store
+from pretraining.checkpoint.object_store import Store, StoreError
 from pretraining.cli import main
 from pretraining.errors import CheckpointError
 from pretraining.files import with_checksum
@@ -104,6 +104,21 @@ def test_row_55_a_rollback_to_a_checkpoint_that_is_damaged_on_disk_takes_its_cop
     train(tmp_path, "max_skipped_steps=2", "max_rollbacks=1", "run_steps=2")
     assert [manifest_of(tmp_path / "run", step)["data"]["skipped"] for step in (2, 4, 6)] == [[], *[[[8, 12]]] * 2]
     assert equal(checkpoint(tmp_path / "store", 4), before)
+
+
+def test_a_rollback_waits_for_a_store_that_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_in_parts(tmp_path, steps=4)
+    sizes, faults = Store.sizes, list[StoreError]()
+
+    def fail_once(self: Store) -> dict[str, int]:
+        if faults:
+            raise faults.pop()
+        return sizes(self)
+
+    monkeypatch.setattr(Store, "sizes", fail_once)
+    losing_after(4, 1, monkeypatch, then=lambda: faults.append(StoreError("throttled")))
+    train(tmp_path, "max_skipped_steps=2", "max_rollbacks=1", "run_steps=2")
+    assert manifest_of(tmp_path / "run", 6)["data"]["skipped"] == [[8, 12]]
 
 
 def test_row_57_best_is_fetched_after_the_loss_of_a_disk(tmp_path: Path) -> None:
@@ -216,6 +231,18 @@ def test_push_copies_the_good_checkpoints_and_names_the_damaged_ones(
     assert ending.value.code == 1 and "2 checkpoints copied, 2 are in" in said.out
     assert "step_2_ckp" in said.err and "step_4_ckp" in said.err
     assert {path.parent.name for path in (copied / "other").glob("checkpoints/*/manifest.json")} == step_names(6, 8)
+
+
+def test_push_keeps_the_copy_of_a_checkpoint_that_is_cut_on_disk(copied: Path) -> None:
+    shutil.rmtree(checkpoint(copied / "store", 6))
+    before = shutil.copytree(checkpoint(copied / "store", 8), copied / "eight")
+    for step in (4, 8):
+        shard = max(checkpoint(copied / "run", step).glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-8])
+    push(PushConfig(paths=(str(copied / "run"), f"file://{copied}/store")))
+    assert copies_in(copied) == step_names(2, 4, 6, 8) and equal(checkpoint(copied / "store", 8), before)
+    with pytest.raises(CheckpointError, match="2 checkpoints not copied"):  # and does not try to copy them for ever
+        push(PushConfig(paths=(str(copied / "run"), f"file://{copied}/other")))
 
 
 def test_a_start_skips_a_checkpoint_whose_position_in_the_data_cannot_be_read(tmp_path: Path) -> None:
