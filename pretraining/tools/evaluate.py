@@ -137,7 +137,7 @@ def _check_held_out(config: TrainConfig, trained: float | None) -> None:
 
 
 def format_evaluation(found: Evaluation) -> list[str]:
-    """Return one line per set, and a line of the means over the tokens of all sets."""
+    """Return one line per set, and a line of the means over all sets."""
     names = list(found.numbers())
     rows = [("set", "tokens", *(name.replace("_", " ") for name in names))]
     for name, label in [(name, name) for name in found.sets] + [(None, MEAN)]:
