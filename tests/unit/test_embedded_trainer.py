@@ -127,7 +127,7 @@ def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: P
 def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(make_plan: object, build: partial[object], *arguments: object) -> None:
+    def build(config: object, make_plan: object, build: partial[object], *arguments: object) -> None:
         signal.raise_signal(signal.SIGTERM)
         build.keywords["stop_requests"].raise_if_pending()
 
