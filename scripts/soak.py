@@ -260,7 +260,9 @@ class Soak:
         Raises:
             Broken: the run failed by itself, lost a step although it was asked to stop, or has a bad checkpoint.
         """
-        before, processes = max(newest_step(run), newest_copy(self._mirror_of(run))), self._flags.processes
+        before, processes = newest_step(run), self._flags.processes
+        if self._flags.mirror:
+            before = max(before, newest_copy(self._mirror_of(run)))
         settings = [f"async_save={asynchronous}"]
         if self._flags.elastic:
             processes = self._random.randint(1, processes + 1)
@@ -272,7 +274,7 @@ class Soak:
             codes = job.await_end(self._flags.patience if is_hit else math.inf)
         finally:
             job.close()
-        check_checkpoints(run, before)
+        check_checkpoints(run, before, newest_copy(self._mirror_of(run)) if self._flags.mirror else 0)
         if not any(codes):
             return True  # a kill was too late
         if kill is None or not is_hit:
@@ -336,15 +338,19 @@ def newest_copy(address: str) -> int:
     return max((copy.manifest.step for copy in read_copies(address).complete.values()), default=0)
 
 
-def check_checkpoints(run: Path, before: int) -> None:
-    """Raise Broken unless all committed checkpoints are sound and the newest is not older than step `before`."""
+def check_checkpoints(run: Path, before: int, copied: int = 0) -> None:
+    """Raise Broken unless all committed checkpoints are sound and the newest is not older than step `before`.
+
+    Args:
+        copied: step of the newest copy in the mirror, which a killed start may not have fetched yet.
+    """
     paths = [each.path for each in committed_checkpoints(run)]
     faults = [fault for path in paths for fault in faults_of(path)]
     best = run / CHECKPOINTS / BEST
     if best.is_symlink() and not (best.is_dir() and best.resolve().name in {path.name for path in paths}):
         faults.append(f"{best} points to {best.readlink()}, which is no checkpoint")
-    if newest_step(run) < before:
-        faults.append(f"the newest checkpoint of {run} was of step {before}, and is now of {newest_step(run)}")
+    if (newest := max(newest_step(run), copied)) < before:
+        faults.append(f"the newest checkpoint of {run} was of step {before}, and is now of {newest}")
     if faults:
         raise Broken("\n  ".join(faults))
 
