@@ -144,7 +144,12 @@ class Manifest:
     @property
     def is_of_finished_run(self) -> bool:
         """Whether the run is done: its last step, and the evaluation of that step."""
-        return self.kind == "final" and not self._state_of(EVALUATION_STATE).get(_PENDING_KEY)
+        return self.kind == "final" and not self.has_pending_evaluation
+
+    @property
+    def has_pending_evaluation(self) -> bool:
+        """Whether an evaluation of these weights is due and not done."""
+        return bool(self._state_of(EVALUATION_STATE).get(_PENDING_KEY))
 
     def _state_of(self, name: str) -> dict[str, Any]:
         kept = self.state.get(name)

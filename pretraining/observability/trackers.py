@@ -51,6 +51,7 @@ class TrackedRun:
         name: `--tracker_run_name`, or the name of the run's folder.
         folder: folder for the tracker's files.
         restored_step: step from which the run resumes; 0 for a new run.
+        repeats_evaluation: whether the run resumes before the evaluation of this step.
         run_id: `--tracker_run_id`, or the tracker's `run_id` at the last start; None for a new run.
     """
 
@@ -60,6 +61,7 @@ class TrackedRun:
     restored_step: int
     run_id: str | None = None
     project: str = DEFAULT_PROJECT
+    repeats_evaluation: bool = False
 
 
 class Tracker(Protocol):
@@ -76,13 +78,13 @@ class Tracker(Protocol):
 
 
 class JsonLines(RecordFile):
-    """The file metrics.jsonl, one line per report. Opening it drops lines after the restored step."""
+    """The file metrics.jsonl, one line per report. Opening it drops the lines that the run will report again."""
 
     def __init__(self, run: TrackedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         path = run.folder / METRICS_FILE
         if exists(path):
-            _drop_lines_after(path, run.restored_step)
+            _drop_lines_after(path, run.restored_step, drops_evaluation=run.repeats_evaluation)
         super().__init__(path)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -188,11 +190,14 @@ class Trackers:
         """Do nothing: trackers got their ids at the start."""
 
 
-def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any]) -> Trackers:
+def open_trackers(
+    config: TrainConfig, restored_step: int, run_ids: Mapping[str, Any], *, repeats_evaluation: bool = False
+) -> Trackers:
     """Open metrics.jsonl in the run's folder, if there is one, and start the trackers of the settings.
 
     Args:
         run_ids: `Trackers.state_dict` of the restored checkpoint.
+        repeats_evaluation: as in `TrackedRun`.
 
     Raises:
         ConfigError: a file is not writable, or a tracker or its package is missing.
@@ -209,6 +214,7 @@ def open_trackers(config: TrainConfig, restored_step: int, run_ids: Mapping[str,
         folder=folder,
         restored_step=restored_step,
         project=report.tracker_project_name or DEFAULT_PROJECT,
+        repeats_evaluation=repeats_evaluation,
     )
     trackers = Trackers(ids={name: run_id for name, run_id in run_ids.items() if isinstance(run_id, str)})
     try:
@@ -266,22 +272,28 @@ def plain_settings(config: TrainConfig) -> dict[str, float | str]:
     }
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Drop reports of later steps and damaged lines; log the number of damaged lines."""
+def _drop_lines_after(path: Path, step: int, *, drops_evaluation: bool) -> None:
+    """Drop reports of later steps and damaged lines; log the number of damaged lines.
+
+    Args:
+        drops_evaluation: whether to drop the evaluation of the step itself, too.
+    """
     check_regular(path)
     lines = path.read_bytes().split(b"\n")
-    steps = [_step_of(line) for line in lines]
-    damaged = steps[:-1].count(None)  # a kill may leave an incomplete last line
+    places = [_place_of(line) for line in lines]
+    damaged = places[:-1].count(None)  # a kill may leave an incomplete last line
     if damaged:
         log.warning("%s: %s dropped", path, count_of(damaged, "damaged line"))
-    kept = (line for line, its_step in zip(lines, steps, strict=True) if its_step is not None and its_step <= step)
+    last = (step, not drops_evaluation)
+    kept = (line for line, place in zip(lines, places, strict=True) if place is not None and place <= last)
     write_atomic(path, b"".join(line + b"\n" for line in kept))
 
 
-def _step_of(line: bytes) -> float | None:
-    """Return the step of a report; None if the line is not a report."""
+def _place_of(line: bytes) -> tuple[float, bool] | None:
+    """Return the step of a report, and whether it is an evaluation; None if the line is not a report."""
     try:
-        step = parse_json(line)["step"]
+        values = parse_json(line)
+        step = values["step"]
     except (ValueError, KeyError, TypeError):
         return None
-    return step if isinstance(step, int | float) else None
+    return (step, "evaluation_loss" in values) if isinstance(step, int | float) else None

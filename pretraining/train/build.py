@@ -254,9 +254,13 @@ def _build_context(
 
 def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, events: Events) -> Observer:
     # A resumed run keeps its tracker ids. A run that starts from another run's checkpoint gets new ones.
-    is_same_run = plan.restored is not None and plan.restored.is_own
-    run_ids = plan.restored.manifest.state.get(TRACKERS_STATE, {}) if plan.restored and is_same_run else {}
+    own = plan.restored.manifest if plan.restored is not None and plan.restored.is_own else None
+    run_ids, pending = (own.state.get(TRACKERS_STATE, {}), own.has_pending_evaluation) if own else ({}, False)
     is_main = plan.processes.is_main
+
+    def open_all() -> Trackers:
+        return open_trackers(plan.config, plan.state.step, run_ids, repeats_evaluation=pending)
+
     observer = Observer(
         plan.config,
         plan.shape,
@@ -264,7 +268,7 @@ def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, even
         plan.state,
         stopwatch,
         plan.training_tokens,
-        on_every_rank(lambda: open_trackers(plan.config, plan.state.step, run_ids) if is_main else Trackers()),
+        on_every_rank(lambda: open_all() if is_main else Trackers()),
         optimizer=context.optimizer,
         shard_group=context.shard_group,
         events=events,

@@ -55,6 +55,19 @@ def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(
     assert lines_of(tmp_path / "logs") == []
 
 
+@pytest.mark.parametrize(("is_pending", "kept"), [(True, [10, 10, 20]), (False, [10, 10, 20, 20])])
+def test_a_run_that_repeats_its_last_evaluation_drops_the_line_of_it(
+    is_pending: bool, kept: list[int], tmp_path: Path
+) -> None:
+    first = metrics_in(tmp_path, 0)
+    for step in (10, 20):
+        first.log(step, {"loss": 1.0})
+        first.log(step, {"evaluation_loss": 2.0})
+    first.close()
+    JsonLines(TrackedRun(TrainConfig(), "run", tmp_path, 20, repeats_evaluation=is_pending)).close()
+    assert [line["step"] for line in lines_of(tmp_path)] == kept
+
+
 def config_of(run: Path, *trackers: str, tracker_dir: Path | None = None) -> TrainConfig:
     return TrainConfig(
         checkpoint=CheckpointConfig(ckpt_save_path=str(run)),
