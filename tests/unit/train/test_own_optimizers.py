@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 from unit.train import own_optimizers
-from unit.train.test_rollback import diverging_after
-from unit.train.whole_runs import checkpoint, equal, manifest_of, start, tensors_of
+from unit.train.whole_runs import checkpoint, diverging_after, equal, manifest_of, start, tensors_of
 
 from pretraining.config.training import OptimizerConfig
 from pretraining.errors import ConfigError

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,14 @@ import torch
 from tiers import first_quick
 from training_runs import events_of, write_two_datasets
 from unit.checkpoint.examples import save
-from unit.train.whole_runs import checkpoint, damage, equal, manifest_of, refusal, start, started_at
+from unit.train.whole_runs import checkpoint, damage, diverging_after, equal, manifest_of, refusal, start, started_at
 
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.retention import apply_retention
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.cli import main
-from pretraining.model.loss import HeadLoss
 from pretraining.train import rollback
-from pretraining.train.loop import Run, train_loop
 from pretraining.train.rollback import _set_aside_newer
 
 
@@ -37,28 +34,6 @@ def test_no_start_finds_set_aside_checkpoints_and_best_links_to_a_remaining_one(
     assert (checkpoints / BEST).readlink() == Path("step_4_ckp")
     _set_aside_newer(tmp_path, 1, None)
     assert not (checkpoints / BEST).is_symlink() and committed_checkpoints(tmp_path) == []
-
-
-def diverging_after(step: int, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object] = lambda: None) -> None:
-    """Make every loss of the next run NaN after a step; call `then` once the run has diverged."""
-    runs: list[Run] = []
-
-    def train(run: Run) -> None:
-        runs.append(run)
-        if len(runs) > 1:
-            return train_loop(run)
-
-        def lose(module: object, inputs: object, output: HeadLoss) -> HeadLoss:
-            is_lost = run.state.step >= step
-            return output._replace(objective_sum=output.objective_sum * torch.nan) if is_lost else output
-
-        run.context.model.module.register_forward_hook(lose)
-        try:
-            train_loop(run)
-        finally:
-            then()
-
-    monkeypatch.setattr(rollback, "train_loop", train)
 
 
 @pytest.mark.parametrize("load_path", [None, "its own"])

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from training_runs import checkpoints_of, losses_of, write_dataset
-from unit.train.whole_runs import checkpoint, damage, equal, manifest_of, refusal, start, started_at
+from unit.train.whole_runs import checkpoint, damage, diverging_after, equal, manifest_of, refusal, start, started_at
 
 from pretraining.checkpoint.object_store import Store, StoreError
 from pretraining.cli import main
 from pretraining.errors import CheckpointError
 from pretraining.files import with_checksum
-from pretraining.model.loss import HeadLoss
 from pretraining.tools.commands import PushConfig
 from pretraining.tools.push import push
-from pretraining.train import rollback
-from pretraining.train.loop import Run, train_loop
 
 
 def mirrored(folder: Path) -> str:
@@ -58,33 +53,11 @@ def copied(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "copied", symlinks=True)
 
 
-def losing_after(
-    step: int, runs: int, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object] = lambda: None
-) -> None:
-    """Make every loss of the next runs NaN after a step; call `then` at the end of each run."""
-    seen: list[Run] = []
-
-    def train(run: Run) -> None:
-        seen.append(run)
-
-        def lose(module: object, inputs: object, output: HeadLoss) -> HeadLoss:
-            is_lost = len(seen) <= runs and run.state.step >= step
-            return output._replace(objective_sum=output.objective_sum * torch.nan) if is_lost else output
-
-        run.context.model.module.register_forward_hook(lose)
-        try:
-            train_loop(run)
-        finally:
-            then()
-
-    monkeypatch.setattr(rollback, "train_loop", train)
-
-
 def test_row_55_a_rollback_after_the_loss_of_a_disk_goes_back_to_the_mirrors_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_in_parts(tmp_path, steps=4)
-    losing_after(5, 2, monkeypatch)
+    diverging_after(5, monkeypatch, runs=2)
     guards = ("max_skipped_steps=2", "max_rollbacks=1")
     train(tmp_path, *guards, "run_steps=2")  # step 6 is saved after a skipped update
     shutil.rmtree(tmp_path / "run")
@@ -100,7 +73,7 @@ def test_row_55_a_rollback_to_a_checkpoint_that_is_damaged_on_disk_takes_its_cop
 ) -> None:
     train_in_parts(tmp_path, steps=4)
     before = shutil.copytree(checkpoint(tmp_path / "run", 4), tmp_path / "four")
-    losing_after(4, 1, monkeypatch, then=lambda: damage(checkpoint(tmp_path / "run", 4)))
+    diverging_after(4, monkeypatch, then=lambda: damage(checkpoint(tmp_path / "run", 4)))
     train(tmp_path, "max_skipped_steps=2", "max_rollbacks=1", "run_steps=2")
     assert [manifest_of(tmp_path / "run", step)["data"]["skipped"] for step in (2, 4, 6)] == [[], *[[[8, 12]]] * 2]
     assert equal(checkpoint(tmp_path / "store", 4), before)
@@ -116,7 +89,7 @@ def test_a_rollback_waits_for_a_store_that_fails_once(tmp_path: Path, monkeypatc
         return sizes(self)
 
     monkeypatch.setattr(Store, "sizes", fail_once)
-    losing_after(4, 1, monkeypatch, then=lambda: faults.append(StoreError("throttled")))
+    diverging_after(4, monkeypatch, then=lambda: faults.append(StoreError("throttled")))
     train(tmp_path, "max_skipped_steps=2", "max_rollbacks=1", "run_steps=2")
     assert manifest_of(tmp_path / "run", 6)["data"]["skipped"] == [[8, 12]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from pretraining.checkpoint.start_point import find_newest
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import PretrainError
+from pretraining.model.loss import HeadLoss
+from pretraining.train import rollback
+from pretraining.train.loop import Run, train_loop
 
 
 def start(run: Path, *flags: str, model: Sequence[str] = TINY) -> None:
@@ -33,6 +36,30 @@ def refusal(run: Path, *flags: str, model: Sequence[str] = TINY) -> PretrainErro
     error = ending.value.__context__
     assert isinstance(error, PretrainError) and ending.value.code == error.exit_code
     return error
+
+
+def diverging_after(
+    step: int, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object] = lambda: None, runs: int = 1
+) -> None:
+    """Make every loss of the next runs NaN after a step; call `then` once each of them has diverged."""
+    seen: list[Run] = []
+
+    def train(run: Run) -> None:
+        seen.append(run)
+        if len(seen) > runs:
+            return train_loop(run)
+
+        def lose(module: object, inputs: object, output: HeadLoss) -> HeadLoss:
+            is_lost = run.state.step >= step
+            return output._replace(objective_sum=output.objective_sum * torch.nan) if is_lost else output
+
+        run.context.model.module.register_forward_hook(lose)
+        try:
+            train_loop(run)
+        finally:
+            then()
+
+    monkeypatch.setattr(rollback, "train_loop", train)
 
 
 def checkpoint(run: Path, step: int) -> Path:
