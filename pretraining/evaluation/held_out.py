@@ -1,6 +1,6 @@
 """Evaluation on named sets of documents that the model never trains on; each evaluation uses the same sequences.
 
-    batches of each source --model--> sums per set (scores.py) --all-reduce--> Evaluation
+    batches of each source --model--> sums per set (metrics.py) --all-reduce--> Evaluation
 
 The best checkpoint has the lowest loss on the set `--best_by`, or the lowest mean over all sets. Held-out sets count in
 the mean by the weights of training, and a set of `--eval_datasets` by its tokens. Evaluations are comparable along a
@@ -32,9 +32,9 @@ from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
-from pretraining.evaluation.scores import Scores
 from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, Ratio, Sums
 from pretraining.observability.display import CUSTOM
+from pretraining.observability.metrics import Scores
 from pretraining.observability.observer import Observer, sum_over_ranks
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Interval, TrainState

@@ -51,7 +51,7 @@ class Observer:
         optimizer: source of parameters and learning rates.
         shard_group: processes that shard one copy of the parameters.
         datasets: names of the datasets, in the order of a step's scores.
-        score_columns: names of the sums in a step's scores (evaluation/scores.py).
+        score_columns: names of the sums in a step's scores (observability/metrics.py).
         score_values: function from sums to scores.
 
     Attributes:

@@ -22,12 +22,12 @@ from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, format_score
-from pretraining.evaluation.scores import Scores
 from pretraining.files import from_hub
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
+from pretraining.observability.metrics import Scores
 from pretraining.text import format_table
 from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources

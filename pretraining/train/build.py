@@ -41,11 +41,11 @@ from pretraining.distributed.watchdog import collective_timeout
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import Evaluator, definition_of
-from pretraining.evaluation.scores import Scores
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.observability.events import Events
+from pretraining.observability.metrics import Scores
 from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import Profiler
 from pretraining.observability.throughput import Stopwatch

@@ -37,9 +37,9 @@ from pretraining.distributed.processes import Processes, on_every_rank, on_rank_
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
-from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
+from pretraining.observability.metrics import Scores
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TokenSchedule, TrainState

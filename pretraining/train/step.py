@@ -24,8 +24,8 @@ from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel
 from pretraining.distributed.processes import Activity
-from pretraining.evaluation.scores import Scores
 from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, Sums
+from pretraining.observability.metrics import Scores
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
 from pretraining.optim.schedules import LearningRate

@@ -16,9 +16,9 @@ from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import Sample
 from pretraining.evaluation.held_out import Evaluation, EvaluationSource, Evaluator, evaluate
-from pretraining.evaluation.scores import Scores
 from pretraining.model.loss import HeadLoss
 from pretraining.observability.events import Events
+from pretraining.observability.metrics import Scores
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
 

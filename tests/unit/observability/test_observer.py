@@ -13,10 +13,10 @@ import torch.distributed as dist
 from pretraining.config.training import DataConfig, ModelConfig, ReportConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import Processes
-from pretraining.evaluation.scores import Scores
 from pretraining.observability import observer as module
 from pretraining.observability.display import Display, Report
 from pretraining.observability.events import Events
+from pretraining.observability.metrics import Scores
 from pretraining.observability.observer import Observer
 from pretraining.observability.report_file import Sink
 from pretraining.observability.step_outcome import StepOutcome

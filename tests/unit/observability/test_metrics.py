@@ -9,8 +9,8 @@ import torch
 from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import MicroBatch
 from pretraining.errors import ConfigError
-from pretraining.evaluation.scores import Scores
 from pretraining.model.loss import HeadLoss, head_loss
+from pretraining.observability.metrics import Scores
 
 LABELS = torch.tensor([[1, 2, IGNORED_LABEL], [3, 3, 0], [IGNORED_LABEL] * 3])
 ROWS = MicroBatch(torch.zeros(3, 4, dtype=torch.int32), datasets_B=torch.tensor([1, 0, 1]))
