@@ -15,24 +15,20 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape
 from pretraining.distributed.grad_norm import gradient_norm, local_part
 from pretraining.distributed.processes import Processes
-from pretraining.estimate.devices import peak_tflops
-from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token, recomputed_share
 from pretraining.observability.custom_metrics import Ratio, Sums
 from pretraining.observability.display import Display, choose_display, perplexity_of
 from pretraining.observability.events import Events
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.observability.stragglers import StragglerWatch
-from pretraining.observability.throughput import Stopwatch, device_name, peak_bytes
+from pretraining.observability.throughput import Stopwatch, Throughput
 from pretraining.observability.trackers import Trackers
 from pretraining.progress import Interval, Progress, TrainState
 
@@ -47,6 +43,7 @@ class Observer:
 
     Args:
         state: current position of the run.
+        throughput: rates, which reports include.
         training_tokens: tokens of one pass over the datasets.
         optimizer: source of parameters and learning rates.
         shard_group: processes that shard one copy of the parameters.
@@ -55,7 +52,6 @@ class Observer:
         score_values: function from sums to scores.
 
     Attributes:
-        peak_tflops: peak of one device; None = unknown.
         step_seconds: mean seconds per step of the latest reports of this invocation.
         last_loss: latest reported loss, also of an earlier invocation.
         newest: latest reported values of this invocation, by name.
@@ -64,10 +60,9 @@ class Observer:
     def __init__(
         self,
         config: TrainConfig,
-        shape: LlamaShape,
         processes: Processes,
         state: TrainState,
-        stopwatch: Stopwatch,
+        throughput: Throughput,
         training_tokens: int | None,
         trackers: Trackers,
         *,
@@ -78,14 +73,10 @@ class Observer:
         score_columns: tuple[str, ...],
         score_values: Callable[[Sequence[float]], dict[str, float]],
     ) -> None:
-        self.state, self.stopwatch, self.trackers, self.events = state, stopwatch, trackers, events
-        self.peak_tflops = peak_tflops(device_name(processes.device))
+        self.state, self.throughput, self.trackers, self.events = state, throughput, trackers, events
         self.step_seconds: deque[float] = deque(maxlen=1000)
         self.last_loss: float | None = None
         self.newest: dict[str, Any] = {}
-        self._shape = shape
-        self._recomputed_share = recomputed_share(config.parallel, shape, config.data.seq_length)
-        self._seq_length = config.data.seq_length
         self._interval = Interval(config.report.report_interval, training_tokens)
         self._optimizer, self._shard_group, self._device = optimizer, shard_group, processes.device
         self._display = Display()
@@ -96,9 +87,13 @@ class Observer:
             )
         self._stragglers = StragglerWatch(config.guard.straggler_factor, processes.activity)
         self._datasets, self._score_columns, self._score_values = datasets, score_columns, score_values
-        self._start = self._reported = state.progress  # at this process's start, and at the last report
         self._unreported: StepOutcome | None = None  # outcome of the last step
         self._clear_sums()
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Stopwatch of the run."""
+        return self.throughput.stopwatch
 
     def __enter__(self) -> Observer:
         self._display.__enter__()
@@ -108,7 +103,7 @@ class Observer:
 
     def __exit__(self, *raised: Any) -> None:
         if raised[0] is None and self.state.early_end and self._unreported is not None:
-            self._report(self.state.progress, self._unreported)  # an evaluation after the step stopped the run
+            self._report(self.state, self._unreported)  # an evaluation after the step stopped the run
         self._stragglers.stop()
         self._display.__exit__(*raised)
         self.trackers.close()
@@ -126,11 +121,12 @@ class Observer:
         self._skipped += outcome.skipped
         self._steps += 1
         self._attention_spans += outcome.attention_span
+        self._spans_counted += 1
         self._display.advance(state.step)
         is_due = self._interval.is_due(state)
         is_reported = is_due or state.stopping
         if is_reported:
-            self._report(state.progress, outcome)
+            self._report(state, outcome)
         self._unreported = None if is_reported else outcome
         if is_due:  # an early report at the end of an invocation keeps the sums for the next invocation
             self._clear_sums()
@@ -157,22 +153,19 @@ class Observer:
         self._valid_tokens, self._skipped = zeros(dtype=torch.int64), zeros(dtype=torch.int64)
         self._scores = zeros(len(self._datasets), len(self._score_columns))
         self._custom: Sums = {}  # in the same order on every rank
-        self._attention_spans = 0.0
+        self._attention_spans, self._spans_counted = 0.0, 0
 
-    def _report(self, now: Progress, outcome: StepOutcome) -> None:
+    def _report(self, state: TrainState, outcome: StepOutcome) -> None:
         own_spans = torch.full_like(self._loss_sum, self._attention_spans)
         same = (self._valid_tokens, self._skipped, outcome.grad_norm, self._parameter_norm())
         loss_sum, z_loss_sum, spans, scores, *custom, valid_tokens, skipped, grad_norm, param_norm = sum_over_ranks(
             (self._loss_sum, self._z_loss_sum, own_spans, self._scores, *self._custom.values()), same
         )
-        memory = self._max_memory()
-        seconds, spent = self.stopwatch.lap()  # after the all-reduce, which waits for the device
-        steps, tokens = now.steps - self._reported.steps, now.tokens - self._reported.tokens
-        overall = (now.tokens - self._start.tokens) / self.stopwatch.overall_training_seconds
+        rates = self.throughput.report(state, spans / self._spans_counted / dist.get_world_size())
         loss = loss_sum / valid_tokens if valid_tokens else math.nan
         totals = self._score_values([sum(column) for column in zip(*scores, strict=True)])
         values: dict[str, float | None] = {
-            "tokens_seen": now.tokens,
+            "tokens_seen": state.progress.tokens,
             "loss": loss,
             "perplexity": perplexity_of(loss),
             "z_loss": z_loss_sum / valid_tokens if valid_tokens else math.nan,
@@ -181,10 +174,7 @@ class Observer:
             "grad_norm": grad_norm,
             "param_norm": param_norm,
             "skipped_updates": int(skipped),
-            **self._throughput(tokens / seconds, overall, seconds / steps, spans / (steps * dist.get_world_size())),
-            "data_share": spent.get("data", 0.0) / seconds,
-            **memory,
-            "time_left_seconds": (self.state.total_steps - now.steps) * tokens / steps / overall,
+            **rates,
         }
         for index, group in enumerate(self._optimizer.param_groups):
             values[f"learning_rate_group_{index}"] = float(group["lr"])
@@ -192,36 +182,11 @@ class Observer:
             values[f"loss/{name}"] = self._score_values(sums)["loss"]
         values |= {f"custom/{name}": Ratio(*pair).value for name, pair in zip(self._custom, custom, strict=True)}
         self.last_loss = _finite(loss)
-        self.step_seconds.append(seconds / steps)
-        self._display.show(now.steps, values)
-        for line in self._stragglers.report(seconds / steps):
+        self.step_seconds.append(step_seconds := rates["step_seconds"])
+        self._display.show(state.step, values)
+        for line in self._stragglers.report(step_seconds):
             log.info(line)
-        self._track(now.steps, values)
-        self._reported = now
-        self._attention_spans = 0.0
-
-    def _throughput(self, rate: float, overall: float, step_seconds: float, span: float) -> dict[str, float | None]:
-        """Return rates, MFU and HFU.
-
-        Args:
-            rate: tokens per second of all devices since the last report.
-            overall: tokens per second of all devices since the start.
-            span: mean attention span in tokens.
-        """
-        gpus, peak = dist.get_world_size(), self.peak_tflops
-        model_tflops = flops_per_token(self._shape, span) * rate / gpus / 1e12
-        tflops = (
-            model_tflops + recomputed_flops_per_token(self._shape, self._recomputed_share, span) * rate / gpus / 1e12
-        )
-        return {
-            "step_seconds": step_seconds,
-            "samples_per_second": rate / self._seq_length,
-            "tokens_per_second_per_gpu": rate / gpus,
-            "tokens_per_second_per_gpu_overall": overall / gpus,
-            "tokens_per_day": overall * 86400,
-            "mfu": None if peak is None else model_tflops / peak,
-            "hfu": None if peak is None else tflops / peak,
-        }
+        self._track(state.step, values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of all ranks since the last due report, or {} without a step; collective if not empty."""
@@ -269,16 +234,6 @@ class Observer:
         """Return the Euclidean norm of all parameters, a scalar on the device that is equal on every rank."""
         parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
         return gradient_norm([local_part(parameter.detach()) for parameter in parameters], self._shard_group)
-
-    def _max_memory(self) -> dict[str, float | None]:
-        """Return maxima over ranks in GiB: peak, allocated and reserved memory; on a CPU only the process's peak."""
-        sizes = [peak_bytes(self._device)]
-        if self._device.type == "cuda":
-            sizes += [torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)]
-        maxima = torch.tensor(sizes, dtype=torch.float64)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        names = ("memory_gib", "memory_allocated_gib", "memory_reserved_gib")
-        return dict(zip_longest(names, [size / 2**30 for size in maxima.tolist()]))
 
 
 def sum_over_ranks(sums: Sequence[torch.Tensor], same: Sequence[torch.Tensor] = ()) -> list[Any]:

@@ -48,7 +48,7 @@ from pretraining.observability.events import Events
 from pretraining.observability.metrics import Scores
 from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import Profiler
-from pretraining.observability.throughput import Stopwatch
+from pretraining.observability.throughput import Stopwatch, Throughput
 from pretraining.observability.trackers import Trackers, open_trackers
 from pretraining.optim.registry import build_optimizer, measure_state
 from pretraining.optim.state import (
@@ -263,10 +263,9 @@ def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, even
 
     observer = Observer(
         plan.config,
-        plan.shape,
         plan.processes,
         plan.state,
-        stopwatch,
+        Throughput(plan.config, plan.shape, plan.processes.device, stopwatch, plan.state.progress),
         plan.training_tokens,
         on_every_rank(lambda: open_all() if is_main else Trackers()),
         optimizer=context.optimizer,

@@ -14,13 +14,14 @@ from pretraining.config.training import DataConfig, ModelConfig, ReportConfig, T
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import Processes
 from pretraining.observability import observer as module
+from pretraining.observability import throughput
 from pretraining.observability.display import Display, Report
 from pretraining.observability.events import Events
 from pretraining.observability.metrics import Scores
 from pretraining.observability.observer import Observer
 from pretraining.observability.report_file import Sink
 from pretraining.observability.step_outcome import StepOutcome
-from pretraining.observability.throughput import Stopwatch
+from pretraining.observability.throughput import Stopwatch, Throughput
 from pretraining.observability.trackers import Trackers
 from pretraining.progress import Duration, Progress, TrainState
 
@@ -76,13 +77,16 @@ def observe(
     assert dist.group.WORLD is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "choose_display", lambda *arguments: recorder)
-        patch.setattr(module, "peak_tflops", lambda name: 20.0)
+        patch.setattr(throughput, "peak_tflops", lambda name: 20.0)
+        cpu = torch.device("cpu")
+        config = TrainConfig(
+            data=DataConfig(seq_length=5), report=ReportConfig(report_interval=Duration(every, "steps"))
+        )
         observer = Observer(
-            TrainConfig(data=DataConfig(seq_length=5), report=ReportConfig(report_interval=Duration(every, "steps"))),
-            SHAPE,
-            Processes(0, 1, 0, 1, torch.device("cpu")),
+            config,
+            Processes(0, 1, 0, 1, cpu),
             state,
-            Stopwatch(lambda: recorder.now),
+            Throughput(config, SHAPE, cpu, Stopwatch(lambda: recorder.now), state.progress),
             None,
             Trackers({"recorder": Sink("recorder", lambda *report: recorder.log(*report[:2]), recorder.close)}),
             optimizer=torch.optim.SGD([{"params": [matrix], "lr": 0.1}, {"params": [gain], "lr": 0.02}]),
@@ -198,8 +202,8 @@ def test_sums_of_scores_go_on_after_a_resume_if_the_same_are_measured(
 
 
 def test_rates_mfu_and_time_left_follow_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "flops_per_token", lambda shape, span: span * 1e11)
-    monkeypatch.setattr(module, "recomputed_flops_per_token", lambda shape, share, span: span * 0.25e11)
+    monkeypatch.setattr(throughput, "flops_per_token", lambda shape, span: span * 1e11)
+    monkeypatch.setattr(throughput, "recomputed_flops_per_token", lambda shape, share, span: span * 0.25e11)
     recorder = observe([1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0))  # by the attention span
     report = recorder.reports[0]
     assert report["step_seconds"] == 2.0
