@@ -39,7 +39,7 @@ from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
-from pretraining.observability.metrics import Scores
+from pretraining.observability.metrics import Metrics
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TokenSchedule, TrainState
@@ -260,7 +260,7 @@ def check_and_build_mesh(config: TrainConfig, processes: Processes) -> DeviceMes
     shape = resolve_shape(config.model)
     check_kernels(config, shape, processes.device)
     on_every_rank(lambda: try_optimizer(config.optimizer))
-    on_every_rank(lambda: Scores(config.evaluation.extra_scores))
+    on_every_rank(lambda: Metrics(config.evaluation.extra_scores))
     mesh = build_run_mesh(config, processes)
     on_every_rank(lambda: check_memory(config, shape, mesh["shard"].size(), processes))
     return mesh
