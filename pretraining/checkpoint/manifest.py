@@ -17,7 +17,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
+from pretraining.config.variants import (
+    WITHOUT_WEIGHTS,
+    LlamaShape,
+    RopeScaling,
+    model_settings,
+    resolve_shape,
+    shown,
+    size_problems,
+)
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, is_file, lfs_pointer_hint, with_checksum
 from pretraining.optim.horizon import ANNEALING_FROM
@@ -50,9 +58,6 @@ GUARDS_STATE = "guards"
 """Key of the guards in a manifest's states."""
 SCHEDULE_STATE = "schedule"
 """Key of the learning rate in a manifest's states."""
-
-_DIMENSIONS_WITHOUT_WEIGHTS = ("max_position_embeddings",)
-"""Dimensions that no weight depends on: models with the same weights may differ in them."""
 
 
 class Stateful(Protocol):
@@ -294,12 +299,13 @@ def check_same_model(
     Args:
         may_differ: dimensions that are not compared.
     """
-    ignored = {*_DIMENSIONS_WITHOUT_WEIGHTS, *may_differ}
-    ours = {name: value for name, value in asdict(shape).items() if name not in ignored}
+    ignored = {*WITHOUT_WEIGHTS, *may_differ}
+    ours = {name: value for name, value in vars(shape).items() if name not in ignored}
+    theirs = vars(shape_of(manifest))
     differences = [
-        f"{name}: {manifest.model.get(name)} in the checkpoint, {value} in this run"
+        f"{name}: {theirs[name]} in the checkpoint, {value} in this run"
         for name, value in ours.items()
-        if manifest.model.get(name) != value
+        if theirs[name] != value
     ]
     if differences:
         raise CheckpointError(
