@@ -12,7 +12,7 @@ from fire.decorators import SetParseFn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.command_line import load_train_config, resolve_config
+from pretraining.config.command_line import drop_overridden, load_train_config, resolve_config
 from pretraining.config.fields import required, setting, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
@@ -36,7 +36,7 @@ def through_fire(*arguments: str) -> tuple[tuple[str, ...], dict[str, str]]:
 def value_of(name: str, *arguments: str) -> object:
     """Return one setting of a training run, on generated data unless the arguments name data."""
     source = [] if any(re.search("data.path|use.dummy", word) for word in arguments) else ["--data_path=d"]
-    overrides, flags = through_fire(*source, *arguments)
+    overrides, flags = through_fire(*drop_overridden(TrainConfig, [*source, *arguments]))
     return values_of(resolve_config(TrainConfig, overrides, flags).config)[name]
 
 
@@ -57,7 +57,10 @@ def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
         (["optimizer.learning_rate=3e-5"], "learning_rate", 3e-5),
         (["seed=1", "seed=2"], "seed", 2),
         (["--seed=1", "--seed=2"], "seed", 2),
-        (["seed=2", "--run.seed=2"], "seed", 2),
+        (["seed=1", "--run.seed=2"], "seed", 2),
+        (["--run.Seed", "1", "--num_workers=0", "--SEED=3", "seed=2"], "seed", 2),
+        (["--mixed_precision=true", "--nomixed_precision"], "mixed_precision", False),
+        (["--no-mixed-precision", "--mixed_precision"], "mixed_precision", True),
         (["--mixed_precision", "off"], "mixed_precision", False),
         (["--nomixed_precision"], "mixed_precision", False),
         (["--no-mixed-precision"], "mixed_precision", False),
@@ -68,6 +71,9 @@ def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
         (["--weights=1,2", "--datasets=a,b"], "weights", (1.0, 2.0)),
         (["--sharding_strategy=zero0"], "sharding_strategy", "ddp"),
         (["--max_tokens=5B"], "num_steps", Duration(5_000_000_000, "tokens")),
+        (["--num_steps=9", "--max_tokens=5B"], "num_steps", Duration(5_000_000_000, "tokens")),
+        (["--max_tokens=5B", "num_steps=7", "--max-tokens=5B", "num_steps=9"], "num_steps", Duration(9, "steps")),
+        (["--keep_last=2", "--save_total_limit=4"], "keep_last", 4),
         (["--run.max_tokens=5ktok"], "num_steps", Duration(5000, "tokens")),
         (["max_tokens=5k", "--num_steps=5ktok"], "num_steps", Duration(5000, "tokens")),
         (["--report_to=none"], "tracker", ()),
@@ -128,6 +134,12 @@ def test_one_error_has_all_problems_once() -> None:
     ]
     assert [problem.startswith(start) for problem, start in zip(problems, beginnings, strict=True)] == [True] * 6
     assert len(problems_of(recipe="missing.yaml,nowhere.json,demo")) == 2
+
+
+def test_the_last_recipe_of_a_command_line_counts_and_its_other_words_stay() -> None:
+    words = ["first.yaml", "--recipe=a.yaml", "--unknown=1", "other.key=2", "--config", "b.yaml", "--unknown=3", "seed=1"]
+    assert drop_overridden(TrainConfig, words) == ["first.yaml", *words[2:]]
+    assert drop_overridden(ExportConfig, ["--format=hf", "runs/x", "out", "--format=pt"]) == ["runs/x", "out", "--format=pt"]
 
 
 def test_an_existing_path_with_a_comma_is_one_recipe(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""The demo that `scripts/train.sh` trains unless a flag chooses a recipe, a model or data.
+
+Its data are the sources of Python's standard library. The first process to start prepares them, under a lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pretraining.config.assignments import RECIPE_NAMES, Assignment
+from pretraining.config.command_line import name_first_words, read_arguments
+from pretraining.config.recipes import read_recipe
+from pretraining.config.training import TrainConfig
+from pretraining.launch.layout import LAUNCHERS
+
+DEMO_FOLDER = "PRETRAINING_DEMO"
+"""Variable with the folder of the demo's data and run, which train.sh sets."""
+log = logging.getLogger(__name__)
+
+_CHOICES = {*RECIPE_NAMES, "model_variant", "data_path", "datasets", "use_dummy_dataset"}
+_PATHS = {"data_path", "tokenizer_path", "ckpt_save_path"}
+
+
+def is_chosen(overrides: Sequence[str], flags: Mapping[str, Any]) -> bool:
+    """Return whether train.sh offers the demo and the command line chooses no recipe, model or data."""
+    assignments, _ = read_arguments(*name_first_words(TrainConfig, overrides, flags))
+    return DEMO_FOLDER in os.environ and _CHOICES.isdisjoint(each.section_and_name[1] for each in assignments)
+
+
+def settings() -> list[Assignment]:
+    """Return the recipe of the demo, with its paths in the demo's folder."""
+    root = Path(os.environ[DEMO_FOLDER])
+    recipe = read_recipe("demo").assignments
+    names = [each.section_and_name[1] for each in recipe]
+    return [
+        replace(each, raw=str(root / str(each.raw))) if name in _PATHS else each
+        for name, each in zip(names, recipe, strict=True)
+    ]
+
+
+def prepare() -> None:
+    """Prepare the data of the demo, unless they are there; exit with the code of a `pretrain prepare` that fails."""
+    log.info("no recipe, model or data chosen: this is the demo (bash scripts/train.sh --help lists the flags)")
+    data = Path(os.environ[DEMO_FOLDER], "data")
+    done = data / "demo" / "stdlib" / "prepare.json"
+    if done.exists():
+        return
+    data.mkdir(parents=True, exist_ok=True)
+    with (data / ".demo.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes and machines that start at the same time prepare it once
+        if not done.exists():
+            command = ["prepare", "--source=stdlib", "--vocab_size=4096", f"--output_path={data / 'demo'}"]
+            of_this_job = {"RANK", "WORLD_SIZE", *(launcher.sign for launcher in LAUNCHERS)}
+            alone = {name: value for name, value in os.environ.items() if name not in of_this_job}
+            ended = subprocess.run([sys.executable, "-m", "pretraining", *command], env=alone, stdout=2, check=False)
+            if (code := ended.returncode) != 0:
+                sys.exit(code if code > 0 else 128 - code)  # negative: a signal
