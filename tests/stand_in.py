@@ -34,6 +34,8 @@ MAIN = """
 import os, signal, sys
 from pathlib import Path
 
+from pretraining.launch.signals import terminate_with_launcher
+
 def note(text):
     with Path({calls!r}).open("a") as calls:
         calls.write(text + "\\n")
@@ -47,6 +49,7 @@ note(f"in {{Path.cwd()}}")
 if f"--killed={{os.environ.get('RANK')}}" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
 if "--wait" in sys.argv:
+    terminate_with_launcher()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, ended_by)
     sys.stdout.write("ready\\n")

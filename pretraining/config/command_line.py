@@ -160,7 +160,7 @@ def drop_overridden(root: type, arguments: Sequence[str]) -> list[str]:
             words[-1].append(argument)
         else:
             words.append([argument])
-    reader = Reader(root)
+    reader: Reader[Any] = Reader(root)
     names = [_setting_given(reader, *each) for each in words]
     return [part for i, each in enumerate(words) if names[i] is None or names[i] not in names[i + 1 :] for part in each]
 

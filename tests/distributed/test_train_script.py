@@ -70,11 +70,6 @@ def test_a_script_that_is_killed_leaves_no_process_behind(stand_in: StandIn) -> 
     assert stand_in.calls().count("signal SIGTERM") == 2
 
 
-def test_torchrun_does_not_begin_where_its_script_is_gone(tmp_path: Path) -> None:
-    done = torchrun("--standalone", tmp_path / "program.py", PRETRAINING_SCRIPT_PID="1")
-    assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
-
-
 @pytest.mark.parametrize(("code", "processes"), first_quick((75, 2), (5, 1), (0, 2), (1, 2), quick=2))
 def test_the_exit_code_of_the_processes_is_returned_alone(stand_in: StandIn, code: int, processes: int) -> None:
     done = train(stand_in, EXIT_CODE=str(code), NPROC=str(processes))

@@ -53,9 +53,7 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
     return code
 
 
-@pytest.mark.parametrize(
-    ("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGHUP), 129), (KeyboardInterrupt(), 130)]
-)
+@pytest.mark.parametrize(("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGHUP), 129)])
 def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
     outcome: BaseException | None, code: int, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,12 +104,12 @@ def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: 
         send = list[int].append
 
     sent = Sent()
-    monkeypatch.setattr(torchrun.Stop, "received", None)
-    monkeypatch.setattr(torchrun.Workers, "newest", sent)
+    for name, value in (("newest", sent), ("is_stopping", False), ("next_signal", signal.SIGINT)):
+        monkeypatch.setattr(torchrun.Workers, name, value)
     before = {number: signal.getsignal(number) for number in torchrun.STOP_SIGNALS}
     try:
-        signal.signal(signal.SIGINT, torchrun.Stop.come)
-        with pytest.raises(SignalException):
+        signal.signal(signal.SIGINT, torchrun.request_stop)
+        with pytest.raises(SignalException) as stop:
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGUSR1)  # a second request to stop is ignored
         signal.raise_signal(signal.SIGINT)
@@ -120,4 +118,5 @@ def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert sent == [signal.SIGINT, signal.SIGKILL] and torchrun.Stop.received == signal.SIGINT
+    assert sent == [signal.SIGINT, signal.SIGKILL]
+    assert stop.value.sigval == signal.SIGINT and torchrun.Workers.is_stopping
