@@ -1,4 +1,4 @@
-"""Token files that are damaged, or change between two starts: rows 25, 26, 47 of the table in docs/reliability.md."""
+"""Token files that are damaged, or change between two starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault 23: what reads data in a process dies. The run ends, and says where."""
+"""A data thread dies. The run stops and names the place."""
 
 from __future__ import annotations
 

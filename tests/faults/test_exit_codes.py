@@ -1,4 +1,4 @@
-"""Fault 3 from outside: a signal to one process, or to what started them, ends the job with the resumable exit code."""
+"""A signal to one process, or to the launcher, stops the job with the resumable exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths and files that others have made, or broken: rows 36, 38 and 41 of the table in docs/reliability.md.
+"""Paths and files that others have made, or broken.
 
 Every command ends at once, with one error that names the path.
 """

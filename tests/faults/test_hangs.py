@@ -1,4 +1,4 @@
-"""Faults 2 and 24: a process stops, or a read never comes back. The others find it, say which, and end."""
+"""A process or a read hangs. The other processes find it, name it and stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults 1 and 7: a killed rank takes the others with it, and a killed save leaves the checkpoint before it.
+"""A killed rank takes the others with it, and a killed save leaves the checkpoint before it.
 
 Processes are started without a launcher, which would end them together.
 """

@@ -1,4 +1,4 @@
-"""An object store that fails, and machines that are lost with their disks: rows 48 to 50 of docs/reliability.md."""
+"""An object store that fails, and machines that are lost with their disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun's restarts: faults 1 (a rank is killed), 27 (a machine is lost) and 30 (a crash loop)."""
+"""torchrun's restarts, after a rank is killed, after a machine is lost and in a crash loop."""
 
 from __future__ import annotations
 

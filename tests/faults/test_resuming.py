@@ -1,4 +1,4 @@
-"""Starting again with other processes, threads or settings, or twice: rows 27 to 30 of docs/reliability.md."""
+"""Starting again with other processes, threads or settings, or twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault 20: a run that diverges for good goes back without the batches, and what it trained on can still be shown."""
+"""A run that diverges for good goes back without the batches, and what it trained on can still be shown."""
 
 from __future__ import annotations
 

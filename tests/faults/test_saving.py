@@ -1,4 +1,4 @@
-"""Faults while a checkpoint is written: rows 8 to 12 of the table in docs/reliability.md.
+"""Faults while a checkpoint is written.
 
 Every run here is compared with one that nothing happened to, bit for bit.
 """
@@ -97,7 +97,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.parametrize("asynchronous", first_quick(True, False), ids=["row 11", "row 10"])
+@pytest.mark.parametrize("asynchronous", first_quick(True, False), ids=["asynchronous", "synchronous"])
 def test_rows_10_and_11_a_full_disk_is_named_with_the_bytes_needed_and_the_older_checkpoint_stays(
     asynchronous: bool, small_disk: Path, tmp_path: Path
 ) -> None:

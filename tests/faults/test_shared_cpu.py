@@ -1,4 +1,4 @@
-"""A CPU that other programs use, too, and control groups that leave a run less of it (row 42)."""
+"""A CPU that other programs use, too, and control groups that leave a run less of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults 3 to 6: signals to one rank, wherever it is, end all of them after the same step, saved and resumable."""
+"""Signals to one rank, wherever it is, stop all ranks after the same step, saved and resumable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults 17, 18 and 19: a loss or a gradient that must not become an update, on one rank, leaves no trace on any."""
+"""A loss or a gradient that must not become an update, on one rank, leaves no trace on any rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault 4 under a real SLURM: ahead of its time limit a job saves and is queued again; one that is cancelled is not."""
+"""Under a real SLURM, a job saves ahead of its time limit and is queued again; one that is cancelled is not."""
 
 from __future__ import annotations
 

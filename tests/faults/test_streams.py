@@ -1,4 +1,4 @@
-"""Fault 34 and Ctrl-C: who reads or interrupts a run decides neither whether it trains nor what it keeps."""
+"""A reader that goes away, and Ctrl-C, change neither whether a run trains nor what it keeps."""
 
 from __future__ import annotations
 
