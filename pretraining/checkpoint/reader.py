@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pretraining.checkpoint.chunks import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.headers import Header, StoredChunk, StoredTensors, read_headers, read_with_retries
-from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, Manifest, crc32_text, size_fault
-from pretraining.checkpoint.writer import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
+from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, Files, Manifest, crc32_text, size_fault
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.distributed.torch_private import free_pinned_memory
 from pretraining.errors import CheckpointError, DamagedError
@@ -39,10 +39,6 @@ from pretraining.files import file_checksum
 READING_THREADS = 4
 BUFFER_BYTES = 2**26
 """Per thread, for values that are converted, cut, or copied to a device."""
-
-Files = Mapping[str, FileEntry | None]
-"""File names of a folder, with size and checksum if known."""
-
 
 # In one process: one tensor at a time
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
+from pretraining.checkpoint.forms import files_of
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import check_host_memory, write_full
@@ -87,7 +88,7 @@ def export(config: ExportConfig) -> None:
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: skipped", damaged)
-    tensors = open_tensors(checkpoint.path, checkpoint.files)
+    tensors = open_tensors(checkpoint.path, files_of(checkpoint.path, checkpoint.manifest))
     faults = tensor_faults(tensors, checkpoint.manifest)
     if faults:
         raise CheckpointError(first_faults(faults) + f". See `pretrain verify {checkpoint.path}`")

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from pretraining.checkpoint.run_path import newest_run_path
-from pretraining.checkpoint.run_settings import adopt_settings
 from pretraining.checkpoint.start_point import find_newest, find_start
 from pretraining.config.assignments import COMMAND_LINE
 from pretraining.config.batch_sizes import BatchSizes
@@ -41,6 +40,7 @@ from pretraining.launch.terminal import print_text, showing_through
 from pretraining.text import count_of, format_table
 from pretraining.tools.commands import InspectConfig
 from pretraining.tools.translate.hook import translate_when_needed
+from pretraining.train.resolve import adopt_settings
 
 log = logging.getLogger(__name__)
 

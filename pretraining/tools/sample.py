@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.completeness import check_finite
-from pretraining.checkpoint.start_point import load_model
+from pretraining.checkpoint.restore import load_model
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import DataConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer

@@ -25,10 +25,10 @@ from pretraining.checkpoint.manifest import (
     tensor_state,
 )
 from pretraining.checkpoint.mirror import Mirror, fetch_start
+from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_path import write_config
 from pretraining.checkpoint.saver import Saver
-from pretraining.checkpoint.start_point import load
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape

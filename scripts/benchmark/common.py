@@ -26,7 +26,7 @@ from pretraining.config.variants import LlamaShape, parameter_count, resolve_sha
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.dataset import build_loader
 from pretraining.distributed.parallelize import compute_dtype
-from pretraining.distributed.processes import Processes, join_processes
+from pretraining.distributed.processes import Processes, join_processes, on_rank_zero
 from pretraining.errors import ConfigError
 from pretraining.launch.layout import resolve_layout
 from pretraining.model.init import initialize_weights
@@ -170,7 +170,7 @@ def join() -> Iterator[Processes]:
 def start_run(config: TrainConfig, processes: Processes) -> Run:
     """Build a run that resumes from the newest checkpoint of its folder, if it has one."""
     mesh, data = check_and_build_mesh(config, processes), open_data(config, processes)
-    plan = plan_run(config, processes, mesh, data, find_start(config.checkpoint))
+    plan = plan_run(config, processes, mesh, data, on_rank_zero(lambda: find_start(config.checkpoint)))
     return build_run(plan, StopRequests(), RunStatusWriter(0, is_writer=False))
 
 

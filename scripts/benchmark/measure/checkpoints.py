@@ -40,11 +40,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from pretraining.checkpoint.chunks import local_tensor
 from pretraining.checkpoint.manifest import Manifest, tensor_state
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.start_point import find_start
-from pretraining.checkpoint.writer import local_tensor, plan_save, save_checkpoint
+from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
 from pretraining.distributed.mesh import build_mesh

@@ -26,7 +26,8 @@ from unit.checkpoint.checkpoint_files import (
 )
 
 from pretraining.checkpoint import pt_files
-from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, read_manifest
+from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST
 from pretraining.checkpoint.reader import file_entry, open_tensors, read_tensor
 from pretraining.config.recipes import dump_config
 from pretraining.config.variants import LlamaShape

@@ -13,7 +13,8 @@ import torch
 from unit.checkpoint.checkpoint_files import SHAPES
 from unit.checkpoint.test_hf_import import sharded, single, weights
 
-from pretraining.checkpoint.manifest import read_manifest, shape_of
+from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.manifest import shape_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.config.recipes import settings_in
 from pretraining.config.variants import LlamaShape, resolve_shape
