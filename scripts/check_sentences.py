@@ -58,10 +58,7 @@ def texts(python: str) -> Iterator[str]:
     tree = ast.parse(python)
     documented = set()
     for node in ast.walk(tree):
-        is_module = isinstance(node, ast.Module)  # whose text is not indented: only its tables are
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (
-            text := ast.get_docstring(node, clean=not is_module)
-        ):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
             documented.add(node.body[0].value)  # type: ignore[attr-defined]
             yield _ENTRY.sub("\n\n", text)
     parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
