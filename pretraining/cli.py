@@ -48,11 +48,10 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Train a model."""
     signals = ReceivedSignals().listen()
     terminate_with_launcher()
-    is_demo = demo.is_chosen(overrides, flags)
-    defaults = demo.settings() if is_demo else ()
-    resolved = resolve_config(TrainConfig, overrides, flags, defaults, translate_when_needed)
+    of_demo = demo.add_settings(overrides, flags)
+    resolved = resolve_config(TrainConfig, of_demo or overrides, flags, (), translate_when_needed)
     config = resolved.config
-    if is_demo:
+    if of_demo is not None:
         demo.prepare()
     _check_prepared(resolved)
     if not config.run.dry_run:

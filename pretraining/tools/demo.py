@@ -11,13 +11,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.assignments import RECIPE_NAMES, Assignment
+from pretraining.config.assignments import RECIPE_NAMES
 from pretraining.config.command_line import name_first_words, read_arguments
-from pretraining.config.recipes import read_recipe
 from pretraining.config.training import TrainConfig
 from pretraining.launch.layout import LAUNCHERS
 
@@ -26,24 +24,17 @@ DEMO_FOLDER = "PRETRAINING_DEMO"
 log = logging.getLogger(__name__)
 
 _CHOICES = {*RECIPE_NAMES, "model_variant", "data_path", "datasets", "use_dummy_dataset"}
-_PATHS = {"data_path", "tokenizer_path", "ckpt_save_path"}
+_PATHS = {"data_path": "data/demo", "tokenizer_path": "data/demo/tokenizer.json", "ckpt_save_path": "runs/demo"}
 
 
-def is_chosen(overrides: Sequence[str], flags: Mapping[str, Any]) -> bool:
-    """Return whether train.sh offers the demo and the command line chooses no recipe, model or data."""
+def add_settings(overrides: Sequence[str], flags: Mapping[str, Any]) -> list[str] | None:
+    """Return overrides with the settings of the demo; None if it is not offered, or if another run is chosen."""
     assignments, _ = read_arguments(*name_first_words(TrainConfig, overrides, flags))
-    return DEMO_FOLDER in os.environ and _CHOICES.isdisjoint(each.section_and_name[1] for each in assignments)
-
-
-def settings() -> list[Assignment]:
-    """Return the recipe of the demo, with its paths in the demo's folder."""
-    root = Path(os.environ[DEMO_FOLDER])
-    recipe = read_recipe("demo").assignments
-    names = [each.section_and_name[1] for each in recipe]
-    return [
-        replace(each, raw=str(root / str(each.raw))) if name in _PATHS else each
-        for name, each in zip(names, recipe, strict=True)
-    ]
+    given = {assignment.section_and_name[1] for assignment in assignments}
+    if DEMO_FOLDER not in os.environ or given & _CHOICES:
+        return None
+    paths = [f"{name}={Path(os.environ[DEMO_FOLDER], path)}" for name, path in _PATHS.items() if name not in given]
+    return [f"{RECIPE_NAMES[0]}=demo", *paths, *overrides]
 
 
 def prepare() -> None:

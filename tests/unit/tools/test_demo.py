@@ -52,13 +52,15 @@ def test_without_a_choice_the_demo_is_prepared_once_and_trained_in_the_scripts_f
         monkeypatch.setenv(name, value)
     main(["train"])
     main(["train", "num_steps=5", "--Ckpt-Save-Path=data_path"])  # a value that looks like a name chooses nothing
+    main(["train", "optimizer=sgdm", "optimizer.lr_config.lr=1.0", "train.max_steps=100"])  # another system's words
     data = f"{folder}/data/demo"
     command = ["prepare", "--source=stdlib", "--vocab_size=4096", f"--output_path={data}"]
     assert prepared == [[sys.executable, "-m", "pretraining", *command]]
-    first, second = trained
+    first, second, third = trained
     assert (first.data.data_path, first.data.tokenizer_path) == (data, f"{data}/tokenizer.json")
     assert first.checkpoint.ckpt_save_path == f"{folder}/runs/demo"
     assert second.checkpoint.ckpt_save_path == "data_path" and second.run.num_steps.amount == 5
+    assert (third.batch, third.optimizer.optimizer, third.run.num_steps.amount) == (first.batch, "sgdm", 100)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_without_a_choice_the_demo_is_prepared_once_and_trained_in_the_scripts_f
 def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(folder: Path, words: list[str]) -> None:
     overrides = [word for word in words if "=" in word or len(words) == 1]
     flags = {} if overrides else {words[0].lstrip("-"): words[1]}
-    assert demo.is_chosen([], {}) and not demo.is_chosen(overrides, flags)
+    assert demo.add_settings([], {}) is not None and demo.add_settings(overrides, flags) is None
 
 
 def test_a_command_without_train_sh_names_what_it_lacks(
