@@ -65,7 +65,7 @@ def test_a_crash_loop_stops_and_says_how_to_go_on(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "code", "goes_on_from"),
-    [("loses its node", 128 + signal.SIGKILL, 2), ("its node is told to leave", 75, None)],
+    [("loses its node", -signal.SIGKILL, 2), ("its node is told to leave", 75, None)],
 )
 def test_a_job_that_loses_a_machine_goes_on_with_those_left_and_the_same_global_batches(
     fault: str, code: int, goes_on_from: int | None, whole: Path, tmp_path: Path
