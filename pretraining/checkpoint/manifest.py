@@ -12,7 +12,7 @@ Neither depends on the number of processes: tensors are global, and all processe
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -286,9 +286,16 @@ def shape_of(manifest: Manifest) -> LlamaShape:
     return shape
 
 
-def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
-    """Raise a CheckpointError that names each difference if a checkpoint's model has other dimensions."""
-    ours = {name: value for name, value in asdict(shape).items() if name not in _DIMENSIONS_WITHOUT_WEIGHTS}
+def check_same_model(
+    manifest: Manifest, shape: LlamaShape, path: Path, may_differ: Collection[str] = frozenset()
+) -> None:
+    """Raise a CheckpointError that names each difference if a checkpoint's model has other dimensions.
+
+    Args:
+        may_differ: dimensions that are not compared.
+    """
+    ignored = {*_DIMENSIONS_WITHOUT_WEIGHTS, *may_differ}
+    ours = {name: value for name, value in asdict(shape).items() if name not in ignored}
     differences = [
         f"{name}: {manifest.model.get(name)} in the checkpoint, {value} in this run"
         for name, value in ours.items()

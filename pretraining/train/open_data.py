@@ -178,7 +178,7 @@ def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> 
     if lengths is None:
         return None
     table_V = torch.zeros(vocab_size, dtype=torch.int64)
-    table_V[: len(lengths)] = torch.tensor(lengths)
+    table_V[: len(lengths)] = torch.tensor(lengths[:vocab_size])
     return table_V.to(processes.device)
 
 

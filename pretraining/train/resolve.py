@@ -19,7 +19,7 @@ from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.fields import values_of
 from pretraining.config.rules import check_config
 from pretraining.config.training import DataConfig, ModelConfig, TrainConfig
-from pretraining.config.variants import DEFAULT_VARIANT, model_settings, resolve_shape, rounded_vocabulary
+from pretraining.config.variants import DEFAULT_VARIANT, LlamaShape, model_settings, resolve_shape, rounded_vocabulary
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists, is_file
 
@@ -31,6 +31,8 @@ AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 log = logging.getLogger(__name__)
 
 _ENDS: tuple[TokenSetting, ...] = ("sep_token", "bos_token")
+_CHANGEABLE = ("vocab_size", "rope_theta", "rope_scaling")
+"""Dimensions that a run may change in the weights it starts from."""
 FROM_DATA = (*_ENDS, "tokenizer_path")
 """Settings that a new run takes from the prepared data, and a resumed run from its checkpoint."""
 
@@ -64,8 +66,31 @@ def resolve_from(config: TrainConfig, start: CheckpointRef | None) -> Resolved:
     """Complete the settings of a run with this start point; in one process. Raises as `resolve`."""
     adopted = adopt_settings(config, start)
     if start is not None:
-        check_same_model(start.manifest, resolve_shape(adopted.model), start.path)
+        shape = resolve_shape(adopted.model)
+        check_same_model(start.manifest, shape, start.path, _CHANGEABLE if start.weights_only else ())
+        if start.weights_only:
+            _check_and_log_changes(start, shape, adopted.data.tokenizer_path)
     return Resolved(adopted, start)
+
+
+def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_path: str | None) -> None:
+    """Log what a run changes in the model of the weights it starts from; refuse to drop rows of known tokens."""
+    from pretraining.data.tokenizer import load_tokenizer
+
+    before = shape_of(start.manifest)
+    for name in _CHANGEABLE:
+        was, is_now = getattr(before, name), getattr(shape, name)
+        if was != is_now:
+            log.info("%-11s %s in place of %s, that of the weights in %s", name, is_now, was, start.path)
+    rows = shape.vocab_size
+    if rows > before.vocab_size:
+        log.info("vocab_size  each new row of embedding and head is the mean of the %d rows", before.vocab_size)
+    elif rows < before.vocab_size and (tokenizer_path is None or load_tokenizer(tokenizer_path).vocab_size > rows):
+        raise ConfigError(
+            f"--vocab_size={rows} drops {before.vocab_size - rows} rows of the weights in {start.path}, which may be "
+            f"those of tokens: give at least {before.vocab_size}, or the tokenizer that has at most {rows} tokens "
+            "(--tokenizer_path)"
+        )
 
 
 def find_run_folder(config: TrainConfig) -> str | None:

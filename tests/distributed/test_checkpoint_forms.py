@@ -59,3 +59,11 @@ def test_a_hugging_face_folder_starts_the_same_run_in_any_layout(data_path: Path
     for name, found in losses.items():
         assert found == pytest.approx(losses["1fsdp"], rel=1e-4), name
     assert len(losses["1fsdp"]) == 3 and losses["1fsdp"][0] < losses_of(tmp_path / "old")[0]
+
+    # New rows of a larger vocabulary have the same bits in any layout.
+    grown = [*load, "vocab_size=70", "learning_rate=0", "num_steps=1"]
+    for processes in layouts:
+        train_runs(processes, data_path, [[*grown, f"ckpt_save_path={tmp_path / f'grown{processes}'}"]])
+    one, three = tensors_of(tmp_path / "grown1"), tensors_of(tmp_path / "grown3")
+    name = "model.embed_tokens.weight"
+    assert one[name].shape[0] == 70 and torch.equal(one[name], three[name])
