@@ -31,10 +31,10 @@ setup_make_venv() {
     local candidates=(python3 python3.13 python3.12 python3.11 python)
     [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
-        if [[ -z $python ]] && setup_is_python "$candidate"; then python=$candidate; fi
+        ! setup_is_python "$candidate" || python=${python:-$candidate}
     done
-    [[ -n $python ]] || setup_die "${PYTHON:+PYTHON=$PYTHON is }no Python 3.11, 3.12 or 3.13${PYTHON:- on PATH}." \
-        "Install one, or name it: PYTHON=/path/to/python bash scripts/setup.sh"
+    [[ -n $python ]] || setup_die "none of ${candidates[*]} is Python 3.11, 3.12 or 3.13. Install one, or name it:" \
+        "PYTHON=/path/to/python bash scripts/setup.sh"
     if ! setup_stage "making $environment with $("$python" --version)" "$python" -m venv "$environment"; then
         rm -rf "$environment"
         setup_die "$python cannot make virtual environments; install its venv module (Debian: apt-get install" \
