@@ -13,7 +13,7 @@ from training_runs import checkpoints_of, status_of
 pytestmark = pytest.mark.thorough
 
 
-def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_is_cancelled(
+def test_a_job_saves_ahead_of_its_time_limit_is_requeued_and_stops_when_cancelled(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     run, output = tmp_path / "run", tmp_path / "output"

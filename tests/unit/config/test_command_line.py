@@ -112,7 +112,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["--recipe=~nobody_of_that_name/a.yaml"], "~nobody_of_that_name"),
     ],
 )
-def test_an_error_says_what_to_write(arguments: list[str], problem: str) -> None:
+def test_an_error_names_the_argument_and_the_remedy(arguments: list[str], problem: str) -> None:
     if not {"--recipe", "--data_path"} & {argument.partition("=")[0] for argument in arguments}:
         arguments = [*arguments, "--use_dummy_dataset=true", "--ckpt_save_path=runs/a"]
     overrides, flags = through_fire(*arguments)
@@ -136,7 +136,7 @@ def test_one_error_has_all_problems_once() -> None:
     assert len(problems_of(recipe="missing.yaml,nowhere.json,demo")) == 2
 
 
-def test_the_last_recipe_of_a_command_line_counts_and_its_other_words_stay() -> None:
+def test_the_last_recipe_on_the_command_line_replaces_earlier_ones() -> None:
     words = ["first.yaml", "--recipe=a.yaml", "--unknown=1", "other.key=2", "--config", "b.yaml", "--unknown=3"]
     assert drop_overridden(TrainConfig, words) == ["first.yaml", *words[2:]]
     words = ["--format=hf", "runs/x", "out", "--format=pt"]
@@ -180,7 +180,7 @@ def test_the_first_word_may_be_a_path_alone(tmp_path: Path) -> None:
         resolve_config(Flat, ["runs/a", "output_path=x"])
 
 
-def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.yaml").write_text("seed: 7\neval_datasets: [~/b, c]\nsample_prompt: ~/x\n")
     config = load_train_config([], DUMMY | {"recipe": "~/a.yaml", "ckpt_save_path": "~/runs/a"})
@@ -198,7 +198,7 @@ def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest
         ({"max_tokens": "3", "output_path": "x"}, "max_tokens"),  # alias of a setting that this command lacks
     ],
 )
-def test_a_flat_command_refuses_what_it_lacks_or_does_not_know(flags: dict[str, str], named: str) -> None:
+def test_a_flat_command_refuses_missing_and_unknown_settings(flags: dict[str, str], named: str) -> None:
     assert resolve_config(Flat, ["count=4"], {"output-path": "x", "local-rank": "0"}).config == Flat("x", 4)
     with pytest.raises(ConfigError) as error:
         resolve_config(Flat, [], flags)
@@ -215,7 +215,7 @@ def test_any_text_gives_a_configuration_or_a_config_error(overrides: list[str], 
         assert error.problems
 
 
-def test_an_export_takes_two_words_like_a_copy() -> None:
+def test_an_export_takes_source_and_target_as_two_words() -> None:
     config = resolve_config(ExportConfig, ["runs/x", "out"]).config
     assert (config.ckpt_load_path, config.output_path) == ("runs/x", "out")
     config = resolve_config(ExportConfig, ["runs/x"], {"output_path": "out"}).config

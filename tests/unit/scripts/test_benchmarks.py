@@ -61,7 +61,7 @@ def test_flags_can_be_checked_without_measuring(benchmark: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize("command", ON_GPU, ids=" ".join)
-def test_every_benchmark_takes_the_flags_that_it_is_given_on_a_gpu(command: list[str]) -> None:
+def test_every_benchmark_of_a_gpu_part_accepts_its_flags(command: list[str]) -> None:
     assert start(*command, "--check_flags") is None
 
 
@@ -74,7 +74,7 @@ def test_every_benchmark_takes_the_flags_that_it_is_given_on_a_gpu(command: list
         ("compare.against_ddp", ["--run.num_steps=3"], "--num_steps"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(
+def test_a_benchmark_refuses_unsuitable_flags_before_measuring(
     benchmark: str, flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = start(benchmark, *flags)
@@ -108,7 +108,7 @@ def test_parts_take_at_most_nine_minutes_and_one_of_them_runs_each_test_of_a_gpu
     assert named == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
 
 
-def test_paths_given_to_the_script_of_a_gpu_are_those_of_the_callers_folder(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_folder_of_the_caller(tmp_path: Path) -> None:
     (tmp_path / "python").write_text('#!/bin/sh\necho "$PWD $PYTHONPATH $*"\n')
     (tmp_path / "python").chmod(0o755)
     command = ["bash", str(ROOT / "scripts/benchmark/on_gpu.sh"), "tests", "--output=results"]
@@ -117,7 +117,7 @@ def test_paths_given_to_the_script_of_a_gpu_are_those_of_the_callers_folder(tmp_
     assert printed == f"{tmp_path} {ROOT}:mine -m scripts.benchmark.gpu_parts tests --output=results\n"
 
 
-def test_what_fails_is_named_and_the_next_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_command_is_named_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     for name, code in (
         ("measures", "print('measured')"),

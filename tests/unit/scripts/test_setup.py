@@ -31,7 +31,7 @@ def installs(stand_in: StandIn) -> list[str]:
 
 
 @pytest.mark.parametrize("version", first_quick("2.15.1+cu130", "2.11.0", "2.14.0a0+fe12.nv26.6"))
-def test_a_torch_that_is_there_stays(stand_in: StandIn, tmp_path: Path, version: str) -> None:
+def test_an_installed_torch_is_kept(stand_in: StandIn, tmp_path: Path, version: str) -> None:
     set_up(stand_in, with_torch(stand_in, tmp_path / "packages", version))
     assert installs(stand_in) == [f"--editable {stand_in.root} torch=={version}"]
 
@@ -51,7 +51,7 @@ def with_torch(stand_in: StandIn, packages: Path, version: str) -> dict[str, str
     return stand_in.variables(PYTHONPATH=str(packages))
 
 
-def test_torch_comes_before_all_else_and_a_later_call_installs_only_what_has_changed(stand_in: StandIn) -> None:
+def test_torch_is_installed_first_and_a_later_call_installs_only_changes(stand_in: StandIn) -> None:
     set_up(stand_in, {"VIRTUAL_ENV": "", "CONDA_PREFIX": str(stand_in.environment)})
     before = stand_in.all_calls()
     set_up(stand_in, stand_in.variables())

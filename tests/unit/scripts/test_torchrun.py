@@ -54,7 +54,7 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
 
 
 @pytest.mark.parametrize(("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGHUP), 129)])
-def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
+def test_elastic_jobs_publish_the_address_of_their_store_in_each_rendezvous(
     outcome: BaseException | None, code: int, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for nodes, shares in (("--nnodes=1:2", "1"), ("--nnodes=2", None)):
@@ -74,7 +74,7 @@ def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
         ([(-15, 11), (-15, 11)], 143),
     ],
 )
-def test_the_first_failure_is_the_jobs(
+def test_the_first_failure_decides_the_exit_code_of_the_job(
     torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, workers: list[tuple[int, int]], code: int
 ) -> None:
     assert run(torchrun, monkeypatch, failed(*workers)) == code
@@ -95,7 +95,9 @@ def test_the_first_failure_is_the_jobs(
         (2, [1], 130),
     ],
 )
-def test_workers_say_how_a_stop_ends(torchrun: ModuleType, number: int, codes: list[int | None], code: int) -> None:
+def test_the_exit_codes_of_workers_decide_that_of_a_stopped_job(
+    torchrun: ModuleType, number: int, codes: list[int | None], code: int
+) -> None:
     assert torchrun.exit_code_after_stop(number, codes) == code
 
 

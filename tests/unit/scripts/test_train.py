@@ -83,7 +83,7 @@ ELASTIC = {**MACHINES, "NNODES": "1:4", "JOB_ID": "seven"}
         quick=4,
     ),
 )
-def test_variables_say_what_starts_and_where_it_meets(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
+def test_variables_choose_processes_and_rendezvous(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
     train(stand_in, CHOICE, variables=variables)
     expected = f"torchrun {start} {stand_in.root}/main_training.py {CHOICE}" if start else f"main {CHOICE}"
     assert stand_in.calls()[0] == expected
@@ -97,7 +97,9 @@ def test_variables_say_what_starts_and_where_it_meets(stand_in: StandIn, variabl
         ({"NNODES": "1:4"}, "MASTER_ADDR"),
     ],
 )
-def test_machines_without_a_place_to_meet_fail(stand_in: StandIn, variables: dict[str, str], missing: str) -> None:
+def test_machines_without_a_rendezvous_address_are_refused(
+    stand_in: StandIn, variables: dict[str, str], missing: str
+) -> None:
     done = train(stand_in, CHOICE, check=False, variables=variables)
     assert done.returncode == 1 and missing in done.stderr
     assert stand_in.calls() == []

@@ -73,7 +73,7 @@ def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(folder: Path, 
     assert demo.add_settings([], {}) is not None and demo.add_settings(overrides, flags) is None
 
 
-def test_a_command_without_train_sh_names_what_it_lacks(
+def test_without_train_sh_missing_data_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PRETRAINING_DEMO", raising=False)
@@ -83,7 +83,7 @@ def test_a_command_without_train_sh_names_what_it_lacks(
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(3, 3), (-15, 143)])
-def test_a_preparation_that_fails_is_the_end_with_its_code(
+def test_a_failed_preparation_exits_with_its_code(
     folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, exit_code: int
 ) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code))
