@@ -54,6 +54,8 @@ EIGHT_B = "--model_variant=llama3_8b --num_hidden_layers=8 --seq_length=8192"
 COMPILED, CHECKPOINTED = "--use_torch_compile=true", "--fsdp_activation_checkpointing=true"
 SCALINGS = ("none", "tensorwise", "rowwise")
 MEASURE, COMPARE = "scripts.benchmark.measure", "scripts.benchmark.compare"
+TRAIN = "pretraining train --use_dummy_dataset=true --num_steps=30 --report_interval=5"
+"""Prints tokens/s, MFU and peak memory at its end."""
 
 PARTS = {
     "tests": (
@@ -68,19 +70,15 @@ PARTS = {
     "levers_tests": (Task(540, f"{PYTEST} tests/gpu/test_levers.py"),),
     "float8_tests": (Task(540, f"{PYTEST} tests/gpu/test_float8.py"),),
     "throughput": (
-        Task(90, f"{MEASURE}.throughput {SMALL} --batch_size=64 {COMPILED}"),
-        Task(100, f"{MEASURE}.throughput {ONE_B} --batch_size=8 {COMPILED}"),
-        Task(110, f"{MEASURE}.throughput {EIGHT_B} --batch_size=2 {COMPILED}"),
-        Task(70, f"{MEASURE}.throughput {ONE_B} --batch_size=8 --steps=20"),
-        Task(70, f"{MEASURE}.throughput {ONE_B} --batch_size=8 --steps=20 {CHECKPOINTED}"),
-        Task(100, f"{MEASURE}.throughput {ONE_B} --batch_size=8 --steps=20 {CHECKPOINTED} {COMPILED}"),
+        Task(90, f"{TRAIN} {SMALL} --batch_size=64 {COMPILED}"),
+        Task(100, f"{TRAIN} {ONE_B} --batch_size=8 {COMPILED}"),
+        Task(110, f"{TRAIN} {EIGHT_B} --batch_size=2 {COMPILED}"),
+        Task(70, f"{TRAIN} {ONE_B} --batch_size=8"),
+        Task(70, f"{TRAIN} {ONE_B} --batch_size=8 {CHECKPOINTED}"),
+        Task(100, f"{TRAIN} {ONE_B} --batch_size=8 {CHECKPOINTED} {COMPILED}"),
     ),
-    "float8_8b": tuple(
-        Task(180, f"{MEASURE}.throughput --float8={each} {EIGHT_B} --batch_size=2 {COMPILED}") for each in SCALINGS
-    ),
-    "float8_1b": tuple(
-        Task(180, f"{MEASURE}.throughput --float8={each} {ONE_B} --batch_size=8 {COMPILED}") for each in SCALINGS
-    ),
+    "float8_8b": tuple(Task(180, f"{TRAIN} --float8={each} {EIGHT_B} --batch_size=2 {COMPILED}") for each in SCALINGS),
+    "float8_1b": tuple(Task(180, f"{TRAIN} --float8={each} {ONE_B} --batch_size=8 {COMPILED}") for each in SCALINGS),
     "races": (
         Task(110, f"{COMPARE}.against_trainer {SMALL} --batch_size=16 {COMPILED} --rounds=8"),
         Task(120, f"{COMPARE}.against_trainer {ONE_B} --batch_size=2 {COMPILED} --rounds=6"),
