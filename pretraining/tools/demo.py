@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from pretraining.config.assignments import RECIPE_NAMES
 from pretraining.config.command_line import name_first_words, read_arguments
 from pretraining.config.training import TrainConfig
+from pretraining.errors import Preempted
 from pretraining.launch.layout import LAUNCHERS
 
 DEMO_FOLDER = "PRETRAINING_DEMO"
@@ -38,7 +40,11 @@ def add_settings(overrides: Sequence[str], flags: Mapping[str, Any]) -> list[str
 
 
 def prepare() -> None:
-    """Prepare the data of the demo, unless they are there; exit with the code of a `pretrain prepare` that fails."""
+    """Prepare the data of the demo, unless they are there; exit with the code of a `pretrain prepare` that fails.
+
+    Raises:
+        Preempted: SIGTERM stopped the preparation.
+    """
     log.info("no recipe, model or data chosen: this is the demo (bash scripts/train.sh --help lists the flags)")
     data = Path(os.environ[DEMO_FOLDER], "data")
     done = data / "demo" / "stdlib" / "prepare.json"
@@ -52,5 +58,7 @@ def prepare() -> None:
             of_this_job = {"RANK", "WORLD_SIZE", *(launcher.sign for launcher in LAUNCHERS)}
             alone = {name: value for name, value in os.environ.items() if name not in of_this_job}
             ended = subprocess.run([sys.executable, "-m", "pretraining", *command], env=alone, stdout=2, check=False)
-            if (code := ended.returncode) != 0:
-                sys.exit(code if code > 0 else 128 - code)  # negative: a signal
+            if ended.returncode == -signal.SIGTERM:
+                raise Preempted("stopped in the preparation of the demo: the same command resumes it")
+            if ended.returncode:
+                sys.exit(ended.returncode % 256)

@@ -82,11 +82,11 @@ def test_without_train_sh_missing_data_is_an_error(
     assert "no data: give --data_path" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [(3, 3), (-15, 143)])
+@pytest.mark.parametrize(("code", "exit_code"), [(3, 3), (-15, 75)])
 def test_a_failed_preparation_exits_with_its_code(
     folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, exit_code: int
 ) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code))
     with pytest.raises(SystemExit) as end:
-        demo.prepare()
+        main(["train"])
     assert end.value.code == exit_code
