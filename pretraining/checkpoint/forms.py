@@ -1,8 +1,8 @@
 """Forms of a checkpoint: the folders that hold one, and who reads what is in them.
 
-manifest.json          a checkpoint that a run saved, sharded or full: the manifest names all files
-iter_state_dict.pt     the four .pt files of a full checkpoint, without a manifest (`pt_files`)
-config.json            a Hugging Face folder with weights alone (`hf_import`)
+- manifest.json: a checkpoint that a run saved, sharded or full: the manifest names all files
+- iter_state_dict.pt: the four .pt files of a full checkpoint, without a manifest (`pt_files`)
+- config.json: a Hugging Face folder with weights alone (`hf_import`)
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return {name: read_tensor(source, name) for name in source.chunks}
 
 
-def test_both_forms_go_on_in_any_layout_and_hold_the_same_tensors(data_path: Path, tmp_path: Path) -> None:
+def test_both_forms_resume_in_any_layout_and_hold_the_same_tensors(data_path: Path, tmp_path: Path) -> None:
     stages = [(2, "ddp", "full", 3), (4, "hsdp", "full", 2), (3, "fsdp", "sharded", 3)]
     train_runs(1, data_path, [[*COMMON, f"ckpt_save_path={tmp_path / 'whole'}"]])
     for number, (processes, strategy, form, steps) in enumerate(stages):

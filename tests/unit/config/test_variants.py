@@ -134,5 +134,5 @@ def test_an_impossible_model_is_refused_with_the_arithmetic(model: ModelConfig, 
         (ModelConfig(None, 5120, 13824, 40, 40, vocab_size=99), "13b"),
     ],
 )
-def test_a_model_is_called_what_it_is(model: ModelConfig, name: str) -> None:
+def test_a_model_is_named_after_its_shape(model: ModelConfig, name: str) -> None:
     assert name_of_model(model) == name

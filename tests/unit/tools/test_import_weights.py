@@ -95,7 +95,7 @@ def test_an_export_keeps_context_and_tokens_of_the_imported_model_and_its_card_n
 
 
 @pytest.mark.parametrize("card", ["no header", "---\nlicense: [a]\n---\n", "---\n{\n---\n", None])
-def test_what_is_not_known_of_an_imported_model_is_left_out(tmp_path: Path, card: str | None) -> None:
+def test_unknown_facts_of_an_imported_model_are_left_out(tmp_path: Path, card: str | None) -> None:
     folder = single(tmp_path / "m")
     document = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(document | {"bos_token_id": {"a": 1}, "eos_token_id": []}))

@@ -173,7 +173,7 @@ def test_pieces_that_do_not_make_each_tensor_once_are_named(
 @pytest.mark.parametrize(
     "spoil", [lambda content: content + b"\0" * 8, lambda _: b"\x10" + b"\0" * 7 + b"{not json      }"]
 )
-def test_a_file_that_is_no_safetensors_is_a_fault_though_its_checksum_fits(
+def test_an_invalid_safetensors_file_is_a_fault_despite_its_checksum(
     folder: Path, spoil: Callable[[bytes], bytes]
 ) -> None:
     (folder / FIRST).write_bytes(spoil((folder / FIRST).read_bytes()))
