@@ -78,7 +78,9 @@ class ModelConfig:
         "the variant's",
     )
     no_rope_interval: NonNegativeInt | None = setting(
-        None, "every so many blocks, one without rotary embedding (SmolLM 3: 4); 0 = none; none = the variant's"
+        None,
+        "the last of each group of this many blocks has no rotary embedding (SmolLM 3: 4); 0 = all have it; none = "
+        "the variant's",
     )
     rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm; none = the variant's")
     tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")

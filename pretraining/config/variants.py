@@ -25,9 +25,9 @@ class RopeScaling:
     - linear: all wavelengths become `factor` times as long (Chen et al. 2023, Position Interpolation)
     - llama3: wavelengths above original context / low_freq_factor become `factor` times as long, those below original
       context / high_freq_factor stay, and a linear blend connects both (the code released with Llama 3.1)
-    - yarn: pairs with more than `beta_fast` turns in the original context stay, those with fewer than `beta_slow` turns
-      become `factor` times as slow, with a linear blend in the number of the pair; cosines and sines are multiplied by
-      `attention_factor` (Peng et al. 2023, YaRN)
+    - yarn: pairs with more than `beta_fast` turns in the original context stay, and those with fewer than `beta_slow`
+      turns become `factor` times as slow. A blend in between is linear in the number of the pair. Cosines and sines are
+      multiplied by `attention_factor` (Peng et al. 2023, YaRN)
 
     Attributes:
         original_max_position_embeddings: original context, in tokens.
@@ -61,7 +61,7 @@ class LlamaShape:
         vocab_size: V, rows of the embedding.
         max_position_embeddings: context length of the variant, which training sequences may exceed.
         rope_theta: base of the rotary frequencies.
-        no_rope_interval: every so many blocks, one has no rotary embedding; 0 = all have it.
+        no_rope_interval: the last of each group of this many blocks has no rotary embedding; 0 = all have it.
         attention_multiplier: factor of attention scores; None = 1 / sqrt(E).
         sliding_window: tokens that attention sees; training sequences fit in it. None = all.
         model_family: row of `model.families` in whose form the model is exported.

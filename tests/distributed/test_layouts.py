@@ -16,6 +16,11 @@ OPTIMIZERS = ("adamw", "nadam", "rmsprop", "sgd", "sgdm", "normalized_sgdm", "mu
 LAYOUTS = {
     **{strategy: [f"sharding_strategy={strategy}"] for strategy in STRATEGIES},
     **{optimizer: [f"optimizer={optimizer}", "mixed_precision=true"] for optimizer in OPTIMIZERS},
+    "every switch": [
+        *("head_dim=12", "attention_bias=true", "mlp_bias=true", "qk_norm=whole", "norm_position=post"),
+        *("no_rope_interval=2", "rope_scaling=yarn:4,16", "attention_multiplier=0.2", "logits_scaling=4"),
+        *("embedding_multiplier=3", "residual_multiplier=0.5"),
+    ],
     "tied": ["tie_word_embeddings=true"],
     "tied, recomputed": ["tie_word_embeddings=true", "fsdp_activation_checkpointing=true"],
 }
