@@ -83,10 +83,12 @@ BAD = [
     ("a.yaml", "dist: {dtype: int8}", "dist.dtype"),
     ("a.yaml", "optim: {betas: 0.9}\ndist: {dtype: float32}", "optim.betas"),
     ("a.yaml", "optim: {lr: 1}\nlr_scheduler: {total_iterations: 9, min_lr: 2}", "lr_scheduler.min_lr"),
+    ("a.yaml", "model: {hf_config: {model_type: qwen3}}", "model.hf_config.model_type"),
+    ("a.yaml", "model: {hf_config: {rope_scaling: {type: dynamic}}}", "model.hf_config.rope_scaling.type"),
     (
         "a.yaml",
-        "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 8}}",
-        "model.hf_config.head_dim",
+        "model: {hf_config: {rope_scaling: {type: linear, mscale: 1, factor: 2}}}",
+        "model.hf_config.rope_scaling.mscale",
     ),
     ("a.yaml", "model: {hf_config: {rope_scaling: {type: linear}}}", "model.hf_config.rope_scaling.type"),
     ("a.yaml", "model: {hf_config: {rope_scaling: {type: llama3}}}", "model.hf_config.rope_scaling.type"),
@@ -234,7 +236,13 @@ MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": 
             "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 32, rope_parameters: {"
             "rope_theta: 9, rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4,"
             " original_max_position_embeddings: 64}}}",
-            {"rope_theta": "9.0", "rope_scaling": "(8.0, 1.0, 4.0, 64.0)"},
+            {"rope_theta": "9.0", "rope_scaling": "('8.0', '1.0', '4.0', '64.0')"},
+        ),
+        (
+            "a.yaml",
+            "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 8, attention_bias: true, "
+            "rope_scaling: {type: yarn, factor: 4, original_max_position_embeddings: 64, truncate: false}}}",
+            {"head_dim": "8", "attention_bias": "true", "rope_scaling": "('yarn:4', '64.0', 'truncate=false')"},
         ),
         ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}}', ADAM),
         ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "SGD", "params": {"momentum": 0.8}}}', SGDM),
