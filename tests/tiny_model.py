@@ -8,7 +8,7 @@ from training_runs import TINY, VOCABULARY
 
 from pretraining.config.command_line import load_train_config
 from pretraining.config.variants import resolve_shape
-from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.dims import build_mesh
 from pretraining.distributed.parallelize import ParallelModel
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.train.build import build_model

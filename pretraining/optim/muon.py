@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pretraining.config.training import OptimizerConfig
+from pretraining.distributed.dims import AXES
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.host_sync import wait_for
-from pretraining.distributed.mesh import AXES
 from pretraining.distributed.parallelize import has_units
 from pretraining.optim.adaptive import FusedAdamW
 from pretraining.optim.optimizer import Groups, is_hidden_matrix, parameter_groups

@@ -30,8 +30,8 @@ from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.sampling.mixture import Range
+from pretraining.distributed.dims import build_mesh
 from pretraining.distributed.float8 import check_float8
-from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
+from pretraining.distributed.dims import build_mesh
 from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
-from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.model.init import initialize_parameters

@@ -47,7 +47,7 @@ from pretraining.checkpoint.start_point import find_start
 from pretraining.checkpoint.writer import local_tensor, plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
-from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.dims import build_mesh
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.launch.layout import ProcessLayout, free_port
 from pretraining.model.init import initialize_parameters

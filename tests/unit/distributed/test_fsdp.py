@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretraining.config.training import ParallelConfig, ShardingStrategy
-from pretraining.distributed.mesh import AXES
+from pretraining.distributed.dims import AXES
 from pretraining.distributed.parallelize import parallelize
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama

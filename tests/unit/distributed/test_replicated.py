@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from pretraining.config.training import OptimizerConfig, ParallelConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
+from pretraining.distributed.dims import build_mesh
 from pretraining.distributed.fsdp import ShardedModel
 from pretraining.distributed.grad_norm import gradient_norm, local_gradients, local_part
 from pretraining.distributed.gradient_buckets import GradientBuckets
-from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import ParallelModel
 from pretraining.distributed.replicated import ReplicatedModel
 from pretraining.model.init import initialize_parameters

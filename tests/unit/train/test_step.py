@@ -9,9 +9,9 @@ from tiny_shape import TINY_SHAPE
 
 from pretraining.config.training import LossConfig, OptimizerConfig, ParallelConfig
 from pretraining.data.batch import MicroBatch, StepBatch
+from pretraining.distributed.dims import build_mesh
 from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.loss_scaler import LossScaler
-from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.replicated import ReplicatedModel
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from pretraining.config.strategies import mesh_shape
 from pretraining.config.training import ParallelConfig, ShardingStrategy
-from pretraining.distributed import mesh as mesh_module
-from pretraining.distributed.mesh import build_mesh, check_groups
+from pretraining.distributed import dims as dims_module
+from pretraining.distributed.dims import build_mesh, check_groups
 from pretraining.errors import ConfigError, LaunchError
 
 UNEVEN = [2, 2, 4, 4, 4, 4]
@@ -44,7 +44,7 @@ def test_axes_are_replicas_and_shards_and_groups_of_unequal_size_are_refused(
 def test_a_group_that_is_late_wrong_or_failing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, release = build_mesh(ParallelConfig(), 1, 1, "cpu"), threading.Event()
     assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (1, 1)
-    monkeypatch.setattr(mesh_module, "FIRST_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(dims_module, "FIRST_ANSWER_SECONDS", 0.05)
 
     def fails(tensor: torch.Tensor, group: object) -> None:
         raise dist.DistBackendError("NCCL error: Duplicate GPU detected")
