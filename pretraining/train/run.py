@@ -54,7 +54,7 @@ from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import describe_end, describe_speed
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Plan, check_and_build_mesh, plan_run, restore_cpu_threads
+from pretraining.train.plan import Plan, check_and_build_dims, plan_run, restore_cpu_threads
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
 from pretraining.train.rollback import find_and_count_start, read_mirror, train_with_rollbacks
 from pretraining.train.run_status import RunStatusWriter
@@ -130,13 +130,13 @@ def train(
         copies = read_mirror(config.checkpoint)
         config, _ = resolve_run(config, copies)
         sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
-        mesh = check_and_build_mesh(config, processes)
+        dims = check_and_build_dims(config, processes)
         on_every_rank(requests.raise_if_signalled)
         config = on_rank_zero(lambda: with_run_path(config))
         path = config.checkpoint.ckpt_save_path
         with (
             nullcontext() if path is None else hold_lease(Path(path), processes) as lease,
-            explain_out_of_memory(config, mesh["shard"].size(), processes),
+            explain_out_of_memory(config, dims, processes),
         ):
             start = find_and_count_start(config.checkpoint, status, copies)
             on_every_rank(requests.raise_if_pending)
@@ -146,7 +146,7 @@ def train(
                 start: CheckpointRef | None, skipped: Mapping[str, Sequence[Range]], stop_step: int | None
             ) -> Plan:
                 restore_cpu_threads(start, config, processes, threads)
-                return plan_run(config, processes, mesh, data, start, skipped, stop_step)
+                return plan_run(config, processes, dims, data, start, skipped, stop_step)
 
             build = partial(build_run, stop_requests=requests, status=status, lease=lease, hook=hook, sampler=sampler)
             if path is not None:
