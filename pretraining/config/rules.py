@@ -294,8 +294,8 @@ def _check_window(config: TrainConfig) -> Problems:
     window, seq_length = resolve_shape(config.model).sliding_window, config.data.seq_length
     if window is not None and seq_length > window:
         yield (
-            f"--seq_length={seq_length} exceeds the model's sliding window of {window} tokens, and attention covers the "
-            f"whole sequence here: give at most {window}, or --sliding_window=0 to train the weights without a window"
+            f"--seq_length={seq_length} exceeds the model's sliding window of {window} tokens, and attention covers "
+            f"whole sequences here: give at most {window}, or --sliding_window=0 to train the weights without a window"
         )
 
 

@@ -36,7 +36,7 @@ from pretraining.text import format_table
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
 from pretraining.train.messages import log_plan
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Plan, check_and_build_mesh, plan_run, restore_cpu_threads
+from pretraining.train.plan import Plan, check_and_build_dims, plan_run, restore_cpu_threads
 from pretraining.train.preemption import StopRequests
 from pretraining.train.resolve import FROM_DATA, find_run_folder, resolve
 from pretraining.train.run import join_job, resolve_in_job
@@ -79,7 +79,7 @@ def dry_run(
             on_rank_zero(lambda: _check_folder(config, start))
         data = open_data(config, processes, folder)
         restore_cpu_threads(start, config, processes, threads)
-        plan = plan_run(config, processes, check_and_build_mesh(config, processes), data, start)
+        plan = plan_run(config, processes, check_and_build_dims(config, processes), data, start)
         on_rank_zero(lambda: check_trackers(config))
         log_plan(plan)
         on_every_rank(requests.raise_if_signalled)

@@ -31,7 +31,7 @@ from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
 from pretraining.text import format_table
 from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
-from pretraining.train.plan import build_run_mesh, check_kernels, recorded_evaluation
+from pretraining.train.plan import build_run_dims, check_kernels, recorded_evaluation
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
 from pretraining.train.resolve import resolve_from
 from pretraining.train.run import join_job, resolve_in_job
@@ -94,13 +94,13 @@ def _evaluate(
     shape, device, manifest = resolve_shape(config.model), processes.device, newest.manifest
     on_every_rank(lambda: _check_held_out(config, manifest.data.get("held_out_fraction")))
     check_kernels(config, shape, device)
-    data = open_data(config, processes)
-    batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
+    dims, data = build_run_dims(config, processes), open_data(config, processes)
+    batch = resolve_batch_sizes(config.batch, dims.data, manifest.global_batch_size or None)
     record, order = recorded_evaluation(manifest), order_version(manifest.data) if manifest.data else ORDER_VERSION
     if config.evaluation.eval_batches != newest.config.evaluation.eval_batches:
         record = replace(record, sequences=None)  # another number of batches is asked for
-    sources, _ = open_evaluation_sources(config, data, batch, processes, shape.vocab_size, record, order)
-    model = build_model(shape, config, build_run_mesh(config, processes), device)
+    sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, order)
+    model = build_model(shape, config, dims, device)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)
     stop = 0

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.mirror import list_copies
@@ -32,6 +31,7 @@ from pretraining.checkpoint.run_path import make_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.data.sampling.mixture import Range
+from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import DamagedError, DivergenceError
 from pretraining.evaluation.generation import TextSampler
@@ -103,7 +103,7 @@ class RunBuilder:
 
     config: TrainConfig
     processes: Processes
-    mesh: DeviceMesh
+    dims: Dims
     data: OpenedData
     threads: CpuThreads | None
     stop_requests: StopRequests
@@ -148,7 +148,7 @@ class RunBuilder:
         """Return the fault of a damaged start point; its error would keep the memory of the failed run alive."""
         restore_cpu_threads(start, self.config, self.processes, self.threads)
         try:
-            self.plan = plan_run(self.config, self.processes, self.mesh, self.data, start, self.skipped, self.stop_step)
+            self.plan = plan_run(self.config, self.processes, self.dims, self.data, start, self.skipped, self.stop_step)
             return build_run(self.plan, self.stop_requests, self.status, self.lease, self.hook, self.sampler)
         except DamagedError as error:
             return str(error)

@@ -51,7 +51,7 @@ from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import describe_end, describe_speed
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import check_and_build_mesh
+from pretraining.train.plan import check_and_build_dims
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
 from pretraining.train.resolve import Resolved, find_run_folder, resolve
 from pretraining.train.rollback import RunBuilder, count_start, train_with_rollbacks
@@ -130,15 +130,15 @@ def train(
         with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
             config, start = resolve_in_job(config, lambda given: resolve(given, list_copies(given.checkpoint)))
             sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
-            mesh = check_and_build_mesh(config, processes)
+            dims = check_and_build_dims(config, processes)
             on_every_rank(requests.raise_if_signalled)
             count_start(config.checkpoint, status, start)
             on_every_rank(requests.raise_if_pending)
-            with explain_out_of_memory(config, mesh["shard"].size(), processes):
+            with explain_out_of_memory(config, dims, processes):
                 data = open_data(config, processes)
                 if path is not None:
                     record_environment(Path(path), 0 if start is None else start.step, layout.launcher, processes)
-                builder = RunBuilder(config, processes, mesh, data, threads, requests, status, lease, hook, sampler)
+                builder = RunBuilder(config, processes, dims, data, threads, requests, status, lease, hook, sampler)
                 run = train_with_rollbacks(builder, start)
         return _finish(config, processes, run, sampler)
 

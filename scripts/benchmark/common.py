@@ -33,7 +33,7 @@ from pretraining.model.llama import Llama
 from pretraining.train.build import build_run
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import check_and_build_mesh, plan_run
+from pretraining.train.plan import check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import RunStatusWriter
 
@@ -159,8 +159,8 @@ def join() -> Iterator[Processes]:
 
 def start_run(config: TrainConfig, processes: Processes) -> Run:
     """Build a run that resumes from the newest checkpoint of its folder, if it has one."""
-    mesh, data = check_and_build_mesh(config, processes), open_data(config, processes)
-    plan = plan_run(config, processes, mesh, data, on_rank_zero(lambda: find_start(config.checkpoint)))
+    dims, data = check_and_build_dims(config, processes), open_data(config, processes)
+    plan = plan_run(config, processes, dims, data, on_rank_zero(lambda: find_start(config.checkpoint)))
     return build_run(plan, StopRequests(), RunStatusWriter(0, is_writer=False))
 
 

@@ -44,7 +44,7 @@ from pretraining.checkpoint.start_point import find_start
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
-from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.dims import build_dims
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.launch.layout import ProcessLayout, free_port
 from pretraining.model.init import initialize_parameters
@@ -205,9 +205,8 @@ def _work(
 
 def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, torch.Tensor]:
     """Return parameters and optimizer state, as a checkpoint holds them."""
-    mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
     shape = resolve_shape(config.model)
-    model = build_model(shape, config, mesh, processes.device)
+    model = build_model(shape, config, build_dims(config.parallel, processes), processes.device)
     initialize_parameters(model.parameters, shape, config.run.seed, processes.device)
     optimizer = build_optimizer(model.parameters, config.optimizer)
     materialise_state(optimizer)

@@ -1,4 +1,4 @@
-"""Models of each family: folders of transformers are loaded, trained, resumed, exported and read by transformers again."""
+"""Models of each family: folders of transformers are loaded, trained, exported, and read by transformers again."""
 
 from __future__ import annotations
 

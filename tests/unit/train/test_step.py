@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_model import single_dims
 from tiny_shape import TINY_SHAPE
 
-from pretraining.config.training import LossConfig, OptimizerConfig, ParallelConfig
+from pretraining.config.training import LossConfig, OptimizerConfig
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.loss_scaler import LossScaler
-from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.replicated import ReplicatedModel
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def context_for_step(dtype: torch.dtype = torch.float32, loss: LossConfig = LossConfig()) -> StepContext:
-    mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
+    dims = single_dims()
     model = Llama(TINY_SHAPE, loss)
-    laid_out = ReplicatedModel(model, dtype, CPU, mesh["replicate"].get_group())
+    laid_out = ReplicatedModel(model, dtype, CPU, dims.group("replicate"))
     initialize_parameters(laid_out.parameters, TINY_SHAPE, 0, CPU)
     optimizer = build_optimizer(laid_out.parameters, OptimizerConfig(learning_rate=1e-2))
     return StepContext(
@@ -37,7 +37,7 @@ def context_for_step(dtype: torch.dtype = torch.float32, loss: LossConfig = Loss
         optimizer=optimizer,
         learning_rate=LearningRate("cosine", Horizon(1, 10, 0.1)),
         grad_clip_thresh=1.0,
-        shard_group=mesh["shard"].get_group(),
+        shard_group=dims.group("shard"),
         device=CPU,
         scaler=LossScaler(CPU) if dtype == torch.float16 else None,
     )
