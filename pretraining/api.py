@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from pretraining.checkpoint import start_point
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import newest_run_path
 from pretraining.config.command_line import load_train_config
@@ -308,7 +307,9 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
     """
     import torch
 
-    return start_point.load_model(_path_text(path), torch.device(device), dtype or torch.float32)[1]
+    from pretraining.checkpoint import restore
+
+    return restore.load_model(_path_text(path), torch.device(device), dtype or torch.float32)[1]
 
 
 @contextmanager

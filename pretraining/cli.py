@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
-from pretraining.config.command_line import ResolvedConfig, resolve_config
+from pretraining.config.command_line import ResolvedConfig, drop_overridden, resolve_config
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError, DataError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
@@ -37,6 +37,7 @@ from pretraining.launch.signals import (
     terminate_with_launcher,
 )
 from pretraining.launch.terminal import ignore_output_errors, log_to_terminal, print_text
+from pretraining.tools import demo
 from pretraining.tools.commands import BESIDE_TRAINING, Command
 from pretraining.tools.translate.hook import translate_when_needed
 
@@ -47,8 +48,11 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Train a model."""
     signals = ReceivedSignals().listen()
     terminate_with_launcher()
-    resolved = resolve_config(TrainConfig, overrides, flags, (), translate_when_needed)
+    of_demo = demo.add_settings(overrides, flags)
+    resolved = resolve_config(TrainConfig, of_demo or overrides, flags, (), translate_when_needed)
     config = resolved.config
+    if of_demo is not None:
+        demo.prepare()
     _check_prepared(resolved)
     if not config.run.dry_run:
         ignore_output_errors()
@@ -168,7 +172,8 @@ def _run(arguments: Sequence[str]) -> None:
             raise PathError(f"the working folder was deleted ({error.strerror}): change to another") from None
         import fire  # here, so that `--help` is fast
 
-        fire.Fire(_for_fire(partial(_run_command, COMMANDS[name])), command=arguments[1:], name=f"pretrain {name}")
+        row, words = COMMANDS[name], drop_overridden(COMMANDS[name].settings, arguments[1:])
+        fire.Fire(_for_fire(partial(_run_command, row)), command=words, name=f"pretrain {name}")
 
 
 def _exit_without_output(error: OSError) -> NoReturn:

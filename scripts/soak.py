@@ -44,7 +44,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pretraining.checkpoint.manifest import read_document
+from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.object_store import read_copies
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, UNFINISHED_SUFFIX, committed_checkpoints

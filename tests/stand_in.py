@@ -1,8 +1,8 @@
 """A copy of the scripts in a folder of their own, with an environment whose programs note how they are called.
 
 The scripts run unchanged, but for torchrun.py, which only notes its arguments unless the real one is asked for. Their
-`python` answers questions as the real one does, but installs nothing; `pretrain` only notes its arguments;
-`main_training.py` notes its own and ends as it is told.
+`python` answers questions as the real one does, but installs nothing; `main_training.py` notes its arguments and ends
+as it is told.
 """
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ fi
 exec {real} "$@"
 """
 
-NOTING = """#!/usr/bin/env bash
-echo "{name} $*" >>"{calls}"
-"""
-
 TORCHRUN = """
 import sys
 from pathlib import Path
@@ -37,6 +33,8 @@ with Path({calls!r}).open("a") as calls:
 MAIN = """
 import os, signal, sys
 from pathlib import Path
+
+from pretraining.launch.signals import terminate_with_launcher
 
 def note(text):
     with Path({calls!r}).open("a") as calls:
@@ -51,6 +49,7 @@ note(f"in {{Path.cwd()}}")
 if f"--killed={{os.environ.get('RANK')}}" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
 if "--wait" in sys.argv:
+    terminate_with_launcher()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, ended_by)
     sys.stdout.write("ready\\n")
@@ -84,7 +83,6 @@ class StandIn:
             self.torchrun.write_text(TORCHRUN.format(calls=str(self._calls)))
         (self.environment / "bin").mkdir(parents=True)
         self.add_program("python", PYTHON.format(real=sys.executable, calls=self._calls))
-        self.add_program("pretrain", NOTING.format(name="pretrain", calls=self._calls))
 
     def add_program(self, name: str, text: str) -> None:
         """Puts a program into the environment."""
@@ -93,8 +91,8 @@ class StandIn:
         path.chmod(0o755)
 
     def train_with(self, program: Path) -> None:
-        """Has train.sh start this program with the last of its arguments alone: the others are the demo's."""
-        text = f"import runpy, sys\ndel sys.argv[1:-1]\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
+        """Has train.sh start this program."""
+        text = f"import runpy\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
         (self.root / "main_training.py").write_text(text)
 
     def edit_block(self, pattern: str, replacement: str) -> None:

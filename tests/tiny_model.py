@@ -7,18 +7,23 @@ from torch import Tensor
 from training_runs import TINY, VOCABULARY
 
 from pretraining.config.command_line import load_train_config
+from pretraining.config.training import ParallelConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.dims import Dims, build_dims
 from pretraining.distributed.parallelize import ParallelModel
+from pretraining.distributed.processes import Processes
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.train.build import build_model
 
 
+def single_dims(parallel: ParallelConfig = ParallelConfig()) -> Dims:  # noqa: B008  # frozen
+    return build_dims(parallel, Processes(0, 1, 0, 1, torch.device("cpu")))
+
+
 def model_with(*flags: str) -> ParallelModel:
     config = load_train_config([*TINY, "use_dummy_dataset=true", *flags])
-    mesh = build_mesh(config.parallel, 1, 1, "cpu")
     shape, device = resolve_shape(config.model), torch.device("cpu")
-    model = build_model(shape, config, mesh, device)
+    model = build_model(shape, config, single_dims(config.parallel), device)
     initialize_parameters(model.parameters, shape, config.run.seed, device)
     return model
 

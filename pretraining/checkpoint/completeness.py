@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.manifest import FULL_FILES, OPTIMIZER_PREFIX, Manifest, shape_of
-from pretraining.checkpoint.writer import Chunk
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import OptimizerConfig

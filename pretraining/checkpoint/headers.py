@@ -18,8 +18,8 @@ from zipfile import ZIP_STORED, ZipFile
 
 import torch
 
+from pretraining.checkpoint.chunks import DTYPES, Chunk
 from pretraining.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_PREFIX
-from pretraining.checkpoint.writer import DTYPES, Chunk
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import check_regular, lfs_pointer_hint, parse_json, with_retries
 

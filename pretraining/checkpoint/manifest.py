@@ -12,16 +12,22 @@ Neither depends on the number of processes: tensors are global, and all processe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pretraining.config.variants import LlamaShape, RopeScaling, model_settings, resolve_shape, shown, size_problems
+from pretraining.config.variants import (
+    WITHOUT_WEIGHTS,
+    LlamaShape,
+    RopeScaling,
+    model_settings,
+    resolve_shape,
+    shown,
+    size_problems,
+)
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, is_file, lfs_pointer_hint, read_json, with_checksum
-from pretraining.model.hf import CONFIG_FILE
+from pretraining.files import exists, is_file, lfs_pointer_hint, with_checksum
 from pretraining.optim.horizon import ANNEALING_FROM
 
 if TYPE_CHECKING:  # reading manifests needs no torch, whose import takes a second
@@ -53,9 +59,6 @@ GUARDS_STATE = "guards"
 SCHEDULE_STATE = "schedule"
 """Key of the learning rate in a manifest's states."""
 
-_DIMENSIONS_WITHOUT_WEIGHTS = ("max_position_embeddings",)
-"""Dimensions that no weight depends on: models with the same weights may differ in them."""
-
 
 class Stateful(Protocol):
     """Component whose state influences later steps, and so belongs in checkpoints."""
@@ -73,6 +76,10 @@ class FileEntry:
 
     bytes: int
     crc32: str
+
+
+Files = Mapping[str, FileEntry | None]
+"""File names of a folder, with size and checksum if known."""
 
 
 @dataclass(frozen=True)
@@ -238,45 +245,6 @@ def crc32_text(value: int) -> str:
     return f"{value:08x}"
 
 
-def read_document(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, without looking at its other files.
-
-    Without a manifest, make one from the four .pt files, or from the model config of a Hugging Face folder.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or of an unknown form.
-    """
-    path = folder / MANIFEST
-    if not is_file(path):
-        if is_file(folder / ITERATION_FILE):
-            from pretraining.checkpoint.pt_files import manifest_of_files
-
-            return manifest_of_files(folder)
-        if is_file(folder / CONFIG_FILE):
-            from pretraining.checkpoint.hf_import import manifest_of_folder
-
-            return manifest_of_folder(folder)
-        raise CheckpointError(f"damaged: its {MANIFEST} is missing", path=folder)
-    try:
-        return Manifest.parse(read_json(path), str(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(lfs_pointer_hint(path) or f"cannot be read: {error}", path=path) from None
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check names and sizes of its files; their content is not read.
-
-    Raises:
-        CheckpointError: as in `read_document`; or a file is missing, surplus or of another size.
-    """
-    manifest = read_document(folder)
-    sizes = (size_fault(folder / name, entry) for name, entry in manifest.files.items())
-    fault = next(chain(misnamed_files(folder, manifest), filter(None, sizes)), None)
-    if fault is not None:
-        raise CheckpointError(fault)
-    return manifest
-
-
 def size_fault(path: Path, written: FileEntry) -> str | None:
     """Return a message if a file is missing or has another size, else None."""
     if not is_file(path):
@@ -286,16 +254,6 @@ def size_fault(path: Path, written: FileEntry) -> str | None:
         return None
     hint = lfs_pointer_hint(path)
     return f"{path}: {hint}" if hint else f"{path} has {size:,} bytes in place of {written.bytes:,}"
-
-
-def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield a message for each file that the manifest does not name, and for each name outside the folder."""
-    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")} if manifest.files else set()
-    for name in sorted(here - manifest.files.keys()):
-        yield f"{folder / name} does not belong to the checkpoint: its manifest does not name it"
-    for name in manifest.files:
-        if Path(name).name != name or not (name.endswith(SHARD_SUFFIX) or name in FULL_FILES):
-            yield f"{folder / MANIFEST} names {name!r}, which is no tensor file of this folder"
 
 
 # Tensors and dimensions
@@ -333,13 +291,21 @@ def shape_of(manifest: Manifest) -> LlamaShape:
     return shape
 
 
-def check_same_model(manifest: Manifest, shape: LlamaShape, path: Path) -> None:
-    """Raise a CheckpointError that names each difference if a checkpoint's model has other dimensions."""
-    ours = {name: value for name, value in asdict(shape).items() if name not in _DIMENSIONS_WITHOUT_WEIGHTS}
+def check_same_model(
+    manifest: Manifest, shape: LlamaShape, path: Path, may_differ: Collection[str] = frozenset()
+) -> None:
+    """Raise a CheckpointError that names each difference if a checkpoint's model has other dimensions.
+
+    Args:
+        may_differ: dimensions that are not compared.
+    """
+    ignored = {*WITHOUT_WEIGHTS, *may_differ}
+    ours = {name: value for name, value in vars(shape).items() if name not in ignored}
+    theirs = vars(shape_of(manifest))
     differences = [
-        f"{name}: {manifest.model.get(name)} in the checkpoint, {value} in this run"
+        f"{name}: {theirs[name]} in the checkpoint, {value} in this run"
         for name, value in ours.items()
-        if manifest.model.get(name) != value
+        if theirs[name] != value
     ]
     if differences:
         raise CheckpointError(

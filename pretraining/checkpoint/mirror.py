@@ -24,7 +24,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_document
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.object_store import (
     SET_ASIDE_FILE,
     TRIES_OF_START,

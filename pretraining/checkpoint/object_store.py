@@ -29,7 +29,8 @@ from urllib.parse import parse_qsl, urlsplit
 import pyarrow.fs
 from pyarrow.lib import ArrowException
 
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text, misnamed_files, size_fault
+from pretraining.checkpoint.forms import misnamed_files
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text, size_fault
 from pretraining.checkpoint.own_checkpoints import Copies, Copy
 from pretraining.checkpoint.run_folder import CHECKPOINTS, temporary_name
 from pretraining.errors import CheckpointError, DamagedError

@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import Manifest, read_document
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     Checkpoint,

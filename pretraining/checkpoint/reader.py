@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pretraining.checkpoint.chunks import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.headers import Header, StoredChunk, StoredTensors, read_headers, read_with_retries
-from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, Manifest, crc32_text, size_fault
-from pretraining.checkpoint.writer import CHUNK_BYTES, Chunk, local_chunk, local_tensor, memory_of
+from pretraining.checkpoint.manifest import MODEL_FILE, FileEntry, Files, Manifest, crc32_text, size_fault
 from pretraining.distributed.processes import gather_from_every_rank
 from pretraining.distributed.torch_private import free_pinned_memory
 from pretraining.errors import CheckpointError, DamagedError
@@ -39,10 +39,6 @@ from pretraining.files import file_checksum
 READING_THREADS = 4
 BUFFER_BYTES = 2**26
 """Per thread, for values that are converted, cut, or copied to a device."""
-
-Files = Mapping[str, FileEntry | None]
-"""File names of a folder, with size and checksum if known."""
-
 
 # In one process: one tensor at a time
 
@@ -75,7 +71,11 @@ def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
 
 
 def load_tensors(
-    folder: Path, files: Files, tensors: Mapping[str, torch.Tensor], manifest: Manifest | None = None
+    folder: Path,
+    files: Files,
+    tensors: Mapping[str, torch.Tensor],
+    manifest: Manifest | None = None,
+    resized: Collection[str] = (),
 ) -> None:
     """Read files into `tensors` in place, from any layout; a collective call.
 
@@ -86,6 +86,7 @@ def load_tensors(
         files: all files; those with size and checksum are checked, even if none of their tensors is needed.
         tensors: the same names on every rank.
         manifest: the files must hold its whole model; None = only `tensors` must be there.
+        resized: tensors that may have another number of rows in the files: only rows that both have are read.
 
     Raises:
         DamagedError: names every damaged file, or what the files lack; the tensors' values are undefined.
@@ -99,7 +100,7 @@ def load_tensors(
             shares = gather_from_every_rank(lambda: tensor_faults(stored, manifest, _own_share()))
             if faults := [fault for share in shares for fault in share]:
                 raise DamagedError(first_faults(faults))
-        results = gather_from_every_rank(lambda: _load_local(stored, files, tensors))
+        results = gather_from_every_rank(lambda: _load_local(stored, files, tensors, resized))
     except CheckpointError:
         check_files(folder, files)  # a damaged header may look like one of other tensors
         raise
@@ -156,12 +157,14 @@ def _own_share() -> slice:
     return slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
 
 
-def _load_local(stored: StoredTensors, files: Files, tensors: Mapping[str, torch.Tensor]) -> dict[str, str | None]:
+def _load_local(
+    stored: StoredTensors, files: Files, tensors: Mapping[str, torch.Tensor], resized: Collection[str]
+) -> dict[str, str | None]:
     """Read this rank's part of every tensor; return a message, or None, per file whose checksum was compared."""
     converts = MODEL_FILE in files or None in files.values()
     reads: dict[str, list[ReadItem]] = {}
     for name, tensor in tensors.items():
-        for read in _plan_reads(stored, name, tensor, converts):
+        for read in _plan_reads(stored, name, tensor, converts, is_resized=name in resized):
             reads.setdefault(read.stored.file, []).append(read)
 
     faults: dict[str, str | None] = {}
@@ -204,14 +207,17 @@ class ReadItem:
     target: torch.Tensor
 
 
-def _plan_reads(stored: StoredTensors, name: str, tensor: torch.Tensor, converts: bool) -> list[ReadItem]:
+def _plan_reads(
+    stored: StoredTensors, name: str, tensor: torch.Tensor, converts: bool, *, is_resized: bool = False
+) -> list[ReadItem]:
     """Return the reads for this process's part of a tensor; raise a CheckpointError if the chunks do not fit it."""
     chunks, shape = stored.chunks.get(name, []), stored.shape(name)
     dtypes = {each.dtype for each in chunks}
     if converts and tensor.is_floating_point() and all(dtype.is_floating_point for dtype in dtypes):
         dtypes = {tensor.dtype}
-    count = sum(each.chunk.count for each in chunks)
-    if dtypes != {tensor.dtype} or shape != tuple(tensor.shape) or count != tensor.numel():
+    count, wanted_shape = sum(each.chunk.count for each in chunks), tuple(tensor.shape)
+    is_fitting = shape[1:] == wanted_shape[1:] if is_resized else shape == wanted_shape
+    if dtypes != {tensor.dtype} or not is_fitting or count != prod(shape):
         raise CheckpointError(
             f"{name} cannot be loaded: the files hold {count:,} elements of shape {list(shape)}, and this run needs "
             f"{list(tensor.shape)} in {tensor.dtype}",

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import MANIFEST, Manifest, read_document
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_file, is_folder
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import glob
 import re
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from pretraining.checkpoint.manifest import read_document
+from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
 from pretraining.config.fields import values_of
 from pretraining.config.recipes import dump_config, load_config
@@ -46,23 +45,22 @@ def existing_run_path(pattern: str, config: TrainConfig, ignored: frozenset[str]
     return None
 
 
-def with_run_path(config: AnyTrainConfig, now: datetime | None = None) -> AnyTrainConfig:
-    """Fill in the {timestamp} of the run's folder, and make the folder: runs/try.20261121-143005, in UTC.
+def make_run_path(pattern: str | None, now: datetime | None = None) -> str | None:
+    """Make the folder of a new run for a path with {timestamp}: runs/try.20261121-143005, in UTC; else do nothing.
 
     Call it on one rank, which sends the result to the others.
 
     Raises:
         CheckpointError: the folder cannot be made.
     """
-    pattern = config.checkpoint.ckpt_save_path
     if pattern is None or TIMESTAMP not in pattern:
-        return config
+        return pattern
     moment = now or datetime.now(UTC)
     while True:
         folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
         with writing_into(folder), suppress(FileExistsError):
             folder.mkdir(parents=True)
-            return replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=str(folder)))
+            return str(folder)
         moment += timedelta(seconds=1)  # another run began in the same second
 
 

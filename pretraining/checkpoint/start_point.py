@@ -1,7 +1,7 @@
 """Start point of a run: the checkpoint that it resumes or starts from.
 
     ckpt_save_path, ckpt_load_path   -> `find_start`: the newest good checkpoint, or None
-    checkpoint                       -> `load`: its tensors, in place; if they are damaged, find the next checkpoint
+    checkpoint                       -> `restore.load`: its tensors; if they are damaged, find the next checkpoint
 
 A run resumes from the newest good checkpoint of its folder and its mirror (`own_checkpoints`), so a job that is
 submitted again continues. In an empty folder, a run starts from `ckpt_load_path`: a sharded or full checkpoint, four
@@ -13,42 +13,22 @@ refuses the start any more (`mirror.fetch_start`).
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
 
-from pretraining.checkpoint.manifest import (
-    ITERATION_FILE,
-    MANIFEST,
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    Manifest,
-    read_document,
-    read_manifest,
-    shape_of,
-    tensor_state,
-)
+from pretraining.checkpoint.forms import form_of, read_document, read_manifest
+from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, Copy, OwnCheckpoint, own_checkpoints
 from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_at, committed_checkpoints, is_committed, run_of
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
-from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.files import exists, from_hub, is_address, is_file, is_folder, real_path
-from pretraining.model.hf import CONFIG_FILE as HUGGING_FACE_FILE
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import exists, from_hub, is_address, is_folder, real_path
 from pretraining.model.hf import MODEL_FILES
 from pretraining.text import count_of
-
-if TYPE_CHECKING:  # finding a checkpoint needs no torch, whose import takes a second; loading one does
-    import torch
-
-    from pretraining.checkpoint.reader import Files
-    from pretraining.model.llama import Llama
-
-T = TypeVar("T")
 
 FETCHED = "fetched"
 """Subfolder of a run for a start point that was fetched from an object store."""
@@ -100,17 +80,6 @@ class CheckpointRef:
         except ConfigError:
             return TrainConfig()
 
-    @property
-    def files(self) -> Files:
-        """Files that hold the tensors, with sizes and checksums if there is a manifest."""
-        if self.manifest.files or is_file(self.path / MANIFEST):
-            return self.manifest.files
-        if is_file(self.path / ITERATION_FILE):
-            return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE))
-        from pretraining.checkpoint.hf_import import weight_files
-
-        return dict.fromkeys(weight_files(self.path))
-
 
 def find_start(
     config: CheckpointConfig,
@@ -118,24 +87,18 @@ def find_start(
     before_step: int | None = None,
     copies: Copies = NO_COPIES,
 ) -> CheckpointRef | None:
-    """Find the checkpoint to start from; None for a new run. A collective call if torch is imported.
+    """Find the checkpoint to start from; None for a new run. Call it in one process of a job.
 
     All its files exist with the right sizes; their content is not read yet.
 
     Args:
         damaged: faults of checkpoints that are known to be damaged, by `CheckpointRef.source`.
         before_step: for a rollback: only checkpoints before this step count; None = no rollback.
-        copies: checkpoints in the run's mirror; only rank 0 uses them.
+        copies: checkpoints in the run's mirror.
 
     Raises:
         CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` refuses the start.
     """
-    return on_rank_zero(lambda: _find_start(config, damaged, before_step, copies))
-
-
-def _find_start(
-    config: CheckpointConfig, damaged: Mapping[str, str], before_step: int | None, copies: Copies
-) -> CheckpointRef | None:
     if config.ckpt_save_path is None:
         return None
     run, listed = config.folder, own_checkpoints(config.folder, copies)
@@ -287,8 +250,7 @@ def find_newest(
 
 def checkpoints_at(source: Path) -> list[Path]:
     """Return the checkpoint at a path, possibly damaged, or the checkpoints of the run there, newest first."""
-    forms = (MANIFEST, ITERATION_FILE, HUGGING_FACE_FILE)
-    if is_folder(source) and (is_committed(source) or any(is_file(source / name) for name in forms)):
+    if is_folder(source) and (is_committed(source) or form_of(source) is not None):
         return [source]
     return [each.path for each in reversed(committed_checkpoints(run_of(source)))]
 
@@ -317,57 +279,3 @@ def is_within(path: Path, folder: Path) -> bool:
     """Return whether a path is a folder or below it, with links resolved."""
     real = real_path(path)
     return real_path(folder) in (real, *real.parents)
-
-
-def on_rank_zero(function: Callable[[], T]) -> T:
-    """Call `processes.on_rank_zero`; without torch imported there is one process, which just calls the function."""
-    if "torch" not in sys.modules:
-        return function()
-    from pretraining.distributed.processes import on_rank_zero
-
-    return on_rank_zero(function)
-
-
-# Tensors of a checkpoint
-
-
-def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load tensors in place from a checkpoint of any form; a collective call that raises as `load_tensors`."""
-    from pretraining.checkpoint.reader import load_tensors
-
-    files: Files = checkpoint.manifest.files or on_rank_zero(lambda: checkpoint.files)
-    load_tensors(checkpoint.path, files, tensors, checkpoint.manifest)
-
-
-def load_newest(source: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointRef:
-    """Load tensors in place from the newest good checkpoint at a path, and return the checkpoint; a collective call."""
-    damaged: dict[str, str] = {}
-    while True:
-        found = on_rank_zero(lambda: find_newest(source, damaged))
-        try:
-            load(found, tensors)
-        except DamagedError as error:
-            damaged[found.source] = str(error)
-        else:
-            return found
-
-
-def load_model(path: str, device: torch.device, dtype: torch.dtype) -> tuple[CheckpointRef, Llama]:
-    """Load a model into one process, from a checkpoint, a run's newest good one, or a Hugging Face folder.
-
-    Returns:
-        The checkpoint, and the model in evaluation mode.
-
-    Raises:
-        CheckpointError: there is no checkpoint, all are damaged, or the model is no Llama.
-    """
-    import torch
-
-    from pretraining.model.llama import Llama
-
-    with torch.device("meta"):
-        model = Llama(shape_of(find_newest(Path(path)).manifest))
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    found = load_newest(Path(path), tensor_state(dict(model.named_parameters()), None))
-    return found, model.to(device=device, dtype=dtype).eval()

@@ -25,17 +25,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from operator import add, sub
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from pretraining.checkpoint.chunks import CHUNK_BYTES, DTYPES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manifest import MANIFEST, SHARD_SUFFIX, FileEntry, Manifest, crc32_text
 from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, temporary_name, unfinished_saves
-from pretraining.distributed.grad_norm import is_sharded, local_part
+from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
 from pretraining.files import exists, flush_folder, reason_of, with_retries, write_flushed
@@ -48,22 +48,7 @@ FILES_OF_PROCESS = 4
 SMALL_FILE_BYTES = 2**25
 FILE_BYTES = 2**30
 WRITING_THREADS = 4
-CHUNK_BYTES = 2**20  # fits a core's cache, so that a chunk is checked and copied with one read from memory
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -179,35 +164,6 @@ def _explain_write_errors(path: Path, total_bytes: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Rectangular part of a tensor: its offset and its size in each dim."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return prod(self.sizes)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Offset after the last element, in each dim."""
-        return tuple(map(add, self.offsets, self.sizes))
-
-    @staticmethod
-    def whole(shape: Sequence[int]) -> Chunk:
-        """Return the chunk that is the whole tensor."""
-        return Chunk((0,) * len(shape), tuple(shape))
-
-    def overlap(self, other: Chunk) -> Chunk | None:
-        """Return the intersection with another chunk of the same tensor, or None."""
-        begins = tuple(map(max, self.offsets, other.offsets))
-        sizes = tuple(map(sub, map(min, self.ends, other.ends), begins))
-        return Chunk(begins, sizes) if all(size > 0 for size in sizes) else None
-
-
-@dataclass(frozen=True)
 class WriteItem:
     """Chunk of a tensor, with its values."""
 
@@ -248,19 +204,6 @@ def plan_save(tensors: Mapping[str, torch.Tensor]) -> SavePlan:
         item = WriteItem(name, local_chunk(tensors[name]), local_tensor(tensors[name]))
         files.setdefault(file, []).append(item)
     return SavePlan(files, sum(tensor.nbytes for tensor in tensors.values()))
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a tensor, without a copy."""
-    return local_part(tensor).detach()
-
-
-def local_chunk(tensor: torch.Tensor) -> Chunk:
-    """Return the place of the local shard in the whole tensor."""
-    if not is_sharded(tensor):
-        return Chunk.whole(tensor.shape)
-    (held,) = tensor.__create_chunk_list__()  # DTensor's protocol for checkpoints
-    return Chunk(tuple(held.offsets), tuple(held.sizes))
 
 
 def _tensors_to_write(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -378,11 +321,6 @@ def _header(kinds: Kinds, metadata: Mapping[str, str]) -> bytes:
 def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Return the size of a tensor in bytes."""
     return prod(shape) * dtype.itemsize
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _write_all(descriptor: int, content: memoryview) -> None:

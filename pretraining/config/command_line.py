@@ -5,7 +5,8 @@
         flags                      --learning_rate=3e-4, --optimizer.learning_rate 3e-4, --use-dummy-dataset,
                                    --nomixed_precision
 
-Defaults < recipes, left to right < command line. The rules over several settings are checked last.
+Defaults < recipes, left to right < command line, whose last argument for a setting counts. The rules over several
+settings are checked last.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class RecipeChoice:
     )
     accept_unknown: bool = setting(False, "ignore unknown keys in a recipe of another system")
 
+
+_FLAG = re.compile("--|-[a-zA-Z]")  # as fire tells flags from values
 
 RECIPE_FLAGS = (*RECIPE_NAMES, *settings_of(RecipeChoice))
 """Flags that are not settings of a run."""
@@ -143,6 +146,35 @@ def _read(
         for read in (reader.values, reader.chosen):  # a data path replaces the recipe's generated data
             read.pop("use_dummy_dataset", None)
     return reader, recipes, not recipe_problems
+
+
+def drop_overridden(root: type, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command line without those whose setting a later one gives, by this or another name.
+
+    fire keeps neither the order of different names nor that of flags and positional arguments.
+    """
+    words: list[list[str]] = []  # an argument each, or a flag and its value
+    for argument in arguments:
+        is_value = bool(words) and len(words[-1]) == 1 and _FLAG.match(words[-1][0]) and "=" not in words[-1][0]
+        if is_value and not _FLAG.match(argument):
+            words[-1].append(argument)
+        else:
+            words.append([argument])
+    reader: Reader[Any] = Reader(root)
+    names = [_setting_given(reader, *each) for each in words]
+    return [part for i, each in enumerate(words) if names[i] is None or names[i] not in names[i + 1 :] for part in each]
+
+
+def _setting_given(reader: Reader[Any], word: str, value: str = "") -> str | None:
+    """Return the setting that an argument gives; None for a bare path or an unknown name."""
+    if not _FLAG.match(word) and is_bare_path(word):
+        return None
+    name = word.partition("=")[0].lstrip("-")
+    spellings = [name] if value or "=" in word else [name, name.removeprefix("no").lstrip("-_")]  # --nomixed_precision
+    assignments = [Assignment(each, value, where=word, flag=word) for each in spellings]
+    if assignments[0].section_and_name[1] in RECIPE_NAMES:
+        return RECIPE_NAMES[0]
+    return next((setting.name for each in assignments if (setting := reader.find(each)) is not None), None)
 
 
 def name_first_words(

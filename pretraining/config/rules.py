@@ -288,6 +288,17 @@ def _check_trackers(config: TrainConfig) -> Problems:
         yield f"--tracker_run_id={report.tracker_run_id} is for one tracker: give one of {', '.join(services)}"
 
 
+def _check_window(config: TrainConfig) -> Problems:
+    if config.model.model_variant is None and config.model.sliding_window is None:
+        return  # weights may have one; the check runs again then
+    window, seq_length = resolve_shape(config.model).sliding_window, config.data.seq_length
+    if window is not None and seq_length > window:
+        yield (
+            f"--seq_length={seq_length} exceeds the model's sliding window of {window} tokens, and attention covers "
+            f"whole sequences here: give at most {window}, or --sliding_window=0 to train the weights without a window"
+        )
+
+
 def _check_float8(config: TrainConfig) -> Problems:
     model = config.model
     dimensions = (model.hidden_size, model.intermediate_size, model.num_attention_heads, model.num_key_value_heads)
@@ -351,6 +362,7 @@ TRAINING = Rules(
         _check_optimizer,
         _check_trackers,
         _check_float8,
+        _check_window,
         _check_addresses,
         _check_run_folder,
     ),

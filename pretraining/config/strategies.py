@@ -1,14 +1,14 @@
-"""The table of sharding strategies, and the shape of the device mesh of each.
+"""The table of sharding strategies, and the dimensions of a job: how many ranks do what.
 
-The mesh has two axes: `replicate` over copies of the model, `shard` over the shards of one copy. W processes form
-(W, 1) without sharding, (1, W) with one sharded copy, and (W / G, G) with groups of G = `hsdp_group_size`, by default
-the processes of a node.
+Two dimensions lay out the model: `replicate` counts its copies, `shard` the ranks that share one copy. W ranks form
+W x 1 without sharding, 1 x W with one sharded copy, and W / G x G with groups of G = `hsdp_group_size`, by default the
+ranks of a node. A rank's number is replica * shard + its place in the replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pretraining.config.training import ParallelConfig, ShardingStrategy
 from pretraining.errors import ConfigError
@@ -38,25 +38,68 @@ STRATEGIES: dict[ShardingStrategy, Strategy] = {
 }
 
 
-def mesh_shape(parallel: ParallelConfig, local_world_sizes: Sequence[int]) -> tuple[int, int]:
-    """Return the sizes of the axes (replicate, shard); `local_world_sizes` has the processes on each rank's node.
+@dataclass(frozen=True)
+class DimSizes:
+    """Sizes of a job's dimensions, in ranks. `distributed.dims.Dims` adds the place and the groups of a rank.
+
+    Attributes:
+        world: all ranks, one per device.
+        node: ranks on the node of this rank.
+        replicate: copies of the model.
+        shard: ranks that share a copy.
+        data: ranks with different sequences.
+    """
+
+    world: int
+    node: int
+    replicate: int
+    shard: int
+    data: int
+
+    def data_rank_of(self, rank: int) -> int:
+        """Return the place of a rank in the dimension `data`: which share of a global batch it computes."""
+        return rank * self.data // self.world
+
+    @property
+    def replicas_of_shards(self) -> list[list[int]]:
+        """For each shard, the ranks that hold it."""
+        return [list(range(shard, self.world, self.shard)) for shard in range(self.shard)]
+
+
+def dim_sizes(parallel: ParallelConfig, nodes: Sequence[int], rank: int = 0) -> DimSizes:
+    """Return the sizes of a job's dimensions.
+
+    Args:
+        parallel: settings.
+        nodes: for each rank, the number of ranks on its node.
+        rank: this rank.
 
     Raises:
         ConfigError: the group size does not divide the number of processes, or is unset and nodes differ in size.
     """
-    strategy, world_size = STRATEGIES[parallel.sharding_strategy], len(local_world_sizes)
+    world, shard = len(nodes), _shard_size(parallel, nodes)
+    return DimSizes(world=world, node=nodes[rank], replicate=world // shard, shard=shard, data=world)
+
+
+def unsharded_sizes(parallel: ParallelConfig, world: int) -> DimSizes:
+    """Return the sizes for callers that ask only for data: any number of ranks, with the model whole on each."""
+    return dim_sizes(replace(parallel, sharding_strategy="ddp"), [world] * world)
+
+
+def _shard_size(parallel: ParallelConfig, nodes: Sequence[int]) -> int:
+    strategy, world = STRATEGIES[parallel.sharding_strategy], len(nodes)
     if not strategy.shards_gradients:
-        return world_size, 1
+        return 1
     if not strategy.in_groups:
-        return 1, world_size
+        return world
     group = parallel.hsdp_group_size
-    if group is None and len(set(local_world_sizes)) == 1:
-        group = local_world_sizes[0]
-    if group is None or world_size % group:
-        processes = " or ".join(map(str, sorted(set(local_world_sizes))))
+    if group is None and len(set(nodes)) == 1:
+        group = nodes[0]
+    if group is None or world % group:
+        processes = " or ".join(map(str, sorted(set(nodes))))
         raise ConfigError(
             f"--sharding_strategy={parallel.sharding_strategy} shards inside groups of equal size "
             f"({f'processes of a node: {processes}' if parallel.hsdp_group_size is None else f'{group} processes'}), "
-            f"and the job has {world_size}: set --hsdp_group_size to a divisor of {world_size}."
+            f"and the job has {world}: set --hsdp_group_size to a divisor of {world}."
         )
-    return world_size // group, group
+    return group

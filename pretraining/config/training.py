@@ -32,6 +32,10 @@ from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
 Packing = Literal["stream", "greedy", "first_fit", "best_fit"]
 ShardingStrategy = Literal["ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2"]
+AttentionBias = Literal["false", "true", "qkv"]
+QkNorm = Literal["off", "head", "whole"]
+NormPosition = Literal["pre", "post"]
+ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite"]
 Float8Scaling = Literal["tensorwise", "rowwise"]
 DecayFactor = Annotated[float, Ge(0), Lt(1)]
 
@@ -45,7 +49,7 @@ PER_OPERATION = "op"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A named variant of Llama; each dimension can be overridden, under its Hugging Face name."""
+    """A named variant of the Llama family; each dimension can be overridden, under its Hugging Face name."""
 
     model_variant: str | None = setting(
         None, "named set of dimensions (docs/configurations.md); none = the loaded weights' dimensions, else 7b"
@@ -57,6 +61,9 @@ class ModelConfig:
     num_key_value_heads: PositiveInt | None = setting(
         None, "key/value heads; none = the variant's, or num_attention_heads if both are equal in the variant"
     )
+    head_dim: PositiveInt | None = setting(
+        None, "size of a head; none = the variant's, or hidden_size / num_attention_heads if both are equal in it"
+    )
     vocab_size: Annotated[int, Ge(2)] | None = setting(
         None,
         "rows of the embedding; none = the weights', else the tokenizer's (rounded up to a multiple of 128), else the "
@@ -64,13 +71,63 @@ class ModelConfig:
     )
     max_position_embeddings: PositiveInt | None = setting(None, "context length in exports; none = the variant's")
     rope_theta: Annotated[float, Ge(1)] | None = setting(None, "base of the rotary frequencies; none = the variant's")
-    rope_scaling: tuple[NonNegativeFloat, ...] = setting(
+    rope_scaling: tuple[str, ...] = setting(
         (),
-        "llama3 scaling: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings; factor 1 = no "
-        "scaling; empty = the variant's",
+        "rotary scaling: linear:4 (factor), yarn:4,8192 (factor, original context), or the four numbers of llama3: "
+        "factor, low_freq_factor, high_freq_factor, original_max_position_embeddings; factor 1 = no scaling; empty = "
+        "the variant's",
+    )
+    no_rope_interval: NonNegativeInt | None = setting(
+        None,
+        "the last of each group of this many blocks has no rotary embedding (SmolLM 3: 4); 0 = all have it; none = "
+        "the variant's",
     )
     rms_norm_eps: NonNegativeFloat | None = setting(None, "epsilon of RMSNorm; none = the variant's")
     tie_word_embeddings: bool | None = setting(None, "share the embedding with the output head; none = the variant's")
+    attention_bias: AttentionBias | None = setting(
+        None, "biases of attention: true = q, k, v and o; qkv = without o (Qwen 2); none = the variant's"
+    )
+    mlp_bias: bool | None = setting(None, "biases of the feed-forward layer; none = the variant's")
+    qk_norm: QkNorm | None = setting(
+        None,
+        "norm of queries and keys: over each head (head, Qwen 3), or over all heads (whole, OLMo 2); none = the "
+        "variant's",
+    )
+    norm_position: NormPosition | None = setting(
+        None, "norms before attention and feed-forward layer, or after them (post, OLMo 2); none = the variant's"
+    )
+    embedding_multiplier: NonNegativeFloat | None = setting(
+        None, "factor of embeddings (Granite); none = the variant's"
+    )
+    residual_multiplier: NonNegativeFloat | None = setting(
+        None, "factor of what a block adds to the residual stream (Granite); none = the variant's"
+    )
+    attention_multiplier: NonNegativeFloat | None = setting(
+        None, "factor of attention scores (Granite); none = the variant's, else 1 / sqrt(head_dim)"
+    )
+    logits_scaling: NonNegativeFloat | None = setting(None, "divisor of logits (Granite); none = the variant's")
+    sliding_window: NonNegativeInt | None = setting(
+        None,
+        "tokens that attention sees, in exports; training sequences must fit in it, so it has no effect here; 0 = all; "
+        "none = the variant's",
+    )
+    model_family: ModelFamily | None = setting(
+        None, "family whose form exports have, if it can hold the model; none = the variant's"
+    )
+
+    def __post_init__(self) -> None:
+        """Write values that Python may give as text: numbers of `rope_scaling`, in one spelling, and true and false."""
+        bias: object = self.attention_bias
+        if isinstance(bias, bool):
+            object.__setattr__(self, "attention_bias", str(bias).lower())
+        object.__setattr__(self, "rope_scaling", tuple(map(_spell_number, self.rope_scaling)))
+
+
+def _spell_number(value: object) -> str:
+    try:
+        return str(float(str(value)))
+    except ValueError:
+        return str(value)
 
 
 @dataclass(frozen=True)

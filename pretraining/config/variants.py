@@ -10,31 +10,46 @@ import math
 import reprlib
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, get_args
 
-from pretraining.config.training import ModelConfig
+from pretraining.config.training import AttentionBias, ModelConfig, ModelFamily, NormPosition, QkNorm
 from pretraining.config.values import did_you_mean
 from pretraining.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rotary frequencies to a longer context, as in the code released with Llama 3.1.
+    """Scaling of rotary frequencies to a longer context.
 
-    Wavelengths above original context / low_freq_factor become `factor` times as long. Wavelengths below original
-    context / high_freq_factor stay. A linear blend connects both. The original context is in tokens.
+    - linear: all wavelengths become `factor` times as long (Chen et al. 2023, Position Interpolation)
+    - llama3: wavelengths above original context / low_freq_factor become `factor` times as long, those below original
+      context / high_freq_factor stay, and a linear blend connects both (the code released with Llama 3.1)
+    - yarn: pairs with more than `beta_fast` turns in the original context stay, and those with fewer than `beta_slow`
+      turns become `factor` times as slow. A blend in between is linear in the number of the pair. Cosines and sines are
+      multiplied by `attention_factor` (Peng et al. 2023, YaRN)
+
+    Attributes:
+        original_max_position_embeddings: original context, in tokens.
+        truncate: whether the blend of yarn begins and ends at whole pairs.
     """
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    rope_type: str = "llama3"
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The dimensions of a Llama, under their Hugging Face names.
+    """The dimensions and switches of a model of the Llama family; the defaults of the switches are those of a Llama.
+
+    Names are those of Hugging Face's Llama, else those of the settings.
 
     Attributes:
         hidden_size: D, width of the residual stream.
@@ -42,10 +57,14 @@ class LlamaShape:
         num_hidden_layers: L, number of blocks.
         num_attention_heads: H, query heads.
         num_key_value_heads: K, divides H.
-        head_dim: E = D / H; even, because rotary embeddings rotate pairs.
+        head_dim: E, often D / H; even, because rotary embeddings rotate pairs.
         vocab_size: V, rows of the embedding.
         max_position_embeddings: context length of the variant, which training sequences may exceed.
         rope_theta: base of the rotary frequencies.
+        no_rope_interval: the last of each group of this many blocks has no rotary embedding; 0 = all have it.
+        attention_multiplier: factor of attention scores; None = 1 / sqrt(E).
+        sliding_window: tokens that attention sees; training sequences fit in it. None = all.
+        model_family: row of `model.families` in whose form the model is exported.
     """
 
     hidden_size: int
@@ -60,6 +79,33 @@ class LlamaShape:
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     rope_scaling: RopeScaling | None = None
+    no_rope_interval: int = 0
+    attention_bias: AttentionBias = "false"
+    mlp_bias: bool = False
+    qk_norm: QkNorm = "off"
+    norm_position: NormPosition = "pre"
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
+    sliding_window: int | None = None
+    model_family: ModelFamily = "llama"
+
+    @property
+    def query_width(self) -> int:
+        """H·E."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """K·E."""
+        return self.num_key_value_heads * self.head_dim
+
+
+NEUTRAL = {each.name: each.default for each in fields(LlamaShape) if each.default is not MISSING}
+"""Values of the switches in a plain Llama, and in checkpoints of versions that did not have the switch."""
+WITHOUT_WEIGHTS = ("max_position_embeddings", "sliding_window", "model_family")
+"""Fields that no weight depends on: models with the same weights may differ in them."""
 
 
 def _shape(
@@ -72,6 +118,33 @@ def _llama32(hidden: int, heads: int, layers: int) -> LlamaShape:
     """Return a small Llama 3.2: tied embeddings, and a context of 131072 tokens scaled from 8192."""
     shape = _shape(hidden, heads, 8, layers, 8192, 131072, 5e5, 128256)
     return replace(shape, tie_word_embeddings=True, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
+
+
+def _qwen3(hidden: int, heads: int, layers: int, feed_forward: int, *, tied: bool) -> LlamaShape:
+    shape = replace(_shape(hidden, heads, 8, layers, feed_forward, 32768, 1e6, 151936), head_dim=128, rms_norm_eps=1e-6)
+    return replace(shape, tie_word_embeddings=tied, qk_norm="head", model_family="qwen3")
+
+
+def _olmo2(hidden: int, heads: int, layers: int, feed_forward: int) -> LlamaShape:
+    shape = replace(_shape(hidden, heads, heads, layers, feed_forward, 4096, 5e5, 100352), rms_norm_eps=1e-6)
+    return replace(shape, qk_norm="whole", norm_position="post", model_family="olmo2")
+
+
+def _smollm2(hidden: int, heads: int, kv_heads: int, layers: int, feed_forward: int, theta: float) -> LlamaShape:
+    shape = _shape(hidden, heads, kv_heads, layers, feed_forward, 8192, theta, 49152)
+    return replace(shape, tie_word_embeddings=True)
+
+
+def _granite3(hidden: int, feed_forward: int, attention: float, logits: float) -> LlamaShape:
+    return replace(
+        _shape(hidden, 32, 8, 40, feed_forward, 4096, 1e4, 49155),
+        tie_word_embeddings=True,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=attention,
+        logits_scaling=logits,
+        model_family="granite",
+    )
 
 
 def _research(hidden: int, heads: int, layers: int) -> LlamaShape:
@@ -94,6 +167,25 @@ VARIANTS: dict[str, LlamaShape] = {
     "llama3_70b": _shape(8192, 64, 8, 80, 28672, 8192, 5e5, 128256),
     "llama3.2_1b": _llama32(2048, 32, 16),
     "llama3.2_3b": _llama32(3072, 24, 28),
+    "qwen3_0.6b": _qwen3(1024, 16, 28, 3072, tied=True),
+    "qwen3_1.7b": _qwen3(2048, 16, 28, 6144, tied=True),
+    "qwen3_4b": _qwen3(2560, 32, 36, 9728, tied=True),
+    "qwen3_8b": _qwen3(4096, 32, 36, 12288, tied=False),
+    "mistral_7b": replace(_shape(4096, 32, 8, 32, 14336, 32768, 1e6, 32768), model_family="mistral"),
+    "olmo2_1b": _olmo2(2048, 16, 16, 8192),
+    "olmo2_7b": _olmo2(4096, 32, 32, 11008),
+    "smollm2_135m": _smollm2(576, 9, 3, 30, 1536, 1e5),
+    "smollm2_360m": _smollm2(960, 15, 5, 32, 2560, 1e5),
+    "smollm2_1.7b": _smollm2(2048, 32, 32, 24, 8192, 1.3e5),
+    "smollm3_3b": replace(
+        _shape(2048, 16, 4, 36, 11008, 65536, 5e6, 128256),
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        no_rope_interval=4,
+        model_family="smollm3",
+    ),
+    "granite3_2b": _granite3(2048, 8192, 0.015625, 8.0),
+    "granite3_8b": _granite3(4096, 12800, 0.0078125, 16.0),
     "tiny": _research(256, 4, 6),
     "small": _research(256, 4, 4),
     "medium": _research(768, 12, 12),
@@ -115,6 +207,7 @@ LARGEST_SIZES = {
     "num_hidden_layers": 4096,
     "num_attention_heads": 2**16,
     "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
     "vocab_size": 2**31,
     "max_position_embeddings": 2**40,
 }
@@ -135,21 +228,24 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
         hint = did_you_mean(name, VARIANTS, "did you mean {}? ")
         raise ConfigError(f"--model_variant={name} is not known: {hint}Give one of {', '.join(VARIANTS)}")
 
-    others = ("model_variant", "rope_scaling")
-    given = {name: value for name, value in vars(model).items() if value is not None and name not in others}
+    given = {name: value for name, value in vars(model).items() if value is not None and name not in _NOT_TAKEN}
+    if given.get("sliding_window") == 0:
+        given["sliding_window"] = None
     shape = replace(variant, **given)
-    if beyond := list(size_problems(shape)):
-        raise ConfigError(beyond)
-    # A variant without grouped queries keeps one key/value head per query head.
+    if problems := list(size_problems(shape)):
+        raise ConfigError(problems)
+    # A variant without grouped queries keeps one key/value head per query head; heads usually share the width.
     if variant.num_key_value_heads == variant.num_attention_heads and model.num_key_value_heads is None:
         shape = replace(shape, num_key_value_heads=shape.num_attention_heads)
-    if problems := [*_head_problems(shape), *_scaling_problems(model.rope_scaling)]:
+    shares_width = variant.query_width == variant.hidden_size and model.head_dim is None
+    if shares_width:
+        shape = replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads)
+    if problems := list(_head_problems(shape, shares_width)):
         raise ConfigError(problems)
-    scaling = variant.rope_scaling
-    if model.rope_scaling:
-        factor, low, high, context = model.rope_scaling
-        scaling = None if factor == 1 else RopeScaling(factor, low, high, int(context))  # 1 = no scaling
-    return replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads, rope_scaling=scaling)
+    return replace(shape, rope_scaling=parse_scaling(model.rope_scaling, variant.rope_scaling))
+
+
+_NOT_TAKEN = ("model_variant", "rope_scaling")
 
 
 def size_problems(shape: LlamaShape) -> Iterator[str]:
@@ -158,14 +254,36 @@ def size_problems(shape: LlamaShape) -> Iterator[str]:
         size = getattr(shape, name)
         if type(size) is not int or not 1 <= size <= largest:
             yield f"{name}={shown(size)} is out of range: give a whole number from 1 to {largest:,}"
-    scaling = {} if shape.rope_scaling is None else vars(shape.rope_scaling)
-    for name, value in {"rms_norm_eps": shape.rms_norm_eps, "rope_theta": shape.rope_theta, **scaling}.items():
+    numbers = {name: getattr(shape, name) for name in ("rms_norm_eps", "rope_theta", *_MULTIPLIERS)}
+    for name, value in numbers.items():
         smallest = 1 if name == "rope_theta" else 0
-        if not is_number(value) or value < smallest:
-            yield f"{name}={shown(value)} is out of range: give a finite number, at least {smallest}"
-    tied: object = shape.tie_word_embeddings
-    if type(tied) is not bool:
-        yield f"tie_word_embeddings={shown(tied)} is neither true nor false"
+        is_above = name in _MULTIPLIERS
+        if value is None and name == "attention_multiplier":
+            continue
+        if not is_number(value) or value < smallest or (is_above and value == 0):
+            limit = "above 0" if is_above else f"at least {smallest}"
+            yield f"{name}={shown(value)} is out of range: give a finite number, {limit}"
+    for name in ("tie_word_embeddings", "mlp_bias"):
+        if type(getattr(shape, name)) is not bool:
+            yield f"{name}={shown(getattr(shape, name))} is neither true nor false"
+    for name, choices in _CHOICES.items():
+        if getattr(shape, name) not in choices:
+            yield f"{name}={shown(getattr(shape, name))} is none of {', '.join(choices)}"
+    for name, smallest in (("no_rope_interval", 0), ("sliding_window", 1)):
+        value = getattr(shape, name)
+        if (value is not None or name == "no_rope_interval") and (type(value) is not int or value < smallest):
+            yield f"{name}={shown(value)} is out of range: give a whole number of at least {smallest}"
+    if shape.rope_scaling is not None:
+        yield from _scaling_problems(shape.rope_scaling)
+
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "attention_bias": get_args(AttentionBias),
+    "qk_norm": get_args(QkNorm),
+    "norm_position": get_args(NormPosition),
+    "model_family": get_args(ModelFamily),
+}
 
 
 def is_number(value: Any) -> bool:
@@ -187,12 +305,15 @@ def model_settings(shape: LlamaShape) -> ModelConfig:
     They name the matching variant, if any; vocabulary, context and tying may differ from the variant's.
     """
     names = [name for name, variant in VARIANTS.items() if _is_alike(variant, shape)]
-    scaling = shape.rope_scaling
-    return ModelConfig(
-        model_variant=names[0] if names else None,
-        rope_scaling=() if scaling is None else tuple(float(value) for value in astuple(scaling)),
-        **{field: value for field, value in vars(shape).items() if field not in ("head_dim", "rope_scaling")},
-    )
+    base = VARIANTS[names[0] if names else DEFAULT_VARIANT]
+    dimensions = {name: value for name, value in vars(shape).items() if name not in _SWITCHES}
+    switches = {name: getattr(shape, name) for name in _SWITCHES if getattr(shape, name) != getattr(base, name)}
+    given: dict[str, Any] = {**dimensions, **switches, "rope_scaling": format_scaling(shape.rope_scaling)}
+    if shape.query_width == shape.hidden_size:
+        del given["head_dim"]
+    if given.get("sliding_window", 0) is None:
+        given["sliding_window"] = 0
+    return ModelConfig(model_variant=names[0] if names else None, **given)
 
 
 def name_of_model(model: ModelConfig) -> str:
@@ -203,7 +324,8 @@ def name_of_model(model: ModelConfig) -> str:
     return given if given in alike else (alike or ["llama"])[0]
 
 
-_SAME_VARIANT = ("vocab_size", "max_position_embeddings", "tie_word_embeddings")
+_SWITCHES = tuple(NEUTRAL.keys() - {"rms_norm_eps", "tie_word_embeddings", "rope_scaling"})
+_SAME_VARIANT = ("vocab_size", "tie_word_embeddings", *WITHOUT_WEIGHTS)
 
 
 def _is_alike(variant: LlamaShape, shape: LlamaShape) -> bool:
@@ -227,28 +349,122 @@ def parameter_count(shape: LlamaShape) -> int:
 
 
 def block_parameters(shape: LlamaShape) -> int:
-    """Return the parameters of a block: q, o (D x HE each), k, v (D x KE), gate, up, down (D x F), two norms (D)."""
-    width = shape.hidden_size
-    heads_width = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-    return 2 * width * heads_width + 3 * width * shape.intermediate_size + 2 * width
+    """Return the parameters of a block: matrices, norms and biases."""
+    return sum(rows * columns for rows, columns in block_matrices(shape)) + sum(block_vectors(shape))
 
 
-def _scaling_problems(values: tuple[float, ...]) -> Iterator[str]:
-    factor, low, high, context = values if len(values) == 4 else (0.0, 0.0, 0.0, 0.0)
-    is_context = 1 <= context <= LARGEST_SIZES["max_position_embeddings"] and context == int(context)
-    if values and not (1 <= factor < math.inf and 0 < low < high < math.inf and is_context):
-        yield (
-            f"--rope_scaling={','.join(f'{value:g}' for value in values)}: give four numbers, as in 32,1,4,8192: a "
-            "factor of 1 or more, 0 < low_freq_factor < high_freq_factor, and the tokens of the original context"
-        )
+def block_matrices(shape: LlamaShape) -> tuple[tuple[int, int], ...]:
+    """Return rows and columns of a block's matrices: q (HE x D), k, v (KE x D), o, gate, up (F x D) and down."""
+    width, feed_forward = shape.hidden_size, shape.intermediate_size
+    query, key = shape.query_width, shape.key_width
+    attention = ((query, width), (key, width), (key, width), (width, query))
+    return (*attention, (feed_forward, width), (feed_forward, width), (width, feed_forward))
 
 
-def _head_problems(shape: LlamaShape) -> Iterator[str]:
+def block_vectors(shape: LlamaShape) -> tuple[int, ...]:
+    """Return the lengths of a block's norms and biases: two norms (D), and those that the switches add."""
+    width, query, key = shape.hidden_size, shape.query_width, shape.key_width
+    norms = {"off": (), "head": (shape.head_dim, shape.head_dim), "whole": (query, key)}[shape.qk_norm]
+    of_attention = {"false": (), "qkv": (query, key, key), "true": (query, key, key, width)}[shape.attention_bias]
+    of_feed_forward = (shape.intermediate_size, shape.intermediate_size, width) if shape.mlp_bias else ()
+    return (width, width, *norms, *of_attention, *of_feed_forward)
+
+
+# Rotary scaling
+
+
+def parse_scaling(items: tuple[str, ...], default: RopeScaling | None) -> RopeScaling | None:
+    """Return the scaling of `--rope_scaling`, without problems; empty = the default.
+
+    Raises:
+        ConfigError: the items have another form, or their values are out of range.
+    """
+    if not items:
+        return default
+    kind, colon, first = items[0].rpartition(":")
+    positions = [first, *(item for item in items[1:] if "=" not in item)]
+    named = dict(item.split("=", 1) for item in items[1:] if "=" in item)
+    names = _SCALING_FIELDS.get(kind if colon else "llama3", ())
+    try:
+        if len(positions) != len(names) or not named.keys() <= set(_YARN_OPTIONS if kind == "yarn" else ()):
+            raise ValueError
+        values = {**_UNUSED, **{name: float(text) for name, text in zip(names, positions, strict=True)}}
+        values |= {name: text == "true" if name == "truncate" else float(text) for name, text in named.items()}
+        if kind == "yarn":
+            values = {"attention_factor": yarn_attention_factor(values["factor"]), **values}
+        if math.isfinite(values[_CONTEXT]) and values[_CONTEXT] == int(values[_CONTEXT]):
+            values[_CONTEXT] = int(values[_CONTEXT])
+        scaling = RopeScaling(rope_type=kind if colon else "llama3", **values)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--rope_scaling={','.join(items)}: {_SCALING_FORMS}") from None
+    if problem := next(_scaling_problems(scaling), None):
+        raise ConfigError(f"--rope_scaling={','.join(items)}: {problem}. {_SCALING_FORMS}")
+    return None if scaling.factor == 1 and kind != "yarn" else scaling  # a factor of 1 changes nothing
+
+
+def format_scaling(scaling: RopeScaling | None) -> tuple[str, ...]:
+    """Return a scaling as `parse_scaling` reads it; () without scaling."""
+    if scaling is None:
+        return ()
+    values = [str(float(getattr(scaling, name))) for name in _SCALING_FIELDS[scaling.rope_type]]
+    if scaling.rope_type == "llama3":
+        return tuple(values)
+    neutral = RopeScaling(1.0, **_UNUSED, attention_factor=yarn_attention_factor(scaling.factor))
+    options = {name: getattr(scaling, name) for name in _YARN_OPTIONS if scaling.rope_type == "yarn"}
+    changed = [f"{name}={value}".lower() for name, value in options.items() if value != getattr(neutral, name)]
+    return (f"{scaling.rope_type}:{values[0]}", *values[1:], *changed)
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """Return the factor of cosines and sines for a scaling factor (Peng et al. 2023, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_CONTEXT = "original_max_position_embeddings"
+_UNUSED: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _CONTEXT: 1}
+"""Values of fields that a type of scaling does not have."""
+_SCALING_FIELDS = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT),
+    "linear": ("factor",),
+    "yarn": ("factor", _CONTEXT),
+}
+_YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "truncate")
+_SCALING_FORMS = (
+    "give linear:4 (a factor of 1 or more), yarn:4,8192 (and the tokens of the original context), or the four numbers "
+    "of llama3, as in 32,1,4,8192: factor, 0 < low_freq_factor < high_freq_factor, original context"
+)
+
+
+def _scaling_problems(scaling: RopeScaling) -> Iterator[str]:
+    """Yield the problems of an untrusted scaling."""
+    values = {each.name: getattr(scaling, each.name) for each in fields(scaling)}
+    kind, is_truncated = values.pop("rope_type"), values.pop("truncate")
+    if kind not in _SCALING_FIELDS or type(is_truncated) is not bool:
+        yield f"rope_type={shown(kind)} is none of {', '.join(_SCALING_FIELDS)}"
+    for name, value in values.items():
+        smallest = 1 if name in ("factor", _CONTEXT) else 0
+        if not is_number(value) or value < smallest or value == 0:
+            yield f"{name}={shown(value)} is out of range: give a finite number, at least {smallest}"
+            return
+    if type(scaling.original_max_position_embeddings) is not int:
+        yield f"{_CONTEXT}={shown(scaling.original_max_position_embeddings)} is no whole number"
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield "low_freq_factor must be below high_freq_factor"
+    if scaling.beta_slow >= scaling.beta_fast:
+        yield "beta_slow must be below beta_fast"
+
+
+def _head_problems(shape: LlamaShape, shares_width: bool) -> Iterator[str]:
     hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
-    if hidden % (2 * heads):
+    if shares_width and hidden % heads:
         yield (
-            f"hidden_size={hidden} / num_attention_heads={heads} = {hidden / heads:.2f} must be an even number. "
-            f"Change --hidden_size (a multiple of {2 * heads}) or --num_attention_heads"
+            f"hidden_size={hidden} / num_attention_heads={heads} = {hidden / heads:.2f} must be a whole number. "
+            "Change one, or give --head_dim"
+        )
+    elif shape.head_dim % 2:
+        yield (
+            f"head_dim={shape.head_dim} must be even, since rotary embeddings rotate pairs. Change --head_dim, or "
+            f"--hidden_size to a multiple of {2 * heads}"
         )
     if heads % kv_heads:
         yield (

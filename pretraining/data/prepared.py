@@ -84,7 +84,7 @@ def prepared_tokenizer(
             tokenizer = load_tokenizer(root)
             if tokenizer.sha256 != sha256:
                 problem = f"{root / TOKENIZER_FILE} is not the one that encoded {place}"
-            elif most_entries is not None and tokenizer.vocab_size > most_entries:
+            elif most_entries is not None and not tokenizer.fits(most_entries):
                 problem = f"that of {root} has {tokenizer.vocab_size:,} entries, and the model {most_entries:,}"
         except DataError as error:
             problem = str(error)

@@ -53,6 +53,16 @@ class Tokenizer:
     vocab_size: int
     pad_token: int | None = None
 
+    def fits(self, rows: int) -> bool:
+        """Return whether a model with this many rows can have been trained with this tokenizer.
+
+        Tokens that were added to its vocabulary, such as one for padding, may lie beyond the rows: they count only
+        where they occur.
+        """
+        added = self.library.get_added_tokens_decoder()
+        numbers = self.library.get_vocab(with_added_tokens=True).values()
+        return all(number < rows or number in added for number in numbers)
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens; raise a DataError if the tokenizer fails."""
         with _panics_as_errors():
@@ -181,10 +191,10 @@ def _vocab_size(library: tokenizers.Tokenizer) -> int:
 def load_fitting_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer:
     """Read a tokenizer as `load_tokenizer` does; raise a ConfigError if it does not fit the model's vocabulary."""
     tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size > vocab_size:
+    if not tokenizer.fits(vocab_size):
         raise ConfigError(
-            f"--tokenizer_path={path} has {tokenizer.vocab_size} entries, but the model has {vocab_size}: give "
-            f"--vocab_size={tokenizer.vocab_size} or more, or the tokenizer that made the data."
+            f"--tokenizer_path={path} has {tokenizer.vocab_size} entries, but the model has {vocab_size}: give the "
+            f"tokenizer that encoded the data, or train with --vocab_size={tokenizer.vocab_size} or more"
         )
     return tokenizer
 

@@ -44,6 +44,7 @@ def _kept_operations() -> list[Any]:
 
     return [
         torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,

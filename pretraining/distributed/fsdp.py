@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+
+from pretraining.distributed.dims import Dims
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -22,15 +23,15 @@ class ShardedModel:
 
     Attributes:
         module: the sharded module.
-        parameters: DTensors over the mesh (replicate, shard), by name in the module, without values if the module was
-            on meta. Stored here, because the module shows whole copies while a group is gathered.
+        parameters: DTensors over the mesh, by name in the module, without values if the module was on meta.
+            Stored here, because the module shows whole copies while a group is gathered.
     """
 
     def __init__(
         self,
         module: nn.Module,
         blocks: Iterable[nn.Module],
-        mesh: DeviceMesh,
+        dims: Dims,
         shards_parameters: bool,
         dtype: torch.dtype,
         device: torch.device,
@@ -44,11 +45,11 @@ class ShardedModel:
             None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         # A replicate axis of size 1 would add an empty all-reduce.
-        axes = mesh if mesh.size(0) > 1 else mesh["shard"]
+        mesh = dims.mesh if dims.replicate > 1 else dims.mesh["shard"]
         for block in blocks:
-            fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=shards_parameters)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=shards_parameters)
         # The root's parameters are needed at the beginning and the end of forward and backward, so they stay gathered.
-        root = fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+        root = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         groups = [each for each in module.modules() if _is_group(each)]
         for group in groups:
             group.set_gradient_divide_factor(1.0)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import ParallelConfig
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
 from pretraining.distributed.compile import compile_blocks
+from pretraining.distributed.dims import Dims
 from pretraining.distributed.float8 import multiply_in_float8
 from pretraining.distributed.fsdp import ShardedModel
 from pretraining.distributed.replicated import ReplicatedModel
@@ -31,7 +31,7 @@ def parallelize(
     module: nn.Module,
     blocks: nn.ModuleList,
     parallel: ParallelConfig,
-    mesh: DeviceMesh,
+    dims: Dims,
     device: torch.device,
     tie_weights: Callable[[], None],
 ) -> ParallelModel:
@@ -41,7 +41,7 @@ def parallelize(
         module: the model, on the meta device with `low_cpu_fsdp`, else on `device`.
         blocks: its decoder blocks, the units of checkpointing, compilation and sharding.
         parallel: settings.
-        mesh: device mesh with axes (replicate, shard).
+        dims: dimensions of the job.
         device: this rank's device.
         tie_weights: function that ties shared parameters again after memory is allocated.
     """
@@ -50,10 +50,10 @@ def parallelize(
     if parallel.use_torch_compile:
         compile_blocks(blocks)
     dtype = compute_dtype(parallel, device)
-    if mesh["shard"].size() == 1:
-        return ReplicatedModel(module, dtype, device, mesh["replicate"].get_group())
+    if dims.shard == 1:
+        return ReplicatedModel(module, dtype, device, dims.group("replicate"))
     shards_parameters = STRATEGIES[parallel.sharding_strategy].shards_parameters
-    return ShardedModel(module, blocks, mesh, shards_parameters, dtype, device, tie_weights)
+    return ShardedModel(module, blocks, dims, shards_parameters, dtype, device, tie_weights)
 
 
 def compute_dtype(parallel: ParallelConfig, device: torch.device) -> torch.dtype:

@@ -246,7 +246,7 @@ def _device_of(local_rank: int, local_world_size: int, parallel: ParallelConfig 
         raise LaunchError("--backend=gloo is for CPUs, and this machine has GPUs: leave it out, or give --device=cpu")
     visible = torch.cuda.device_count()
     # A launcher may make one GPU visible to each task (srun --gpus-per-task=1). If all tasks see the same GPU, NCCL
-    # fails in the first collective (`mesh.check_groups`).
+    # fails in the first collective (`dims.check_groups`).
     if visible == 1:
         return torch.device("cuda", 0)
     if local_world_size > visible:

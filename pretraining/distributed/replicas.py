@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from pretraining.config.strategies import DimSizes
 from pretraining.distributed.grad_norm import local_part
 
 _CHUNK = 1 << 20
@@ -25,11 +25,11 @@ _ODD = -7046029254386353131
 
 
 class Replicas:
-    """The replicas of a model's shards on a mesh with axes (replicate, shard)."""
+    """The replicas of a model's shards."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], dims: DimSizes) -> None:
         self._parameters = parameters
-        self._ranks = mesh.mesh.tolist()  # [replicate][shard]
+        self._replicas = dims.replicas_of_shards
 
     def differing_ranks(self) -> dict[int, list[int]]:
         """Return each rank whose weights differ from other holders of the same shard, with the ranks of these holders.
@@ -42,7 +42,7 @@ class Replicas:
         dist.all_gather(everyone, own)
         hashes = [int(each) for each in everyone]
         odd = {}
-        for holders in zip(*self._ranks, strict=True):
+        for holders in self._replicas:
             value, holding = Counter(hashes[rank] for rank in holders).most_common(1)[0]
             for rank in holders:
                 if hashes[rank] != value or 2 * holding <= len(holders):

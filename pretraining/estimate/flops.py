@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretraining.config.training import PER_OPERATION, ParallelConfig, checkpointed_blocks
-from pretraining.config.variants import LlamaShape
+from pretraining.config.variants import LlamaShape, block_matrices, block_vectors
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,14 @@ class BlockCosts:
 
     Attributes:
         matrices: rows and columns of q, k, v, o, gate, up and down.
+        vectors: lengths of norms and biases.
         query_width: H·E.
         results: elements per token in the results of matrix products and attention.
         last_product: parameters of the last matrix product (down), whose result backward does not need.
     """
 
     matrices: tuple[tuple[int, int], ...]
+    vectors: tuple[int, ...]
     query_width: int
     results: int
     last_product: int
@@ -36,12 +38,11 @@ class BlockCosts:
 def block_costs(shape: LlamaShape) -> BlockCosts:
     """Return the costs of one block."""
     width, feed_forward = shape.hidden_size, shape.intermediate_size
-    query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    attention = ((query, width), (key, width), (key, width), (width, query))
     return BlockCosts(
-        matrices=(*attention, (feed_forward, width), (feed_forward, width), (width, feed_forward)),
-        query_width=query,
-        results=2 * (query + key + width + feed_forward),
+        matrices=block_matrices(shape),
+        vectors=block_vectors(shape),
+        query_width=shape.query_width,
+        results=2 * (shape.query_width + shape.key_width + width + feed_forward),
         last_product=width * feed_forward,
     )
 

@@ -120,7 +120,7 @@ def optimizer_state_bytes(
 
 
 def _local_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int, int]:
-    """Return the parameters on one rank: of a block's matrices, of its norms, and of embedding, last norm and head.
+    """Return the parameters on one rank: of a block's matrices, its norms and biases, and of embedding, norm and head.
 
     FSDP2 shards each parameter by rows, and every rank allocates as many rows as the rank with most.
     """
@@ -128,9 +128,9 @@ def _local_parameters(shape: LlamaShape, shard_size: int) -> tuple[int, int, int
     def local(rows: int, columns: int = 1) -> int:
         return -(-rows // shard_size) * columns
 
-    norm = local(shape.hidden_size)
+    block, norm = block_costs(shape), local(shape.hidden_size)
     vocabulary = (1 if shape.tie_word_embeddings else 2) * local(shape.vocab_size, shape.hidden_size)
-    return sum(local(*each) for each in block_costs(shape).matrices), 2 * norm, vocabulary + norm
+    return sum(local(*each) for each in block.matrices), sum(map(local, block.vectors)), vocabulary + norm
 
 
 def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str) -> int:
@@ -140,9 +140,11 @@ def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str
     - in e bytes: other results of matrix products and attention; gate's SiLU and its product with up: 2·F
     - norms on a GPU: two inputs in e bytes, 2·D, since the kernel recomputes the rest
     - norms on a CPU: inputs and normalized values in float32, 4·D
+    - norms of queries and keys: likewise, for H·E and K·E
     - in float32: scales of the norms, 2, and attention's log-sum-exp, H
     """
-    norms = shape.hidden_size * (16 if device_type == "cpu" else 2 * compute_bytes)
+    normalized = 2 * shape.hidden_size + (0 if shape.qk_norm == "off" else shape.query_width + shape.key_width)
+    norms = normalized * (8 if device_type == "cpu" else compute_bytes)
     kept = block_costs(shape).results + 2 * shape.intermediate_size
     return compute_bytes * kept + norms + 4 * (2 + shape.num_attention_heads)
 

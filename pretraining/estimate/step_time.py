@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretraining.config.batch_sizes import BatchSizes
-from pretraining.config.strategies import STRATEGIES
+from pretraining.config.strategies import STRATEGIES, DimSizes
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.estimate.devices import Gpu
@@ -86,7 +86,7 @@ class StepTime:
 
 
 def estimate_step_time(
-    config: TrainConfig, shape: LlamaShape, batch: BatchSizes, cluster: Cluster, shard_size: int
+    config: TrainConfig, shape: LlamaShape, batch: BatchSizes, cluster: Cluster, dims: DimSizes
 ) -> StepTime:
     """Estimate the time of a step in bfloat16.
 
@@ -95,7 +95,7 @@ def estimate_step_time(
         shape: dimensions of the model.
         batch: batch sizes on the cluster's GPUs.
         cluster: GPUs and their connections.
-        shard_size: GPUs per copy of the model.
+        dims: dimensions of the job on these GPUs.
     """
     tokens = batch.micro_batch_size * config.data.seq_length
     steps = batch.grad_accum_steps
@@ -105,7 +105,7 @@ def estimate_step_time(
     per_flop = SLOWDOWN / (cluster.gpu.sustained_tflops * 1e12)
     compute, recompute = ((model + repeated) * tokens * per_flop, repeated * tokens * per_flop)
     parameters = parameter_count(shape)
-    within, last = _communication(config, parameters, steps, cluster, shard_size)
+    within, last = _communication(config, parameters, steps, cluster, dims)
     hidden = min(within, steps * compute) + min(last, max(0.0, compute - within / steps))
     return StepTime(
         compute=steps * compute,
@@ -117,15 +117,14 @@ def estimate_step_time(
 
 
 def _communication(
-    config: TrainConfig, parameters: int, steps: int, cluster: Cluster, shard_size: int
+    config: TrainConfig, parameters: int, steps: int, cluster: Cluster, dims: DimSizes
 ) -> tuple[float, float]:
     """Return seconds inside sharding groups, of all micro-batches, and between groups, of the last micro-batch."""
-    groups = cluster.gpus // shard_size
     within = 0.0
-    if shard_size > 1:
+    if dims.shard > 1:
         gathers = 2 * steps if STRATEGIES[config.parallel.sharding_strategy].shards_parameters else 1
-        within = gathers * cluster.seconds_to_gather(COMPUTE_BYTES * parameters, shard_size)
-        within += steps * cluster.seconds_to_gather(REDUCED_BYTES * parameters, shard_size)
-    if groups == 1:
+        within = gathers * cluster.seconds_to_gather(COMPUTE_BYTES * parameters, dims.shard)
+        within += steps * cluster.seconds_to_gather(REDUCED_BYTES * parameters, dims.shard)
+    if dims.replicate == 1:
         return within, 0.0
-    return within, cluster.seconds_between_groups(REDUCED_BYTES * parameters / shard_size, groups)
+    return within, cluster.seconds_between_groups(REDUCED_BYTES * parameters / dims.shard, dims.replicate)

@@ -22,6 +22,7 @@ from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.distributed.compile import without_compiling
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.errors import ConfigError
 from pretraining.model.cache import KeyValueCache
 from pretraining.model.llama import Llama, next_token_logits
 
@@ -104,8 +105,12 @@ def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
     """
     if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
         return None
-    tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, resolve_shape(config.model).vocab_size)
-    return tokenizer, tokenizer.encode(config.evaluation.sample_prompt) or [tokenizer.end_of_text or 0]
+    rows = resolve_shape(config.model).vocab_size
+    tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, rows)
+    prompt = tokenizer.encode(config.evaluation.sample_prompt) or [tokenizer.end_of_text or 0]
+    if max(prompt) >= rows:
+        raise ConfigError(f"--sample_prompt gives token {tokenizer.named(max(prompt))}, and the model has {rows} rows")
+    return tokenizer, prompt
 
 
 class CachedModel:

@@ -211,7 +211,8 @@ def _weigh(
 ) -> Evaluation:
     """Return the evaluation with these sums per set. `loss_sum` is the loss of all sets, unless weights change it."""
     losses, tokens = (metrics.columns.index(name) for name in ("losses", "tokens"))
-    sums = dict(zip((name for source in sources for name in source.sets), rows, strict=True))
+    names = [name for source in sources for name in source.sets]
+    sums: dict[str | None, list[float]] = dict(zip(names, rows, strict=True))
     factors = [factor for source in sources for factor in source.factors([sums[name][tokens] for name in source.sets])]
     weighted = ([factor * each for each in row] for factor, row in zip(factors, rows, strict=True))
     of_all = [sum(column) for column in zip(*weighted, strict=True)]

@@ -15,17 +15,15 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pretraining.config.training import QkNorm
 from pretraining.config.variants import LlamaShape
 from pretraining.model.rope import Rotation, rotate
-
-if TYPE_CHECKING:
-    from pretraining.model.cache import KeyValueCache
 
 
 class DocumentBounds(NamedTuple):
@@ -44,46 +42,85 @@ Documents = tuple[int, ...] | DocumentBounds
 """Lengths or bounds of documents that lie end to end in the flattened [B * S] tokens; no document crosses rows."""
 
 
-Reach: TypeAlias = "Documents | KeyValueCache | None"
+class Cache(Protocol):
+    """Earlier keys and values of a row, in text generation."""
+
+    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, scale: float | None) -> Tensor:
+        """Add tokens, and return their attention: [B, S, H, E]."""
+
+
+Reach: TypeAlias = Documents | Cache | None
 """The earlier tokens that a token attends to: in its document, in a cache and its row, or (None) in its row."""
 
 
-class Attention(nn.Module):
-    """Self-attention of one block, with the layer names of Hugging Face's Llama."""
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head: [B, S, H·E] -> [B, S, H·E]."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize each head, with one weight for all heads."""
+        return super().forward(x.unflatten(-1, (-1, *self.normalized_shape))).flatten(-2)
+
+
+def build_norm(kind: QkNorm, width: int, shape: LlamaShape) -> nn.Module:
+    """Return the norm of queries or keys of a width, in front of the split into heads."""
+    if kind == "off":
+        return nn.Identity()
+    return HeadNorm(shape.head_dim, shape.rms_norm_eps) if kind == "head" else nn.RMSNorm(width, shape.rms_norm_eps)
+
+
+def keep(x_BSHE: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate nothing, in place of `rotate`: for a block without rotary embedding."""
+    return x_BSHE
+
+
+class Attention(nn.Module):
+    """Self-attention of one block, with the layer names of Hugging Face's Llama.
+
+    Args:
+        layer: number of the block, from 0.
+    """
+
+    def __init__(self, shape: LlamaShape, layer: int = 0) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        query_width = shape.num_attention_heads * shape.head_dim
-        key_value_width = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, query_width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, key_value_width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, key_value_width, bias=False)
-        self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
+        self.scale = shape.attention_multiplier
+        has_rotation = shape.no_rope_interval == 0 or (layer + 1) % shape.no_rope_interval > 0
+        self.rotate = rotate if has_rotation else keep
+        has_bias = shape.attention_bias != "false"
+        self.q_proj = nn.Linear(shape.hidden_size, shape.query_width, bias=has_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, shape.key_width, bias=has_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, shape.key_width, bias=has_bias)
+        self.o_proj = nn.Linear(shape.query_width, shape.hidden_size, bias=shape.attention_bias == "true")
+        self.q_norm = build_norm(shape.qk_norm, shape.query_width, shape)
+        self.k_norm = build_norm(shape.qk_norm, shape.key_width, shape)
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, reach: Reach = None) -> Tensor:
         """Return the attention output [B, S, D] of normalised hidden states [B, S, D].
 
         `rotation` comes from `compute_rotation`, documents in `reach` from `locate_documents`.
         """
-        q_BSHE = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        k_BSKE = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q_BSHE = self.q_norm(self.q_proj(x_BSD)).unflatten(-1, (-1, self.head_dim))
+        k_BSKE = self.k_norm(self.k_proj(x_BSD)).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        q_BSHE, k_BSKE = rotate(q_BSHE, rotation), rotate(k_BSKE, rotation)
+        q_BSHE, k_BSKE = self.rotate(q_BSHE, rotation), self.rotate(k_BSKE, rotation)
         if reach is None:
-            mixed_BSHE = causal_attention(q_BSHE, k_BSKE, v_BSKE)
+            mixed_BSHE = causal_attention(q_BSHE, k_BSKE, v_BSKE, self.scale)
         elif isinstance(reach, tuple):
-            mixed_BSHE = document_attention(q_BSHE, k_BSKE, v_BSKE, reach)
+            mixed_BSHE = document_attention(q_BSHE, k_BSKE, v_BSKE, reach, self.scale)
         else:
-            mixed_BSHE = reach.attend(q_BSHE, k_BSKE, v_BSKE)
+            mixed_BSHE = reach.attend(q_BSHE, k_BSKE, v_BSKE, self.scale)
         out_BSD: Tensor = self.o_proj(mixed_BSHE.flatten(2))  # B S H E -> B S D
         return out_BSD
 
 
-def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, is_causal: bool = True) -> Tensor:
-    """Return softmax(q k / sqrt(E)) v over each token and its predecessors: [B, S, H, E].
+def causal_attention(
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, scale: float | None = None, is_causal: bool = True
+) -> Tensor:
+    """Return softmax(scale q k) v over each token and its predecessors: [B, S, H, E].
 
-    Without `is_causal`, each of the S tokens attends to all keys [B, T, K, E].
+    Args:
+        scale: None = 1 / sqrt(E).
+        is_causal: otherwise each of the S tokens attends to all keys [B, T, K, E].
     """
     grouped = q_BSHE.size(2) != k_BSKE.size(2)
     if grouped and not has_kernel_for_grouped_heads(q_BSHE.device, q_BSHE.dtype):
@@ -94,6 +131,7 @@ def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, is_causal: 
         k_BSKE.transpose(1, 2),
         v_BSKE.transpose(1, 2),
         is_causal=is_causal,
+        scale=scale,
         enable_gqa=grouped,
     )
     return mixed_BHSE.transpose(1, 2)  # B H S E -> B S H E
@@ -151,21 +189,25 @@ def document_bounds(document_lengths: tuple[int, ...]) -> DocumentBounds:
     return DocumentBounds(bounds, 1 << max(1, (max(document_lengths) - 1).bit_length()))
 
 
-def document_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents: Documents) -> Tensor:
-    """Return causal attention inside each document: [B, S, H, E]."""
+def document_attention(
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents: Documents, scale: float | None = None
+) -> Tensor:
+    """Return causal attention inside each document: [B, S, H, E]; `scale` is that of `causal_attention`."""
     q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
     if isinstance(documents, DocumentBounds):
-        mixed_NHE = _varlen_attention(q_NHE, k_NKE, v_NKE, documents)
+        mixed_NHE = _varlen_attention(q_NHE, k_NKE, v_NKE, documents, scale)
     else:
-        mixed_NHE = _attention_per_document(q_NHE, k_NKE, v_NKE, documents)
+        mixed_NHE = _attention_per_document(q_NHE, k_NKE, v_NKE, documents, scale)
     return mixed_NHE.view_as(q_BSHE)
 
 
-def _varlen_attention(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBounds) -> Tensor:
+def _varlen_attention(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBounds, scale: float | None
+) -> Tensor:
     """Call the variable-length kernel once for all documents."""
     from torch.nn.attention.varlen import varlen_attn  # here: the import takes a second
 
-    kernel: Callable[..., Any] = varlen_attn
+    kernel: Callable[..., Any] = varlen_attn if scale is None else partial(varlen_attn, scale=scale)
     if q_NHE.size(1) != k_NKE.size(1):
         if "enable_gqa" in signature(varlen_attn).parameters:  # torch 2.11 needs K = H
             kernel = partial(kernel, enable_gqa=True)
@@ -177,12 +219,14 @@ def _varlen_attention(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: Do
     return mixed_NHE
 
 
-def _attention_per_document(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, document_lengths: tuple[int, ...]) -> Tensor:
+def _attention_per_document(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, document_lengths: tuple[int, ...], scale: float | None
+) -> Tensor:
     """Call the kernel once per document, which computes no masked values.
 
     On a CPU this is far faster than a masked S x S matrix for long rows. It also beats padding documents of similar
     lengths into one call, even for short documents (docs/model.md has the numbers).
     """
     pieces = zip(*(x.split(document_lengths) for x in (q_NHE, k_NKE, v_NKE)), strict=True)
-    mixed = [causal_attention(q_nHE[None], k_nKE[None], v_nKE[None]) for q_nHE, k_nKE, v_nKE in pieces]
+    mixed = [causal_attention(q_nHE[None], k_nKE[None], v_nKE[None], scale) for q_nHE, k_nKE, v_nKE in pieces]
     return torch.cat(mixed, dim=1)[0]  # 1 n H E per document -> N H E

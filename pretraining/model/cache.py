@@ -22,11 +22,12 @@ class KeyValueCache:
         self._memory: tuple[Tensor, Tensor] | None = None
         self.length = 0
 
-    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, scale: float | None = None) -> Tensor:
         """Add tokens, and return their attention: [B, S, H, E]. Calls after the first take one token."""
         is_first = self.length == 0
         assert is_first or q_BSHE.size(1) == 1
-        return causal_attention(q_BSHE, *self._extend(k_BSKE, v_BSKE), is_causal=is_first)
+        keys_BTKE, values_BTKE = self._extend(k_BSKE, v_BSKE)
+        return causal_attention(q_BSHE, keys_BTKE, values_BTKE, scale, is_causal=is_first)
 
     def _extend(self, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values; return all cached keys and values, [B, T, K, E] each."""

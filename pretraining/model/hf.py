@@ -1,20 +1,21 @@
-"""Hugging Face's config.json and generation_config.json of a Llama.
+"""Hugging Face's config.json and generation_config.json of the families of models (`families`).
 
-    LlamaShape  <->  config.json of a `LlamaForCausalLM`
+    LlamaShape  <->  config.json of a family
 
-A config.json with features that this Llama lacks (biases, another activation, sliding windows, …) is refused: the
-weights would load, but give wrong results. The error names the entries.
+A config.json with features that no switch stands for (another activation, dropout, experts, …) is refused: the weights
+would load, but give wrong results. The error names the entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import LlamaShape, resolve_shape, shown
+from pretraining.config.variants import NEUTRAL, LlamaShape, RopeScaling, resolve_shape, shown, yarn_attention_factor
 from pretraining.errors import CheckpointError, ConfigError
+from pretraining.model.families import FAMILIES, family_for, has_window, read_switches, switch_entries
 
 if TYPE_CHECKING:
     import torch
@@ -36,17 +37,21 @@ _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atten
 
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_CONTEXT)
+_YARN = ("factor", _ORIGINAL_CONTEXT, "attention_factor", "beta_fast", "beta_slow", "truncate")
 
 # The only supported value of an entry, which is also the default of `LlamaConfig`.
 _SUPPORTED: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the activation is SwiGLU's silu"),
-    "attention_bias": (False, "attention has no biases"),
-    "mlp_bias": (False, "the feed-forward layer has no biases"),
     "attention_dropout": (0, "there is no dropout; set it to 0 to train without"),
-    "sliding_window": (None, "attention covers all earlier tokens"),
     "partial_rotary_factor": (1, "the rotary embedding covers the whole head"),
     "quantization_config": (None, "weights are plain floating-point numbers"),
 }
+_WITHOUT_ENTRY = {
+    "attention_bias": (False, "attention has biases as its family has them"),
+    "mlp_bias": (False, "the feed-forward layer has no biases"),
+    "sliding_window": (None, "attention covers all earlier tokens"),
+}
+"""The same for entries that only some families have."""
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, torch.Size]:
@@ -68,7 +73,7 @@ def config_document(
     eos_token: int | list[int] | None,
     pad_token: int | None = None,
 ) -> dict[str, Any]:
-    """Return the config.json of a Llama.
+    """Return the config.json of a model, in the form of its family; raise a ConfigError if no family can hold it.
 
     Rotary embedding and dtype appear twice: in the form of transformers 5 (`rope_parameters`, `dtype`), and in that of
     earlier versions and other programs (`rope_theta`, `rope_scaling`, `torch_dtype`).
@@ -80,18 +85,18 @@ def config_document(
         pad_token: padding id. It is left out if it equals bos_token or eos_token, because transformers gives the
             embedding of a padding token no gradient.
     """
-    scaling = None if shape.rope_scaling is None else {"rope_type": "llama3", **asdict(shape.rope_scaling)}
+    scaling, family = None if shape.rope_scaling is None else _scaling_entries(shape.rope_scaling), family_for(shape)
+    dimensions = {name: value for name, value in vars(shape).items() if name not in _NOT_WRITTEN}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **vars(shape),
+        "architectures": [FAMILIES[family].architecture],
+        "model_type": family,
+        **dimensions,
+        **switch_entries(shape, family),
         "max_position_embeddings": max(context, shape.max_position_embeddings),
         "rope_parameters": {"rope_theta": shape.rope_theta, **(scaling or {"rope_type": "default"})},
         "rope_scaling": scaling,
         "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": bos_token,  # written even if None: LlamaConfig would assume 1 and 2
@@ -100,6 +105,15 @@ def config_document(
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+_NOT_WRITTEN = NEUTRAL.keys() - {"rms_norm_eps", "tie_word_embeddings"}
+"""Fields of the shape that are written as `switch_entries`, or with the rotary embedding."""
+
+
+def _scaling_entries(scaling: RopeScaling) -> dict[str, Any]:
+    names = {"linear": ("factor",), "llama3": _SCALING, "yarn": _YARN}[scaling.rope_type]
+    return {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in names}}
 
 
 def generation_document(
@@ -113,7 +127,7 @@ def shape_of_document(document: Any, path: str) -> LlamaShape:
     """Return the shape in a config.json; `path` is for messages.
 
     Raises:
-        CheckpointError: the model is not a supported Llama; the message names every unsupported entry.
+        CheckpointError: the model is not supported; the message names every unsupported entry.
     """
     if not isinstance(document, Mapping):
         raise CheckpointError("not the config.json of a model: it has no object", path=path)
@@ -126,64 +140,112 @@ def shape_of_document(document: Any, path: str) -> LlamaShape:
     except (TypeError, ValueError, OverflowError) as error:
         problems = [f"an entry is not a number: {error}"]
     listed = "".join(f"\n  - {problem}" for problem in problems)
-    raise CheckpointError(f"not the config of a supported Llama:{listed}", path=path)
+    raise CheckpointError(f"not the config of a supported model:{listed}", path=path)
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield one problem per unsupported entry."""
-    kind, architectures = document.get("model_type"), document.get("architectures") or ["LlamaForCausalLM"]
-    if kind == "llama" and architectures == ["LlamaModel"]:
+    kind = document.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    architectures = document.get("architectures") or [family and family.architecture]
+    if family is not None and architectures == [family.architecture.replace("ForCausalLM", "Model")]:
         yield f"architectures {shown(architectures)}: {INNER_MODEL}"
         return
-    if kind != "llama" or architectures != ["LlamaForCausalLM"]:
-        yield f"model_type {shown(kind)}, architectures {shown(architectures)}: only llama, LlamaForCausalLM works"
+    if family is None or architectures != [family.architecture]:
+        known = ", ".join(f"{name} ({each.architecture})" for name, each in FAMILIES.items())
+        yield f"model_type {shown(kind)}, architectures {shown(architectures)}: not one of {known}"
         return
     missing = [name for name in _REQUIRED if document.get(name) is None]
     if missing:
         yield f"it lacks {', '.join(missing)}"
+    elif type(document["num_hidden_layers"]) is not int:
+        yield f"num_hidden_layers is {shown(document['num_hidden_layers'])}"
     rope = _rope(document)
-    for name, (supported, reason) in _SUPPORTED.items():
+    entries = (*family.entries, *(["sliding_window"] if has_window(document, family) else []))
+    without_entry = {name: each for name, each in _WITHOUT_ENTRY.items() if name not in entries}
+    for name, (supported, reason) in {**_SUPPORTED, **without_entry}.items():
         value = document.get(name, rope.get(name))
         if value is not None and value != supported:
             yield f"{name} is {shown(value)}, but here {reason}"
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        yield f"rope_type is {shown(kind)}, but only default and llama3 are supported"
+    needed = {"default": (), "linear": ("factor",), "llama3": _SCALING, "yarn": ("factor",)}.get(str(kind))
+    if needed is None:
+        yield f"rope_type is {shown(kind)}, but only default, linear, llama3 and yarn are supported"
     elif any(isinstance(each, Mapping) for each in rope.values()):
         yield "its rotary embedding differs between layers, but here all layers have the same"
-    elif kind == "llama3":
-        missing = [name for name in _SCALING if rope.get(name) is None]
+    else:
+        missing = [name for name in needed if rope.get(name) is None]
         if missing:
-            yield f"rope_type is llama3, but {', '.join(missing)} is missing"
+            yield f"rope_type is {kind}, but {', '.join(missing)} is missing"
 
 
 def _read_shape(document: Mapping[str, Any]) -> LlamaShape:
-    """Return the shape of a supported document, with the defaults of `LlamaConfig`; `resolve_shape` checks values."""
-    rope = _rope(document)
+    """Return the shape of a supported document; `resolve_shape` checks values."""
+    rope, kind = _rope(document), document["model_type"]
+    family = FAMILIES[kind]
 
     def value(name: str, default: Any) -> Any:
         return default if document.get(name) is None else document[name]
 
-    scaling: tuple[float, ...] = (1, 1, 2, 1)  # a factor of 1: no scaling
-    if rope.get("rope_type", rope.get("type")) == "llama3":
-        scaling = tuple(float(rope[name]) for name in _SCALING)
+    heads = document["num_attention_heads"]
+    # An absent entry and a null are two things: where an entry may be null, it means as many as query heads.
+    absent = family.key_value_heads or heads
+    context = value("max_position_embeddings", family.context)
     theta = rope.get("rope_theta")
     shape = resolve_shape(
         ModelConfig(
             **{name: document[name] for name in _REQUIRED},
-            num_key_value_heads=value("num_key_value_heads", document["num_attention_heads"]),
-            max_position_embeddings=value("max_position_embeddings", 2048),
-            rope_theta=value("rope_theta", 1e4) if theta is None else theta,
-            rms_norm_eps=value("rms_norm_eps", 1e-6),
-            tie_word_embeddings=value("tie_word_embeddings", False),
-            rope_scaling=scaling,
+            num_key_value_heads=value("num_key_value_heads", heads if "num_key_value_heads" in document else absent),
+            head_dim=value("head_dim", family.default("head_dim")),
+            max_position_embeddings=context,
+            rope_theta=value("rope_theta", family.default("rope_theta")) if theta is None else theta,
+            rms_norm_eps=value("rms_norm_eps", family.default("rms_norm_eps")),
+            tie_word_embeddings=value("tie_word_embeddings", family.default("tie_word_embeddings")),
+            rope_scaling=_read_scaling(rope, context),
+            model_family=kind,
+            **read_switches(document, family),
         )
     )
-    if value("head_dim", shape.head_dim) != shape.head_dim:
-        head_dim = shown(document["head_dim"])
-        raise ConfigError(f"head_dim is {head_dim}, but hidden_size / num_attention_heads is {shape.head_dim}")
     # Whole numbers in JSON may be too large for torch's integers.
-    return replace(shape, rope_theta=float(shape.rope_theta), rms_norm_eps=float(shape.rms_norm_eps))
+    given = {name: getattr(shape, name) for name in _FLOATS}
+    numbers: dict[str, Any] = {name: float(number) for name, number in given.items() if number is not None}
+    return replace(shape, **numbers)
+
+
+_FLOATS = (
+    *("rope_theta", "rms_norm_eps", "embedding_multiplier", "residual_multiplier", "attention_multiplier"),
+    "logits_scaling",
+)
+
+
+def _read_scaling(rope: Mapping[str, Any], context: Any) -> tuple[str, ...]:
+    """Return the rotary scaling as a setting; a factor of 1 is none.
+
+    Args:
+        context: `max_position_embeddings`, the original context of yarn where that entry is absent.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        return tuple(str(float(rope[name])) for name in _SCALING)
+    if kind == "linear":
+        return (f"linear:{float(rope['factor'])}",)
+    if kind != "yarn":
+        return ("linear:1",)
+    factor, original = float(rope["factor"]), rope.get(_ORIGINAL_CONTEXT)
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = yarn_attention_factor(factor)
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            scales = (yarn_attention_factor(factor, float(rope[name])) for name in ("mscale", "mscale_all_dim"))
+            attention = next(scales) / next(scales)
+    return (
+        f"yarn:{factor}",
+        str(float(context if original is None else original)),
+        f"attention_factor={float(attention)}",
+        f"beta_fast={float(rope.get('beta_fast') or 32)}",
+        f"beta_slow={float(rope.get('beta_slow') or 1)}",
+        f"truncate={str(rope.get('truncate', True)).lower()}",
+    )
 
 
 def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:

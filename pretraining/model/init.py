@@ -11,6 +11,7 @@ bits on any number of processes.
 | o_proj, down_proj       | normal, std 0.02 / sqrt(2 layers) | they add to the residual stream 2 x layers times;     |
 |                         |                                   | its variance then does not grow with depth (Radford   |
 |                         |                                   | et al. 2019, GPT-2, section 2.3)                      |
+| every bias              | 0                                 | nothing is learned yet                                |
 | every norm              | 1                                 | normalisation alone at first                          |
 
 The device's generator draws the numbers: a CPU and a GPU draw different numbers from one seed, and two GPU models may.
@@ -71,8 +72,8 @@ def initialize_parameters(parameters: Mapping[str, Tensor], shape: LlamaShape, s
 def initial_values(name: str, size: torch.Size, shape: LlamaShape, seed: int, device: torch.device) -> Tensor:
     """Return the initial values of a parameter, a full float32 tensor; `name` is without wrappers."""
     full = torch.empty(size, dtype=torch.float32, device=device)
-    if name.endswith("norm.weight"):
-        return full.fill_(1.0)
+    if name.endswith((".bias", "norm.weight")):
+        return full.fill_(0.0 if name.endswith(".bias") else 1.0)
     generator = torch.Generator(device).manual_seed(stream_seed(seed, name))
     return full.normal_(0.0, standard_deviation(name, shape), generator=generator)
 

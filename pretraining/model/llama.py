@@ -1,8 +1,10 @@
-"""The Llama decoder (Touvron et al. 2023), with the layer names of Hugging Face's `LlamaForCausalLM`.
+"""The decoder of the Llama family (Touvron et al. 2023), with the layer names of Hugging Face's `LlamaForCausalLM`.
 
     tokens -> embed_tokens
            -> L blocks:  x + self_attn(input_layernorm(x)),  then  x + mlp(post_attention_layernorm(x))
            -> norm -> lm_head -> logits, or with labels the loss, chunk by chunk (loss.py)
+
+The switches of `LlamaShape` make it a Qwen, Mistral, OLMo 2, SmolLM 3 or Granite.
 
 `llama.load_state_dict(hugging_face_model.state_dict())` works, and the reverse.
 
@@ -31,7 +33,7 @@ from pretraining.model.rope import Rotation, compute_rotation
 
 
 class Llama(nn.Module):
-    """A Llama with its language-model head and loss."""
+    """A decoder with its language-model head and loss."""
 
     def __init__(self, shape: LlamaShape, loss: LossConfig = LossConfig()) -> None:
         super().__init__()
@@ -75,12 +77,17 @@ class Llama(nn.Module):
         Returns:
             Logits [B, S, V] in the dtype of the parameters, or with labels the loss.
         """
-        hidden_BSD = self.model(tokens_BS, positions_BS, document_lengths)
+        hidden_BSD = self.scale_logits(self.model(tokens_BS, positions_BS, document_lengths))
         if labels_BS is None:
             logits_BSV: Tensor = self.lm_head(hidden_BSD)
             return logits_BSV
         chunk_tokens, z_loss_weight = self.loss.loss_chunk_tokens, self.loss.z_loss_weight
         return head_loss(hidden_BSD, self.lm_head.weight, labels_BS, chunk_tokens, z_loss_weight)
+
+    def scale_logits(self, hidden: Tensor) -> Tensor:
+        """Divide hidden states, and so their logits and all gradients, by `logits_scaling`."""
+        scaling = self.shape.logits_scaling
+        return hidden if scaling == 1 else hidden / scaling
 
 
 def next_token_logits(model: Llama, tokens_BS: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
@@ -94,10 +101,10 @@ def next_token_logits(model: Llama, tokens_BS: Tensor, caches: Sequence[KeyValue
     begin, decoder = caches[0].length, model.model
     positions_BS = torch.arange(begin, begin + tokens_BS.size(1), device=tokens_BS.device)[None]
     rotation = compute_rotation(model.shape, positions_BS)
-    x_BSD = decoder.embed_tokens(tokens_BS)
+    x_BSD = decoder.embed(tokens_BS)
     for block, cache in zip(decoder.layers, caches, strict=True):
         x_BSD = block(x_BSD, rotation, cache)
-    logits_BV: Tensor = model.lm_head(decoder.norm(x_BSD[:, -1]))
+    logits_BV: Tensor = model.lm_head(model.scale_logits(decoder.norm(x_BSD[:, -1])))
     return logits_BV
 
 
@@ -108,7 +115,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.num_hidden_layers))
+        block = PostNormBlock if shape.norm_position == "post" else DecoderBlock
+        self.layers = nn.ModuleList(block(shape, layer) for layer in range(shape.num_hidden_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
@@ -118,29 +126,56 @@ class Decoder(nn.Module):
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device)[None]
         rotation = compute_rotation(self.shape, positions_BS)
-        x_BSD = self.embed_tokens(tokens_BS)
+        x_BSD = self.embed(tokens_BS)
         documents = locate_documents(document_lengths, x_BSD, self.shape.head_dim)
         for block in self.layers:
             x_BSD = block(x_BSD, rotation, documents)
         hidden_BSD: Tensor = self.norm(x_BSD)
         return hidden_BSD
 
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """Return the first hidden states [B, S, D] of tokens [B, S]."""
+        x_BSD: Tensor = self.embed_tokens(tokens_BS)
+        return x_BSD if self.shape.embedding_multiplier == 1 else x_BSD * self.shape.embedding_multiplier
+
 
 class DecoderBlock(nn.Module):
-    """A block: attention, then feed-forward, each with a norm before it and added to the residual stream."""
+    """A block: attention, then feed-forward, each with a norm before it and added to the residual stream.
 
-    def __init__(self, shape: LlamaShape) -> None:
+    Args:
+        layer: number of the block, from 0.
+    """
+
+    def __init__(self, shape: LlamaShape, layer: int = 0) -> None:
         super().__init__()
+        self.residual_multiplier = shape.residual_multiplier
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, layer)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, reach: Reach = None) -> Tensor:
         """Map [B, S, D] to [B, S, D]; other arguments as in `Attention.forward`."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotation, reach)
-        out_BSD: Tensor = x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
-        return out_BSD
+        x_BSD = self.add(x_BSD, self.self_attn(self.input_layernorm(x_BSD), rotation, reach))
+        return self.add(x_BSD, self.mlp(self.post_attention_layernorm(x_BSD)))
+
+    def add(self, x_BSD: Tensor, change_BSD: Tensor) -> Tensor:
+        """Add a change to the residual stream, times `residual_multiplier`; a factor of 1 costs nothing."""
+        return torch.add(x_BSD, change_BSD, alpha=self.residual_multiplier)
+
+
+class PostNormBlock(DecoderBlock):
+    """A block with its norms behind attention and feed-forward layer (OLMo 2)."""
+
+    def __init__(self, shape: LlamaShape, layer: int = 0) -> None:
+        super().__init__(shape, layer)
+        del self.input_layernorm
+        self.post_feedforward_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, x_BSD: Tensor, rotation: Rotation, reach: Reach = None) -> Tensor:
+        """Map [B, S, D] to [B, S, D], as `DecoderBlock.forward`."""
+        x_BSD = self.add(x_BSD, self.post_attention_layernorm(self.self_attn(x_BSD, rotation, reach)))
+        return self.add(x_BSD, self.post_feedforward_layernorm(self.mlp(x_BSD)))
 
 
 class FeedForward(nn.Module):
@@ -148,9 +183,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=shape.mlp_bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Map [B, S, D] to [B, S, D] through F features."""

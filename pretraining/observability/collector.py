@@ -1,6 +1,6 @@
 """The collector of a training run's numbers, from the model's outputs to a report.
 
-    outputs of each micro-batch --> sums of the step --unless it is skipped--> sums of an interval --all-reduce--> report
+    outputs of each micro-batch -> sums of the step -unless it is skipped-> sums of an interval -all-reduce-> report
 
 The sums stay on the device, and the host waits for them in reports only. A checkpoint keeps those of its interval, so a
 resume does not change the next reported loss.

@@ -241,7 +241,8 @@ class Metrics:
 
     def _sum_over_labels(self, tokens_BS2: Tensor, labels_BS: Tensor, byte_lengths_V: Tensor | None) -> Tensor:
         """Return the sums over the labels of each row, [B, label columns] float64."""
-        tokens = PredictedTokens(*tokens_BS2.unbind(2), labels_BS)
+        losses_BS, hits_BS = tokens_BS2.unbind(2)
+        tokens = PredictedTokens(losses_BS, hits_BS, labels_BS)
         counted_BS = labels_BS != IGNORED_LABEL
         by_column = {"tokens": counted_BS, "bytes": torch.zeros_like(counted_BS)}
         if byte_lengths_V is not None:

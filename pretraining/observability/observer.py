@@ -87,12 +87,14 @@ class Observer:
         self.events.add("evaluation", progress.steps, **losses)
 
     def _report(self, state: TrainState, outcome: StepOutcome) -> None:
-        values, span = self.collector.report(outcome)
+        found, span = self.collector.report(outcome)
+        values: dict[str, Any] = found
         values |= self.throughput.report(state, span)  # after the all-reduce, which waits for the device
         self.display.show(state.step, values)
-        for line in self.stragglers.report(values["step_seconds"]):
+        seconds: float = values["step_seconds"]
+        for line in self.stragglers.report(seconds):
             log.info(line)
-        self.step_seconds.append(values["step_seconds"])
+        self.step_seconds.append(seconds)
         self.last_loss = self._track(state.progress, values)["loss"]
         self._unreported = None
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretraining.distributed.grad_norm import gradient_norm, is_sharded
+from pretraining.distributed.dims import group_along
+from pretraining.distributed.grad_norm import gradient_norm
 from pretraining.optim.optimizer import Groups
 from pretraining.optim.selecting import SelectingOptimizer, members_of
 
@@ -55,11 +56,8 @@ class NormalizedSGDM(SelectingOptimizer):
             self.accumulate(moments[-1], group["momentum"], self.gradients(members), 1.0 - group["momentum"])
         if not groups:
             return
-        flat, parameter = [moment for each in moments for moment in each], groups[0][1][0]
-        if is_sharded(parameter):
-            norm = gradient_norm(flat, parameter.device_mesh["shard"].get_group())
-        else:
-            norm = torch.nn.utils.get_total_norm(flat)
+        flat, shards = [moment for each in moments for moment in each], group_along(groups[0][1][0], "shard")
+        norm = torch.nn.utils.get_total_norm(flat) if shards is None else gradient_norm(flat, shards)
         inverse = (norm + EPSILON).reciprocal()
         for (group, members), each in zip(groups, moments, strict=True):
             self.apply(group, members, list(torch._foreach_mul(each, inverse)), group["weight_decay"])

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pretraining.config.training import OptimizerConfig
-from pretraining.distributed.grad_norm import is_sharded
+from pretraining.distributed.dims import group_along
 from pretraining.distributed.host_sync import wait_for
-from pretraining.distributed.mesh import AXES
 from pretraining.distributed.parallelize import has_units
 from pretraining.optim.adaptive import FusedAdamW
 from pretraining.optim.optimizer import Groups, is_hidden_matrix, parameter_groups
@@ -84,7 +83,8 @@ class MatrixOwners:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._shard_group, self._replica_group = _process_groups(parameters[0])
+        self._shard_group = group_along(parameters[0], "shard")
+        self._replica_group = group_along(parameters[0], "replicate")
         self._shards, self._shard = _size_and_rank(self._shard_group)
         self._replicas, replica = _size_and_rank(self._replica_group)
         self._sizes = [(int(parameter.size(0)), int(parameter.size(1))) for parameter in parameters]
@@ -156,17 +156,6 @@ def balance(work: Sequence[int], workers: int) -> list[int]:
         loads[worker] += work[index]
         found[index] = worker
     return found
-
-
-def _process_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the groups that shard and that replicate a parameter's rows; None for one process."""
-    if is_sharded(parameter):
-        mesh = parameter.device_mesh
-        shard, replicate = (
-            mesh[axis].get_group() if axis in (mesh.mesh_dim_names or ()) else None for axis in AXES[::-1]
-        )
-        return shard, replicate
-    return None, dist.group.WORLD if dist.is_initialized() else None
 
 
 def _size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:

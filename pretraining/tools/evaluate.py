@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import check_same_model, tensor_state
+from pretraining.checkpoint.manifest import tensor_state
+from pretraining.checkpoint.restore import load_newest
 from pretraining.checkpoint.run_path import newest_run_path
-from pretraining.checkpoint.run_settings import adopt_settings
-from pretraining.checkpoint.start_point import find_newest, load_newest
+from pretraining.checkpoint.start_point import find_newest
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
@@ -30,9 +30,10 @@ from pretraining.observability.metrics import Metrics, MetricsHook
 from pretraining.text import format_table
 from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
-from pretraining.train.plan import build_run_mesh, check_kernels, recorded_evaluation
+from pretraining.train.plan import build_run_dims, check_kernels, recorded_evaluation
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.run import join_job
+from pretraining.train.resolve import resolve_from
+from pretraining.train.run import join_job, resolve_in_job
 
 
 @dataclass(frozen=True)
@@ -87,19 +88,18 @@ def _evaluate(
     config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None
 ) -> CheckpointEvaluation:
     source = on_rank_zero(lambda: _evaluated_path(config.checkpoint))
-    newest = on_rank_zero(lambda: find_newest(source))
-    config, manifest = adopt_settings(config, newest), newest.manifest
-    shape, device = resolve_shape(config.model), processes.device
-    check_same_model(manifest, shape, source)
+    config, newest = resolve_in_job(config, lambda given: resolve_from(given, find_newest(source)))
+    assert newest is not None
+    shape, device, manifest = resolve_shape(config.model), processes.device, newest.manifest
     on_every_rank(lambda: _check_held_out(config, manifest.data.get("held_out_fraction")))
     check_kernels(config, shape, device)
-    data = open_data(config, processes)
-    batch = resolve_batch_sizes(config.batch, processes.world_size, manifest.global_batch_size or None)
+    dims, data = build_run_dims(config, processes), open_data(config, processes)
+    batch = resolve_batch_sizes(config.batch, dims.data, manifest.global_batch_size or None)
     record, order = recorded_evaluation(manifest), order_version(manifest.data) if manifest.data else ORDER_VERSION
     if config.evaluation.eval_batches != newest.config.evaluation.eval_batches:
         record = replace(record, sequences=None)  # another number of batches is asked for
-    sources, _ = open_evaluation_sources(config, data, batch, processes, shape.vocab_size, record, order)
-    model = build_model(shape, config, build_run_mesh(config, processes), device)
+    sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, order)
+    model = build_model(shape, config, dims, device)
     start = load_newest(source, tensor_state(model.parameters, None))
     table_V = byte_lengths(config, processes, shape.vocab_size)
     stop = 0

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
+from pretraining.checkpoint.forms import files_of
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import check_host_memory, write_full
@@ -34,8 +35,8 @@ from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
-from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
-from pretraining.errors import CheckpointError, ConfigError, DataError
+from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_fitting_tokenizer
+from pretraining.errors import CheckpointError, DataError
 from pretraining.files import (
     atomic_folder,
     from_hub,
@@ -87,7 +88,7 @@ def export(config: ExportConfig) -> None:
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: skipped", damaged)
-    tensors = open_tensors(checkpoint.path, checkpoint.files)
+    tensors = open_tensors(checkpoint.path, files_of(checkpoint.path, checkpoint.manifest))
     faults = tensor_faults(tensors, checkpoint.manifest)
     if faults:
         raise CheckpointError(first_faults(faults) + f". See `pretrain verify {checkpoint.path}`")
@@ -111,6 +112,8 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
     eos = _first_known(settings.data.sep_token, origin.get("eos_token_id"), end_of_text)
     end = eos[0] if isinstance(eos, list) else eos
     pad = None if tokenizer is None else _first_known(tokenizer.pad_token, end)
+    if pad is not None and pad >= shape.vocab_size:  # transformers builds no embedding with such a padding row
+        pad = end
     output = Path(config.output_path)
     total = sum(size_of(*kind) for kind in kinds.values())
     with atomic_folder(output, "--output_path", total) as folder:
@@ -177,7 +180,7 @@ def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaSha
     """
     named = config.tokenizer_path or settings.data.tokenizer_path
     try:
-        tokenizer = None if named is None else load_tokenizer(named)
+        tokenizer = None if named is None else load_fitting_tokenizer(named, shape.vocab_size)
     except DataError as error:
         if config.tokenizer_path is not None:
             raise
@@ -185,11 +188,6 @@ def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaSha
         tokenizer = None
     if tokenizer is None:
         log.warning("no tokenizer is exported: set --tokenizer_path to include one")
-    elif tokenizer.vocab_size > shape.vocab_size:
-        raise ConfigError(
-            f"--tokenizer_path={named} has {tokenizer.vocab_size} entries, more than the model's {shape.vocab_size}: "
-            "name the tokenizer that encoded the data"
-        )
     return tokenizer
 
 

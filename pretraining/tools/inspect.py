@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from pretraining.checkpoint.run_path import newest_run_path
-from pretraining.checkpoint.run_settings import adopt_settings
 from pretraining.checkpoint.start_point import find_newest, find_start
 from pretraining.config.assignments import COMMAND_LINE
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.command_line import is_bare_path, read_given, resolve_config
 from pretraining.config.recipes import RECIPE_SUFFIXES, parse_recipe
 from pretraining.config.rules import check_config
+from pretraining.config.strategies import DimSizes, unsharded_sizes
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
 from pretraining.data.dataset import build_indices, build_loader, open_datasets, warn_about_datasets
@@ -41,6 +41,7 @@ from pretraining.launch.terminal import print_text, showing_through
 from pretraining.text import count_of, format_table
 from pretraining.tools.commands import InspectConfig
 from pretraining.tools.translate.hook import translate_when_needed
+from pretraining.train.resolve import adopt_settings
 
 log = logging.getLogger(__name__)
 
@@ -129,10 +130,10 @@ def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, resto
 
 def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch: int | None) -> Inspector:
     """Return an Inspector of the batches that training would read."""
-    ranks, batch = config.inspect.world_size or 1, config.batch
+    dims, batch = _dims(config), config.batch
     size = batch.global_batch_size or restored_batch  # same precedence as `resolve_batch_sizes`
     if size is None:
-        size = batch.batch_size * (batch.grad_accum_steps or 1) * ranks
+        size = batch.batch_size * (batch.grad_accum_steps or 1) * dims.data
         if config.inspect.world_size is None:
             text = "A step is taken as %d sequences, the batch of one GPU: set --world_size or --global_batch_size."
             log.info(text, size)
@@ -143,7 +144,7 @@ def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch
         opened = open_datasets(listing, config.data)
         warn_about_datasets(opened, config.data)
     vocab_size = resolve_shape(config.model).vocab_size
-    loader = build_loader(opened, config.data, _plan_of(size, ranks), 0, config.run.seed, vocab_size)
+    loader = build_loader(opened, config.data, _plan_of(size, dims), 0, config.run.seed, vocab_size)
     if state is not None:
         loader.load_state_dict(state)  # raises if the order differs
     quarantine = config.data.bad_documents == "quarantine"
@@ -151,19 +152,19 @@ def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch
 
 
 def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
-    options, ranks, step = config.inspect, config.inspect.world_size or 1, config.inspect.step
+    options, dims, step = config.inspect, _dims(config), config.inspect.step
     if step is None:
         assert options.sample_id is not None  # check_config asks for one of them
         step = inspector.step_of_sample(options.sample_id)
     size = inspector.global_batch_size(step)
-    share = _plan_of(size, ranks).share(options.rank) if options.rank is not None else None
+    share = None if options.rank is None else _plan_of(size, dims).share(dims.data_rank_of(options.rank))
     decode, tokenizer_path = None, config.data.tokenizer_path
     if options.text and tokenizer_path is None:
         raise ConfigError("--text needs the tokenizer of the data: give --tokenizer_path")
     if tokenizer_path is not None and (options.text or (options.tokens and not options.json)):
         decode = load_tokenizer(tokenizer_path).decode
     if not options.json:
-        place = f"rank {options.rank} of {ranks}" if options.rank is not None else "all ranks"
+        place = f"rank {options.rank} of {dims.world}" if options.rank is not None else "all ranks"
         print_text(heading(step, place, size, config.data.seq_length))
     shown = 0
     for slot in inspector.slots(step, share, options.sample_id, options.tokens or options.text):
@@ -183,9 +184,13 @@ def heading(step: int, place: str, slots: int, seq_length: int) -> str:
     return f"step {step}, {place}: the global batch has {count_of(slots, 'slot')} of {seq_length} + 1 tokens"
 
 
-def _plan_of(size: int, ranks: int) -> BatchSizes:
+def _dims(config: InspectConfig) -> DimSizes:
+    return unsharded_sizes(config.parallel, config.inspect.world_size or 1)
+
+
+def _plan_of(size: int, dims: DimSizes) -> BatchSizes:
     """Return how ranks share a global batch; micro-batches do not change the slots of a rank."""
-    return BatchSizes(size, -(-size // ranks), 1, ranks)
+    return BatchSizes(size, -(-size // dims.data), 1, dims.data)
 
 
 class Inspector:

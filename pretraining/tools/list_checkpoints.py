@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pretraining.checkpoint.manifest import read_manifest
+from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_address, is_folder, real_path

@@ -18,7 +18,7 @@ from typing import Any
 
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.strategies import STRATEGIES, mesh_shape
+from pretraining.config.strategies import STRATEGIES, DimSizes, dim_sizes, unsharded_sizes
 from pretraining.config.training import ALL_BLOCKS, OptimizerConfig, ParallelConfig, ShardingStrategy
 from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
@@ -45,7 +45,6 @@ class LayoutEstimate:
     """Memory and speed of a run with one parallel layout.
 
     Attributes:
-        shard_size: GPUs that share one copy of the model.
         memory: estimate for one GPU.
         memory_bytes: memory of one GPU.
         tokens: tokens of a step.
@@ -53,7 +52,7 @@ class LayoutEstimate:
         mfu: model FLOPs utilization, a fraction of the GPUs' peak.
     """
 
-    shard_size: int
+    dims: DimSizes
     parallel: ParallelConfig
     batch: BatchSizes
     memory: MemoryEstimate
@@ -70,7 +69,7 @@ class LayoutEstimate:
     @property
     def tokens_per_second_per_gpu(self) -> float:
         """Training speed, without evaluations and saves."""
-        return self.tokens / self.step.total / self.batch.data_parallel_ranks
+        return self.tokens / self.step.total / self.dims.world
 
 
 def plan(config: PlanConfig) -> None:
@@ -97,10 +96,8 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Layout
     Raises:
         ConfigError: the GPUs do not divide into groups, or the batch does not fit the number of GPUs.
     """
-    nodes, left = divmod(cluster.gpus, cluster.gpus_per_node)
-    on_nodes = [cluster.gpus_per_node] * (nodes * cluster.gpus_per_node) + [left] * left
-    _, shard_size = mesh_shape(config.parallel, on_nodes)
-    batch = resolve_batch_sizes(config.batch, cluster.gpus)
+    dims = dims_on(cluster, config.parallel)
+    batch = resolve_batch_sizes(config.batch, dims.data)
     resolved = replace(
         config.batch,
         batch_size=batch.micro_batch_size,
@@ -111,16 +108,16 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Layout
     memory = estimate_memory(
         config,
         shape,
-        shard_size=shard_size,
+        shard_size=dims.shard,
         compute_bytes=_compute_bytes(config),
         device_type="cuda",
         state_bytes=_state_bytes(config),
     )
-    step = estimate_step_time(config, shape, batch, cluster, shard_size)
+    step = estimate_step_time(config, shape, batch, cluster, dims)
     tokens = batch.global_batch_size * config.data.seq_length
     flops = flops_per_token(shape, config.data.seq_length) * tokens
     return LayoutEstimate(
-        shard_size=shard_size,
+        dims=dims,
         parallel=config.parallel,
         batch=batch,
         memory=memory,
@@ -129,6 +126,12 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Layout
         step=step,
         mfu=flops / step.total / cluster.gpus / (cluster.gpu.peak_tflops * 1e12),
     )
+
+
+def dims_on(cluster: Cluster, parallel: ParallelConfig) -> DimSizes:
+    """Return the dimensions of a job on a cluster, whose last node may have fewer GPUs than the others."""
+    nodes, left = divmod(cluster.gpus, cluster.gpus_per_node)
+    return dim_sizes(parallel, [cluster.gpus_per_node] * (nodes * cluster.gpus_per_node) + [left] * left)
 
 
 def _compute_bytes(config: PlanConfig) -> int:
@@ -156,8 +159,8 @@ def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[Layo
 
     All have the global batch of the settings. The fastest is first; among equals, the one with least memory.
     """
-    batch = config.batch
-    size = batch.global_batch_size or batch.batch_size * (batch.grad_accum_steps or 1) * cluster.gpus
+    batch, ranks = config.batch, unsharded_sizes(config.parallel, cluster.gpus).data
+    size = batch.global_batch_size or batch.batch_size * (batch.grad_accum_steps or 1) * ranks
     batch = replace(batch, global_batch_size=size, grad_accum_steps=None)
     found = _fitting(replace(config, batch=batch), shape, cluster)
     return sorted(found, key=lambda each: (-round(each.tokens_per_second_per_gpu), each.memory.total))
@@ -165,7 +168,7 @@ def search(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> list[Layo
 
 def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterator[LayoutEstimate]:
     for parallel in _layouts(config, cluster):
-        for size in _micro_batches(config, cluster):
+        for size in _micro_batches(config, dims_on(cluster, parallel).data):
             tried = replace(config, parallel=parallel, batch=replace(config.batch, batch_size=size))
             found = make_plan(tried, shape, cluster)
             is_new = found.batch.micro_batch_size == size  # otherwise it repeats another size
@@ -175,10 +178,10 @@ def _fitting(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Iterato
                 break
 
 
-def _micro_batches(config: PlanConfig, cluster: Cluster) -> list[int]:
-    """Return powers of two and the divisors of a GPU's share of the global batch."""
+def _micro_batches(config: PlanConfig, ranks: int) -> list[int]:
+    """Return powers of two and the divisors of a data-parallel rank's share of the global batch."""
     largest = max(1, LARGEST_MICRO_BATCH_TOKENS // config.data.seq_length)
-    share = -(-(config.batch.global_batch_size or 1) // cluster.gpus)
+    share = -(-(config.batch.global_batch_size or 1) // ranks)
     divisors = {size for size in range(1, min(share, largest) + 1) if share % size == 0}
     return sorted(divisors | {2**power for power in range(largest.bit_length())})
 
@@ -223,7 +226,7 @@ def as_document(config: PlanConfig, shape: LlamaShape, chosen: LayoutEstimate) -
         "gpu": config.plan.gpu,
         "gpus": config.plan.gpus,
         "sharding_strategy": chosen.parallel.sharding_strategy,
-        "group_size": chosen.shard_size,
+        "group_size": chosen.dims.shard,
         "checkpointing": _checkpointing(chosen.parallel),
         "micro_batch_size": chosen.batch.micro_batch_size,
         "grad_accum_steps": chosen.batch.grad_accum_steps,
@@ -326,7 +329,7 @@ def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
 
 def _layout(chosen: LayoutEstimate) -> str:
     strategy, recomputed = chosen.parallel.sharding_strategy, _checkpointing(chosen.parallel)
-    group = f", groups of {chosen.shard_size}" if STRATEGIES[strategy].in_groups else ""
+    group = f", groups of {chosen.dims.shard}" if STRATEGIES[strategy].in_groups else ""
     return f"{strategy}{group}, checkpointing {recomputed}"
 
 
@@ -363,12 +366,13 @@ def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> st
     )
     least, limit = replace(config, batch=batch, parallel=parallel), USABLE_FRACTION * cluster.gpu.memory_gib * 2**30
     problem = f"nothing fits on {cluster.gpus} x {config.plan.gpu} with this global batch"
-    if make_plan(least, shape, cluster).memory.total <= limit:
-        return f"{problem}. It fits with --global_batch_size={cluster.gpus} or less"
+    planned = make_plan(least, shape, cluster)
+    if planned.memory.total <= limit:
+        return f"{problem}. It fits with --global_batch_size={planned.dims.data} or less"
     advice = memory_advice(
         least,
         shape,
-        shard_size=cluster.gpus,
+        shard_size=planned.dims.shard,
         compute_bytes=_compute_bytes(config),
         device_type="cuda",
         limit_bytes=limit,

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import read_manifest
 from pretraining.checkpoint.mirror import Mirror, TakenOverError, list_copies
 from pretraining.checkpoint.own_checkpoints import own_checkpoints
 from pretraining.checkpoint.run_path import CONFIG_FILE

@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pretraining.checkpoint.manifest import Manifest, read_document
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of
 from pretraining.checkpoint.run_path import CONFIG_FILE
 from pretraining.config.recipes import parse_recipe

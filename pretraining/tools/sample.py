@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.completeness import check_finite
-from pretraining.checkpoint.start_point import load_model
+from pretraining.checkpoint.restore import load_model
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import DataConfig
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -91,6 +91,12 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
         source = "--prompt_tokens" if config.prompt_tokens else "the tokenizer"
         limit = f"the model of {checkpoint.path} has tokens 0 to {model.shape.vocab_size - 1}"
         raise ConfigError(f"{source} gives {max(prompt)}, and {limit}")
+    window, length = model.shape.sliding_window, len(prompt) + config.max_new_tokens
+    if window is not None and length > window:
+        raise ConfigError(
+            f"prompt and new tokens are {length} tokens, but the model of {checkpoint.path} has a sliding window of "
+            f"{window}, and here attention covers all tokens: give a smaller --max_new_tokens or a shorter prompt"
+        )
     context = max(model.shape.max_position_embeddings, settings.seq_length if is_trained_here else 0)
     drawn = draw_tokens(
         CachedModel(model, context, place),

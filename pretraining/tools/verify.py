@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.checkpoint.completeness import tensor_faults
+from pretraining.checkpoint.forms import files_of, misnamed_files, read_document
 from pretraining.checkpoint.headers import read_headers
-from pretraining.checkpoint.manifest import MANIFEST, misnamed_files, read_document, shape_of
+from pretraining.checkpoint.manifest import MANIFEST, shape_of
 from pretraining.checkpoint.reader import file_faults
 from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_saves
-from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at
+from pretraining.checkpoint.start_point import checkpoints_at
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
 from pretraining.data.storage.doubts import warn_about_splits
@@ -246,7 +247,7 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
 def _describe(path: Path) -> str:
     """Return the line about a checkpoint without faults."""
     manifest = read_document(path)
-    files = CheckpointRef(path, manifest).files
+    files = files_of(path, manifest)
     size = format_bytes(sum((path / name).stat().st_size for name in files))
     return f"{path}: step {manifest.step}, {count_of(len(files), 'file')}, {size}: no faults"
 
@@ -256,7 +257,7 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
     try:
         manifest = read_document(path)
         shape_of(manifest)
-        files = CheckpointRef(path, manifest).files
+        files = files_of(path, manifest)
     except CheckpointError as error:
         return [str(error)]
     misnamed = list(misnamed_files(path, manifest))

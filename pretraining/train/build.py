@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
@@ -25,13 +24,14 @@ from pretraining.checkpoint.manifest import (
     tensor_state,
 )
 from pretraining.checkpoint.mirror import Mirror, fetch_start
+from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_path import write_config
 from pretraining.checkpoint.saver import Saver
-from pretraining.checkpoint.start_point import load
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
+from pretraining.distributed.dims import Dims
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel, compute_dtype, parallelize
@@ -134,7 +134,7 @@ def _fetch_start(plan: Plan, events: Events) -> None:
 
 def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """Build model and optimizer, and load the start point into them; a collective call."""
-    model = build_model(plan.shape, plan.config, plan.mesh, plan.processes.device)
+    model = build_model(plan.shape, plan.config, plan.dims, plan.processes.device)
     optimizer = build_optimizer(model.parameters, plan.config.optimizer)
     record = plan.start.manifest.state.get(OPTIMIZER_STATE) if plan.start is not None and plan.loads_optimizer else None
     measured = measure_state(plan.config.optimizer)
@@ -163,14 +163,14 @@ def _add_events(plan: Plan, events: Events) -> None:
         events.add("phase", step, global_batch_size=phase.global_batch_size, weights=phase.weights)
 
 
-def build_model(shape: LlamaShape, config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> ParallelModel:
-    """Build the model and shard it over the mesh; its values are undefined (`initialize_parameters`).
+def build_model(shape: LlamaShape, config: TrainConfig, dims: Dims, device: torch.device) -> ParallelModel:
+    """Build the model and lay it out over the ranks; its values are undefined (`initialize_parameters`).
 
     Parameter names are those of checkpoints, without the prefixes of compilation and activation checkpointing.
     """
     with torch.device("meta") if config.parallel.low_cpu_fsdp else device:
         model = Llama(shape, config.loss)
-    parallel = parallelize(model, model.model.layers, config.parallel, mesh, device, model.tie_weights)
+    parallel = parallelize(model, model.model.layers, config.parallel, dims, device, model.tie_weights)
     parallel.parameters = {parameter_name(name): parameter for name, parameter in parallel.parameters.items()}
     return parallel
 
@@ -193,7 +193,7 @@ def _assemble(
         return state.preempted
 
     evaluator = _build_evaluator(plan, context, observer, should_stop, sampler)
-    replicas = Replicas(list(context.model.parameters.values()), plan.mesh)
+    replicas = Replicas(list(context.model.parameters.values()), plan.dims)
     is_resumed = plan.restored is not None and plan.restored.is_own
     guards = Guards(config.guard, plan.loader, replicas, processes.activity, tokens, events, is_resumed=is_resumed)
     states: dict[str, Stateful] = {
@@ -239,7 +239,7 @@ def _build_context(
         # These conditions shift the usual loss, so the detector starts a new window when one of them changes.
         conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": config.data.document_mask}
         spikes = SpikeDetector(config.guard.spike_threshold, config.guard.spike_window, device, conditions)
-    shard_group, sources = plan.mesh["shard"].get_group(), plan.loader.reader.sources
+    shard_group, sources = plan.dims.group("shard"), plan.loader.reader.sources
     metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
     return StepContext(
         model=model,

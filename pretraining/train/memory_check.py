@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoint.pt_files import check_host_memory
+from pretraining.config.strategies import DimSizes
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
@@ -48,34 +49,33 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, processes: Processes) -> None:
+def check_memory(config: TrainConfig, shape: LlamaShape, dims: DimSizes, processes: Processes) -> None:
     """Log the memory that one process needs, and refuse a model that cannot fit; call it on every rank.
 
     Args:
         shape: shape of the model; a checkpoint may override the dimensions in `config`.
-        shard_size: ranks that share one copy of the model.
 
     Raises:
         ConfigError: the model needs more memory than there is, and `ignore_memory` is off.
         CheckpointError: rank 0 cannot gather full checkpoints in the host's memory.
     """
-    needed = _estimate(config, shape, shard_size, processes.device)
-    parts, (limit_bytes, limit) = _format_parts(needed), _available_memory(processes)
+    needed = _estimate(config, shape, dims, processes.device)
+    parts, (limit_bytes, limit) = _format_parts(needed), _available_memory(dims, processes.device)
     if processes.is_main:
         log.info("memory      about %s of %s: %s", format_gib(needed.total), limit, parts)
     if config.run.ignore_memory:
         return
     on_cpu = processes.device.type == "cpu"
-    if processes.is_main and config.checkpoint.ckpt_format == "full" and (not on_cpu or shard_size > 1):
+    if processes.is_main and config.checkpoint.ckpt_format == "full" and (not on_cpu or dims.shard > 1):
         gathered = STATE_BYTES * parameter_count(shape) + optimizer_state_bytes(
             config.optimizer, shape, 1, _state_bytes(config)
         )
         if on_cpu:  # the host's memory holds the training state, too
-            gathered += needed.total * processes.local_world_size
+            gathered += needed.total * dims.node
         check_host_memory(gathered, "Give --ckpt_format=sharded, or start anyway with --ignore_memory=true")
     if needed.total * (1 - TOLERANCE) <= limit_bytes:
         return
-    fitting = _advice(config, shape, shard_size, processes.device, ADVISED_SHARE * limit_bytes)
+    fitting = _advice(config, shape, dims, processes.device, ADVISED_SHARE * limit_bytes)
     would_fit = f"These would fit: {'; '.join(fitting)}" if fitting else "No smaller setting would fit"
     raise ConfigError(
         f"the model cannot fit: {parameter_count(shape):,} parameters with --batch_size={config.batch.batch_size} and "
@@ -85,7 +85,7 @@ def check_memory(config: TrainConfig, shape: LlamaShape, shard_size: int, proces
 
 
 @contextmanager
-def explain_out_of_memory(config: TrainConfig, shard_size: int, processes: Processes) -> Iterator[None]:
+def explain_out_of_memory(config: TrainConfig, dims: DimSizes, processes: Processes) -> Iterator[None]:
     """Raise `OutOfMemoryError` in place of the out-of-memory errors of PyTorch, CUDA and Python.
 
     Raises:
@@ -102,7 +102,7 @@ def explain_out_of_memory(config: TrainConfig, shard_size: int, processes: Proce
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        explained = OutOfMemoryError(_out_of_memory_text(error, config, shard_size, processes))
+        explained = OutOfMemoryError(_out_of_memory_text(error, config, dims, processes))
         explained.rank = processes.rank
         raise explained from error
     finally:
@@ -117,7 +117,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def _out_of_memory_text(error: Exception, config: TrainConfig, shard_size: int, processes: Processes) -> str:
+def _out_of_memory_text(error: Exception, config: TrainConfig, dims: DimSizes, processes: Processes) -> str:
     shape, device = resolve_shape(config.model), processes.device
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
     place = f", at {Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}" if frames else ""
@@ -125,13 +125,13 @@ def _out_of_memory_text(error: Exception, config: TrainConfig, shard_size: int, 
     reserved = ""
     if device.type == "cuda":
         reserved = f", {format_gib(torch.cuda.memory_reserved(device))} held by PyTorch's allocator"
-    _, available = _available_memory(processes)
+    _, available = _available_memory(dims, device)
     lines = [
         f"out of memory in step {processes.activity.step + 1}{place}: {cause}",
         f"Measured on this rank: {format_gib(peak_bytes(device))} at the peak{reserved}, {available}",
-        f"Estimated: {_format_parts(_estimate(config, shape, shard_size, device))}",
+        f"Estimated: {_format_parts(_estimate(config, shape, dims, device))}",
         "Settings that take less, by the estimate:",
-        *(f"  {line}" for line in _advice(config, shape, shard_size, device)),
+        *(f"  {line}" for line in _advice(config, shape, dims, device)),
     ]
     if device.type == "cuda" and config.checkpoint.ckpt_save_path is not None:
         path = config.checkpoint.folder / TRACES / f"out_of_memory_rank{processes.rank}.memory.pickle"
@@ -144,12 +144,12 @@ def _out_of_memory_text(error: Exception, config: TrainConfig, shard_size: int, 
     return "\n".join(lines)
 
 
-def _estimate(config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device) -> MemoryEstimate:
+def _estimate(config: TrainConfig, shape: LlamaShape, dims: DimSizes, device: torch.device) -> MemoryEstimate:
     itemsize = compute_dtype(config.parallel, device).itemsize
     return estimate_memory(
         config,
         shape,
-        shard_size=shard_size,
+        shard_size=dims.shard,
         compute_bytes=itemsize,
         device_type=device.type,
         state_bytes=_state_bytes(config),
@@ -162,12 +162,12 @@ def _state_bytes(config: TrainConfig) -> float | None:
 
 
 def _advice(
-    config: TrainConfig, shape: LlamaShape, shard_size: int, device: torch.device, limit_bytes: float | None = None
+    config: TrainConfig, shape: LlamaShape, dims: DimSizes, device: torch.device, limit_bytes: float | None = None
 ) -> list[str]:
     return memory_advice(
         config,
         shape,
-        shard_size=shard_size,
+        shard_size=dims.shard,
         compute_bytes=compute_dtype(config.parallel, device).itemsize,
         device_type=device.type,
         limit_bytes=limit_bytes,
@@ -175,14 +175,14 @@ def _advice(
     )
 
 
-def _available_memory(processes: Processes) -> tuple[int, str]:
+def _available_memory(dims: DimSizes, device: torch.device) -> tuple[int, str]:
     """Return the bytes that one process may use, and a text that says so."""
-    if processes.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(processes.device)
-        return free, f"{format_gib(free)} free on {processes.device}"
-    memory, sharing = machine_memory(), processes.local_world_size
-    share = f" for each of {sharing} processes" if sharing > 1 else ""
-    size = memory.available // sharing
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free, f"{format_gib(free)} free on {device}"
+    memory = machine_memory()
+    share = f" for each of {dims.node} processes" if dims.node > 1 else ""
+    size = memory.available // dims.node
     return size, f"{format_gib(size)} available in {memory.limited_by}{share}"
 
 

@@ -17,6 +17,7 @@ import torch
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig, TrainConfig
+from pretraining.config.variants import resolve_shape
 from pretraining.data.batch import StepBatch
 from pretraining.data.dataset import (
     build_evaluation_loader,
@@ -30,6 +31,7 @@ from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets, SplitName
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.tokenizer import load_fitting_tokenizer
+from pretraining.distributed.dims import Dims
 from pretraining.distributed.processes import Processes, gather_from_every_rank, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError, DataError, PretrainError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
@@ -98,7 +100,7 @@ def open_evaluation_sources(
     data: OpenedData,
     batch: BatchSizes,
     processes: Processes,
-    vocab_size: int,
+    dims: Dims,
     record: EvaluationRecord,
     order: int,
 ) -> tuple[list[EvaluationSource], EvaluationRecord]:
@@ -119,12 +121,12 @@ def open_evaluation_sources(
     """
     asked = config.evaluation.eval_batches * batch.global_batch_size
     sequences = asked if record.sequences is None else record.sequences
-    weights = record.weights
+    weights, vocab_size = record.weights, resolve_shape(config.model).vocab_size
     sources: list[EvaluationSource] = []
     counts: dict[str, int] = {}
 
     def add(opened: OpenedDatasets | None, settings: DataConfig, split: SplitName, name: str | None) -> dict[str, int]:
-        seed, rank = config.run.seed, processes.rank
+        seed, rank = config.run.seed, dims.data_rank
         loader, found, weights_now = on_every_rank(
             lambda: build_evaluation_loader(
                 opened, settings, batch, rank, seed, vocab_size, split, sequences, order_version=order
@@ -178,7 +180,7 @@ def byte_lengths(config: TrainConfig, processes: Processes, vocab_size: int) -> 
     if lengths is None:
         return None
     table_V = torch.zeros(vocab_size, dtype=torch.int64)
-    table_V[: len(lengths)] = torch.tensor(lengths)
+    table_V[: len(lengths)] = torch.tensor(lengths[:vocab_size])
     return table_V.to(processes.device)
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, Manifest
 from pretraining.checkpoint.run_folder import unfinished_saves
@@ -30,8 +29,8 @@ from pretraining.data.dataset import build_loader
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.sampling.mixture import Range
+from pretraining.distributed.dims import Dims, build_dims
 from pretraining.distributed.float8 import check_float8
-from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.distributed.watchdog import collective_timeout
@@ -65,7 +64,7 @@ class Plan:
 
     config: TrainConfig
     processes: Processes
-    mesh: DeviceMesh
+    dims: Dims
     shape: LlamaShape
     start: CheckpointRef | None
     loads_optimizer: bool
@@ -93,7 +92,7 @@ class Plan:
 def plan_run(
     config: TrainConfig,
     processes: Processes,
-    mesh: DeviceMesh,
+    dims: Dims,
     opened: OpenedData,
     start: CheckpointRef | None,
     skipped: Mapping[str, Sequence[Range]] = MappingProxyType({}),
@@ -117,11 +116,9 @@ def plan_run(
     saves = config.checkpoint.ckpt_save_path is not None
     unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if saves else [])
 
-    batch = resolve_batch_sizes(
-        config.batch, processes.world_size, restored.manifest.global_batch_size if restored else None
-    )
+    batch = resolve_batch_sizes(config.batch, dims.data, restored.manifest.global_batch_size if restored else None)
     loader = on_every_rank(
-        lambda: build_loader(data, config.data, batch, processes.rank, config.run.seed, shape.vocab_size)
+        lambda: build_loader(data, config.data, batch, dims.data_rank, config.run.seed, shape.vocab_size)
     )
     if restored is not None:
         on_every_rank(lambda: _restore_position(loader, restored))
@@ -131,7 +128,7 @@ def plan_run(
         opened,
         batch,
         processes,
-        shape.vocab_size,
+        dims,
         recorded_evaluation(restored.manifest) if restored is not None else EvaluationRecord(),
         loader.order_version,
     )
@@ -145,7 +142,7 @@ def plan_run(
     return Plan(
         config=config,
         processes=processes,
-        mesh=mesh,
+        dims=dims,
         shape=shape,
         start=start,
         loads_optimizer=loads_optimizer,
@@ -250,8 +247,8 @@ def _initial_state(
     return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)
 
 
-def check_and_build_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
-    """Check that the model can train with these settings, and build its mesh; a collective call.
+def check_and_build_dims(config: TrainConfig, processes: Processes) -> Dims:
+    """Check that the model can train with these settings, and build the job's dimensions; a collective call.
 
     Raises:
         ConfigError: the device does not support the kernels, the optimizer or a score cannot be built, or the model
@@ -261,22 +258,16 @@ def check_and_build_mesh(config: TrainConfig, processes: Processes) -> DeviceMes
     check_kernels(config, shape, processes.device)
     on_every_rank(lambda: try_optimizer(config.optimizer))
     on_every_rank(lambda: Metrics(config.evaluation.extra_scores))
-    mesh = build_run_mesh(config, processes)
-    on_every_rank(lambda: check_memory(config, shape, mesh["shard"].size(), processes))
-    return mesh
+    dims = build_run_dims(config, processes)
+    on_every_rank(lambda: check_memory(config, shape, dims, processes))
+    return dims
 
 
-def build_run_mesh(config: TrainConfig, processes: Processes) -> DeviceMesh:
-    """Build the mesh of a run, and enable deterministic kernels under `--deterministic`; a collective call."""
+def build_run_dims(config: TrainConfig, processes: Processes) -> Dims:
+    """Build the dimensions of a run, and enable deterministic kernels under `--deterministic`; a collective call."""
     if config.run.deterministic:
         use_deterministic_kernels()
-    return build_mesh(
-        config.parallel,
-        processes.world_size,
-        processes.local_world_size,
-        processes.device.type,
-        timeout=collective_timeout(config.guard),
-    )
+    return build_dims(config.parallel, processes, timeout=collective_timeout(config.guard))
 
 
 def check_kernels(config: TrainConfig, shape: LlamaShape, device: torch.device) -> None:

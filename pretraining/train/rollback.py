@@ -15,49 +15,42 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
+from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.mirror import list_copies
 from pretraining.checkpoint.object_store import TRIES_OF_START
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import make_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.data.sampling.mixture import Range
-from pretraining.distributed.processes import on_rank_zero
+from pretraining.distributed.dims import Dims
+from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import DamagedError, DivergenceError
+from pretraining.evaluation.generation import TextSampler
+from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.observability.events import Events
+from pretraining.observability.metrics import MetricsHook
 from pretraining.text import count_of
+from pretraining.train.build import build_run
 from pretraining.train.loop import Run, train_loop
-from pretraining.train.plan import Plan
+from pretraining.train.open_data import OpenedData
+from pretraining.train.plan import Plan, plan_run, restore_cpu_threads
+from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
 
 
-MakePlan = Callable[[CheckpointRef | None, Mapping[str, Sequence[Range]], int | None], Plan]
-
-
-def train_with_rollbacks(
-    config: TrainConfig,
-    make_plan: MakePlan,
-    build: Callable[[Plan], Run],
-    status: RunStatusWriter,
-    start: CheckpointRef | None,
-) -> Run:
+def train_with_rollbacks(builder: RunBuilder, start: CheckpointRef | None) -> Run:
     """Train to the end, with at most `max_rollbacks` rollbacks without progress in between; a collective call.
-
-    Args:
-        make_plan, build: `plan_run` and `build_run` of this job.
-        status: counts the start again if its checkpoint is damaged, and records events.
-        start: result of `find_and_count_start`.
 
     Returns:
         The run that trained to the end.
@@ -66,13 +59,12 @@ def train_with_rollbacks(
         DivergenceError: no rollback is left.
         CheckpointError: no checkpoint is good, or one cannot be written or moved.
     """
-    builder = _Builder(config.checkpoint, make_plan, build, status)
     furthest, rollbacks = 0, 0
-    run = builder.build_good(start)
+    run = builder.build(start)
     while (divergence := _train_until_divergence(run)) is not None:
         if divergence.first_step > furthest:
             rollbacks = 0
-        if rollbacks == config.guard.max_rollbacks:
+        if rollbacks == builder.config.guard.max_rollbacks:
             raise _with_hint(divergence, rollbacks)
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
@@ -84,13 +76,11 @@ def train_with_rollbacks(
     return run
 
 
-def _go_back(divergence: DivergenceError, number: int, builder: _Builder) -> Run:
+def _go_back(divergence: DivergenceError, number: int, builder: RunBuilder) -> Run:
     """Build the run from before a divergence, save it, and set newer checkpoints aside; a collective call."""
-    config = builder.checkpoint
-    builder.before_step = divergence.first_step
-    start = find_start(config, before_step=builder.before_step, copies=read_mirror(config, TRIES_OF_START))
-    run = builder.build_good(start)
-    builder.before_step, start = None, builder.plan.start
+    config = builder.config.checkpoint
+    run = builder.build(builder.find_start(before_step=divergence.first_step), divergence.first_step)
+    start = builder.plan.start
     run.checkpoints.save_now(run.state, start.manifest.kind if start is not None and start.is_own else "interval")
     saved = run.checkpoints.newest
     newer = on_rank_zero(lambda: _set_aside_newer(config.folder, run.state.step, saved))
@@ -99,23 +89,30 @@ def _go_back(divergence: DivergenceError, number: int, builder: _Builder) -> Run
 
 
 @dataclass
-class _Builder:
-    """Builder of a run from the newest good checkpoint.
+class RunBuilder:
+    """Planner and builder of a job's run; after damage or a divergence it builds another.
 
     Attributes:
+        config: complete settings.
+        threads: CPU threads chosen for this process; None = keep the current number.
+        stop_requests, status, lease, hook, sampler: as in `build_run`.
         skipped: samples of earlier divergences, by their numbers within datasets.
         stop_step: last step of this invocation; None = as the settings say.
-        before_step: only checkpoints before this step count; None = all.
         plan: plan of the last run that was built.
     """
 
-    checkpoint: CheckpointConfig
-    make_plan: MakePlan
-    build: Callable[[Plan], Run]
+    config: TrainConfig
+    processes: Processes
+    dims: Dims
+    data: OpenedData
+    threads: CpuThreads | None
+    stop_requests: StopRequests
     status: RunStatusWriter
+    lease: Lease | None
+    hook: MetricsHook | None
+    sampler: TextSampler | None
     skipped: dict[str, list[Range]] = field(default_factory=dict)
     stop_step: int | None = None
-    before_step: int | None = None
     plan: Plan = field(init=False)
 
     def skip(self, samples: Range) -> None:
@@ -123,8 +120,19 @@ class _Builder:
         for name, ranges in self.plan.loader.reader.mixture.numbers([samples]).items():
             self.skipped.setdefault(name, []).extend(ranges)
 
-    def build_good(self, start: CheckpointRef | None) -> Run:
-        """Build the run from a start point or, if that is damaged, from the next good one; a collective call."""
+    def find_start(
+        self, damaged: Mapping[str, str] = MappingProxyType({}), before_step: int | None = None
+    ) -> CheckpointRef | None:
+        """Find the start point of another run, here or in the mirror; a collective call that raises as `find_start`."""
+        config = self.config.checkpoint
+        return on_rank_zero(lambda: find_start(config, damaged, before_step, list_copies(config, TRIES_OF_START)))
+
+    def build(self, start: CheckpointRef | None, before_step: int | None = None) -> Run:
+        """Build the run from a start point or, if that is damaged, from the next good one; a collective call.
+
+        Args:
+            before_step: as in `find_start`.
+        """
         damaged: dict[str, str] = {}
         while True:
             result = self._try_to_build(start)
@@ -133,51 +141,29 @@ class _Builder:
             assert start is not None
             damaged[start.source] = result
             _free_memory()
-            copies = read_mirror(self.checkpoint, TRIES_OF_START)
-            start = find_and_count_start(self.checkpoint, self.status, copies, damaged, self.before_step)
+            start = self.find_start(damaged, before_step)
+            count_start(self.config.checkpoint, self.status, start)
 
     def _try_to_build(self, start: CheckpointRef | None) -> Run | str:
         """Return the fault of a damaged start point; its error would keep the memory of the failed run alive."""
+        restore_cpu_threads(start, self.config, self.processes, self.threads)
         try:
-            self.plan = self.make_plan(start, self.skipped, self.stop_step)
-            return self.build(self.plan)
+            self.plan = plan_run(self.config, self.processes, self.dims, self.data, start, self.skipped, self.stop_step)
+            return build_run(self.plan, self.stop_requests, self.status, self.lease, self.hook, self.sampler)
         except DamagedError as error:
             return str(error)
 
 
-def read_mirror(config: CheckpointConfig, tries: int = 1) -> Copies:
-    """Return the checkpoints in a run's mirror on rank 0, nothing on other ranks; a collective call."""
-    found = NO_COPIES
-
-    def read() -> None:
-        nonlocal found
-        found = list_copies(config, tries)
-
-    on_rank_zero(read)
-    return found
-
-
-def find_and_count_start(
-    config: CheckpointConfig,
-    status: RunStatusWriter,
-    copies: Copies,
-    damaged: Mapping[str, str] = MappingProxyType({}),
-    before_step: int | None = None,
-) -> CheckpointRef | None:
-    """Find a run's start point, make its folder and count the start; a collective call.
-
-    Args:
-        copies, damaged, before_step: as in `find_start`.
+def count_start(config: CheckpointConfig, status: RunStatusWriter, start: CheckpointRef | None) -> None:
+    """Make the run's folder, and count a start; a collective call.
 
     Raises:
-        CheckpointError: as in `find_start`; or the run has crashed too often from this start point.
+        CheckpointError: the run has crashed too often from this start point, or the folder cannot be written.
     """
-    start = find_start(config, damaged, before_step, copies)
     if config.ckpt_save_path is not None:
         run, step = config.folder, start.step if start is not None else 0
         on_rank_zero(lambda: make_run_folder(run))
         on_rank_zero(lambda: status.begin(run, step, is_rewind=start is not None and start.is_rewind))
-    return start
 
 
 def _free_memory() -> None:

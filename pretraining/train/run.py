@@ -9,25 +9,23 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from pretraining.checkpoint.lease import hold_lease
-from pretraining.checkpoint.run_path import with_run_path
-from pretraining.checkpoint.run_settings import resolve_run
+from pretraining.checkpoint.mirror import list_copies
+from pretraining.checkpoint.run_path import make_run_path
 from pretraining.checkpoint.start_point import CheckpointRef
-from pretraining.config.fields import settings_of, values_of
+from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import ineffective_settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
-from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import (
     Processes,
     gather_from_every_rank,
@@ -44,19 +42,19 @@ from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
 from pretraining.launch.shared_cores import leaving_cores_to_others
-from pretraining.observability.metrics import MetricsHook
 from pretraining.observability.environment import record_environment
+from pretraining.observability.metrics import MetricsHook
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.state import evaluation_mode
 from pretraining.text import list_some
-from pretraining.train.build import build_run
 from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import describe_end, describe_speed
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Plan, check_and_build_mesh, plan_run, restore_cpu_threads
+from pretraining.train.plan import check_and_build_dims
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.rollback import find_and_count_start, read_mirror, train_with_rollbacks
+from pretraining.train.resolve import Resolved, find_run_folder, resolve
+from pretraining.train.rollback import RunBuilder, count_start, train_with_rollbacks
 from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
@@ -127,31 +125,21 @@ def train(
         RunStatusWriter(config.run.max_starts_without_progress, layout.rank == 0) as status,
         join_job(config, layout, requests, is_embedded) as processes,
     ):
-        copies = read_mirror(config.checkpoint)
-        config, _ = resolve_run(config, copies)
-        sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
-        mesh = check_and_build_mesh(config, processes)
-        on_every_rank(requests.raise_if_signalled)
-        config = on_rank_zero(lambda: with_run_path(config))
-        path = config.checkpoint.ckpt_save_path
-        with (
-            nullcontext() if path is None else hold_lease(Path(path), processes) as lease,
-            explain_out_of_memory(config, mesh["shard"].size(), processes),
-        ):
-            start = find_and_count_start(config.checkpoint, status, copies)
+        path = on_rank_zero(lambda: make_run_path(find_run_folder(config)))
+        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
+        with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
+            config, start = resolve_in_job(config, lambda given: resolve(given, list_copies(given.checkpoint)))
+            sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
+            dims = check_and_build_dims(config, processes)
+            on_every_rank(requests.raise_if_signalled)
+            count_start(config.checkpoint, status, start)
             on_every_rank(requests.raise_if_pending)
-            data = open_data(config, processes)
-
-            def make_plan(
-                start: CheckpointRef | None, skipped: Mapping[str, Sequence[Range]], stop_step: int | None
-            ) -> Plan:
-                restore_cpu_threads(start, config, processes, threads)
-                return plan_run(config, processes, mesh, data, start, skipped, stop_step)
-
-            build = partial(build_run, stop_requests=requests, status=status, lease=lease, hook=hook, sampler=sampler)
-            if path is not None:
-                record_environment(Path(path), start.step if start is not None else 0, layout.launcher, processes)
-            run = train_with_rollbacks(config, make_plan, build, status, start)
+            with explain_out_of_memory(config, dims, processes):
+                data = open_data(config, processes)
+                if path is not None:
+                    record_environment(Path(path), 0 if start is None else start.step, layout.launcher, processes)
+                builder = RunBuilder(config, processes, dims, data, threads, requests, status, lease, hook, sampler)
+                run = train_with_rollbacks(builder, start)
         return _finish(config, processes, run, sampler)
 
 
@@ -188,6 +176,21 @@ def join_job(
             keep_store_of_job()
         _check_same_settings(config)
         yield processes
+
+
+def resolve_in_job(config: TrainConfig, resolve: Callable[[TrainConfig], Resolved]) -> Resolved:
+    """Resolve on rank 0 for all processes; a collective call that raises as `resolve`.
+
+    Each process keeps the values that its user gave (`per_node`), and takes those that rank 0 has found.
+    """
+
+    def resolve_here() -> tuple[dict[str, Any], CheckpointRef | None]:
+        resolved, given = resolve(config), values_of(config)
+        found = {name: value for name, value in values_of(resolved.config).items() if value != given[name]}
+        return found, resolved.start
+
+    found, start = on_rank_zero(resolve_here)
+    return Resolved(build(type(config), values_of(config) | found), start)
 
 
 def _check_same_settings(config: TrainConfig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from pretraining.checkpoint.start_point import find_start
-from pretraining.config.assignments import ALIASES
+from pretraining.config.assignments import setting_named
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
@@ -26,7 +25,7 @@ from pretraining.config.variants import LlamaShape, parameter_count, resolve_sha
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.dataset import build_loader
 from pretraining.distributed.parallelize import compute_dtype
-from pretraining.distributed.processes import Processes, join_processes
+from pretraining.distributed.processes import Processes, join_processes, on_rank_zero
 from pretraining.errors import ConfigError
 from pretraining.launch.layout import resolve_layout
 from pretraining.model.init import initialize_weights
@@ -34,15 +33,12 @@ from pretraining.model.llama import Llama
 from pretraining.train.build import build_run
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import check_and_build_mesh, plan_run
+from pretraining.train.plan import check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import RunStatusWriter
-from scripts.benchmark.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 """Root of the repository; every benchmark runs from here."""
-RESULTS = "BENCHMARK_RESULTS"
-"""Environment variable with the path of a JSON lines file; every row of a table is appended there when it is ready."""
 PRETRAIN = (sys.executable, "-c", "from pretraining.cli import main; main()")
 """The command `pretrain`, with this interpreter."""
 LENGTH = ("num_steps", "run_steps", "ckpt_save_path")
@@ -77,16 +73,10 @@ def parse_with_settings(
     parser.epilog = "Any other --name=value is a setting of training, as in `pretrain train --help`."
     flags, rest = parser.parse_known_args()
     settings = [argument.lstrip("-") for argument in rest]
-    for name in map(setting_name, settings):
+    for name in (setting_named(setting.partition("=")[0]) for setting in settings):
         if name in own:
             parser.error(f"--{name}: remove it; the benchmark sets it itself")
     return flags, settings
-
-
-def setting_name(setting: str) -> str:
-    """Return the canonical name of the setting in `name=value`."""
-    name = setting.partition("=")[0].rpartition(".")[2].replace("-", "_")
-    return ALIASES[name].target if name in ALIASES else name
 
 
 def read_settings(settings: Sequence[str], processes: int = 1) -> TrainConfig:
@@ -169,8 +159,8 @@ def join() -> Iterator[Processes]:
 
 def start_run(config: TrainConfig, processes: Processes) -> Run:
     """Build a run that resumes from the newest checkpoint of its folder, if it has one."""
-    mesh, data = check_and_build_mesh(config, processes), open_data(config, processes)
-    plan = plan_run(config, processes, mesh, data, find_start(config.checkpoint))
+    dims, data = check_and_build_dims(config, processes), open_data(config, processes)
+    plan = plan_run(config, processes, dims, data, on_rank_zero(lambda: find_start(config.checkpoint)))
     return build_run(plan, StopRequests(), RunStatusWriter(0, is_writer=False))
 
 
@@ -218,32 +208,14 @@ def batches_in_memory(
         return [next(loader).micro_batches for _ in range(int(config.run.num_steps.amount))]
 
 
-class Table:
-    """A table whose rows are stored as they are measured, so that an interruption loses only later rows."""
-
-    def __init__(self, *header: str) -> None:
-        self.header = header
-        self.rows: list[Sequence[str]] = []
-
-    def add(self, *row: str) -> None:
-        """Add a row, also to the file of results if there is one."""
-        self.rows.append(row)
-        if path := os.environ.get(RESULTS):
-            result = {"command": command(), "machine": machine(), "row": dict(zip(self.header, row, strict=True))}
-            with Path(path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
-
-    def print(self) -> None:
-        """Print the table as Markdown."""
-        print("\n" + markdown_table(self.header, self.rows), flush=True)
-
-
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table and store its rows."""
-    table = Table(*header)
-    for row in rows:
-        table.add(*row)
-    table.print()
+    """Print a Markdown table; the first column is aligned left, the others right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+    print()
+    for cells in (header, rule, *rows):
+        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        print("| " + " | ".join([cells[0].ljust(widths[0]), *rest]) + " |", flush=True)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -3,42 +3,34 @@
     bash scripts/benchmark/on_gpu.sh --list
     bash scripts/benchmark/on_gpu.sh throughput --output=results
 
-    part -> check that the project runs on a GPU -> commands of the part, each with a time limit
-         -> PART.log (output), PART.jsonl (results as they are measured), PART.md (tables)
-
-If a command fails or times out, the script reports the reason, keeps the results and runs the next command. It runs no
-command without a GPU, or if the project cannot be imported.
+The commands of a part have a time limit each, and their output goes to PART.log. After a command that fails, the next
+one runs. No command runs without a GPU, or if the project cannot be imported.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-from scripts.benchmark.tables import Outcome, report
 
 ROOT = Path(__file__).parents[2]
 PART_SECONDS = 540
 KILL_AFTER_SECONDS = 10
 SHOWN_LINES = 25
+FAILURES = {124: "it exceeded its time limit", **dict.fromkeys((137, -9), "it was killed, perhaps out of memory")}
+"""Failures by exit code of `timeout`, or minus the number of a signal."""
 PREFLIGHT = """
 import sys, torch
 if not torch.cuda.is_available():
-    sys.exit(f"PyTorch {torch.__version__} sees no GPU here")
+    sys.exit(f"error: PyTorch {torch.__version__} sees no GPU here")
 import pretraining.train.build
 matrix = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
 (matrix @ matrix).sum().item()
 """
-PREFLIGHT_SECONDS = 90
 
 
 @dataclass(frozen=True)
@@ -62,6 +54,8 @@ EIGHT_B = "--model_variant=llama3_8b --num_hidden_layers=8 --seq_length=8192"
 COMPILED, CHECKPOINTED = "--use_torch_compile=true", "--fsdp_activation_checkpointing=true"
 SCALINGS = ("none", "tensorwise", "rowwise")
 MEASURE, COMPARE = "scripts.benchmark.measure", "scripts.benchmark.compare"
+TRAIN = "pretraining train --use_dummy_dataset=true --num_steps=30 --report_interval=5"
+"""Prints tokens/s, MFU and peak memory at its end."""
 
 PARTS = {
     "tests": (
@@ -76,25 +70,21 @@ PARTS = {
     "levers_tests": (Task(540, f"{PYTEST} tests/gpu/test_levers.py"),),
     "float8_tests": (Task(540, f"{PYTEST} tests/gpu/test_float8.py"),),
     "throughput": (
-        Task(90, f"{MEASURE}.throughput {SMALL} --batch_size=64 {COMPILED}"),
-        Task(100, f"{MEASURE}.throughput {ONE_B} --batch_size=8 {COMPILED}"),
-        Task(110, f"{MEASURE}.throughput {EIGHT_B} --batch_size=2 {COMPILED}"),
-        Task(70, f"{MEASURE}.throughput {ONE_B} --batch_size=8 --steps=20"),
-        Task(70, f"{MEASURE}.throughput {ONE_B} --batch_size=8 --steps=20 {CHECKPOINTED}"),
-        Task(100, f"{MEASURE}.throughput {ONE_B} --batch_size=8 --steps=20 {CHECKPOINTED} {COMPILED}"),
+        Task(90, f"{TRAIN} {SMALL} --batch_size=64 {COMPILED}"),
+        Task(100, f"{TRAIN} {ONE_B} --batch_size=8 {COMPILED}"),
+        Task(110, f"{TRAIN} {EIGHT_B} --batch_size=2 {COMPILED}"),
+        Task(70, f"{TRAIN} {ONE_B} --batch_size=8"),
+        Task(70, f"{TRAIN} {ONE_B} --batch_size=8 {CHECKPOINTED}"),
+        Task(100, f"{TRAIN} {ONE_B} --batch_size=8 {CHECKPOINTED} {COMPILED}"),
     ),
-    "float8_8b": tuple(
-        Task(180, f"{MEASURE}.throughput --float8={each} {EIGHT_B} --batch_size=2 {COMPILED}") for each in SCALINGS
-    ),
-    "float8_1b": tuple(
-        Task(180, f"{MEASURE}.throughput --float8={each} {ONE_B} --batch_size=8 {COMPILED}") for each in SCALINGS
-    ),
+    "float8_8b": tuple(Task(180, f"{TRAIN} --float8={each} {EIGHT_B} --batch_size=2 {COMPILED}") for each in SCALINGS),
+    "float8_1b": tuple(Task(180, f"{TRAIN} --float8={each} {ONE_B} --batch_size=8 {COMPILED}") for each in SCALINGS),
     "races": (
         Task(110, f"{COMPARE}.against_trainer {SMALL} --batch_size=16 {COMPILED} --rounds=8"),
-        Task(110, f"{COMPARE}.against_torchtitan {SMALL} --batch_size=16 {COMPILED} --rounds=8"),
         Task(120, f"{COMPARE}.against_trainer {ONE_B} --batch_size=2 {COMPILED} --rounds=6"),
-        Task(120, f"{COMPARE}.against_torchtitan {ONE_B} --batch_size=2 {COMPILED} --rounds=6"),
         Task(80, f"{COMPARE}.against_ddp {SMALL} --batch_size=16 --processes=1 --rounds=8"),
+        Task(110, f"{MEASURE}.training_loop {SMALL} --batch_size=16 {COMPILED} --rounds=8"),
+        Task(110, f"{COMPARE}.peak_memory {SMALL} --batch_size=8 --rounds=1"),
     ),
     "checkpoints": (Task(540, f"{MEASURE}.checkpoints {SMALL} --batch_size=16 --rounds=5 --runs=3"),),
 }
@@ -116,70 +106,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif flags.part is None:
         parser.error(f"name a part: {', '.join(PARTS)}")
     else:
-        sys.exit(run_part(flags.part, PARTS[flags.part], flags.output))
+        sys.exit(run_part(PARTS[flags.part], flags.output / f"{flags.part}.log"))
 
 
-def run_part(part: str, tasks: Sequence[Task], output: Path, preflight: str = PREFLIGHT) -> int:
-    """Run the commands of a part, and write their results.
+def run_part(tasks: Sequence[Task], log: Path, preflight: str = PREFLIGHT) -> int:
+    """Run the commands of a part with their output in a file, and return how many failed.
 
     Args:
-        output: folder of the files, which have the name of the part.
         preflight: Python program that must succeed before the first command.
-
-    Returns:
-        The exit code: 0 only if every command succeeded.
     """
-    command = ["timeout", str(PREFLIGHT_SECONDS), sys.executable, "-c", preflight]
-    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if checked.returncode:
-        print(f"error: {_reason_of_failure(checked.returncode, checked.stderr)}", file=sys.stderr)
+    if subprocess.run([sys.executable, "-c", preflight], cwd=ROOT).returncode:
         return 1
-    output.mkdir(parents=True, exist_ok=True)
-    log, results = output / f"{part}.log", output / f"{part}.jsonl"
-    log.write_text("")
-    results.write_text("")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # Commands share compiled code.
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(ROOT / "build" / "inductor"), **os.environ, "PYTHONUNBUFFERED": "1"}
     failed = 0
-    for number, task in enumerate(tasks, start=1):
-        print(f"\n{part} {number}/{len(tasks)}  {' '.join(task.command())}", flush=True)
-        outcome, printed = _run(task, log, results)
-        failed += outcome.failure is not None
-        with results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(outcome)) + "\n")
-        (output / f"{part}.md").write_text(report(results.read_text(encoding="utf-8").splitlines()))
-        print("\n".join(printed.splitlines()[-SHOWN_LINES:]))
-        print(f"{outcome.seconds:.0f} s  {outcome.failure or 'succeeded'}", flush=True)
-    print(f"\n{part}: {len(tasks) - failed} of {len(tasks)} commands succeeded; results are in {output}")
-    return int(failed > 0)
-
-
-def _run(task: Task, log: Path, results: Path) -> tuple[Outcome, str]:
-    # Output goes to a file, because a process left behind by a killed command would keep a pipe open.
-    environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(ROOT / "build" / "inductor"),  # commands share compiled code
-        **os.environ,
-        "BENCHMARK_RESULTS": str(results.absolute()),
-        "PYTHONUNBUFFERED": "1",
-    }
-    before, began = log.stat().st_size, time.perf_counter()
-    with log.open("a") as file:
-        done = subprocess.run(
-            task.command(sys.executable), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
-    printed = log.read_bytes()[before:].decode(errors="replace")
-    failure = _reason_of_failure(done.returncode, printed) if done.returncode else None
-    last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
-    return Outcome(" ".join(task.command()), time.perf_counter() - began, failure, last), printed
-
-
-def _reason_of_failure(code: int, printed: str) -> str:
-    """Return why a command failed: its time limit, or the error line of its output."""
-    if code == 124:  # exit code of `timeout`
-        return "it exceeded its time limit"
-    if code in (137, -signal.SIGKILL):
-        return "it was killed, perhaps out of memory"
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"error:|torch\.OutOfMemoryError|[\w.]+Error:|FAILED |ERROR ", line)]
-    return (errors or lines[-1:] or ["failed without output"])[0].removeprefix("error: ").replace("|", "/")
+    with log.open("w+", encoding="utf-8", errors="replace") as output:
+        for number, task in enumerate(tasks, start=1):
+            print(f"\n{number}/{len(tasks)}  {' '.join(task.command())}", flush=True)
+            output.write(f"\n$ {' '.join(task.command())}\n")
+            output.flush()
+            before = output.tell()
+            # A file, not a pipe: a process left behind by a killed command would keep a pipe open.
+            code = subprocess.run(
+                task.command(sys.executable), cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+            ).returncode
+            output.seek(before)
+            print("\n".join(output.read().splitlines()[-SHOWN_LINES:]))
+            outcome = "succeeded" if code == 0 else f"failed: {FAILURES.get(code, f'exit code {code}')}"
+            print(outcome, flush=True)
+            output.write(f"{outcome}\n")
+            failed += code != 0
+    print(f"\n{len(tasks) - failed} of {len(tasks)} commands succeeded; the output is in {log}")
+    return failed
 
 
 if __name__ == "__main__":

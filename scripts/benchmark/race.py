@@ -31,12 +31,12 @@ from pretraining.launch.layout import port_of_name
 from scripts.benchmark.common import (
     Number,
     Over,
-    Table,
     announce,
     describe,
     exit_if_checked,
     flag_parser,
     parse_with_settings,
+    print_table,
     read_settings,
     spread,
     synchronize,
@@ -134,15 +134,13 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: ar
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         lanes = run_race(contenders, config, Path(folder), rounds, steps, processes)
     tokens = resolve_batch_sizes(config.batch, processes).global_batch_size * config.data.seq_length * steps
-    table = Table("", "tokens/s", "quartiles", "loss at the end")
-    for name, lane in lanes.items():
-        median, quartiles = spread([tokens / seconds for seconds in lane.seconds], ",.0f")
-        table.add(name, median, quartiles, f"{lane.loss:.4f}")
-    table.print()
+    rows = [
+        (name, *spread([tokens / seconds for seconds in lane.seconds], ",.0f"), f"{lane.loss:.4f}")
+        for name, lane in lanes.items()
+    ]
+    print_table(("", "tokens/s", "quartiles", "loss at the end"), rows)
     first, second = lanes.values()
     median, quartiles = spread([b / a for a, b in zip(first.seconds, second.seconds, strict=True)], ".3f")
-    ratio = Table("ratio", "median", "quartiles", "rounds", "steps of each")
-    ratio.add(" / ".join(lanes), median, quartiles, str(rounds), str(steps))
     print(f"\n{' / '.join(lanes)}: {median} ({quartiles}), median of {rounds} rounds of {steps} steps each")
 
 

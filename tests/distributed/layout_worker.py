@@ -22,7 +22,7 @@ from pretraining.model.llama import Llama
 from pretraining.optim.optimizer import update
 from pretraining.optim.registry import build_optimizer
 from pretraining.train.build import build_model
-from pretraining.train.plan import build_run_mesh
+from pretraining.train.plan import build_run_dims
 
 # Rows that two or three devices do not share evenly, and some of which the fourth has none.
 FLAGS = (
@@ -44,8 +44,8 @@ def main() -> None:
     with join_processes(resolve_layout()) as processes:
         for flags in json.loads(sys.argv[1]):
             config = load_train_config([*FLAGS, *flags])
-            shape, mesh = resolve_shape(config.model), build_run_mesh(config, processes)
-            model = build_model(shape, config, mesh, processes.device)
+            shape, dims = resolve_shape(config.model), build_run_dims(config, processes)
+            model = build_model(shape, config, dims, processes.device)
             initialize_parameters(model.parameters, shape, config.run.seed, processes.device)
             is_same = starts_like_a_plain_model(model, shape, config.run.seed)
             optimizer = build_optimizer(model.parameters, config.optimizer)
@@ -62,9 +62,7 @@ def main() -> None:
                 sum(each.nbytes for each in kept if each.dim() > 0),
             )
             of_ranks = gather_from_every_rank(lambda found=(is_same, *sizes): found)  # type: ignore[misc]
-            estimate = estimate_memory(
-                config, shape, shard_size=mesh["shard"].size(), compute_bytes=4, device_type="cpu"
-            )
+            estimate = estimate_memory(config, shape, shard_size=dims.shard, compute_bytes=4, device_type="cpu")
             if processes.is_main:
                 same, *fullest = (list(column) for column in zip(*of_ranks, strict=True))
                 measured = [max(each) for each in fullest]

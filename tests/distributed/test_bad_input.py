@@ -71,7 +71,7 @@ def test_a_mistake_is_one_message_and_status_one(
 
 
 @pytest.mark.thorough
-def test_every_process_of_a_job_ends_and_one_speaks(workplace: Path) -> None:
+def test_bad_input_stops_every_process_and_one_prints_the_error(workplace: Path) -> None:
     lines = [command_line(workplace, flags) for flags, _ in MISTAKES.values()]
     jobs = json.dumps(list(zip(free_ports(len(lines)), lines, strict=True)))
     done = run_forked(WORKER, 2, [jobs])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from training_runs import losses_of, train_runs
 
+from pretraining.checkpoint.forms import files_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.start_point import find_newest
 from pretraining.tools.commands import ExportConfig
@@ -22,11 +23,11 @@ COMMON = ["global_batch_size=6", "batch_size=2", "num_steps=8", "tie_word_embedd
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     found = find_newest(path)
-    source = open_tensors(found.path, found.files)
+    source = open_tensors(found.path, files_of(found.path, found.manifest))
     return {name: read_tensor(source, name) for name in source.chunks}
 
 
-def test_both_forms_go_on_in_any_layout_and_hold_the_same_tensors(data_path: Path, tmp_path: Path) -> None:
+def test_both_forms_resume_in_any_layout_and_hold_the_same_tensors(data_path: Path, tmp_path: Path) -> None:
     stages = [(2, "ddp", "full", 3), (4, "hsdp", "full", 2), (3, "fsdp", "sharded", 3)]
     train_runs(1, data_path, [[*COMMON, f"ckpt_save_path={tmp_path / 'whole'}"]])
     for number, (processes, strategy, form, steps) in enumerate(stages):
@@ -58,3 +59,11 @@ def test_a_hugging_face_folder_starts_the_same_run_in_any_layout(data_path: Path
     for name, found in losses.items():
         assert found == pytest.approx(losses["1fsdp"], rel=1e-4), name
     assert len(losses["1fsdp"]) == 3 and losses["1fsdp"][0] < losses_of(tmp_path / "old")[0]
+
+    # New rows of a larger vocabulary have the same bits in any layout.
+    grown = [*load, "vocab_size=70", "learning_rate=0", "num_steps=1"]
+    for processes in layouts:
+        train_runs(processes, data_path, [[*grown, f"ckpt_save_path={tmp_path / f'grown{processes}'}"]])
+    one, three = tensors_of(tmp_path / "grown1"), tensors_of(tmp_path / "grown3")
+    name = "model.embed_tokens.weight"
+    assert one[name].shape[0] == 70 and torch.equal(one[name], three[name])

@@ -27,7 +27,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_demo_learns_from_real_text_and_says_how_to_go_on(checkout: Path) -> None:
+def test_the_demo_learns_from_real_text_and_names_the_way_to_continue(checkout: Path) -> None:
     # This interpreter's environment is ready: setup.sh only has to find that out, and the copy's own package is run.
     (checkout / "scripts" / "setup.sh").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
     environment = {"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": ""}

@@ -21,7 +21,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_two_processes_show_one_plan_and_leave_everything_as_it_was(workplace: Path) -> None:
+def test_two_processes_print_one_plan_and_change_nothing(workplace: Path) -> None:
     temporary = workplace / "temporary"
     temporary.mkdir()
     before = {path: path.stat().st_mtime_ns for path in workplace.rglob("*") if path.is_file()}

@@ -24,7 +24,7 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.thorough
 @needs_torchao
-def test_two_processes_learn_as_one_does_and_leave_it_a_checkpoint(data_path: Path, tmp_path: Path) -> None:
+def test_two_processes_learn_like_one_and_save_a_checkpoint_for_it(data_path: Path, tmp_path: Path) -> None:
     """Micro-batches are the same sequences in both, so scales are those of the same tensors."""
     alone: list[list[str]] = []
     together: list[list[str]] = []

@@ -206,7 +206,7 @@ def test_every_state_is_restored(continued: Continued) -> None:
             assert len(went_on["spikes"]["losses"]) == len(kept["spikes"]["losses"]) + STEPS
 
 
-def test_the_evaluation_that_is_owed_comes_first(continued: Continued) -> None:
+def test_a_pending_evaluation_comes_first(continued: Continued) -> None:
     """The preempted run had no time for the evaluation of step 10; the lines that it wrote stay as they are."""
     assert manifest_at(RUN / "sharded", 10)["state"]["evaluation"] == {"owed": True}
     before, after = (folder / "sharded/logs/metrics.jsonl" for folder in (RUN, continued.golden))
@@ -237,7 +237,7 @@ def test_the_place_in_the_data_is_restored(continued: Continued) -> None:
     assert losses_of(continued.into / "phases") == pytest.approx(losses_of(RUN / "sharded")[4:8], rel=1e-5)
 
 
-def test_the_status_goes_on_counting(continued: Continued) -> None:
+def test_the_status_continues_its_counts(continued: Continued) -> None:
     for name, step in NEWEST.items():
         before, after = (
             json.loads((folder / name / "run_status.json").read_text()) for folder in (RUN, continued.golden)

@@ -177,7 +177,7 @@ def test_the_script_for_slurm_trains_one_job_of_any_tasks(slurm: SlurmCluster, t
     assert "over 2 x cpu" in output
 
 
-def test_a_job_with_a_wrong_flag_fails_and_says_so_once(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_a_job_with_a_wrong_flag_fails_with_one_error(slurm: SlurmCluster, tmp_path: Path) -> None:
     state = submit_training(slurm, tmp_path / "output", ["--use_dummy_dataset=true", "--modle_variant=tiny"])
     output = (tmp_path / "output").read_text()
     assert state == "FAILED"

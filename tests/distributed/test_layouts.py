@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import run_forked
@@ -12,15 +13,33 @@ from tiers import first_quick
 WORKER = Path(__file__).with_name("layout_worker.py")
 STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2")
 OPTIMIZERS = ("adamw", "nadam", "rmsprop", "sgd", "sgdm", "normalized_sgdm", "muon")
+LAYOUTS = {
+    **{strategy: [f"sharding_strategy={strategy}"] for strategy in STRATEGIES},
+    **{optimizer: [f"optimizer={optimizer}", "mixed_precision=true"] for optimizer in OPTIMIZERS},
+    "every switch": [
+        *("head_dim=12", "attention_bias=true", "mlp_bias=true", "qk_norm=whole", "norm_position=post"),
+        *("no_rope_interval=2", "rope_scaling=yarn:4,16", "attention_multiplier=0.2", "logits_scaling=4"),
+        *("embedding_multiplier=3", "residual_multiplier=0.5"),
+    ],
+    "tied": ["tie_word_embeddings=true"],
+    "tied, recomputed": ["tie_word_embeddings=true", "fsdp_activation_checkpointing=true"],
+}
 
 
-@pytest.mark.parametrize("processes", first_quick(1, 2, 3, 4, quick=2))
-def test_every_strategy_and_optimizer_starts_alike_and_takes_what_is_estimated(processes: int) -> None:
-    group = ["hsdp_group_size=2"] if processes == 4 else []
-    cases = [[f"sharding_strategy={each}", *(group * each.startswith("hsdp"))] for each in STRATEGIES]
-    cases += [[f"optimizer={each}", "mixed_precision=true"] for each in OPTIMIZERS]
-    cases += [["tie_word_embeddings=true"], ["tie_word_embeddings=true", "fsdp_activation_checkpointing=true"]]
-    output = run_forked(WORKER, processes, [json.dumps(cases)]).stdout
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert [each["measured"] for each in found] == [each["estimated"] for each in found]
-    assert [each["same"] for each in found] == [True] * len(cases)
+@pytest.fixture(scope="module", params=first_quick(1, 2, 3, 4, quick=2), ids="{} processes".format)
+def starts(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What each layout started with; one process group builds all of them."""
+    group = ["hsdp_group_size=2"] if request.param == 4 else []
+    cases = [[*flags, *(group * name.startswith("hsdp"))] for name, flags in LAYOUTS.items()]
+    output = run_forked(WORKER, request.param, [json.dumps(cases)], check=False).stdout
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {"output": {"text": output}, **dict(zip(LAYOUTS, lines, strict=False))}  # the group ends at the first error
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_starts_like_one_process_and_takes_the_estimated_memory(
+    starts: dict[str, dict[str, Any]], layout: str
+) -> None:
+    assert layout in starts, starts["output"]["text"]
+    assert starts[layout]["measured"] == starts[layout]["estimated"]
+    assert starts[layout]["same"]

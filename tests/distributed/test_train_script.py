@@ -70,11 +70,6 @@ def test_a_script_that_is_killed_leaves_no_process_behind(stand_in: StandIn) -> 
     assert stand_in.calls().count("signal SIGTERM") == 2
 
 
-def test_torchrun_does_not_begin_where_its_script_is_gone(tmp_path: Path) -> None:
-    done = torchrun("--standalone", tmp_path / "program.py", PRETRAINING_SCRIPT_PID="1")
-    assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
-
-
 @pytest.mark.parametrize(("code", "processes"), first_quick((75, 2), (5, 1), (0, 2), (1, 2), quick=2))
 def test_the_exit_code_of_the_processes_is_returned_alone(stand_in: StandIn, code: int, processes: int) -> None:
     done = train(stand_in, EXIT_CODE=str(code), NPROC=str(processes))
@@ -84,7 +79,7 @@ def test_the_exit_code_of_the_processes_is_returned_alone(stand_in: StandIn, cod
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("code", "starts"), [("1", 3), ("75", 1), ("130", 1)])
-def test_a_run_that_fails_is_started_again_one_that_was_ended_is_not(stand_in: StandIn, code: str, starts: int) -> None:
+def test_a_failed_run_is_restarted_and_a_stopped_one_is_not(stand_in: StandIn, code: str, starts: int) -> None:
     done = train(stand_in, NPROC="1", EXIT_CODE=code, MAX_RESTARTS="2")
     assert done.returncode == int(code)
     assert sum(call.startswith("main ") for call in stand_in.calls()) == starts
@@ -92,7 +87,9 @@ def test_a_run_that_fails_is_started_again_one_that_was_ended_is_not(stand_in: S
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("time_is_over", "starts"), [(False, 3), (True, 1)])
-def test_an_elastic_job_that_was_ended_goes_on_in_its_time(stand_in: StandIn, time_is_over: bool, starts: int) -> None:
+def test_a_stopped_elastic_job_restarts_within_its_time_limit(
+    stand_in: StandIn, time_is_over: bool, starts: int
+) -> None:
     note = "from pathlib import Path\nPath(os.environ['PRETRAINING_TIME_IS_OVER']).touch()\n"
     program = stand_in.root / "main_training.py"
     program.write_text(program.read_text().replace("sys.exit(int(", f"{note if time_is_over else ''}sys.exit(int("))

@@ -64,7 +64,7 @@ def test_every_rank_has_the_metrics_of_one_process_in_any_layout(data_path: Path
         ("failing", "PretrainError: rank 1 failed: KeyError: 'a mistake of mine'"),
     ],
 )
-def test_a_mistake_in_the_first_step_ends_all_ranks(data_path: Path, tmp_path: Path, mode: str, said: str) -> None:
+def test_an_error_in_the_first_step_stops_all_ranks(data_path: Path, tmp_path: Path, mode: str, said: str) -> None:
     found = found_by(run_forked(WORKER, 2, [settings(data_path, tmp_path, mode)]))
     assert found[0][0].startswith(said)
     assert found[1][0].startswith(said if mode == "other names" else "KeyError: 'a mistake of mine'")
@@ -76,7 +76,7 @@ def test_after_an_error_that_all_ranks_have_the_next_run_trains(data_path: Path,
     assert [found[rank][1][:2] for rank in (0, 1)] == [["finished", 1]] * 2
 
 
-def test_a_process_may_come_for_the_next_run_before_its_peer_left_one(data_path: Path, tmp_path: Path) -> None:
+def test_a_process_may_join_the_next_run_before_its_peer_left_the_last(data_path: Path, tmp_path: Path) -> None:
     # What shards leaves a group, and with it the store, behind.
     ddp: dict[str, Any] = {"num_steps": 1, "sharding_strategy": "ddp"}
     runs = [settings(data_path, tmp_path / str(number), **ddp) for number in range(2)]

@@ -54,7 +54,7 @@ def test_a_resumed_run_repeats_the_whole_one(processes: int, strategy: str, data
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_with_any_number_of_processes_and_any_strategy(data_path: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_any_number_of_processes_and_any_strategy(data_path: Path, tmp_path: Path) -> None:
     kinds = {"plain": [], "masked": ["document_mask=true"]}
     common = ["num_steps=12", "batch_size=2"]
     batch = "global_batch_size=6"

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints when a run starts again: rows 13 to 16 of the table in docs/reliability.md."""
+"""Damaged and hostile checkpoints at a resume."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def as_pickle(path: Path) -> None:
 
 # What happens to checkpoint 6; the last one is no damage: nobody reads the file.
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "row 13: truncated shard": lambda folder: truncate(shard(folder, 1)),
-    "row 14: bit-flipped shard": lambda folder: flip_a_bit(shard(folder, 1)),
-    "row 15: missing shard": lambda folder: shard(folder, 0).unlink(),
-    "row 15: missing manifest": lambda folder: (folder / "manifest.json").unlink(),
-    "row 15: bit-flipped manifest": lambda folder: flip_a_bit(folder / "manifest.json"),
-    "row 16: hostile shard": lambda folder: as_pickle(shard(folder, 1)),
-    "row 16: hostile manifest": lambda folder: as_pickle(folder / "manifest.json"),
-    "row 16: hostile .metadata": lambda folder: as_pickle(folder / ".metadata"),
+    "truncated shard": lambda folder: truncate(shard(folder, 1)),
+    "bit-flipped shard": lambda folder: flip_a_bit(shard(folder, 1)),
+    "missing shard": lambda folder: shard(folder, 0).unlink(),
+    "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "bit-flipped manifest": lambda folder: flip_a_bit(folder / "manifest.json"),
+    "hostile shard": lambda folder: as_pickle(shard(folder, 1)),
+    "hostile manifest": lambda folder: as_pickle(folder / "manifest.json"),
+    "hostile .metadata": lambda folder: as_pickle(folder / ".metadata"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Token files that are damaged, or change between two starts: rows 25, 26, 47 of the table in docs/reliability.md."""
+"""Token files that are damaged, or change between two starts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def short(root: Path) -> None:
         (short, ["part-1.arrow"]),
     ],
 )
-def test_row_25_the_file_is_named_with_row_and_sample_where_there_is_one(
+def test_a_bad_token_file_is_named_with_row_and_sample(
     inflict: Callable[[Path], None], said: list[str], data: Path, tmp_path: Path
 ) -> None:
     inflict(data)
@@ -76,7 +76,7 @@ def test_row_25_the_file_is_named_with_row_and_sample_where_there_is_one(
     assert any(all(text in process.output for text in said) for process in ended), ended
 
 
-def test_row_47_a_negative_token_ends_training_inspect_and_verify(
+def test_a_negative_token_stops_training_inspect_and_verify(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = pa.table({"tokens": pa.array([[1, 2, -100, 3] * 20] * 20, pa.list_(pa.int16()))})
@@ -96,7 +96,7 @@ def test_row_47_a_negative_token_ends_training_inspect_and_verify(
         assert ending.value.code == 1 and said.search(shown.out + shown.err)
 
 
-def test_row_25_a_file_that_is_cut_while_a_run_reads_it_is_named_too(data: Path, tmp_path: Path) -> None:
+def test_a_file_truncated_while_a_run_reads_it_is_named(data: Path, tmp_path: Path) -> None:
     ended = run_job(
         [[*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={tmp_path / 'run'}"]],
         fault=("cut_after_step", 2, str(part(data, 1))),
@@ -106,7 +106,7 @@ def test_row_25_a_file_that_is_cut_while_a_run_reads_it_is_named_too(data: Path,
     assert any("part-1.arrow" in process.output and "sample " in process.output for process in ended)
 
 
-def test_row_25_with_quarantine_the_run_goes_on_without_the_labels(data: Path, tmp_path: Path) -> None:
+def test_with_quarantine_the_run_continues_without_the_labels(data: Path, tmp_path: Path) -> None:
     beyond_vocabulary(data)
     run = tmp_path / "run"
     flags = [*FLAGS, WHOLE_PASS, f"data_path={data}", f"ckpt_save_path={run}", "bad_documents=quarantine"]
@@ -127,7 +127,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", first_quick(*CHANGES))
-def test_row_26_a_dataset_that_changed_is_refused_with_the_difference_and_goes_on_when_restored(
+def test_a_changed_dataset_is_refused_with_the_difference_and_resumes_when_restored(
     change: str, data: Path, tmp_path: Path
 ) -> None:
     run, kept = tmp_path / "run", tmp_path / "kept"

@@ -1,4 +1,4 @@
-"""Fault 23: what reads data in a process dies. The run ends, and says where."""
+"""A data thread dies. The run stops and names the place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers import PATIENCE_SECONDS
         ("fail_while_reading", ["ZeroDivisionError: division by zero", "on rank 1, reading the batch of step 3"]),
     ],
 )
-def test_a_thread_that_dies_ends_the_run_and_is_named(
+def test_a_dead_data_thread_stops_the_run_and_is_named(
     fault: str, said: list[str], data_path: Path, tmp_path: Path
 ) -> None:
     run = ["num_steps=100000", "report_interval=0", f"ckpt_save_path={tmp_path / 'run'}"]

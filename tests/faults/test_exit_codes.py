@@ -1,4 +1,4 @@
-"""Fault 3 from outside: a signal to one process, or to what started them, ends the job with the resumable exit code."""
+"""A signal to one process, or to the launcher, stops the job with the resumable exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def training(flags: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[st
         yield launcher
 
 
-def test_sigterm_ends_a_run_that_keeps_nothing_for_good(tmp_path: Path) -> None:
+def test_sigterm_stops_a_run_without_a_folder_for_good(tmp_path: Path) -> None:
     with training([*TINY, *ENDLESS[:2]], tmp_path) as launcher:
         launcher.send_signal(signal.SIGTERM)
         output, errors = launcher.communicate(timeout=PATIENCE_SECONDS)
@@ -40,7 +40,7 @@ def test_sigterm_ends_a_run_that_keeps_nothing_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("whom", "number"), [("one process", signal.SIGTERM), ("the launcher", signal.SIGUSR1)])
-def test_a_signal_ends_the_job_saved_and_resumable(whom: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_stops_the_job_saved_and_resumable(whom: str, number: signal.Signals, tmp_path: Path) -> None:
     flags = [*(flag for flag in TINY if not flag.startswith("report")), *ENDLESS, f"ckpt_save_path={tmp_path}"]
     with training(flags, tmp_path) as launcher:
         if whom == "the launcher":

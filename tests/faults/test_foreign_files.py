@@ -1,4 +1,4 @@
-"""Paths and files that others have made, or broken: rows 36, 38 and 41 of the table in docs/reliability.md.
+"""Paths and files that others have made, or broken.
 
 Every command ends at once, with one error that names the path.
 """
@@ -147,9 +147,7 @@ def somebodys(good: Path, imported: None) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_row_38_a_folder_of_somebody_else_is_named(
-    command: str, somebodys: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_another_user_is_named(command: str, somebodys: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = error_of(COMMANDS[command](somebodys / "x", somebodys.parent), capsys)
     assert str(somebodys) in error and "Permission denied" in error
 
@@ -158,7 +156,7 @@ def test_row_38_a_folder_of_somebody_else_is_named(
     "command", sorted(COMMANDS.keys() - {"doctor"})
 )  # which asks as others do, and measures for long
 @pytest.mark.parametrize("kind", ["300 characters", "a pipe"])
-def test_row_38_what_can_be_no_folder_is_named(
+def test_a_path_that_cannot_be_a_folder_is_named(
     command: str, kind: str, good: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = good / ("x" * 300 if kind == "300 characters" else "strange")
@@ -188,7 +186,7 @@ PLACES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_row_38_what_is_no_file_is_named_at_once(place: str, good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_no_file_is_named_at_once(place: str, good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pattern, command = PLACES[place]
     (good / "a.yaml").touch()
     path = next(good.glob(pattern))
@@ -201,7 +199,7 @@ def test_row_38_what_is_no_file_is_named_at_once(place: str, good: Path, capsys:
     assert str(path) in said.out + said.err
 
 
-def test_row_38_a_manifest_that_is_a_pipe_is_damage(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_that_is_a_pipe_is_damage(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipe_in_place_of(next((good / "good_run").rglob(MANIFEST)))
     main(["list", str(good / "good_run")])
     assert "damaged" in capsys.readouterr().out
@@ -251,13 +249,13 @@ def in_tokenizer(good: Path, content: str) -> list[str]:
     [DEEP, "[" * (DEEPEST_JSON + 40) + "]" * (DEEPEST_JSON + 40), '{"a": "\\ud800"}'],
     ids=["lists", "closed lists", "half a pair"],
 )
-def test_row_36_deep_json_is_one_error(
+def test_deep_json_is_one_error(
     place: Callable[[Path, str], list[str]], content: str, good: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert str(good) in error_of(place(good, content), capsys)
 
 
-def test_row_36_yaml_that_multiplies_itself_is_one_error(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_with_exponential_aliases_is_one_error(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for content in (ALIASES, "a: &a [*a]", "# nothing\n" * 200_000):
         assert str(good / "a.yaml") in error_of(in_recipe(good, content), capsys)
     main(["list", str(good / "good_run")])  # the settings in a manifest are read only where they are needed
@@ -265,7 +263,7 @@ def test_row_36_yaml_that_multiplies_itself_is_one_error(good: Path, capsys: pyt
 
 @pytest.mark.parametrize("content", [DEEP, '{"a": "\\ud800"}'], ids=["deep", "half a pair"])
 @pytest.mark.parametrize("name", [STATUS_FILE, LEASE, "logs/metrics.jsonl", CONFIG_FILE])
-def test_row_36_what_a_run_notes_for_itself_keeps_it_from_nothing(
+def test_damaged_notes_of_a_run_do_not_prevent_its_start(
     name: str, content: str, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = good / "run" / name
@@ -294,7 +292,7 @@ def test_row_36_what_a_run_notes_for_itself_keeps_it_from_nothing(
         ({"hidden_act": "x" * 10**6}, "hidden_act"),
     ],
 )
-def test_row_41_sizes_of_no_model_are_refused_before_it_is_built(
+def test_absurd_sizes_are_refused_before_a_model_is_built(
     entries: dict[str, object], named: str, good: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = config_document(SHAPES["plain"], "float32", 32, None, None) | entries
@@ -303,12 +301,12 @@ def test_row_41_sizes_of_no_model_are_refused_before_it_is_built(
 
 
 @pytest.mark.parametrize("flag", ["num_hidden_layers=1000000000", "hidden_size=1e12", "vocab_size=1e18"])
-def test_row_41_flags_have_the_same_bounds(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_have_the_bounds_of_a_downloaded_model(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = error_of(["train", "--use_dummy_dataset", f"--{flag}"], capsys)
     assert f"{flag.partition('=')[0]}=" in error
 
 
-def test_row_41_a_manifest_of_such_a_model_is_damaged(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_with_absurd_sizes_is_damage(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = next((good / "good_run").rglob(MANIFEST)).parent
     manifest = manifest_of(SHAPES["plain"])
     manifest.model["num_hidden_layers"] = 10**9

@@ -1,4 +1,4 @@
-"""Faults 2 and 24: a process stops, or a read never comes back. The others find it, say which, and end."""
+"""A process or a read hangs. The other processes find it, name it and stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP, START = "hang_timeout=10s", "first_step_timeout=30s"
 
 
 @pytest.mark.parametrize("stopped", first_quick(1, 0))
-def test_the_other_of_a_stopped_process_names_it_and_ends(stopped: int, data_path: Path, tmp_path: Path) -> None:
+def test_the_peer_of_a_stopped_process_names_it_and_exits(stopped: int, data_path: Path, tmp_path: Path) -> None:
     flags = [*RUN, STEP, "first_step_timeout=600s", f"ckpt_save_path={tmp_path / 'run'}"]
     processes = start_without_launcher(2, data_path, "tell_steps", flags)
     try:
@@ -59,7 +59,7 @@ def test_a_read_that_hangs_is_named_by_all(
     assert 'guarded_worker.py", line' in outputs[1][1] and "in reading" in outputs[1][1]  # its stacks show the read
 
 
-def test_a_process_that_fails_alone_ends_at_once_whatever_it_has_under_way(tmp_path: Path) -> None:
+def test_a_process_that_fails_alone_exits_at_once_with_collectives_in_flight(tmp_path: Path) -> None:
     flags = ["use_dummy_dataset=true", "model_variant=tiny", "seq_length=16", f"ckpt_save_path={tmp_path / 'run'}"]
     processes = start_forked(Path(__file__).parent / "alone_worker.py", 2, flags)
     try:

@@ -1,4 +1,4 @@
-"""Faults 1 and 7: a killed rank takes the others with it, and a killed save leaves the checkpoint before it.
+"""A killed rank takes the others with it, and a killed save leaves the checkpoint before it.
 
 Processes are started without a launcher, which would end them together.
 """
@@ -50,7 +50,7 @@ def resumed(root: Path, lost_peer: object, killed_in_the_save: object) -> None:
     train_with_faults(2, [("nothing", [f"ckpt_save_path={root}/{run}"]) for run in runs])
 
 
-def test_the_peers_of_a_killed_rank_end_by_themselves_and_say_why(
+def test_the_peers_of_a_killed_rank_exit_and_name_the_reason(
     root: Path, lost_peer: list[tuple[int | None, str]]
 ) -> None:
     (code, words), (killed_code, _) = lost_peer
@@ -61,7 +61,7 @@ def test_the_peers_of_a_killed_rank_end_by_themselves_and_say_why(
     assert status["starts_without_progress"] == 1
 
 
-def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(killed_in_the_save: set[str]) -> None:
+def test_a_killed_save_leaves_the_previous_checkpoint(killed_in_the_save: set[str]) -> None:
     assert {name for name in killed_in_the_save if not name.endswith(".tmp")} == {"step_3_ckp"}
 
 
@@ -73,7 +73,7 @@ def test_the_next_start_repeats_the_run_that_was_never_stopped_bit_for_bit(run: 
     assert not any(name.endswith(".tmp") for name in checkpoints_of(root / run))
 
 
-def test_the_account_of_a_killed_run_goes_on_with_its_next_start(root: Path, resumed: None) -> None:
+def test_the_event_log_of_a_killed_run_continues_at_its_next_start(root: Path, resumed: None) -> None:
     events = [event for event in events_of(root / "grace") if event["event"] in ("start", "restart", "end")]
     assert [event["event"] for event in events] == ["start", "restart", "end"]
     assert events[1]["previous_status"] == "killed" and events[2]["status"] == "finished"

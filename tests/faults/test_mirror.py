@@ -1,4 +1,4 @@
-"""An object store that fails, and machines that are lost with their disks: rows 48 to 50 of docs/reliability.md."""
+"""An object store that fails, and machines that are lost with their disks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flags_for(store: ObjectStore, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("killed", first_quick([0, 1], [1]))
-def test_row_48_killed_in_an_upload_the_next_start_on_an_empty_disk_repeats_the_run(
+def test_a_run_killed_in_an_upload_resumes_on_an_empty_disk(
     killed: list[int], tmp_path: Path, store: ObjectStore, expected: Path
 ) -> None:
     flags = flags_for(store, tmp_path)
@@ -66,7 +66,7 @@ def test_row_48_killed_in_an_upload_the_next_start_on_an_empty_disk_repeats_the_
 
 # The library itself tries three times, unless it is refused: one of the two processes fails.
 @pytest.mark.parametrize(("action", "times"), first_quick(("cut", 6), ("away", 6), ("503", 6), ("403", 2)))
-def test_row_49_a_store_that_fails_costs_a_warning_and_the_copy_is_made_later(
+def test_a_failing_store_is_a_warning_and_the_copy_is_made_later(
     action: str, times: int, tmp_path: Path, store: ObjectStore, expected: Path
 ) -> None:
     before = store.met
@@ -80,7 +80,7 @@ def test_row_49_a_store_that_fails_costs_a_warning_and_the_copy_is_made_later(
     }
 
 
-def test_row_49_without_its_last_copy_a_run_fails_and_push_makes_it(
+def test_a_run_without_its_last_copy_fails_and_push_makes_it(
     tmp_path: Path, store: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.fault(b"safetensors", "403", times=10**6)
@@ -95,9 +95,7 @@ def test_row_49_without_its_last_copy_a_run_fails_and_push_makes_it(
         assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode() not in path.read_bytes()
 
 
-def test_row_49_a_store_that_cannot_be_used_is_an_error_before_anything_is_made(
-    tmp_path: Path, store: ObjectStore
-) -> None:
+def test_an_unusable_store_is_an_error_before_anything_is_written(tmp_path: Path, store: ObjectStore) -> None:
     store.fault(b"PUT ", "403", times=10**6)
     store.fault(b"POST ", "403", times=10**6)
     ended = run_job([flags_for(store, tmp_path)], check=False)
@@ -107,9 +105,7 @@ def test_row_49_a_store_that_cannot_be_used_is_an_error_before_anything_is_made(
 
 
 @pytest.mark.thorough
-def test_row_49_a_preempted_run_waits_for_its_copy_only_as_long_as_launchers_do(
-    tmp_path: Path, store: ObjectStore
-) -> None:
+def test_a_preempted_run_waits_for_its_copy_only_within_the_grace_time(tmp_path: Path, store: ObjectStore) -> None:
     store.fault(b"safetensors", "away", times=10**6)
     ended = run_job([flags_for(store, tmp_path)], fault=("preempt_with_wait", 3, 2.0), check=False)
     assert [each.status for each in ended] == [75, 75]
@@ -117,7 +113,7 @@ def test_row_49_a_preempted_run_waits_for_its_copy_only_as_long_as_launchers_do(
     assert any(name.endswith(".preempt") for name in checkpoints_of(tmp_path / "run"))
 
 
-def test_row_50_another_start_that_takes_the_mirror_over_ends_the_run(tmp_path: Path, store: ObjectStore) -> None:
+def test_another_start_that_takes_over_the_mirror_stops_the_run(tmp_path: Path, store: ObjectStore) -> None:
     flags = flags_for(store, tmp_path)
     run_job([[*flags, "run_steps=2"]])
     ended = run_job([flags], fault=("lose_mirror",), check=False)

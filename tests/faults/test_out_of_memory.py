@@ -9,7 +9,7 @@ from guarded_runs import start_without_launcher
 from helpers import PATIENCE_SECONDS
 
 
-def test_the_rank_without_memory_says_why_and_the_other_one_ends(data_path: Path, tmp_path: Path) -> None:
+def test_the_rank_out_of_memory_prints_the_reason_and_its_peer_exits(data_path: Path, tmp_path: Path) -> None:
     flags = ["num_steps=6", "datasets=first", f"ckpt_save_path={tmp_path / 'run'}"]
     endings: dict[int, str] = {}
     for process in start_without_launcher(2, data_path, "memory_runs_out", flags):

@@ -1,4 +1,4 @@
-"""Fault 21: one bit of one weight flips on one of several replicas."""
+"""One bit of one weight flips on one of several replicas."""
 
 from __future__ import annotations
 

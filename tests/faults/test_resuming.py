@@ -1,4 +1,4 @@
-"""Starting again with other processes, threads or settings, or twice: rows 27 to 30 of docs/reliability.md."""
+"""Starting again with other processes, threads or settings, or twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of(notes: Path, worlds: Sequence[int]) -> dict[int, list[str]]:
     return {step: sorted(hashes) for step, hashes in rows.items()}
 
 
-def test_row_27_the_same_global_batches_with_4_then_2_then_1_then_3_processes(data: list[str], tmp_path: Path) -> None:
+def test_4_then_2_then_1_then_3_processes_see_the_same_global_batches(data: list[str], tmp_path: Path) -> None:
     common = [*data, "num_steps=8", "batch_size=2", "document_mask=true"]
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     one = [*common, "global_batch_size=10", f"ckpt_save_path={whole}"]
@@ -45,7 +45,7 @@ def test_row_27_the_same_global_batches_with_4_then_2_then_1_then_3_processes(da
     assert losses_of(moved) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
-def test_row_28_any_number_of_workers_and_steps_in_flight_resumes_bit_for_bit(data: list[str], tmp_path: Path) -> None:
+def test_any_number_of_workers_and_steps_in_flight_resumes_bit_for_bit(data: list[str], tmp_path: Path) -> None:
     common = [*data, "num_steps=8", "batch_size=2", "bad_documents=quarantine"]
     runs = [[*common, "num_workers=2", f"ckpt_save_path={tmp_path / 'whole'}"]]
     for workers in (3, 0, 1, 4):
@@ -56,7 +56,7 @@ def test_row_28_any_number_of_workers_and_steps_in_flight_resumes_bit_for_bit(da
 
 
 @pytest.mark.thorough
-def test_row_29_what_cannot_go_on_is_refused_with_the_difference_and_what_can_is_said(
+def test_incompatible_settings_are_refused_with_the_difference_and_others_are_logged(
     data: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -80,7 +80,7 @@ def test_row_29_what_cannot_go_on_is_refused_with_the_difference_and_what_can_is
     assert "step 3/20" in output[-2] and "changed from" not in output[-1]
 
 
-def test_row_30_a_second_run_on_the_folder_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+def test_a_second_run_on_the_folder_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     flags = ["num_steps=6", "batch_size=2", "checkpoint_interval=1", f"ckpt_save_path={tmp_path / 'run'}"]
@@ -98,7 +98,7 @@ def test_row_30_a_second_run_on_the_folder_is_refused_while_the_first_lives(tmp_
     assert (tmp_path / "run" / "checkpoints" / "step_6_ckp" / "manifest.json").is_file()
 
 
-def test_row_30_a_run_that_was_killed_is_followed_at_once_and_one_that_lost_its_folder_commits_nothing(
+def test_a_killed_run_is_resumed_at_once_and_one_that_lost_its_lease_commits_nothing(
     tmp_path: Path,
 ) -> None:
     gate = tmp_path / "gate"

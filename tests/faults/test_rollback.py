@@ -1,4 +1,4 @@
-"""Fault 20: a run that diverges for good goes back without the batches, and what it trained on can still be shown."""
+"""A run that diverges for good goes back without the batches, and what it trained on can still be shown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     return document
 
 
-def test_a_run_goes_back_and_comes_to_its_end_without_the_batches(place: Path, endings: list[dict[str, Any]]) -> None:
+def test_a_run_rolls_back_and_finishes_without_the_batches(place: Path, endings: list[dict[str, Any]]) -> None:
     assert [ending for ending in endings if ending["fault"] == "learning_rate_explodes" and "error" in ending] == []
     reports = reports_of(place / "mended")
     assert [report["step"] for report in reports] == list(range(1, 16))
@@ -50,7 +50,7 @@ def test_a_run_goes_back_and_comes_to_its_end_without_the_batches(place: Path, e
     assert [manifest["data"]["skipped"] for manifest in saved.values()] == [[], *[skipped] * 4]
 
 
-def test_the_account_of_the_run_tells_what_was_left_out_and_where_it_went_back_to(
+def test_the_event_log_has_the_skipped_samples_and_the_target_of_the_rollback(
     place: Path, endings: list[dict[str, Any]]
 ) -> None:
     events = events_of(place / "mended")
@@ -78,7 +78,7 @@ def test_the_settings_stay_those_of_the_start_so_that_the_same_command_finds_its
     assert load_config(place / "mended" / "config.yaml").data.skip_samples == ()
 
 
-def test_inspect_shows_what_every_step_trained_on(
+def test_inspect_shows_the_samples_of_every_step_after_a_rollback(
     place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained: dict[int, list[list[int]]] = {}
@@ -95,7 +95,7 @@ def test_inspect_shows_what_every_step_trained_on(
 
 
 @pytest.mark.parametrize("killed", first_quick("before the next save", "before checkpoints were set aside"))
-def test_row_46_a_kill_after_a_rollback_forgets_no_samples(
+def test_a_kill_after_a_rollback_forgets_no_skipped_samples(
     killed: str, place: Path, endings: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = place / killed.replace(" ", "_")
@@ -119,7 +119,7 @@ def test_row_46_a_kill_after_a_rollback_forgets_no_samples(
     assert sorted(slot["sample_id"] for slot in slots) == list(range(LEFT_OUT.stop, LEFT_OUT.stop + GLOBAL_BATCH))
 
 
-def test_a_run_that_does_not_get_further_by_going_back_ends(place: Path, endings: list[dict[str, Any]]) -> None:
+def test_a_run_that_rollbacks_do_not_help_stops(place: Path, endings: list[dict[str, Any]]) -> None:
     errors = {ending["error"] for ending in endings if ending["fault"] == "loss_stays_nan"}
     (error,) = errors
     assert "step 5" in error and "--max_rollbacks" in error
@@ -127,7 +127,7 @@ def test_a_run_that_does_not_get_further_by_going_back_ends(place: Path, endings
     assert kept == {"step_2_ckp", "step_4_ckp"}
 
 
-def test_row_54_a_rollback_to_the_border_of_two_phases_uses_no_skipped_sample_and_each_other_one_once(
+def test_a_rollback_to_the_border_of_two_phases_uses_no_skipped_sample_and_others_once(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """6 steps of weights 1:1 with 4 sequences, a resume with 3:1 and 8; steps 7 and 8 diverge."""

@@ -1,4 +1,4 @@
-"""Faults while a checkpoint is written: rows 8 to 12 of the table in docs/reliability.md.
+"""Faults while a checkpoint is written.
 
 Every run here is compared with one that nothing happened to, bit for bit.
 """
@@ -37,7 +37,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("rank", "place", "resumes_from"),
     first_quick((0, "shard", 2), (1, "shard", 2), (0, "manifest", 2), (0, "commit", 2), (0, "retention", 4)),
 )
-def test_row_8_killed_in_a_save_the_older_checkpoint_loads_and_the_partial_one_is_named(
+def test_after_a_kill_in_a_save_the_older_checkpoint_loads_and_the_partial_one_is_named(
     rank: int, place: str, resumes_from: int, tmp_path: Path, expected: Path
 ) -> None:
     flags = [*COMMON, f"ckpt_save_path={tmp_path / 'run'}"]
@@ -52,7 +52,7 @@ def test_row_8_killed_in_a_save_the_older_checkpoint_loads_and_the_partial_one_i
     assert_same_tensors(tmp_path / "run" / "checkpoints" / "step_6_ckp", expected)
 
 
-def test_row_9_killed_in_an_asynchronous_save_best_and_the_older_checkpoint_stay(tmp_path: Path) -> None:
+def test_a_kill_in_an_asynchronous_save_keeps_best_and_the_older_checkpoint(tmp_path: Path) -> None:
     whole, killed = (
         [*EVALUATED, "async_save=true", f"ckpt_save_path={tmp_path / name}"] for name in ("whole", "killed")
     )
@@ -71,7 +71,7 @@ def test_row_9_killed_in_an_asynchronous_save_best_and_the_older_checkpoint_stay
     assert checkpoints_in(tmp_path / "killed") == checkpoints_in(tmp_path / "whole")
 
 
-def test_row_8_killed_after_the_last_commit_the_next_start_finds_the_best_and_removes_what_is_superseded(
+def test_a_start_after_a_kill_behind_the_last_commit_finds_best_and_removes_superseded_ones(
     tmp_path: Path,
 ) -> None:
     flags = [*EVALUATED, f"ckpt_save_path={tmp_path / 'run'}"]
@@ -97,8 +97,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.parametrize("asynchronous", first_quick(True, False), ids=["row 11", "row 10"])
-def test_rows_10_and_11_a_full_disk_is_named_with_the_bytes_needed_and_the_older_checkpoint_stays(
+@pytest.mark.parametrize("asynchronous", first_quick(True, False), ids=["asynchronous", "synchronous"])
+def test_a_full_disk_is_named_with_the_bytes_needed_and_the_older_checkpoint_stays(
     asynchronous: bool, small_disk: Path, tmp_path: Path
 ) -> None:
     run = small_disk / "run"
@@ -114,7 +114,7 @@ def test_rows_10_and_11_a_full_disk_is_named_with_the_bytes_needed_and_the_older
     assert f"from {run}/checkpoints/step_2_ckp, step 2" in resumed[0].output
 
 
-def test_row_10_a_limit_of_the_system_is_one_error_too(tmp_path: Path) -> None:
+def test_a_file_size_limit_of_the_system_is_one_error(tmp_path: Path) -> None:
     flags = [*COMMON, f"ckpt_save_path={tmp_path / 'run'}"]
     ended = run_job([flags], fault=("limit_file_size", 50_000), check=False)
     assert [each.status for each in ended] == [1, 1]
@@ -123,7 +123,7 @@ def test_row_10_a_limit_of_the_system_is_one_error_too(tmp_path: Path) -> None:
     assert checkpoints_in(tmp_path / "run") == set()
 
 
-def test_row_12_errors_that_pass_are_tried_again(tmp_path: Path, expected: Path) -> None:
+def test_transient_errors_are_retried(tmp_path: Path, expected: Path) -> None:
     flags = [*COMMON, f"ckpt_save_path={tmp_path / 'run'}"]
     ended = run_job([flags], fault=("fail_first_writes", 2))
     assert [each.output.count("Input/output error") for each in ended] == [2, 2]

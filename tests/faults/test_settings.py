@@ -29,7 +29,7 @@ def run_with_recipes(tmp_path: Path, recipes: list[str]) -> list[Ended]:
         ("tokenizer_path", ("null", "tokenizer.json")),  # paths may differ, but not whether there is one
     ),
 )
-def test_row_45_different_settings_are_one_error_that_names_ranks_and_values(
+def test_different_settings_are_one_error_that_names_ranks_and_values(
     name: str, values: tuple[str, str], tmp_path: Path
 ) -> None:
     ended = run_with_recipes(tmp_path, [f"{name}: {value}" for value in values])

@@ -1,4 +1,4 @@
-"""A CPU that other programs use, too, and control groups that leave a run less of it (row 42)."""
+"""A CPU that other programs use, too, and control groups that leave a run less of it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def group_of_one_cpu() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(physical_cores(os.sched_getaffinity(0)) < 2, reason="one core is one thread anyway")
-def test_a_quota_bounds_the_threads_and_a_run_goes_on_with_them_where_there_is_none(tmp_path: Path) -> None:
+def test_a_quota_bounds_the_threads_and_a_resume_without_a_quota_keeps_them(tmp_path: Path) -> None:
     with group_of_one_cpu() as group:
 
         def enter() -> None:

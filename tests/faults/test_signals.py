@@ -1,4 +1,4 @@
-"""Faults 3 to 6: signals to one rank, wherever it is, end all of them after the same step, saved and resumable."""
+"""Signals to one rank, wherever it is, stop all ranks after the same step, saved and resumable."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_all_ranks_stop_after_the_same_step_saved_and_with_the_resumable_exit_co
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("resumed")
-def test_the_next_start_goes_on_as_if_nothing_had_happened(fault: str, root: Path) -> None:
+def test_the_next_start_resumes_bit_for_bit(fault: str, root: Path) -> None:
     assert status_of(root / fault)["status"] == "finished"
     assert checkpoints_of(root / fault) == {"step_8_ckp"}
     assert_same_tensors(root / fault / "checkpoints" / "step_8_ckp", root / "whole" / "checkpoints" / "step_8_ckp")

@@ -1,4 +1,4 @@
-"""Faults 17, 18 and 19: a loss or a gradient that must not become an update, on one rank, leaves no trace on any."""
+"""A loss or a gradient that must not become an update, on one rank, leaves no trace on any rank."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     assert [report["skipped_updates"] for report in reports_of(run)] == [0, 0, 1, 0]
 
 
-def test_too_many_in_a_row_end_the_run_on_all_ranks_with_what_to_try(
+def test_too_many_skipped_updates_in_a_row_stop_all_ranks_with_a_remedy(
     place: Path, endings: list[dict[str, Any]]
 ) -> None:
     errors = [ending["error"] for ending in endings if ending["fault"] == "loss_stays_nan"]
@@ -74,7 +74,7 @@ def test_a_spike_of_the_loss_is_left_out_though_it_is_finite(place: Path, ending
     assert reports[8]["grad_norm"] > 5 * reports[7]["grad_norm"]  # it was there, and finite
 
 
-def test_what_the_detector_knows_survives_a_resume_on_another_number_of_processes(
+def test_the_spike_detectors_state_survives_a_resume_on_another_number_of_processes(
     place: Path, endings: list[dict[str, Any]]
 ) -> None:
     flags = ["num_steps=12", *SPIKES, save(place, "resumed")]

@@ -1,4 +1,4 @@
-"""Fault 4 under a real SLURM: ahead of its time limit a job saves and is queued again; one that is cancelled is not."""
+"""Under a real SLURM, a job saves ahead of its time limit and is queued again; one that is cancelled is not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training_runs import checkpoints_of, status_of
 pytestmark = pytest.mark.thorough
 
 
-def test_a_job_saves_ahead_of_its_time_limit_goes_on_by_itself_and_ends_when_it_is_cancelled(
+def test_a_job_saves_ahead_of_its_time_limit_is_requeued_and_stops_when_cancelled(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     run, output = tmp_path / "run", tmp_path / "output"

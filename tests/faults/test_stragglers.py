@@ -1,4 +1,4 @@
-"""Fault 22: one process is slow, and all others wait for it."""
+"""One process is slow, and all others wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault 34 and Ctrl-C: who reads or interrupts a run decides neither whether it trains nor what it keeps."""
+"""A reader that goes away, and Ctrl-C, change neither whether a run trains nor what it keeps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_run_outlives_its_readers(tmp_path: Path, fault: str, progress: str) -
 
 
 @pytest.mark.parametrize("processes", first_quick(1, 2))
-def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, processes: int) -> None:
+def test_ctrl_c_finishes_the_step_saves_and_names_the_way_to_resume(tmp_path: Path, processes: int) -> None:
     codes, _, stderr = train("Ctrl-C", tmp_path / "run", processes=processes)
     assert codes == {130} and "Traceback" not in stderr
     assert stderr.count("interrupted: the run stops after this step; Ctrl-C again stops it at once\n") == 1
@@ -58,7 +58,7 @@ def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, proces
     assert_same_tensors(*(tmp_path / name / "checkpoints" / "step_8_ckp" for name in ("run", "whole")))
 
 
-def test_ctrl_c_twice_leaves_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_twice_exits_at_once(tmp_path: Path) -> None:
     codes, _, stderr = train("Ctrl-C twice", tmp_path)
     assert codes == {130} and "Traceback" not in stderr
     assert stderr.endswith("interrupted; the same command resumes from what is complete\n")

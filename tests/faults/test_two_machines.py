@@ -72,7 +72,7 @@ def test_an_interface_that_leads_nowhere_is_one_error_on_every_machine(nodes: No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, 1])
-def test_the_processes_of_other_machines_end_when_one_dies(dead: int, nodes: Nodes, tmp_path: Path) -> None:
+def test_the_processes_of_other_machines_exit_when_one_dies(dead: int, nodes: Nodes, tmp_path: Path) -> None:
     processes = start(nodes, tmp_path, ENDLESS)
     wait_for_step(processes[0], 5)
     nodes.kill(dead)
@@ -82,7 +82,7 @@ def test_the_processes_of_other_machines_end_when_one_dies(dead: int, nodes: Nod
 
 
 @pytest.mark.slow
-def test_a_link_that_is_cut_is_a_hang_that_every_machine_ends(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_cut_link_is_a_hang_that_stops_every_machine(nodes: Nodes, tmp_path: Path) -> None:
     processes = start(nodes, tmp_path, [*ENDLESS, "hang_timeout=20s"])
     wait_for_step(processes[0], 5)
     nodes.cut_link()
@@ -93,7 +93,7 @@ def test_a_link_that_is_cut_is_a_hang_that_every_machine_ends(nodes: Nodes, tmp_
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_without_a_machine_and_again_with_it(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_job_continues_without_a_machine_and_again_with_it(nodes: Nodes, tmp_path: Path) -> None:
     (port,) = free_ports(1)
 
     def join(node: int) -> subprocess.Popen[str]:

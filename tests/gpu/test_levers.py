@@ -32,7 +32,7 @@ def train(run: Path, *flags: str) -> tuple[list[float], float]:
     return losses_of(run), last["memory_gib"]
 
 
-def test_memory_falls_as_each_mode_says_and_the_curve_stays(tmp_path: Path) -> None:
+def test_each_checkpointing_mode_saves_its_memory_and_keeps_the_losses(tmp_path: Path) -> None:
     modes = {"none": [], "op": ["selective_checkpointing=op"], "2": ["selective_checkpointing=2"], "1": []}
     found = {
         mode: train(tmp_path / mode, *flags, *([] if mode == "none" else [CHECKPOINTED]))

@@ -33,7 +33,7 @@ def test_a_profile_counts_kernels_and_writes_a_snapshot_of_memory(
     assert "aten::mm" not in out  # kernels have other names
 
 
-def test_out_of_memory_names_the_parts_and_leaves_a_snapshot(
+def test_out_of_memory_names_the_parts_and_writes_a_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def too_large(*arguments: object) -> None:

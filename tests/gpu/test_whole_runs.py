@@ -46,7 +46,7 @@ def test_a_save_beside_the_training_is_resumed_bit_for_bit(tmp_path: Path) -> No
     assert saved == {"step_2_ckp", "step_3_ckp", "step_4_ckp", "step_6_ckp"}
 
 
-def test_a_run_that_diverges_goes_back_and_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diverging_run_rolls_back_and_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[Run] = []
 
     def poisoned(run: Run) -> None:

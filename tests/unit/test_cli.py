@@ -54,7 +54,7 @@ def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("ranks", "prefix"), [("1", "error: "), ("2", "error: rank 1: ")])
-def test_what_the_file_system_says_about_a_path_is_one_error(
+def test_a_file_system_error_about_a_path_is_one_error(
     ranks: str, prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*args: object) -> None:
@@ -162,7 +162,7 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
         (["verify", "nowhere", "elsewhere"], "'elsewhere'"),
     ],
 )
-def test_what_cannot_be_done_is_one_message(
+def test_an_impossible_command_is_one_message(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -201,7 +201,7 @@ for words in sys.argv[1:]:
 """
 
 
-def test_what_answers_at_once_imports_nothing_that_takes_its_time(tmp_path: Path) -> None:
+def test_quick_commands_do_not_import_slow_packages(tmp_path: Path) -> None:
     """PyTorch takes seconds: neither flags, a list of checkpoints, a plan, a report nor the text of a step needs it."""
     shutil.copytree(ROOT / "tests" / "golden" / "run", tmp_path, dirs_exist_ok=True)
     run = tmp_path / "sharded"
@@ -219,7 +219,7 @@ def test_what_answers_at_once_imports_nothing_that_takes_its_time(tmp_path: Path
 
 
 @pytest.mark.parametrize("is_out_of_time", [True, False])
-def test_a_run_whose_time_is_over_leaves_its_launcher_a_note(
+def test_a_run_at_its_time_limit_notifies_its_launcher(
     is_out_of_time: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(overrides: object, flags: object) -> None:
@@ -235,7 +235,7 @@ def test_a_run_whose_time_is_over_leaves_its_launcher_a_note(
     assert ended.value.code == 75 and (tmp_path / "note").exists() is is_out_of_time
 
 
-def test_a_guide_whose_data_is_not_prepared_ends_with_the_command_that_prepares_it(
+def test_a_guide_without_prepared_data_is_an_error_with_the_command_that_prepares_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No Hub is asked for a model called "data"."""

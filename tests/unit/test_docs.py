@@ -83,7 +83,7 @@ def test_the_reference_has_every_public_name_at_its_home() -> None:
     assert {f"{value.__module__}.{name}" for name, value in public.items()} <= set(shown)
 
 
-def test_parts_that_can_be_replaced_are_where_the_page_says() -> None:
+def test_replaceable_parts_are_where_the_page_names_them() -> None:
     rows = re.findall(r"\| `(\w+)` in `(pretraining/[\w/]+\.py)`", text_of(ROOT / "docs" / "extending.md"))
     assert len(rows) > 8
     for name, path in rows:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ from pretraining import Trainer
 from pretraining.data.batch import ModelInputs
 from pretraining.errors import LaunchError, PathError, Preempted
 from pretraining.model.llama import Llama
-from pretraining.observability.custom_metrics import Outputs
+from pretraining.observability.metrics import Outputs
 from pretraining.train import run as run_module
+from pretraining.train.rollback import RunBuilder
 
 
 class Calling(WithHits):
@@ -127,9 +127,9 @@ def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: P
 def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(config: object, make_plan: object, build: partial[object], *arguments: object) -> None:
+    def build(builder: RunBuilder, start: object) -> None:
         signal.raise_signal(signal.SIGTERM)
-        build.keywords["stop_requests"].raise_if_pending()
+        builder.stop_requests.raise_if_pending()
 
     monkeypatch.setattr(run_module, "train_with_rollbacks", build)
     with pytest.raises(Preempted):

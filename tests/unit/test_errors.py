@@ -8,7 +8,7 @@ from pathlib import Path
 from pretraining.errors import ConfigError, DataError
 
 
-def test_an_error_says_where_before_what() -> None:
+def test_an_error_names_the_place_before_the_problem() -> None:
     error = DataError("no tokens", path="/data/a.arrow", row=3)
     assert (str(error), error.path, error.row) == ("/data/a.arrow, row 3: no tokens", Path("/data/a.arrow"), 3)
     assert str(DataError("empty", path="/data")) == "/data: empty"

@@ -32,7 +32,7 @@ from pretraining.files import (
 )
 
 
-def test_what_a_path_leads_to_is_told(tmp_path: Path) -> None:
+def test_files_folders_and_missing_paths_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "circle").symlink_to("circle")
@@ -45,7 +45,7 @@ def test_what_a_path_leads_to_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("question", [is_file, is_folder, exists, entries_of])
-def test_what_nobody_can_tell_is_an_error_for_users(
+def test_a_path_that_may_not_be_examined_is_an_error_for_users(
     question: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", str(tmp_path)))
@@ -111,7 +111,7 @@ def test_json_is_text_up_to_a_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ("failures", "number", "pauses"),
     [(2, errno.EIO, [0.5, 1.0]), (9, errno.ESTALE, list(PAUSES_SECONDS)), (1, errno.ENOSPC, []), (1, errno.EACCES, [])],
 )
-def test_what_passes_is_tried_again_with_longer_pauses_and_no_other_error_is(
+def test_transient_errors_are_retried_with_longer_pauses_and_others_are_not(
     failures: int, number: int, pauses: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made: list[float] = []
@@ -175,7 +175,7 @@ def test_a_link_is_replaced_at_once_also_after_a_kill_in_between(tmp_path: Path)
         (OSError("the disk is on fire"), "root"),
     ],
 )
-def test_what_the_system_says_about_the_output_is_an_error_for_users(error: OSError, path: str) -> None:
+def test_a_system_error_about_the_output_is_an_error_for_users(error: OSError, path: str) -> None:
     with pytest.raises(DataError) as refused, output_errors(Path("root")):
         raise error
     assert refused.value.path == Path(path) and refused.value.settings == ("output_path",)

@@ -59,7 +59,7 @@ def test_a_duration_is_written_in_these_ways(unit: str) -> None:
 
 
 @pytest.mark.parametrize("text", [*NO_DURATIONS.split("|"), *BARE.split("|"), "5 minutos"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Duration.parse(text)
 
@@ -81,7 +81,7 @@ def test_an_impossible_duration_cannot_be_made() -> None:
     ],
     ids=["endless data", "a time", "an interval of endless data", "a warmup longer than the run"],
 )
-def test_what_comes_to_no_number_of_steps_is_refused(ask: Callable[[], object]) -> None:
+def test_a_duration_without_a_number_of_steps_is_refused(ask: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         ask()
 

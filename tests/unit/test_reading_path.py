@@ -9,7 +9,7 @@ from scripts.count_code import count, reading_path
 PATH = reading_path((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
-def test_the_reading_path_exists_and_says_how_long_it_is() -> None:
+def test_the_reading_path_exists_with_its_line_counts() -> None:
     told = {path: lines for path, lines in PATH.items() if abs(count(ROOT / path).code - lines) <= 5}
     assert told == PATH, "python scripts/count_code.py --files says how long files are"
 

@@ -74,7 +74,7 @@ def test_the_page_leads_from_text_to_a_model(trained: tuple[Tutorial, dict[str, 
     assert json.loads(last)["evaluation_loss"] < 8.3
 
 
-def test_transformers_say_what_the_model_says(trained: tuple[Tutorial, dict[str, str]]) -> None:
+def test_transformers_generates_the_text_of_the_run(trained: tuple[Tutorial, dict[str, str]]) -> None:
     _, printed = trained
     generated = printed["5. Transformers"][printed["5. Transformers"].index(PROMPT) :]
     assert printed["4. Try it"].startswith(generated.rstrip())

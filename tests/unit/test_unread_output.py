@@ -46,7 +46,7 @@ def test_output_that_finds_no_room_is_one_error(command: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_sweep_goes_on_where_nobody_reads(tmp_path: Path) -> None:
+def test_a_sweep_continues_without_a_reader(tmp_path: Path) -> None:
     done = run_unread(["sweep", *DUMMY, "--seed=1,2", f"--sweep_path={tmp_path}/sweep"])
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert (tmp_path / "sweep" / "sweep.csv").read_text().count("finished") == 2

@@ -13,9 +13,15 @@ _SIGNS = (
 _MODEL = "model.hf_config."
 _SAME_NAME = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    *("vocab_size", "rope_theta", "rms_norm_eps", "tie_word_embeddings"),
+    *("vocab_size", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "head_dim", "attention_bias", "mlp_bias"),
 )
-_LLAMA3_RULE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_CONTEXT = "original_max_position_embeddings"
+_SCALING = {
+    "llama3": ("", ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)),
+    "linear": ("linear:", ("factor",)),
+    "yarn": ("yarn:", ("factor", _CONTEXT)),
+}
+_YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "truncate")
 
 
 def _defaults(translation: Translation) -> dict[str, str]:
@@ -40,30 +46,27 @@ def _combine(translation: Translation) -> None:
         translation.skip(directory, "in front of the prefix")
 
 
-def _head_dim(translation: Translation, key: str) -> None:
-    width, heads = translation.number(f"{_MODEL}hidden_size"), translation.number(f"{_MODEL}num_attention_heads")
-    if width and heads and translation.number(key) == width / heads:
-        translation.set(key, "hidden_size / num_attention_heads, as here")
-    else:
-        rules.refuse_model(translation, key, "the head dim is hidden_size / num_attention_heads here")
-
-
 def _rope(translation: Translation, key: str) -> None:
-    """Translate a part of the rotary scaling: Llama 3.1's rule, or none."""
+    """Translate a part of the rotary embedding."""
     above, _, name = key.rpartition(".")
     kind = translation.word(f"{above}.rope_type") or translation.word(f"{above}.type")
     if name == "rope_theta":
         translation.set(key, rope_theta=translation.text(key))
-    elif kind == "llama3" and name in ("rope_type", "type"):
-        rule = [translation.text(f"{above}.{part}") for part in _LLAMA3_RULE]
+    elif kind in _SCALING and name in ("rope_type", "type"):
+        prefix, needed = _SCALING[kind]
+        rule = [translation.text(f"{above}.{part}") for part in needed]
+        options = {part: translation.text(f"{above}.{part}") for part in _YARN_OPTIONS if kind == "yarn"}
+        given = [f"{part}={text}".lower() for part, text in options.items() if text is not None]
         if None in rule:
-            translation.refuse(key, f"also needs {', '.join(_LLAMA3_RULE)}", "rope_scaling")
+            translation.refuse(key, f"also needs {', '.join(needed)}", "rope_scaling")
         else:
-            translation.set(key, rope_scaling=",".join(filter(None, rule)))
-    elif kind in ("llama3", "default") or (kind and name not in ("rope_type", "type")):
+            translation.set(key, rope_scaling=prefix + ",".join([*filter(None, rule), *given]))
+    elif kind in (*_SCALING, "default") and name in ("rope_type", "type", *_YARN_OPTIONS, *_SCALING["llama3"][1]):
         translation.skip(key, f"part of {kind}")
+    elif kind and name not in ("rope_type", "type"):
+        rules.refuse_model(translation, key, f"it has no meaning here for {kind}")
     else:
-        rules.refuse_model(translation, key, "the only rotary scaling here is that of Llama 3.1 (llama3)")
+        rules.refuse_model(translation, key, f"the rotary scaling here is one of {', '.join(_SCALING)}")
 
 
 _IGNORED = skip("not translated: nothing that is learned depends on it")
@@ -71,6 +74,7 @@ _IGNORED_OF_MODEL = """
     torch_dtype dtype use_cache bos_token_id pad_token_id transformers_version _name_or_path attn_implementation
     _attn_implementation
 """
+_FAMILY = "it is no Llama: give a variant of its family (--model_variant), or start from its folder (--ckpt_load_path)"
 _RULES: dict[str, Rule] = {
     "dist.cpu_only": row("device", rules.choice(true="cpu", false="auto", yes="cpu", no="auto")),
     **renamed("dist.", backend="backend", sharding_stage="sharding_strategy"),
@@ -81,12 +85,10 @@ _RULES: dict[str, Rule] = {
     ),
     **{f"{_MODEL}{name}": row(name) for name in _SAME_NAME},
     f"{_MODEL}max_position_embeddings": rules.context,
-    f"{_MODEL}model_type": not_a_llama("llama", reason="it is no Llama"),
-    f"{_MODEL}architectures": not_a_llama("LlamaForCausalLM", "[LlamaForCausalLM]", reason="it is no Llama"),
+    f"{_MODEL}model_type": not_a_llama("llama", reason=_FAMILY),
+    f"{_MODEL}architectures": not_a_llama("LlamaForCausalLM", "[LlamaForCausalLM]", reason=_FAMILY),
     f"{_MODEL}hidden_act": not_a_llama("silu", "swish", reason="a Llama's activation is SiLU"),
-    **each("attention_bias mlp_bias", rules.NO_BIAS, _MODEL),
     **each("attention_dropout hidden_dropout dropout", rules.NO_DROPOUT, _MODEL),
-    f"{_MODEL}head_dim": _head_dim,
     f"{_MODEL}pretraining_tp": not_a_llama("1", reason="matrices are whole here"),
     **each("rope_scaling.* rope_parameters.*", _rope, _MODEL),
     f"{_MODEL}initializer_range": rules.INITIAL_WEIGHTS,

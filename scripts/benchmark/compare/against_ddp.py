@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
+from pretraining.distributed.dims import build_dims
 from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
-from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.model.init import initialize_parameters
@@ -58,12 +58,11 @@ class InComputeDtype(nn.Module):
 
 def project(config: TrainConfig, turn: Turn) -> None:
     with join() as processes:
-        ranks = processes.world_size
-        mesh = build_mesh(config.parallel, ranks, ranks, processes.device.type)
+        ranks, dims = processes.world_size, build_dims(config.parallel, processes)
         shape = resolve_shape(config.model)
-        model = build_model(shape, config, mesh, processes.device)
+        model = build_model(shape, config, dims, processes.device)
         initialize_parameters(model.parameters, shape, config.run.seed, processes.device)
-        shard_group = mesh["shard"].get_group()
+        shard_group = dims.group("shard")
 
         def before_micro_batch(is_last: bool) -> AbstractContextManager[None]:
             model.next_backward(is_last)

@@ -23,6 +23,7 @@ from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import ALL_BLOCKS, TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
+from pretraining.model.hf import config_document
 from scripts.benchmark.common import batches_in_memory, device, initial_model, place
 from scripts.benchmark.race import Turn, parse_race, project, race, race_settings
 
@@ -106,11 +107,8 @@ def trainer(config: TrainConfig, turn: Turn) -> None:
 
 def _hugging_face_model(config: TrainConfig, shape: LlamaShape) -> Any:
     """Return LlamaForCausalLM of a shape, with the project's initial weights."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    if shape.rope_scaling is not None:
-        rope |= vars(shape.rope_scaling) | {"rope_type": "llama3"}
-    dimensions = {name: value for name, value in vars(shape).items() if not name.startswith("rope_")}
-    described = transformers.LlamaConfig(**dimensions, rope_parameters=rope, use_cache=False)
+    document = config_document(shape, "float32", 0, None, None) | {"use_cache": False}
+    described = transformers.AutoConfig.for_model(**document)
     model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="sdpa")
     model.load_state_dict(initial_model(config).state_dict())
     return model

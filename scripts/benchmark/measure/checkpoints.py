@@ -8,9 +8,7 @@ processes that shard them. Every save flushes all files to the disk (`sync_files
 
     project           a save with manifest, checksums and commit; a load that compares every checksum
     raw files         a file per process: `write` and `fsync`; a load into a small buffer, discarding the data
-    DCP               `dcp.save` with the default FileSystemWriter
-    DCP, 4 threads    four files per process, written by four threads
-    DCP, safetensors  HuggingFaceStorageWriter, each process writing its own shards; four threads for loads
+    DCP               safetensors: each process writes its own shards; four threads for loads, which check nothing
 
 Loaded tensors are compared with the saved ones. Then runs train in turns with synchronous and asynchronous saves. Each
 run saves twice, because the first save also allocates the memory for copies. Last, runs are killed by SIGKILL soon
@@ -29,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,17 +34,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from pretraining.checkpoint.chunks import local_tensor
 from pretraining.checkpoint.manifest import Manifest, tensor_state
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.start_point import find_start
-from pretraining.checkpoint.writer import local_tensor, plan_save, save_checkpoint
+from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import parameter_count, resolve_shape
-from pretraining.distributed.mesh import build_mesh
+from pretraining.distributed.dims import build_dims
 from pretraining.distributed.processes import Processes, join_processes
 from pretraining.launch.layout import ProcessLayout, free_port
 from pretraining.model.init import initialize_parameters
@@ -59,7 +56,6 @@ from scripts.benchmark.common import (
     LENGTH,
     PRETRAIN,
     Number,
-    Table,
     announce,
     flag_parser,
     join,
@@ -79,9 +75,7 @@ MANIFEST_OF_STEP_1 = Manifest(step=1, tokens_seen=1, global_batch_size=1)
 RAW = "raw files"
 READ_BYTES = 2**22
 THREADS = 4
-"""Threads per process, as in the project's writer and reader."""
-DAMAGES = 8
-"""Number of damaged bytes to test, one at a time, spread over the largest file."""
+"""Threads per process, as in the project's reader."""
 KINDS = ("save", "load", "load, file cache")
 SAVE_STEPS, LAST_STEP, FOLLOWING_STEPS = (5, 15), 21, 5
 Tensors = Mapping[str, torch.Tensor]
@@ -124,19 +118,11 @@ def load_raw(folder: Path, tensors: Tensors, config: TrainConfig) -> None:
             pass
 
 
-def save_dcp(folder: Path, tensors: Tensors, config: TrainConfig, threads: int = 1) -> None:
-    dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder, thread_count=threads))
-
-
-def load_dcp(folder: Path, tensors: Tensors, config: TrainConfig) -> None:
-    dcp.load(dict(tensors), storage_reader=FileSystemReader(folder))
-
-
-def save_safetensors(folder: Path, tensors: Tensors, config: TrainConfig) -> None:
+def save_dcp(folder: Path, tensors: Tensors, config: TrainConfig) -> None:
     dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
-def load_safetensors(folder: Path, tensors: Tensors, config: TrainConfig) -> None:
+def load_dcp(folder: Path, tensors: Tensors, config: TrainConfig) -> None:
     dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder), thread_count=THREADS))
 
 
@@ -144,8 +130,6 @@ CONTENDERS = {
     "project": Contender(save_project, load_project),
     RAW: Contender(save_raw, load_raw),
     "DCP": Contender(save_dcp, load_dcp),
-    "DCP, 4 threads": Contender(partial(save_dcp, threads=THREADS), load_dcp),
-    "DCP, safetensors": Contender(save_safetensors, load_safetensors),
 }
 
 
@@ -171,23 +155,23 @@ def main() -> None:
 
 def compare(root: Path, config: TrainConfig, world_size: int, rounds: int) -> None:
     """Print the table of jobs with `world_size` processes."""
-    payload, seconds, noticed = run_job(world_size, root, config, rounds)
+    payload, seconds = run_job(world_size, root, config, rounds)
     title = f"{world_size} process{'es' if world_size > 1 else ''}"
     columns = [column for kind in KINDS for column in (f"{kind}, GB/s", f"{kind}, project / it")]
-    table = Table(title, *columns, "damaged bytes noticed")
+    rows = []
     for name in CONTENDERS:
-        cells = []
+        cells = [name]
         for kind in KINDS:
             own, its = seconds["project", kind], seconds[name, kind]
             middle, quartiles = spread([b / a for a, b in zip(own, its, strict=True)], ".2f")
             cells += [spread([payload / each / 1e9 for each in its], ".2f")[0], f"{middle} ({quartiles})"]
-        table.add(name, *cells, f"{noticed[name]} of {DAMAGES}" if name in noticed else "-")
-    table.print()
+        rows.append(cells)
+    print_table((title, *columns), rows)
     print(f"\n{payload:,} bytes of tensors; median (quartiles) of {rounds} rounds", flush=True)
 
 
-def run_job(world_size: int, root: Path, config: TrainConfig, rounds: int) -> tuple[int, Seconds, dict[str, int]]:
-    """Return payload bytes, seconds, and detected damages, measured in new processes."""
+def run_job(world_size: int, root: Path, config: TrainConfig, rounds: int) -> tuple[int, Seconds]:
+    """Return payload bytes and seconds, measured in new processes."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     port = free_port()
@@ -199,7 +183,7 @@ def run_job(world_size: int, root: Path, config: TrainConfig, rounds: int) -> tu
         process.start()
     there.close()
     try:
-        result: tuple[int, Seconds, dict[str, int]] = here.recv()
+        result: tuple[int, Seconds] = here.recv()
     except EOFError:
         sys.exit("the measured processes failed: see their error above")
     for process in job:
@@ -214,17 +198,15 @@ def _work(
     with join_processes(layout) as processes:
         tensors = tensors_of_a_run(config, processes)
         seconds = take_turns(root, tensors, config, rounds)
-        noticed = {name: count_noticed(root, tensors, config, name) for name in CONTENDERS if name != RAW}
         if rank == 0:
-            results.send((plan_save(tensors).total_bytes, seconds, noticed))
+            results.send((plan_save(tensors).total_bytes, seconds))
         dist.barrier()  # rank 0 hosts the store, so it must exit last
 
 
 def tensors_of_a_run(config: TrainConfig, processes: Processes) -> dict[str, torch.Tensor]:
     """Return parameters and optimizer state, as a checkpoint holds them."""
-    mesh = build_mesh(config.parallel, processes.world_size, processes.local_world_size, processes.device.type)
     shape = resolve_shape(config.model)
-    model = build_model(shape, config, mesh, processes.device)
+    model = build_model(shape, config, build_dims(config.parallel, processes), processes.device)
     initialize_parameters(model.parameters, shape, config.run.seed, processes.device)
     optimizer = build_optimizer(model.parameters, config.optimizer)
     materialise_state(optimizer)
@@ -269,34 +251,6 @@ def _check_load(contender: Contender, folder: Path, tensors: Tensors, config: Tr
         assert torch.equal(local_tensor(tensor), saved[name]), f"{name} is not what was saved"
 
 
-def count_noticed(root: Path, tensors: Tensors, config: TrainConfig, name: str) -> int:
-    """Load files with one changed bit at several places; return how often a load fails. All processes call this."""
-    folder = root / name
-    largest = max(_files_of(folder), key=lambda path: path.stat().st_size)
-    noticed = 0
-    for number in range(DAMAGES):
-        place = (2 * number + 1) * largest.stat().st_size // (2 * DAMAGES)
-        _flip(largest, place)
-        try:
-            CONTENDERS[name].load(folder, tensors, config)
-        except (Exception, dcp.api.CheckpointException):  # CheckpointException is not an Exception
-            noticed += 1
-        _flip(largest, place)
-    return noticed
-
-
-def _flip(file: Path, place: int) -> None:
-    """Flip a bit of a file, on rank 0."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with file.open("r+b") as opened:
-            opened.seek(place)
-            byte = opened.read(1)[0]
-            opened.seek(place)
-            opened.write(bytes([byte ^ 1]))
-    dist.barrier()
-
-
 def _files_of(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
@@ -309,10 +263,8 @@ def compare_blocking(folder: Path, config: TrainConfig, runs: int) -> None:
             for asynchronous in blocked:
                 blocked[asynchronous].append(_blocked_seconds(folder, config, processes, asynchronous))
     ratios = [beside / in_place for in_place, beside in list(zip(*blocked.values(), strict=True))[1:]]
-    table = Table("time that a save blocks training", "median", "quartiles", "runs")
-    middle, quartiles = spread(ratios, ".3f")
-    table.add("asynchronous / synchronous", middle, quartiles, str(runs))
-    table.print()
+    row = ("asynchronous / synchronous", *spread(ratios, ".3f"), str(runs))
+    print_table(("time that a save blocks training", "median", "quartiles", "runs"), [row])
 
 
 def _blocked_seconds(folder: Path, config: TrainConfig, processes: Processes, asynchronous: bool) -> float:

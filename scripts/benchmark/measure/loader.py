@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.training import DataConfig
@@ -30,18 +29,19 @@ GLOBAL_BATCHES = (8, 64, 512)
 MICRO_BATCH = 8
 SHARDS = 1024
 STEPS = (10, 10**9)
-WAYS: dict[str, dict[str, Any]] = {
-    "with document mask": {},
-    "without document mask": {"document_mask": False},
-    "packed, best_fit": {"packing": "best_fit"},
-}
 
 
-def settings_of(folder: Path, dataset: str, **changes: Any) -> DataConfig:
-    """Return settings to read a dataset in the calling thread, with a document mask; `changes` override them."""
-    places = {"data_path": str(folder), "datasets": (dataset,), "index_path": str(folder / ".index")}
-    reading = {"seq_length": SEQ_LENGTH, "logical_shards": SHARDS, "document_mask": True, "num_workers": 0}
-    return DataConfig(**{**places, **reading, **changes})
+def settings_of(folder: Path, dataset: str) -> DataConfig:
+    """Return settings to read a dataset in the calling thread, with a document mask."""
+    return DataConfig(
+        data_path=str(folder),
+        datasets=(dataset,),
+        index_path=str(folder / ".index"),
+        seq_length=SEQ_LENGTH,
+        logical_shards=SHARDS,
+        document_mask=True,
+        num_workers=0,
+    )
 
 
 def open_data(config: DataConfig) -> OpenedDatasets:
@@ -78,23 +78,19 @@ def _tokens_of(micro_batch: MicroBatch) -> int:
 
 
 def measure_reading(folder: Path, mean: int, rounds: int) -> None:
-    """Print tokens/s of every way to read documents of a mean length, for several batch sizes."""
-    contenders: dict[tuple[str, int], Callable[[], int]] = {}
-    for way, changes in WAYS.items():
-        config = settings_of(folder, f"mean{mean}", **changes)
-        opened = open_data(config)
-        contenders |= {(way, size): reading(config, opened, size) for size in GLOBAL_BATCHES}
-    rates: dict[tuple[str, int], list[float]] = {key: [] for key in contenders}
+    """Print tokens/s for documents of a mean length, for several batch sizes."""
+    config = settings_of(folder, f"mean{mean}")
+    opened = open_data(config)
+    contenders = {size: reading(config, opened, size) for size in GLOBAL_BATCHES}
+    rates: dict[int, list[float]] = {size: [] for size in GLOBAL_BATCHES}
     for turn in range(rounds + 1):
-        for key, work in contenders.items():
+        for size, work in contenders.items():
             began = time.perf_counter()
             tokens = work()
             if turn:  # the first turn is a warm-up
-                rates[key].append(tokens / 1e6 / (time.perf_counter() - began))
-    cells = {key: "{} ({})".format(*spread(values, ".0f")) for key, values in rates.items()}
-    print(f"\nmillions of tokens/s, median (quartiles) of {rounds} turns")
-    header = (f"documents of {mean} tokens", *(f"{size} samples per step" for size in GLOBAL_BATCHES))
-    print_table(header, [(way, *(cells[way, size] for size in GLOBAL_BATCHES)) for way in WAYS])
+                rates[size].append(tokens / 1e6 / (time.perf_counter() - began))
+    rows = [(f"{size} samples per step", *spread(values, ".0f")) for size, values in rates.items()]
+    print_table((f"documents of {mean} tokens", "M tokens/s", "quartiles"), rows)
 
 
 def measure_resume(folder: Path, rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""Speed of `pretrain prepare` against the tokenizers library alone, and time to train a tokenizer.
+"""Speed of `pretrain prepare` against the tokenizers library alone.
 
     python -m scripts.benchmark.measure.prepare
     python -m scripts.benchmark.measure.prepare --megabytes=500 --vocabulary=64000
@@ -16,10 +16,10 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -44,13 +44,11 @@ def main() -> None:
     )
     flags = parser.parse_args()
     announce(flags)
-    modules = [file.path.read_text(encoding="utf-8") for file in standard_library_files()]
-    began = time.perf_counter()
+    text = "".join(file.path.read_text(encoding="utf-8") for file in standard_library_files())
+    documents = [text[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(text), DOCUMENT_CHARACTERS)]
     with library_threads(True):
-        tokenizer = train_tokenizer(modules, flags.vocabulary)
-    seconds = time.perf_counter() - began
-    print(f"tokenizer {tokenizer.vocab_size:,} entries of {sum(map(len, modules)):,} characters: {seconds:.2f} s")
-    documents = list(_documents(cycle(modules), flags.megabytes * 1_000_000))
+        tokenizer = train_tokenizer(documents, flags.vocabulary)
+    documents = list(islice(cycle(documents), flags.megabytes * 1_000_000 // DOCUMENT_CHARACTERS))
     print(f"text      {len(documents):,} documents, {sum(map(len, documents)):,} characters", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         tokenizer.save(Path(folder))
@@ -112,17 +110,6 @@ def _preparing(text: Path, root: Path) -> Callable[[int, int], int]:
             return prepare(config).tokens
 
     return run_once
-
-
-def _documents(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Cut texts into documents, up to a number of characters."""
-    for text in texts:
-        for at in range(0, len(text), DOCUMENT_CHARACTERS):
-            document = text[at : at + DOCUMENT_CHARACTERS]
-            yield document
-            characters -= len(document)
-            if characters <= 0:
-                return
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from tiny_shape import TINY_SHAPE
 
+from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.pt_files import write_full
-from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
+from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from unit.checkpoint import checkpoint_files
 
-from pretraining.checkpoint.manifest import FileEntry, Manifest, read_document
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import FileEntry, Manifest
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.run_folder import checkpoint_path
 from pretraining.checkpoint.writer import plan_save, save_checkpoint

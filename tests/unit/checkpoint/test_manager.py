@@ -19,8 +19,9 @@ from helpers import PATIENCE_SECONDS
 from unit.checkpoint.examples import load, manifest_of, tensors
 
 from pretraining.checkpoint import saver as saver_module
+from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manager import CheckpointManager
-from pretraining.checkpoint.manifest import Manifest, Stateful, read_document
+from pretraining.checkpoint.manifest import Manifest, Stateful
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.checkpoint.saver import Saver, Staging
 from pretraining.checkpoint.start_point import CheckpointRef

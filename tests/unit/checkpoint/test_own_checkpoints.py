@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from unit.checkpoint.examples import save
 
-from pretraining.checkpoint.manifest import Manifest, read_document
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.own_checkpoints import Copies, Copy, own_checkpoints
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.start_point import find_start

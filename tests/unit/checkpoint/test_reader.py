@@ -14,9 +14,10 @@ from unit.checkpoint.checkpoint_files import flip_byte
 from unit.checkpoint.examples import load, save, tensors
 
 from pretraining.checkpoint import reader, writer
+from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.reader import file_entry, load_tensors, open_tensors, read_tensor
-from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
+from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.distributed import processes
 from pretraining.errors import CheckpointError, DamagedError
 

@@ -9,7 +9,7 @@ from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import EVALUATION_STATE, MANIFEST
 from pretraining.checkpoint.run_folder import checkpoint_path
-from pretraining.checkpoint.run_path import existing_run_path, folders_of, newest_run_path, with_run_path
+from pretraining.checkpoint.run_path import existing_run_path, folders_of, make_run_path, newest_run_path
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
@@ -30,9 +30,10 @@ def start(path: Path, *flags: str, now: datetime = NOW) -> Path:
     found = existing_run_path(str(path), config)
     if found is not None:
         return Path(found)
-    written = with_run_path(config, now)
-    (written.checkpoint.folder / "config.yaml").write_text(dump_config(written))
-    return written.checkpoint.folder
+    made = make_run_path(str(path), now)
+    assert made is not None
+    (Path(made) / "config.yaml").write_text(dump_config(config))
+    return Path(made)
 
 
 def later(minutes: int) -> datetime:
@@ -40,8 +41,7 @@ def later(minutes: int) -> datetime:
 
 
 def test_without_a_timestamp_the_path_is_unchanged(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run")
-    assert with_run_path(config) == config
+    assert make_run_path(str(tmp_path / "run")) == str(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert newest_run_path("runs/a") == "runs/a"
 
@@ -119,5 +119,5 @@ def test_a_relative_path_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError) as refused:
-        with_run_path(config_of(tmp_path / "file" / "{timestamp}"), NOW)
+        make_run_path(str(tmp_path / "file" / "{timestamp}"), NOW)
     assert refused.value.path == tmp_path / "file" / "20261121-143005"

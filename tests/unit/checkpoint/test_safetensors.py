@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pretraining.checkpoint import writer
+from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.headers import read_header
 from pretraining.checkpoint.reader import ReadItem, file_entry, read_chunk
-from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
+from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.errors import CheckpointError, DamagedError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretraining.checkpoint import writer
-from pretraining.checkpoint.writer import Chunk, file_of_tensor, plan_save
+from pretraining.checkpoint.chunks import Chunk
+from pretraining.checkpoint.writer import file_of_tensor, plan_save
 
 SHAPES = {
     "lm_head.weight": (7, 3),

@@ -8,8 +8,9 @@ import torch
 from unit.checkpoint.examples import manifest_of
 
 from pretraining.checkpoint import saver as saver_module
+from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.saver import Saver, Staging
-from pretraining.checkpoint.writer import Chunk, SavePlan, WriteItem
+from pretraining.checkpoint.writer import SavePlan, WriteItem
 from pretraining.config.training import CheckpointConfig
 
 

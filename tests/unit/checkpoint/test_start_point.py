@@ -12,8 +12,9 @@ from unit.checkpoint.examples import save, tensors
 
 from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.reader import load_tensors
+from pretraining.checkpoint.restore import load_model
 from pretraining.checkpoint.run_folder import CHECKPOINTS
-from pretraining.checkpoint.start_point import CheckpointRef, find_start, load_model
+from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import with_checksum

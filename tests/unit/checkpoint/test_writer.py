@@ -12,7 +12,8 @@ import pytest
 from unit.checkpoint.examples import manifest_of, save
 
 from pretraining.checkpoint import writer
-from pretraining.checkpoint.manifest import MANIFEST, read_manifest
+from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.run_folder import (
     BEST,
     CHECKPOINTS,

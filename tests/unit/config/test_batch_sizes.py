@@ -47,7 +47,7 @@ def test_without_a_global_batch_size_it_is_the_product(batch_size: int, steps: i
         (BatchConfig(batch_size=4, global_batch_size=16, grad_accum_steps=4), 2, BatchSizes(16, 2, 4, 2)),
     ],
 )
-def test_what_is_left_open_is_derived(batch: BatchConfig, count: int, plan: BatchSizes) -> None:
+def test_missing_batch_sizes_are_derived(batch: BatchConfig, count: int, plan: BatchSizes) -> None:
     assert resolve_batch_sizes(batch, count) == plan
 
 

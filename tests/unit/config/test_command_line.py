@@ -12,7 +12,7 @@ from fire.decorators import SetParseFn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.command_line import load_train_config, resolve_config
+from pretraining.config.command_line import drop_overridden, load_train_config, resolve_config
 from pretraining.config.fields import required, setting, values_of
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
@@ -36,7 +36,7 @@ def through_fire(*arguments: str) -> tuple[tuple[str, ...], dict[str, str]]:
 def value_of(name: str, *arguments: str) -> object:
     """Return one setting of a training run, on generated data unless the arguments name data."""
     source = [] if any(re.search("data.path|use.dummy", word) for word in arguments) else ["--data_path=d"]
-    overrides, flags = through_fire(*source, *arguments)
+    overrides, flags = through_fire(*drop_overridden(TrainConfig, [*source, *arguments]))
     return values_of(resolve_config(TrainConfig, overrides, flags).config)[name]
 
 
@@ -57,7 +57,10 @@ def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
         (["optimizer.learning_rate=3e-5"], "learning_rate", 3e-5),
         (["seed=1", "seed=2"], "seed", 2),
         (["--seed=1", "--seed=2"], "seed", 2),
-        (["seed=2", "--run.seed=2"], "seed", 2),
+        (["seed=1", "--run.seed=2"], "seed", 2),
+        (["--run.Seed", "1", "--num_workers=0", "--SEED=3", "seed=2"], "seed", 2),
+        (["--mixed_precision=true", "--nomixed_precision"], "mixed_precision", False),
+        (["--no-mixed-precision", "--mixed_precision"], "mixed_precision", True),
         (["--mixed_precision", "off"], "mixed_precision", False),
         (["--nomixed_precision"], "mixed_precision", False),
         (["--no-mixed-precision"], "mixed_precision", False),
@@ -68,6 +71,9 @@ def problems_of(*overrides: str, **flags: str) -> tuple[str, ...]:
         (["--weights=1,2", "--datasets=a,b"], "weights", (1.0, 2.0)),
         (["--sharding_strategy=zero0"], "sharding_strategy", "ddp"),
         (["--max_tokens=5B"], "num_steps", Duration(5_000_000_000, "tokens")),
+        (["--num_steps=9", "--max_tokens=5B"], "num_steps", Duration(5_000_000_000, "tokens")),
+        (["--max_tokens=5B", "num_steps=7", "--max-tokens=5B", "num_steps=9"], "num_steps", Duration(9, "steps")),
+        (["--keep_last=2", "--save_total_limit=4"], "keep_last", 4),
         (["--run.max_tokens=5ktok"], "num_steps", Duration(5000, "tokens")),
         (["max_tokens=5k", "--num_steps=5ktok"], "num_steps", Duration(5000, "tokens")),
         (["--report_to=none"], "tracker", ()),
@@ -106,7 +112,7 @@ def test_a_spelling_gives_this_value(arguments: list[str], name: str, value: obj
         (["--recipe=~nobody_of_that_name/a.yaml"], "~nobody_of_that_name"),
     ],
 )
-def test_an_error_says_what_to_write(arguments: list[str], problem: str) -> None:
+def test_an_error_names_the_argument_and_the_remedy(arguments: list[str], problem: str) -> None:
     if not {"--recipe", "--data_path"} & {argument.partition("=")[0] for argument in arguments}:
         arguments = [*arguments, "--use_dummy_dataset=true", "--ckpt_save_path=runs/a"]
     overrides, flags = through_fire(*arguments)
@@ -128,6 +134,13 @@ def test_one_error_has_all_problems_once() -> None:
     ]
     assert [problem.startswith(start) for problem, start in zip(problems, beginnings, strict=True)] == [True] * 6
     assert len(problems_of(recipe="missing.yaml,nowhere.json,demo")) == 2
+
+
+def test_the_last_recipe_on_the_command_line_replaces_earlier_ones() -> None:
+    words = ["first.yaml", "--recipe=a.yaml", "--unknown=1", "other.key=2", "--config", "b.yaml", "--unknown=3"]
+    assert drop_overridden(TrainConfig, words) == ["first.yaml", *words[2:]]
+    words = ["--format=hf", "runs/x", "out", "--format=pt"]
+    assert drop_overridden(ExportConfig, words) == words[1:]
 
 
 def test_an_existing_path_with_a_comma_is_one_recipe(tmp_path: Path) -> None:
@@ -167,7 +180,7 @@ def test_the_first_word_may_be_a_path_alone(tmp_path: Path) -> None:
         resolve_config(Flat, ["runs/a", "output_path=x"])
 
 
-def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.yaml").write_text("seed: 7\neval_datasets: [~/b, c]\nsample_prompt: ~/x\n")
     config = load_train_config([], DUMMY | {"recipe": "~/a.yaml", "ckpt_save_path": "~/runs/a"})
@@ -185,7 +198,7 @@ def test_a_path_may_begin_with_a_home_folder(tmp_path: Path, monkeypatch: pytest
         ({"max_tokens": "3", "output_path": "x"}, "max_tokens"),  # alias of a setting that this command lacks
     ],
 )
-def test_a_flat_command_refuses_what_it_lacks_or_does_not_know(flags: dict[str, str], named: str) -> None:
+def test_a_flat_command_refuses_missing_and_unknown_settings(flags: dict[str, str], named: str) -> None:
     assert resolve_config(Flat, ["count=4"], {"output-path": "x", "local-rank": "0"}).config == Flat("x", 4)
     with pytest.raises(ConfigError) as error:
         resolve_config(Flat, [], flags)
@@ -202,7 +215,7 @@ def test_any_text_gives_a_configuration_or_a_config_error(overrides: list[str], 
         assert error.problems
 
 
-def test_an_export_takes_two_words_like_a_copy() -> None:
+def test_an_export_takes_source_and_target_as_two_words() -> None:
     config = resolve_config(ExportConfig, ["runs/x", "out"]).config
     assert (config.ckpt_load_path, config.output_path) == ("runs/x", "out")
     config = resolve_config(ExportConfig, ["runs/x"], {"output_path": "out"}).config

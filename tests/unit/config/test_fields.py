@@ -43,7 +43,7 @@ def test_a_setting_knows_its_section_and_default() -> None:
     assert sections_of(Mixed) == {"size": Size, "batch": BatchConfig}
 
 
-def test_a_field_or_its_section_says_that_it_changes_silently() -> None:
+def test_a_field_or_its_section_declares_a_silent_change() -> None:
     assert {name for name, known in settings_of(Mixed).items() if known.silent_change} == {"width", "heights"}
     settings = settings_of(TrainConfig)
     assert settings["num_workers"].silent_change and not settings["seq_length"].silent_change
@@ -67,7 +67,7 @@ def test_a_root_with_unsupported_fields_is_refused(fields: list[tuple[str, Any, 
         settings_of(make_dataclass("Root", fields, frozen=True))
 
 
-def test_every_setting_of_a_training_run_is_explained_and_every_default_within_its_limits() -> None:
+def test_every_training_setting_has_help_and_a_valid_default() -> None:
     assert [name for name, known in settings_of(TrainConfig).items() if not known.help] == []
     assert [name for name, known in settings_of(TrainConfig).items() if limit_problem(known, known.default)] == []
 

@@ -58,7 +58,7 @@ JSON_TEXT = """
 
 
 @pytest.mark.parametrize(("text", "name"), [(YAML_TEXT, "a.yaml"), (YAML_TEXT, "a.yml"), (JSON_TEXT, "a.json")])
-def test_a_recipe_is_read_like_flags(tmp_path: Path, text: str, name: str) -> None:
+def test_a_recipe_and_flags_are_parsed_alike(tmp_path: Path, text: str, name: str) -> None:
     flags = ["learning_rate=1e-3", "weight_decay=0", "adam_beta1=.8", "datasets=a,b", "weights=1,2.5", "data_path=1e5"]
     more = ["deterministic=on", "seed=10", "num_steps=5Btok", "checkpoint_interval=500", "tracker=none"]
     assert load_config(recipe(tmp_path, text, name)) == load_train_config([*flags, *more])
@@ -88,13 +88,13 @@ def test_a_recipe_is_read_like_flags(tmp_path: Path, text: str, name: str) -> No
         ("\udcff\udcfe", "a.yaml", "cannot be read"),
     ],
 )
-def test_a_mistake_names_the_file(tmp_path: Path, text: str, name: str, part: str) -> None:
+def test_an_error_in_a_recipe_names_the_file(tmp_path: Path, text: str, name: str, part: str) -> None:
     (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     [problem] = problems_of(str(tmp_path / name))
     assert "FILE" in problem and part in problem
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_recipe_that_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").mkdir()
     for name in ("a.yaml", "b.yaml", "c.yaml"):

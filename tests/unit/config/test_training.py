@@ -29,7 +29,7 @@ def test_blocks_are_every_kth_or_a_fraction_spread_evenly(selective: str, blocks
     assert checkpointed_blocks(selective, 8) == blocks
 
 
-def test_a_fraction_takes_its_share_of_any_first_blocks_to_half_a_block() -> None:
+def test_a_checkpointed_fraction_holds_in_any_prefix_to_half_a_block() -> None:
     for share in (Fraction(1, 7), Fraction(2, 5), Fraction(5, 6)):
         taken = checkpointed_blocks(str(share), 80)
         for count in range(81):

@@ -69,7 +69,7 @@ SETTINGS = settings_of(Example)
         ("shares", "1,2.5", (1.0, 2.5)),
     ],
 )
-def test_a_text_means_this_value(name: str, raw: Any, value: object) -> None:
+def test_a_text_parses_to_this_value(name: str, raw: Any, value: object) -> None:
     parsed = parse_value(SETTINGS[name], raw)
     assert parsed == value
     assert type(parsed) is type(value)
@@ -126,7 +126,7 @@ def test_ranges_include_both_ends_and_may_be_one_number() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-", "7-3", "-1", "a-b", "1-2-3", "1.5", f"1-{10**18 + 1}", "0-2"])
-def test_what_is_no_range_is_refused(text: str) -> None:
+def test_an_invalid_range_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_ranges("flag", ["5", text], smallest=1)
     assert refused.value.settings == ("flag",)

@@ -118,7 +118,7 @@ def meet(config: DataConfig, bad: Path, fault: Fault, stage: str) -> Loader:
 
 
 @pytest.mark.parametrize(("fault", "stage"), CASES, ids=[f"{fault.__name__}-{stage}" for fault, stage in CASES])
-def test_a_fault_is_named_where_it_is_first_met(config: DataConfig, bad: Path, fault: Fault, stage: str) -> None:
+def test_a_fault_is_named_at_its_first_sample(config: DataConfig, bad: Path, fault: Fault, stage: str) -> None:
     with pytest.raises(DataError) as raised:
         train(meet(config, bad, fault, stage))
     assert raised.value.path == bad and (raised.value.row is not None) == (fault is use_other_tokenizer)
@@ -133,7 +133,9 @@ IN_A_RUN = [(fault, stage) for fault, stage in CASES if stage in ("open", "read"
 
 
 @pytest.mark.parametrize(("fault", "stage"), IN_A_RUN, ids=[f"{fault.__name__}-{stage}" for fault, stage in IN_A_RUN])
-def test_quarantine_takes_slots_that_need_the_file(config: DataConfig, bad: Path, fault: Fault, stage: str) -> None:
+def test_quarantine_ignores_exactly_the_slots_that_need_the_file(
+    config: DataConfig, bad: Path, fault: Fault, stage: str
+) -> None:
     config = replace(config, bad_documents="quarantine")
     expected = train(made(config))
     running = meet(config, bad, fault, stage)
@@ -179,7 +181,7 @@ def test_ranks_and_inspect_quarantine_alike(config: DataConfig, bad: Path, caplo
     assert empty and caplog.messages and all(str(bad) in line for line in caplog.messages)
 
 
-def test_the_run_ends_where_nothing_can_be_read_and_goes_on_where_readable_samples_lie_between(
+def test_a_run_stops_if_nothing_is_readable_and_continues_between_readable_samples(
     config: DataConfig, bad: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, "pretraining")

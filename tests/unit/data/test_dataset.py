@@ -57,7 +57,7 @@ def positions(row: list[Place]) -> list[int]:
     return found
 
 
-def test_what_is_listed_once_is_opened_anywhere(tmp_path: Path) -> None:
+def test_a_pickled_listing_opens_the_same_datasets(tmp_path: Path) -> None:
     settings = config(make_root(tmp_path, web=60, code=40))
     listing = list_datasets(settings)
     build_indices(listing, settings)

@@ -26,7 +26,7 @@ def found(data: DataConfig, *folders: Path | str) -> list[str]:
     return [each.name for each in find_evaluation_folders([str(each) for each in folders], data, list_datasets(data))]
 
 
-def test_sets_are_named_by_as_much_of_their_paths_as_tells_them_apart(data: DataConfig, tmp_path: Path) -> None:
+def test_sets_are_named_by_the_shortest_distinct_part_of_their_paths(data: DataConfig, tmp_path: Path) -> None:
     folders = ("a/valid", "b/valid", "valid/web", "deep/valid/web", "books", "c/code", "train/other")
     for name in folders:
         write_dataset(tmp_path / name, documents=3)
@@ -67,7 +67,7 @@ def test_a_set_may_be_a_file_beside_the_one_that_is_trained_on(data: DataConfig,
         (["other/web", "/web"], "/web: "),
     ],
 )
-def test_what_cannot_be_a_set_is_refused(
+def test_an_invalid_evaluation_set_is_refused(
     data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -41,7 +41,7 @@ def seen_of(config: DataConfig, split: SplitName) -> set[Place]:
     st.integers(1, 3),
     st.sampled_from(["stream", "best_fit"]),
 )
-def test_train_and_held_out_never_meet_when_files_and_rows_are_added_and_data_is_cut_anew(
+def test_training_and_held_out_documents_stay_disjoint_when_data_grows_or_is_resharded(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: list[tuple[str, int, int]],
     fraction: float,

@@ -32,7 +32,7 @@ def test_a_limit_ends_the_iteration_with_threads_too(config: DataConfig) -> None
             assert len(list(made)) == limit
 
 
-def test_a_closed_loader_can_be_used_again_and_leaves_the_threads_of_torch_alone(config: DataConfig) -> None:
+def test_a_closed_loader_can_be_reused_and_does_not_change_torchs_threads(config: DataConfig) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -47,7 +47,9 @@ def test_a_closed_loader_can_be_used_again_and_leaves_the_threads_of_torch_alone
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_an_error_is_met_at_its_step_always(config: DataConfig, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+def test_an_error_always_surfaces_at_its_step(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
     class DiskOnFire(Exception):
         pass
 
@@ -85,7 +87,7 @@ print("taken")
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("threads_are", ["idle", "hanging"])
-def test_a_loader_that_is_left_open_does_not_disturb_the_end_of_the_program(threads_are: str) -> None:
+def test_an_open_loader_does_not_disturb_the_exit_of_the_program(threads_are: str) -> None:
     ended = run_command([sys.executable, "-c", LEFT_OPEN, threads_are], {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
     assert (ended.stdout, ended.stderr) == ("taken\n", "")
 

@@ -106,7 +106,7 @@ class Saved:
 
 @settings(max_examples=150)
 @given(st.lists(STAGE, min_size=1, max_size=6))
-def test_row_54_a_skipped_sample_is_never_used_and_every_other_one_once(stages: list[dict[str, Any]]) -> None:
+def test_a_skipped_sample_is_never_used_and_every_other_one_once(stages: list[dict[str, Any]]) -> None:
     """Through any phases, skips, resumes and rollbacks, on any number of ranks.
 
     A sample is one of a dataset: its global number may change in a new phase that begins before it.
@@ -175,7 +175,7 @@ def diverged_at_the_border() -> tuple[dict[str, Any], Loader]:
 
 
 @pytest.mark.parametrize("by_flag", [False, True])
-def test_a_phase_that_begins_again_after_a_rollback_is_where_it_was_and_skips_what_it_used(by_flag: bool) -> None:
+def test_a_phase_repeated_after_a_rollback_keeps_its_place_and_skips_used_samples(by_flag: bool) -> None:
     state, diverged = diverged_at_the_border()
     made = numbers_loader({"a": 3, "b": 1}, 8, skip=[(24, 40)] if by_flag else [])
     made.load_state_dict(state)
@@ -309,7 +309,7 @@ def test_a_dataset_that_comes_back_with_other_files_is_refused(config: DataConfi
         loader(config, plan(8)).load_state_dict(state)
 
 
-def test_a_weight_of_zero_leaves_a_dataset_out_as_removing_it_does(config: DataConfig) -> None:
+def test_a_weight_of_zero_equals_removing_the_dataset(config: DataConfig) -> None:
     _, state = go_on([loader(config, plan(8))], None, 3)
     removed, zero = (
         loader(replace(config, **changes), plan(8))

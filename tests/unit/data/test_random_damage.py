@@ -144,7 +144,7 @@ def test_a_damaged_file_is_read_or_named_and_verify_finds_it(tmp_path: Path, bat
 
 
 @pytest.mark.parametrize("packing", first_quick("best_fit", "stream"))
-def test_a_damaged_index_is_made_anew_and_no_other_tokens_are_read(tmp_path: Path, packing: Packing) -> None:
+def test_a_damaged_index_is_rebuilt_and_gives_the_same_tokens(tmp_path: Path, packing: Packing) -> None:
     """Damaged bin counts change no sample."""
     root = make_root(tmp_path / "data", web=60, code=40)
     config = DataConfig(

@@ -58,7 +58,7 @@ def test_other_settings_are_refused_by_name(config: DataConfig, state: dict[str,
     assert next(iter(changes)) in refusal(state, replace(replace(config, datasets=("web", "code")), **changes))
 
 
-def test_all_that_differs_is_in_one_error_with_what_may_differ(config: DataConfig, state: dict[str, Any]) -> None:
+def test_all_differences_are_in_one_error_with_what_may_differ(config: DataConfig, state: dict[str, Any]) -> None:
     state["datasets"]["web"]["settings"] = "of another release"
     text = refusal(state | {"split": "held_out"}, replace(config, seq_length=8), seed=6)
     assert text.count("\n  - ") == 4 and "--ckpt_save_path" in text
@@ -133,7 +133,7 @@ def damaged_states(draw: st.DrawFn, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def test_whatever_a_state_holds_it_is_refused_or_gone_on_from(config: DataConfig) -> None:
+def test_any_state_is_refused_or_resumed(config: DataConfig) -> None:
     made = loader(replace(config, skip_samples=("100-120", "200")), plan(8))
     next(made)
     other = replace(config, datasets=("web", "code"), weights=(3.0, 1.0))

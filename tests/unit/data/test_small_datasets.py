@@ -36,7 +36,7 @@ def write_numbered(root: Path, files: list[list[int]], batch_documents: int) -> 
 )
 @example([[0, 0, 0], [], [5, 0], [0], [0, 0, 9], []], 5, 2, 1)
 @example([[0] * (2 * BLOCK_DOCUMENTS + 5), [3], [0] * BLOCK_DOCUMENTS, [2]], 3, 2, 10**9)
-def test_every_token_comes_once_a_pass_whatever_else_is_empty(
+def test_every_token_comes_once_per_pass_beside_empty_datasets(
     tmp_path_factory: pytest.TempPathFactory, files: list[list[int]], shards: int, seq_length: int, batch: int
 ) -> None:
     root = tmp_path_factory.mktemp("data")

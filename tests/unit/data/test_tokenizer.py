@@ -58,7 +58,7 @@ def test_saved_and_loaded_it_is_the_same_tokenizer(tmp_path: Path) -> None:
         ("special_tokens_map.json", {"eos_token": "stop"}),
     ],
 )
-def test_end_of_text_is_what_the_folder_says(tmp_path: Path, name: str, content: dict[str, object]) -> None:
+def test_the_end_of_text_is_that_of_the_folder(tmp_path: Path, name: str, content: dict[str, object]) -> None:
     write_word_tokenizer(tmp_path, {"?": 0, "a": 1, "stop": 2, "</s>": 3}, ["</s>"])
     (tmp_path / name).write_text(json.dumps(content))
     loaded = load_tokenizer(tmp_path)
@@ -68,7 +68,9 @@ def test_end_of_text_is_what_the_folder_says(tmp_path: Path, name: str, content:
     assert load_tokenizer(tmp_path / "copy").end_of_text == 2
 
 
-def test_a_lone_file_says_its_end_of_text_by_a_usual_name_and_its_vocabulary_by_the_largest_id(tmp_path: Path) -> None:
+def test_a_lone_tokenizer_file_gives_its_end_of_text_by_name_and_its_vocabulary_by_the_largest_id(
+    tmp_path: Path,
+) -> None:
     write_word_tokenizer(tmp_path / "llama", {"?": 0, "a": 1, "</s>": 2}, ["</s>"])
     assert load_tokenizer(tmp_path / "llama").end_of_text == 2
     write_word_tokenizer(tmp_path / "none", {"?": 0, "a": 70_000}, [])
@@ -125,7 +127,7 @@ def test_bytes_of_sentencepiece_tokens_and_of_added_ones(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}])
-def test_tokens_that_do_not_say_their_bytes_have_none(tmp_path: Path, decoder: dict[str, object] | None) -> None:
+def test_tokens_without_known_bytes_have_none(tmp_path: Path, decoder: dict[str, object] | None) -> None:
     definition = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "decoder": decoder}
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     assert load_tokenizer(tmp_path).byte_lengths() is None

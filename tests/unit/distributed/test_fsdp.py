@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretraining.config.training import ParallelConfig, ShardingStrategy
-from pretraining.distributed.mesh import AXES
+from pretraining.distributed.dims import Dims
 from pretraining.distributed.parallelize import parallelize
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
@@ -67,12 +67,13 @@ def test_replicas_all_reduce_gradients_once_per_step(
     micro_batches: int,
 ) -> None:
     """Names with `_each` count per micro-batch, the others per step."""
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=AXES)
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    dims = Dims(world=4, node=4, replicate=mesh_shape[0], shard=mesh_shape[1], data=4, rank=0, mesh=mesh)
     model = Llama(TINY_SHAPE)
     initialize_weights(model, TINY_SHAPE, 0, torch.device("cpu"))
     settings = ParallelConfig(sharding_strategy=strategy, mixed_precision=False, low_cpu_fsdp=False)
     cpu = torch.device("cpu")
-    laid_out = parallelize(model, model.model.layers, settings, mesh, cpu, model.tie_weights)
+    laid_out = parallelize(model, model.model.layers, settings, dims, cpu, model.tie_weights)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with Collectives() as collectives:
         for index in range(micro_batches):

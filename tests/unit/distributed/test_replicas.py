@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretraining.config.strategies import DimSizes
 from pretraining.distributed import replicas as replicas_module
 from pretraining.distributed.replicas import Replicas, hash_tensors
 
@@ -63,10 +62,8 @@ def test_the_minority_is_returned_or_all_without_a_majority(
         for tensor, value in zip(everyone, hashes, strict=True):
             tensor.fill_(value)
 
-    class Mesh:
-        mesh = torch.tensor(ranks)
-
-    mesh: Any = Mesh()
+    world, shard = len(hashes), len(ranks[0])
+    dims = DimSizes(world=world, node=world, replicate=len(ranks), shard=shard, data=world)
     monkeypatch.setattr("torch.distributed.all_gather", all_gather)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: len(hashes))
-    assert Replicas([], mesh).differing_ranks() == odd
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: world)
+    assert Replicas([], dims).differing_ranks() == odd

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_model import single_dims
 from tiny_shape import TINY_SHAPE
 from torch import Tensor, nn
 
@@ -20,7 +21,6 @@ from pretraining.distributed.activation_checkpointing import checkpoint_activati
 from pretraining.distributed.fsdp import ShardedModel
 from pretraining.distributed.grad_norm import gradient_norm, local_gradients, local_part
 from pretraining.distributed.gradient_buckets import GradientBuckets
-from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.parallelize import ParallelModel
 from pretraining.distributed.replicated import ReplicatedModel
 from pretraining.model.init import initialize_parameters
@@ -34,15 +34,15 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def make_model(shape: LlamaShape, dtype: torch.dtype, is_sharded: bool, settings: ParallelConfig) -> ParallelModel:
-    mesh = build_mesh(settings, 1, 1, "cpu")
+    dims = single_dims(settings)
     with torch.device("meta") if settings.low_cpu_fsdp else CPU:
         module = Llama(shape)
     checkpoint_activations(module.model.layers, settings)
     made: ParallelModel
     if is_sharded:
-        made = ShardedModel(module, module.blocks, mesh, False, dtype, CPU, module.tie_weights)
+        made = ShardedModel(module, module.blocks, dims, False, dtype, CPU, module.tie_weights)
     else:
-        made = ReplicatedModel(module, dtype, CPU, mesh["replicate"].get_group())
+        made = ReplicatedModel(module, dtype, CPU, dims.group("replicate"))
     initialize_parameters(made.parameters, shape, 0, CPU)
     return made
 
@@ -51,7 +51,7 @@ def make_model(shape: LlamaShape, dtype: torch.dtype, is_sharded: bool, settings
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_unused_model_is_freed(dtype: torch.dtype, replicas: int) -> None:
     """As after a rollback, or with several models in one process."""
-    group = build_mesh(ParallelConfig(), 1, 1, "cpu")["replicate"].get_group()
+    group = single_dims().group("replicate")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.ProcessGroup, "size", lambda group: replicas)
         model = ReplicatedModel(Llama(TINY_SHAPE), dtype, CPU, group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,14 @@ def test_parameter_count_is_that_of_the_model(shape: LlamaShape) -> None:
     assert parameter_count(shape) == sum(parameter.numel() for parameter in meta_model(shape).parameters())
 
 
+def test_biases_count_as_parameters_and_not_as_operations() -> None:
+    for bias in ("qkv", "true"):
+        shape = replace(VARIANTS["small"], attention_bias=bias, mlp_bias=True, head_dim=32)
+        assert parameter_count(shape) == sum(parameter.numel() for parameter in meta_model(shape).parameters())
+        products, _ = counted(meta_model(shape), torch.zeros(1, 64, dtype=torch.int64, device="meta"))
+        assert products == 2 * matmul_parameters(shape) * 64
+
+
 @every_variant
 def test_matmul_parameters_are_those_of_linear_layers(shape: LlamaShape) -> None:
     """The head counts, tied or not; the embedding look-up does not."""
@@ -36,10 +46,13 @@ def counted(model: nn.Module, *inputs: object) -> tuple[int, int]:
     with FlopCounterMode(display=False) as counter:
         model(*inputs)
     operations = counter.get_flop_counts()["Global"]
-    return operations.pop(torch.ops.aten.mm), sum(operations.values())
+    products = sum(operations.pop(each, 0) for each in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    return products, sum(operations.values())
 
 
-@pytest.mark.parametrize("name", ["7b", "llama2_1.4b", "llama3.2_1b", "tiny"])
+@pytest.mark.parametrize(
+    "name", ["7b", "llama2_1.4b", "llama3.2_1b", "tiny", "qwen3_0.6b", "olmo2_1b", "smollm3_3b", "granite3_2b"]
+)
 def test_flops_are_six_a_matmul_parameter_and_half_the_attention_matrix(name: str) -> None:
     """Backward costs twice a forward, and causality halves attention."""
     shape, length = VARIANTS[name], 256

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pretraining.config.batch_sizes import resolve_batch_sizes
+from pretraining.config.strategies import DimSizes
 from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.estimate.devices import GPUS
@@ -34,7 +35,9 @@ def step_time(
 ) -> StepTime:
     config = replace(TrainConfig(), parallel=ParallelConfig(**parallel), data=DataConfig(seq_length=seq_length))
     plan = resolve_batch_sizes(batch or BatchConfig(batch_size=2), cluster.gpus)
-    return estimate_step_time(config, VARIANTS[variant], plan, cluster, shard_size)
+    gpus = cluster.gpus
+    dims = DimSizes(world=gpus, node=cluster.gpus_per_node, replicate=gpus // shard_size, shard=shard_size, data=gpus)
+    return estimate_step_time(config, VARIANTS[variant], plan, cluster, dims)
 
 
 def predicted(gpu: str, gpus: int, network: float, variant: str) -> float:

@@ -44,7 +44,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (math.inf, "single", 1, {"SLURM_CPUS_ON_NODE": "many"}, 8),
     ],
 )
-def test_a_process_has_its_share_of_the_cores(
+def test_the_processes_of_a_node_share_its_cores(
     quota: float, launcher: str, processes: int, environ: dict[str, str], expected: int, machine: pytest.MonkeyPatch
 ) -> None:
     machine.setattr(cpu_threads, "cpu_quota", lambda: quota)
@@ -76,7 +76,7 @@ def test_the_user_decides_and_a_value_of_torchrun_is_ignored(
     assert threads == CpuThreads(8 // processes, is_chosen)
 
 
-def test_torch_that_is_imported_already_keeps_its_threads(machine: pytest.MonkeyPatch) -> None:
+def test_an_imported_torch_keeps_its_threads(machine: pytest.MonkeyPatch) -> None:
     machine.setitem(sys.modules, "torch", sys)
     environ: dict[str, str] = {}
     assert not set_threads(4, layout_of(), environ).is_chosen and environ == {}

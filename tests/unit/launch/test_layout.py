@@ -170,12 +170,12 @@ def test_an_environment_is_this_layout(
         ({**SLURM, "RANK": "0", "WORLD_SIZE": "16"}, "WORLD_SIZE=16"),
     ],
 )
-def test_what_is_missing_or_contradicts_itself_is_refused_by_name(environ: dict[str, str], named: str) -> None:
+def test_missing_and_contradictory_launcher_variables_are_named(environ: dict[str, str], named: str) -> None:
     with pytest.raises(LaunchError, match=rf"\b{named}"):
         resolve(environ)
 
 
-def test_a_shell_of_srun_is_one_process_and_what_srun_starts_in_it_is_a_job(
+def test_a_shell_of_srun_is_one_process_and_an_srun_inside_it_is_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout_module, "_TERMINAL", str(tmp_path / "none"))

@@ -18,7 +18,7 @@ def test_the_route_to_this_machine_is_loopback_which_is_never_chosen() -> None:
 
 
 @linux_only
-def test_each_address_of_this_machine_has_the_name_of_its_interface() -> None:
+def test_every_address_of_this_machine_maps_to_its_interface() -> None:
     names = network._names_of_interfaces()
     assert set(names.values()) <= {name for _, name in socket.if_nameindex()}
     for address, name in names.items():

@@ -72,7 +72,7 @@ def test_all_output_is_written_also_of_exit_handlers_and_libraries() -> None:
         "a handler that fails": "atexit.register(lambda: 1 / 0)",
     }.values(),
 )
-def test_nothing_that_happens_at_the_end_changes_the_exit_code(trouble: str) -> None:
+def test_errors_during_shutdown_do_not_change_the_exit_code(trouble: str) -> None:
     program = f"def command():\n    {trouble}\n    print('done')\n    sys.exit(75)\nrun_as_program(command)"
     done = run_program(program)
     assert (done.returncode, done.stdout) == (75, "done\n")

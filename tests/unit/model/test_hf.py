@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,21 @@ from unit.checkpoint.checkpoint_files import SCALED
 
 from pretraining.config.variants import VARIANTS, LlamaShape, model_settings, resolve_shape
 from pretraining.errors import CheckpointError
+from pretraining.model.families import FAMILIES
 from pretraining.model.hf import config_document, generation_document, parameter_shapes, shape_of_document
 from pretraining.model.llama import Llama
 
 every_variant = pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": SCALED.factor, "low_freq_factor": SCALED.low_freq_factor} | {
+    "high_freq_factor": SCALED.high_freq_factor,
+    "original_max_position_embeddings": SCALED.original_max_position_embeddings,
+}
+MISTRAL, QWEN3, SMOLLM3, GRANITE = (
+    {"model_type": name, "architectures": [FAMILIES[name].architecture]}
+    for name in ("mistral", "qwen3", "smollm3", "granite")
+)
 
 
 def document(shape: LlamaShape = TINY_SHAPE, **changes: Any) -> dict[str, Any]:
@@ -43,7 +55,7 @@ def test_transformers_read_the_same_from_it(tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation_document(None, 5)))
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         assert config.rope_parameters["rope_theta"] == shape.rope_theta
-        expected = {"rope_type": "llama3", **vars(SCALED)} if shape.rope_scaling else {"rope_type": "default"}
+        expected = LLAMA3 if shape.rope_scaling else {"rope_type": "default"}
         assert {**expected, "rope_theta": shape.rope_theta} == dict(config.rope_parameters)
         assert config.tie_word_embeddings == shape.tie_word_embeddings
         assert str(config.dtype) in ("torch.bfloat16", "bfloat16")
@@ -65,7 +77,7 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
     shape = shape_of_document(old, "c")
     assert (shape.rms_norm_eps, shape.num_key_value_heads, shape.rope_theta) == (1e-6, 2, 1e4)
     assert shape.max_position_embeddings == 2048 and not shape.tie_word_embeddings
-    scaling = {"type": "llama3", **vars(SCALED)}
+    scaling = {"type": "llama3", **{name: LLAMA3[name] for name in LLAMA3 if name != "rope_type"}}
     scaled = shape_of_document({**old, "rope_theta": 5e5, "rope_scaling": scaling}, "c")
     assert (scaled.rope_theta, scaled.rope_scaling) == (5e5, SCALED)
     large = shape_of_document({**old, "rope_theta": 10**30}, "c")
@@ -75,23 +87,37 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"model_type": "gemma3"}, "gemma3"),
         ({"model_type": "mistral"}, "mistral"),
+        ({"model_type": ["llama"]}, "model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_size": "16"}, "hidden_size"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": "some"}, "attention_bias"),
+        ({"mlp_bias": 3}, "mlp_bias"),
+        ({**MISTRAL, "attention_bias": True}, "attention_bias"),
+        ({**MISTRAL, "sliding_window": 0.5}, "sliding_window"),
+        ({**QWEN3, "mlp_bias": True}, "mlp_bias"),
+        ({**QWEN3, "use_sliding_window": True, "max_window_layers": 1}, "in some layers only"),
+        ({**SMOLLM3, "no_rope_layers": [1]}, "for each of 2 layers"),
+        ({**SMOLLM3, "no_rope_layers": [0, 1]}, "at regular intervals"),
+        ({**SMOLLM3, "no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ({**GRANITE, "logits_scaling": 0}, "logits_scaling"),
+        ({**GRANITE, "residual_multiplier": math.nan}, "residual_multiplier"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"sliding_window": 4096}, "sliding_window"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_parameters": "linear"}, "linear"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": ["yarn"], "factor": 4.0}}, "rope_type"),
+        ({"rope_parameters": "linear"}, "factor is missing"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": "much"}}, "rope_theta"),
-        ({"head_dim": 4}, "head_dim is 4"),
+        ({"head_dim": 5}, "head_dim=5"),
+        ({"hidden_size": 15, "head_dim": None}, "hidden_size=15 / num_attention_heads=2"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ],
 )
@@ -102,9 +128,9 @@ def test_what_is_not_computed_here_is_refused_by_name(changes: dict[str, Any], n
 
 def test_every_problem_is_named_at_once_and_no_object_is_none() -> None:
     with pytest.raises(CheckpointError) as raised:
-        shape_of_document(document(hidden_act="gelu", mlp_bias=True, sliding_window=8), "m/config.json")
+        shape_of_document(document(hidden_act="gelu", attention_dropout=0.5, sliding_window=8), "m/config.json")
     assert raised.value.path == Path("m/config.json")
-    assert all(name in str(raised.value) for name in ("hidden_act", "mlp_bias", "sliding_window"))
+    assert all(name in str(raised.value) for name in ("hidden_act", "attention_dropout", "sliding_window"))
     with pytest.raises(CheckpointError):
         shape_of_document([], "m/config.json")
 

@@ -11,6 +11,7 @@ from tiny_shape import TINY_SHAPE
 from torch import Tensor
 
 from pretraining.config.variants import LlamaShape, RopeScaling
+from pretraining.model.hf import config_document
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 from pretraining.model.rope import compute_rotation
@@ -26,6 +27,24 @@ SHAPES = {
     "llama3_scaling": replace(SHAPE, rope_theta=5e5, rope_scaling=SCALING),
     "all_at_once": replace(
         SHAPE, num_key_value_heads=2, tie_word_embeddings=True, rope_theta=5e5, rope_scaling=SCALING
+    ),
+    "own_head_dim": replace(SHAPE, head_dim=SHAPE.head_dim * 2),
+    "biases": replace(SHAPE, attention_bias="true", mlp_bias=True),
+    "linear_scaling": replace(SHAPE, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 1, "linear")),
+    "yarn": replace(SHAPE, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 32, "yarn", 1.1, 16.0, 2.0, truncate=False)),
+    "mistral": replace(SHAPE, sliding_window=150, model_family="mistral"),
+    "qwen2": replace(SHAPE, attention_bias="qkv", model_family="qwen2"),
+    "qwen3": replace(SHAPE, head_dim=SHAPE.head_dim * 2, qk_norm="head", model_family="qwen3"),
+    "qwen3_tied": replace(SHAPE, qk_norm="head", tie_word_embeddings=True, model_family="qwen3"),
+    "olmo2": replace(SHAPE, qk_norm="whole", norm_position="post", model_family="olmo2"),
+    "smollm3": replace(SHAPE, no_rope_interval=2, tie_word_embeddings=True, model_family="smollm3"),
+    "granite": replace(
+        SHAPE,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.1,
+        logits_scaling=8.0,
+        model_family="granite",
     ),
     "other_dimensions": replace(
         SHAPE, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-2
@@ -43,15 +62,10 @@ def build(shape: LlamaShape, seed: int = 0) -> Llama:
 def twins(shape: LlamaShape) -> tuple[Any, Llama]:
     """Hugging Face's model and ours with equal weights, large enough that a wrong one shows in the logits."""
     transformers = pytest.importorskip("transformers")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    if shape.rope_scaling is not None:
-        rope |= vars(shape.rope_scaling) | {"rope_type": "llama3"}
-    config = transformers.LlamaConfig(
-        **{name: value for name, value in vars(shape).items() if not name.startswith("rope")},
-        rope_parameters=rope,
-        use_cache=False,
+    config = transformers.AutoConfig.for_model(
+        **config_document(shape, "float32", 0, None, None) | {"use_cache": False}
     )
-    theirs, ours = transformers.LlamaForCausalLM(config), Llama(shape)
+    theirs, ours = transformers.AutoModelForCausalLM.from_config(config), Llama(shape)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in theirs.parameters():

@@ -81,7 +81,7 @@ class Selecting(Signs):
                     parameter.copy_(torch.where(self.found_inf.bool(), parameter, changed))
 
 
-def test_an_optimizer_of_the_users_own_that_selects_as_it_declares_is_trusted() -> None:
+def test_a_user_defined_optimizer_that_skips_on_the_device_is_trusted_after_a_check() -> None:
     config = OptimizerConfig(optimizer=f"{__name__}:Selecting", learning_rate=0.5)
     try_optimizer(config)
     assert skips_on_device(build_optimizer(dict(nn.Linear(2, 2).named_parameters()), config))
@@ -94,7 +94,7 @@ def own(*options: str) -> OptimizerConfig:
     return OptimizerConfig(optimizer=OWN, learning_rate=0.5, optimizer_options=options)
 
 
-def test_an_optimizer_of_the_users_own_is_made_with_its_options_and_its_drawbacks_are_said(
+def test_a_user_defined_optimizer_gets_its_options_and_its_drawbacks_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
@@ -152,7 +152,7 @@ def test_settings_that_were_given_reach_an_optimizer_of_the_users_own(name: str)
         {"optimizer": f"{__name__}:WithNames", "momentum": 0.5, "optimizer_options": ("momentum=0.6",)},
     ],
 )
-def test_a_setting_that_an_optimizer_of_the_users_own_does_not_take_is_refused(settings: dict[str, Any]) -> None:
+def test_a_setting_that_a_user_defined_optimizer_does_not_take_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         build_optimizer(dict(nn.Linear(2, 2).named_parameters()), replace(own(), **settings))
 
@@ -168,7 +168,7 @@ def test_a_setting_that_an_optimizer_of_the_users_own_does_not_take_is_refused(s
         OptimizerConfig(optimizer="math:pi"),
     ],
 )
-def test_what_is_no_optimizer_or_breaks_its_contract_is_refused(config: OptimizerConfig) -> None:
+def test_a_class_that_breaks_the_optimizer_contract_is_refused(config: OptimizerConfig) -> None:
     with pytest.raises(ConfigError):
         try_optimizer(config)
 

@@ -118,7 +118,7 @@ def test_muon_follows_the_rule_of_pytorchs_on_hidden_matrices_and_adamw_on_the_r
         torch.testing.assert_close(ours[name], theirs[name], rtol=0.0, atol=2e-3 if "layers" in name else 1e-6)
 
 
-def test_batches_have_an_end_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_orthogonalizes_the_same_in_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = [torch.randn(6, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
     at_once = muon.orthogonalize(matrices, 5)
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", 61)
@@ -126,7 +126,7 @@ def test_batches_have_an_end_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_work_is_spread_by_its_amount() -> None:
+def test_muon_balances_matrices_over_ranks_by_cost() -> None:
     assert muon.balance([1, 1, 1, 1], 2) == [0, 1, 0, 1]
     assert muon.balance([1, 2, 3, 6], 2) == [1, 1, 1, 0]
     assert muon.balance([5], 3) == [0]
@@ -192,7 +192,7 @@ def test_groups_are_described_without_making_a_parameter(config: OptimizerConfig
         }
 
 
-def test_none_stands_for_the_optimizers_own() -> None:
+def test_none_means_the_default_of_the_optimizer() -> None:
     config = load_train_config(["use_dummy_dataset=true", "optimizer=sgdm", "weight_decay=0.01"], {}).optimizer
     assert config.learning_rate is None
     chosen = config.resolved()

@@ -70,7 +70,7 @@ AFTER_FOUR = "warmup_steps=4"
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - {"piecewise_linear"}))
-def test_each_warms_up_to_the_peak_and_ends_where_it_should(name: str) -> None:
+def test_each_schedule_warms_up_to_the_peak_and_ends_at_its_minimum(name: str) -> None:
     shares = curve(f"schedule={name}", AFTER_FOUR, "min_lr_ratio=0.25")
     assert shares[:5] == UP and max(shares) == 1.0
     assert shares[-1] == (1.0 if name == "constant" else pytest.approx(0.25))
@@ -86,7 +86,7 @@ def test_each_warms_up_to_the_peak_and_ends_where_it_should(name: str) -> None:
         (("schedule=polynomial", "decay_power=2"), [1.0, 0.1 + 0.9 * 0.5625, 0.1 + 0.9 * 0.25, 0.1]),
     ],
 )
-def test_each_comes_down_in_its_form(flags: tuple[str, ...], expected: list[float]) -> None:
+def test_each_schedule_decays_by_its_formula(flags: tuple[str, ...], expected: list[float]) -> None:
     shares = curve(*flags, "warmup_steps=0", "min_lr_ratio=0.1")
     assert [shares[step] for step in (0, 25, 50, 100)] == pytest.approx(expected)
 
@@ -94,7 +94,7 @@ def test_each_comes_down_in_its_form(flags: tuple[str, ...], expected: list[floa
 @pytest.mark.parametrize(
     ("shape", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - 0.5**0.5), (None, 1 - 0.5**0.5)]
 )
-def test_wsd_stays_at_the_peak_and_comes_down_in_its_shape(shape: str | None, half: float) -> None:
+def test_wsd_holds_the_peak_and_decays_by_its_shape(shape: str | None, half: float) -> None:
     flags = () if shape is None else (f"decay_shape={shape}",)
     shares = curve("schedule=wsd", AFTER_FOUR, "decay_steps=40", "min_lr_ratio=0", *flags)
     assert shares[4:61] == [1.0] * 57 and shares[61] < 1.0
@@ -103,12 +103,12 @@ def test_wsd_stays_at_the_peak_and_comes_down_in_its_shape(shape: str | None, ha
         assert shares == curve("schedule=trapezoid", AFTER_FOUR, "decay_steps=40", "min_lr_ratio=0")
 
 
-def test_a_longer_run_stretches_the_peak_and_keeps_the_decay() -> None:
+def test_a_longer_run_extends_the_stable_phase_and_keeps_the_decay() -> None:
     short, long = (curve("schedule=wsd", AFTER_FOUR, "decay_steps=40", steps=steps) for steps in (101, 201))
     assert short[-41:] == pytest.approx(long[-41:]) and long[4:161] == [1.0] * 157
 
 
-def test_a_stable_phase_of_a_length_leaves_the_rest_to_the_decay() -> None:
+def test_a_stable_phase_of_given_length_is_followed_by_the_decay() -> None:
     shares = curve("schedule=wsd", "decay_shape=cosine", AFTER_FOUR, "stable_steps=50", "min_lr_ratio=0")
     assert shares[4:54] == [1.0] * 50 and shares[54] < 1.0 and shares[-1] == pytest.approx(0.0)
     two_phases = curve("schedule=wsd", "decay_shape=cosine", AFTER_FOUR, "stable_steps=0", "min_lr_ratio=0")
@@ -139,7 +139,7 @@ def test_annealing_goes_from_the_peak_straight_to_zero() -> None:
     assert shares == pytest.approx([1 - step / 10 for step in range(11)])
 
 
-def test_an_annealing_stage_that_begins_later_goes_from_there_to_the_end() -> None:
+def test_an_annealing_stage_decays_from_its_first_step_to_the_last() -> None:
     config = load_train_config(["use_dummy_dataset=true", "training_stage=annealing", "num_steps=101"])
     steady = TokenSchedule.steady(100)
     rate = build_learning_rate(config.schedule, config.run.num_steps, steady, None, annealing_from=80)
@@ -168,7 +168,7 @@ def test_an_annealing_stage_that_begins_later_goes_from_there_to_the_end() -> No
         (("schedule=wsd", "decay_steps=1ep"), None),
     ],
 )
-def test_what_a_schedule_cannot_use_is_refused(flags: tuple[str, ...], named: str | None) -> None:
+def test_a_setting_that_a_schedule_cannot_use_is_refused(flags: tuple[str, ...], named: str | None) -> None:
     with pytest.raises(ConfigError) as raised:
         rate_of(*flags, "num_steps=100")
     assert named is None or named in raised.value.settings
@@ -185,7 +185,7 @@ def test_what_a_schedule_cannot_use_is_refused(flags: tuple[str, ...], named: st
         (("schedule=unit.optim.test_schedules:flat", AFTER_FOUR), ["100", "4"]),
     ],
 )
-def test_a_schedule_is_said_in_a_line(flags: tuple[str, ...], numbers: list[str]) -> None:
+def test_a_schedule_is_described_in_one_line(flags: tuple[str, ...], numbers: list[str]) -> None:
     config = load_train_config(["use_dummy_dataset=true", "num_steps=100", *flags])
     line = describe_schedule(config.schedule, rate_of("num_steps=100", *flags).horizon)
     assert re.findall(r"[\d.]*\d", line) == numbers

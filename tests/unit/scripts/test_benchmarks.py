@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
@@ -10,13 +9,13 @@ import shlex
 import subprocess
 import sys
 import warnings
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, plain_environment
 
+from pretraining.config.command_line import load_train_config
 from scripts.benchmark import common
 from scripts.benchmark.gpu_parts import PART_SECONDS, PARTS, Task, run_part
 
@@ -27,7 +26,7 @@ BENCHMARKS = sorted(
     if "__main__" in path.read_text()
 )
 TASKS = [task for tasks in PARTS.values() for task in tasks]
-ON_GPU = [shlex.split(task.arguments.removeprefix("scripts.benchmark.")) for task in TASKS if "pytest" not in str(task)]
+ON_GPU = [shlex.split(task.arguments) for task in TASKS if not task.arguments.startswith("pytest")]
 SMALL = (
     *("--model_variant=tiny", "--hidden_size=32", "--num_attention_heads=4", "--intermediate_size=64"),
     *("--num_hidden_layers=1", "--vocab_size=64", "--seq_length=32", "--mixed_precision=false"),
@@ -37,7 +36,7 @@ SMALL = (
 
 def start(benchmark: str, *flags: str) -> int | str | None:
     """Starts a benchmark as if it was typed; what it ends with, before it has measured anything."""
-    if benchmark == "compare.against_trainer":
+    if benchmark in ("compare.against_trainer", "compare.peak_memory"):
         pytest.importorskip("accelerate")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", [benchmark, *flags])
@@ -49,36 +48,35 @@ def start(benchmark: str, *flags: str) -> int | str | None:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a benchmark think that there is a GPU, and the torchtitan that it asks for."""
-    real = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda package: "0.2.2" if package == "torchtitan" else real(package))
+    """Lets a benchmark think that there is a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
-@pytest.mark.parametrize("benchmark", [each for each in BENCHMARKS if each != "compare.against_torchtitan"])
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_flags_can_be_checked_without_measuring(benchmark: str) -> None:
-    model = ["--model_variant=tiny"] if benchmark == "measure.throughput" else []
-    assert start(benchmark, *model, "--check_flags") is None
+    assert start(benchmark, "--check_flags") is None
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize("command", ON_GPU, ids=" ".join)
-def test_every_benchmark_takes_the_flags_that_it_is_given_on_a_gpu(command: list[str]) -> None:
-    assert start(*command, "--check_flags") is None
+def test_every_command_of_a_gpu_part_accepts_its_flags(command: list[str]) -> None:
+    if command[:2] == ["pretraining", "train"]:
+        load_train_config([flag.lstrip("-") for flag in command[2:]])
+    else:
+        assert start(command[0].removeprefix("scripts.benchmark."), *command[1:], "--check_flags") is None
 
 
 @pytest.mark.parametrize(
     ("benchmark", "flags", "named"),
     [
         ("measure.loader", ["--tokens=5"], "--tokens: must be 10,000,000"),
-        ("measure.throughput", [], "--model_variant=tiny"),
         ("measure.training_loop", ["--report_interval=161"], "--report_interval=161"),
         ("compare.against_ddp", ["--run.num_steps=3"], "--num_steps"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(
+def test_a_benchmark_refuses_unsuitable_flags_before_measuring(
     benchmark: str, flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = start(benchmark, *flags)
@@ -92,7 +90,6 @@ def test_what_cannot_be_measured_is_refused_at_once(
         ("compare.against_ddp", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
         ("compare.against_trainer", 2, "2 micro-batches of 2 x 32 tokens on each of 2 processes"),
         ("compare.against_trainer", 1, "4 micro-batches of 2 x 32 tokens"),
-        ("measure.host_memory", 1, "4 micro-batches of 2 x 32 tokens"),
     ],
 )
 def test_both_contenders_end_at_the_same_loss(benchmark: str, processes: int, a_step: str) -> None:
@@ -113,7 +110,7 @@ def test_parts_take_at_most_nine_minutes_and_one_of_them_runs_each_test_of_a_gpu
     assert named == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
 
 
-def test_paths_given_to_the_script_of_a_gpu_are_those_of_the_callers_folder(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_folder_of_the_caller(tmp_path: Path) -> None:
     (tmp_path / "python").write_text('#!/bin/sh\necho "$PWD $PYTHONPATH $*"\n')
     (tmp_path / "python").chmod(0o755)
     command = ["bash", str(ROOT / "scripts/benchmark/on_gpu.sh"), "tests", "--output=results"]
@@ -122,7 +119,7 @@ def test_paths_given_to_the_script_of_a_gpu_are_those_of_the_callers_folder(tmp_
     assert printed == f"{tmp_path} {ROOT}:mine -m scripts.benchmark.gpu_parts tests --output=results\n"
 
 
-def test_what_fails_is_named_and_the_next_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_command_is_named_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     for name, code in (
         ("measures", "print('measured')"),
@@ -132,12 +129,13 @@ def test_what_fails_is_named_and_the_next_command_goes_on(tmp_path: Path, monkey
     ):
         (tmp_path / f"{name}.py").write_text(code)
     tasks = [Task(100, "fails"), Task(1, "hangs"), Task(100, "dies"), Task(100, "measures")]
-    assert run_part("races", tasks, tmp_path / "out", "pass") == 1
-    results = map(json.loads, (tmp_path / "out" / "races.jsonl").read_text().splitlines())
-    assert [result["failure"] for result in results] == [
-        "ModuleNotFoundError: No module named 'no_such_package'",
-        "it exceeded its time limit",
-        "it was killed, perhaps out of memory",
-        None,
+    log = tmp_path / "out" / "races.log"
+    assert run_part(tasks, log, "pass") == 3 and run_part(tasks, tmp_path / "none.log", "raise SystemExit(1)") == 1
+    lines = log.read_text().splitlines()
+    assert "ModuleNotFoundError: No module named 'no_such_package'" in lines and "measured" in lines
+    assert [line for line in lines if line.startswith(("failed", "succeeded"))] == [
+        "failed: exit code 1",
+        "failed: it exceeded its time limit",
+        "failed: it was killed, perhaps out of memory",
+        "succeeded",
     ]
-    assert "measured" in (tmp_path / "out" / "races.log").read_text()

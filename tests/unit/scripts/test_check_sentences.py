@@ -30,7 +30,7 @@ kept = "anew"
         ("a.py", PYTHON, ['says "gone on"', 'begins with "Where"']),
     ],
 )
-def test_each_hard_sentence_is_named_with_its_file(name: str, content: str, flagged: list[str], tmp_path: Path) -> None:
+def test_a_hard_sentence_is_reported_with_its_file(name: str, content: str, flagged: list[str], tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(content)
     done = run_command([sys.executable, ROOT / "scripts" / "check_sentences.py", path], {}, check=False)

@@ -21,7 +21,7 @@ JOB = REPLICATED["template"]["spec"]
 [CONTAINER] = JOB["template"]["spec"]["containers"]
 
 
-def test_each_pod_starts_its_part_of_one_job(stand_in: StandIn) -> None:
+def test_the_pods_start_the_machines_of_one_job(stand_in: StandIn) -> None:
     assert JOB["parallelism"] == JOB["completions"] == 2 and JOB["completionMode"] == "Indexed"
     for index in range(2):
         entries = CONTAINER["env"]  # Kubernetes fills in those without a value
@@ -43,7 +43,7 @@ def test_its_flags_are_settings_of_training_with_paths_on_the_shared_volume() ->
         assert path is not None and Path(path).is_relative_to(volume["mountPath"])
 
 
-def test_a_run_that_was_told_to_end_goes_on_without_a_limit_and_one_that_failed_has_one() -> None:
+def test_preempted_pods_restart_without_limit_and_failed_pods_up_to_a_limit() -> None:
     by_code, by_condition = JOB["podFailurePolicy"]["rules"]
     codes = by_code["onExitCodes"]
     assert codes["values"] == [Preempted.exit_code] != [Interrupted.exit_code]
@@ -55,7 +55,7 @@ def test_a_run_that_was_told_to_end_goes_on_without_a_limit_and_one_that_failed_
     assert JOB["backoffLimit"] == 0 and JOB["template"]["spec"]["restartPolicy"] == "Never"
 
 
-def test_what_the_dockerfile_copies_is_there() -> None:
+def test_every_file_that_the_dockerfile_copies_exists() -> None:
     lines = (ROOT / "scripts" / "Dockerfile").read_text().splitlines()
     copied = [line.split()[1] for line in lines if line.startswith("COPY")]
     assert len(copied) > 1 and all((ROOT / source).exists() for source in copied)

@@ -53,10 +53,8 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
     return code
 
 
-@pytest.mark.parametrize(
-    ("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGHUP), 129), (KeyboardInterrupt(), 130)]
-)
-def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
+@pytest.mark.parametrize(("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGHUP), 129)])
+def test_elastic_jobs_publish_the_address_of_their_store_in_each_rendezvous(
     outcome: BaseException | None, code: int, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for nodes, shares in (("--nnodes=1:2", "1"), ("--nnodes=2", None)):
@@ -76,7 +74,7 @@ def test_machines_that_may_come_later_are_told_where_to_meet_in_each_round(
         ([(-15, 11), (-15, 11)], 143),
     ],
 )
-def test_the_first_failure_is_the_jobs(
+def test_the_first_failure_decides_the_exit_code_of_the_job(
     torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, workers: list[tuple[int, int]], code: int
 ) -> None:
     assert run(torchrun, monkeypatch, failed(*workers)) == code
@@ -97,7 +95,9 @@ def test_the_first_failure_is_the_jobs(
         (2, [1], 130),
     ],
 )
-def test_workers_say_how_a_stop_ends(torchrun: ModuleType, number: int, codes: list[int | None], code: int) -> None:
+def test_the_exit_codes_of_workers_decide_that_of_a_stopped_job(
+    torchrun: ModuleType, number: int, codes: list[int | None], code: int
+) -> None:
     assert torchrun.exit_code_after_stop(number, codes) == code
 
 
@@ -106,12 +106,12 @@ def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: 
         send = list[int].append
 
     sent = Sent()
-    monkeypatch.setattr(torchrun.Stop, "received", None)
-    monkeypatch.setattr(torchrun.Workers, "newest", sent)
+    for name, value in (("newest", sent), ("is_stopping", False), ("next_signal", signal.SIGINT)):
+        monkeypatch.setattr(torchrun.Workers, name, value)
     before = {number: signal.getsignal(number) for number in torchrun.STOP_SIGNALS}
     try:
-        signal.signal(signal.SIGINT, torchrun.Stop.come)
-        with pytest.raises(SignalException):
+        signal.signal(signal.SIGINT, torchrun.request_stop)
+        with pytest.raises(SignalException) as stop:
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGUSR1)  # a second request to stop is ignored
         signal.raise_signal(signal.SIGINT)
@@ -120,4 +120,5 @@ def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert sent == [signal.SIGINT, signal.SIGKILL] and torchrun.Stop.received == signal.SIGINT
+    assert sent == [signal.SIGINT, signal.SIGKILL]
+    assert stop.value.sigval == signal.SIGINT and torchrun.Workers.is_stopping

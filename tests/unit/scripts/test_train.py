@@ -1,4 +1,4 @@
-"""train.sh: when it is the demo, what its block does, and which processes it starts."""
+"""train.sh: what its block does, and which processes it starts."""
 
 from __future__ import annotations
 
@@ -28,38 +28,6 @@ def train(
     return run_command(command, stand_in.variables(**variables), check=check, cwd=stand_in.root)
 
 
-# The demo
-
-
-def demo_of(stand_in: StandIn) -> list[str]:
-    """What the demo is started with."""
-    data = stand_in.root / "data" / "demo"
-    paths = [f"--data_path={data}", f"--tokenizer_path={data}/tokenizer.json"]
-    return ["--recipe=demo", *paths, f"--ckpt_save_path={stand_in.root}/runs/demo"]
-
-
-def test_without_flags_the_demo_is_prepared_and_trained_and_prepared_once(stand_in: StandIn) -> None:
-    train(stand_in)
-    prepare, main, _ = stand_in.calls()
-    assert prepare == f"pretrain prepare --source=stdlib --vocab_size=4096 --output_path={stand_in.root}/data/demo"
-    assert main == " ".join(["main", *demo_of(stand_in)])
-    done = stand_in.root / "data" / "demo" / "stdlib" / "prepare.json"
-    done.parent.mkdir(parents=True)
-    done.touch()
-    given = ["num_steps=5", "--Ckpt-Save-Path=data_path"]  # a value that looks like a name chooses nothing
-    train(stand_in, *given)
-    assert stand_in.calls()[3] == " ".join(["main", *demo_of(stand_in)[:-1], *given])
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [["--config", "my.yaml"], ["num_steps=5", "model.model_variant=tiny"], ["cfg.yaml"], ["--data-path", "/data"]],
-)
-def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(stand_in: StandIn, flags: list[str]) -> None:
-    train(stand_in, *flags)
-    assert stand_in.calls()[0] == f"main {' '.join(flags)}"
-
-
 # The block
 
 
@@ -73,19 +41,10 @@ def test_the_block_shows_the_defaults_of_a_real_run(stand_in: StandIn) -> None:
     assert {name: value for name, value in shown.items() if value != defaults[name]} == named
 
 
-@pytest.mark.parametrize(
-    ("block", "flags", "passed"),
-    [
-        ('    --seed=1  # mine\n    "--prompt=two  words"\n    --data_path=/d\n', [], "--seed=1 --prompt=two  words"),
-        ("    --seed=1\n    --data_path=/data\n", ["data.data-path=/d"], "--seed=1"),
-        ("    --num_steps=9\n    --eos_token=0\n    --data_path=/d\n", ["--max_tokens=5B", "--sep_token=2"], ""),
-    ],
-)
-def test_the_command_line_wins_over_the_block(stand_in: StandIn, block: str, flags: list[str], passed: str) -> None:
-    stand_in.edit_block(WHOLE_BLOCK, block)
-    train(stand_in, *flags)
-    path = [] if "data.data-path=/d" in flags else ["--data_path=/d"]
-    assert stand_in.calls()[0] == " ".join(filter(None, ["main", passed, *path, *flags]))
+def test_the_flags_of_the_block_come_before_those_of_the_command_line(stand_in: StandIn) -> None:
+    stand_in.edit_block(WHOLE_BLOCK, '    --seed=1  # mine\n    "--prompt=two  words"\n')
+    train(stand_in, CHOICE, "--seed=2")
+    assert stand_in.calls()[0] == f"main --seed=1 --prompt=two  words {CHOICE} --seed=2"
 
 
 def test_the_other_systems_block_may_be_pasted(stand_in: StandIn) -> None:
@@ -124,7 +83,7 @@ ELASTIC = {**MACHINES, "NNODES": "1:4", "JOB_ID": "seven"}
         quick=4,
     ),
 )
-def test_variables_say_what_starts_and_where_it_meets(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
+def test_variables_choose_processes_and_rendezvous(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
     train(stand_in, CHOICE, variables=variables)
     expected = f"torchrun {start} {stand_in.root}/main_training.py {CHOICE}" if start else f"main {CHOICE}"
     assert stand_in.calls()[0] == expected
@@ -138,7 +97,9 @@ def test_variables_say_what_starts_and_where_it_meets(stand_in: StandIn, variabl
         ({"NNODES": "1:4"}, "MASTER_ADDR"),
     ],
 )
-def test_machines_without_a_place_to_meet_fail(stand_in: StandIn, variables: dict[str, str], missing: str) -> None:
+def test_machines_without_a_rendezvous_address_are_refused(
+    stand_in: StandIn, variables: dict[str, str], missing: str
+) -> None:
     done = train(stand_in, CHOICE, check=False, variables=variables)
     assert done.returncode == 1 and missing in done.stderr
     assert stand_in.calls() == []
@@ -149,6 +110,7 @@ def test_machines_without_a_place_to_meet_fail(stand_in: StandIn, variables: dic
 
 STEP = {
     **{"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[03-04]"},
+    **{"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
     **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_NUM_TASKS": "2"},
 }
 
@@ -170,7 +132,6 @@ STEP = {
     ids=["nodes", "restarts", "a task per process"],
 )
 def test_a_task_per_node_is_a_machine_of_the_job(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
-    (stand_in.root / "pretraining").symlink_to(ROOT / "pretraining")
     train(stand_in, CHOICE, variables={**STEP, **variables})
     assert stand_in.calls()[0].startswith(start)
 

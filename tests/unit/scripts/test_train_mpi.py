@@ -37,7 +37,7 @@ def train(stand_in: StandIn, version: str, variables: Mapping[str, str]) -> subp
         (OPEN_MPI, "node07", {"MASTER_ADDR": "10.0.0.7"}, "-x MASTER_ADDR=10.0.0.7 -x MASTER_PORT=29500"),
     ],
 )
-def test_rank_0_is_on_the_first_host_unless_told_otherwise(
+def test_rank_0_is_on_the_first_host_by_default(
     stand_in: StandIn, version: str, hosts: str, variables: dict[str, str], options: str
 ) -> None:
     (stand_in.root / "hosts").write_text(hosts)

@@ -53,7 +53,7 @@ def test_settings_that_contradict_each_other_are_refused(config: Any, named: str
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_path_of_any_command_is_an_address_unless_it_says_so(command: str) -> None:
+def test_a_path_of_a_command_is_an_address_only_if_declared(command: str) -> None:
     for setting in filter(lambda setting: setting.is_path, settings_of(COMMANDS[command].settings).values()):
         if setting.may_be_address:
             assert parse_value(setting, "s3://bucket/x") in ("s3://bucket/x", ("s3://bucket/x",))

@@ -65,7 +65,7 @@ def test_a_folder_that_cannot_be_used_is_one_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_place_of_checkpoints_is_tried_by_a_save_and_left_as_it_was(
+def test_the_checkpoint_folder_is_measured_by_a_save_and_left_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--disk_path=none", f"--ckpt_save_path={tmp_path}/runs/new", "--model_variant=tiny"]
@@ -82,7 +82,7 @@ def test_the_place_of_checkpoints_is_tried_by_a_save_and_left_as_it_was(
 
 
 @pytest.mark.parametrize(("cores", "verdict"), [(0, "bad"), (2, "good")])
-def test_processes_that_share_cores_are_told(
+def test_shared_cores_are_reported(
     cores: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -128,6 +128,6 @@ def test_a_slow_rank_is_named_with_its_machine_and_how_slow_it_is() -> None:
     assert [row.verdict for row in module._judge(heats, 1.3)] == ["good"]  # is no rate
 
 
-def test_versions_that_differ_are_told() -> None:
+def test_different_versions_are_reported() -> None:
     (versions,) = module._same_versions([report("a", 1), report("b", 1, version="2.12")])
     assert (versions.verdict, versions.found) == ("bad", "2.13 on rank 0, 2.12 on rank 1")

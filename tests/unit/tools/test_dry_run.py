@@ -61,7 +61,7 @@ def lines_of(text: str, begin: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(begin)]
 
 
-def test_each_setting_stands_there_with_its_source_and_the_others_by_section(tmp_path: Path, show: Show) -> None:
+def test_each_given_setting_is_listed_with_its_source_and_the_rest_by_section(tmp_path: Path, show: Show) -> None:
     (tmp_path / "my.yaml").write_text("optimizer: {learning_rate: 2e-3}\nbatch_size: 3\n")
     deepspeed = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
     (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
@@ -93,7 +93,7 @@ def test_a_new_run_is_planned_with_the_documents_of_its_first_batch(
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_an_index_that_is_there_is_used_and_one_that_is_not_is_made_elsewhere(
+def test_an_existing_index_is_used_and_a_missing_one_is_built_elsewhere(
     packing: str, tmp_path: Path, show: Show
 ) -> None:
     data = write_two_datasets(tmp_path / "data")
@@ -105,7 +105,7 @@ def test_an_index_that_is_there_is_used_and_one_that_is_not_is_made_elsewhere(
     assert "indexing dataset 'first'" not in show(*flags, f"--eval_datasets={data}/second", "--datasets=first")
 
 
-def test_a_resume_is_planned_from_its_checkpoint_with_what_has_changed(tmp_path: Path, show: Show) -> None:
+def test_a_resume_is_planned_from_its_checkpoint_with_the_changes(tmp_path: Path, show: Show) -> None:
     train(tmp_path / "run", "use_dummy_dataset=true", "run_steps=2")
     same = ["--use_dummy_dataset", "--num_steps=4", f"--ckpt_save_path={tmp_path}/run"]
     text = show(*same, "--weight_decay=0.2")
@@ -117,7 +117,7 @@ def test_a_resume_is_planned_from_its_checkpoint_with_what_has_changed(tmp_path:
     assert "the run is finished: step 4 of 4" in show(*same)
 
 
-def test_a_folder_with_a_timestamp_is_not_made_and_what_a_start_point_gives_is_named(
+def test_a_timestamped_folder_is_not_created_and_settings_of_the_start_point_are_named(
     tmp_path: Path, show: Show
 ) -> None:
     flags = ["--use_dummy_dataset", "--num_steps=4", f"--ckpt_save_path={tmp_path}/run.{{timestamp}}"]
@@ -131,7 +131,7 @@ def test_a_folder_with_a_timestamp_is_not_made_and_what_a_start_point_gives_is_n
     assert re.search(rf"(?m)^  hidden_size +32 +taken from {made}/checkpoints/step_1_ckp$", show(*own))
 
 
-def test_the_separator_of_the_data_is_not_said_to_come_from_the_weights(tmp_path: Path, show: Show) -> None:
+def test_the_separator_of_the_data_is_not_attributed_to_the_weights(tmp_path: Path, show: Show) -> None:
     data = write_two_datasets(tmp_path / "data")
     (data / "first" / "prepare.json").write_text('{"tokenizer": {"end_of_text": 0}}')
     train(tmp_path / "run", f"data_path={data}", "datasets=first", "run_steps=1")
@@ -143,7 +143,7 @@ def test_the_separator_of_the_data_is_not_said_to_come_from_the_weights(tmp_path
     assert re.search(r"(?m)^  sep_token +0 +taken from .*step_1_ckp$", text)
 
 
-def test_of_a_large_batch_the_first_slots_are_shown_and_a_summary_of_all(tmp_path: Path, show: Show) -> None:
+def test_a_large_batch_shows_its_first_slots_and_a_summary(tmp_path: Path, show: Show) -> None:
     size = dry_run_module.SLOTS_SHOWN + 5
     flags = ["--use_dummy_dataset", "--num_steps=1", f"--ckpt_save_path={tmp_path}/run", f"--batch_size={size}"]
     text = show(*flags)
@@ -183,7 +183,7 @@ def hold_the_lease(folder: Path, patch: pytest.MonkeyPatch) -> None:
         ([], hold_the_lease, "another run"),
     ],
 )
-def test_what_a_start_would_refuse_is_refused(
+def test_a_dry_run_refuses_what_a_start_refuses(
     flags: list[str],
     spoil: Spoil | None,
     said: str,
@@ -199,7 +199,7 @@ def test_what_a_start_would_refuse_is_refused(
     assert ending.value.code == 1 and said in capsys.readouterr().err
 
 
-def test_a_lease_of_a_process_that_is_gone_refuses_nothing_and_one_from_elsewhere_is_told_of(
+def test_a_lease_of_a_dead_process_is_ignored_and_a_foreign_one_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -26,7 +26,8 @@ from unit.checkpoint.checkpoint_files import (
 )
 
 from pretraining.checkpoint import pt_files
-from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, read_manifest
+from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST
 from pretraining.checkpoint.reader import file_entry, open_tensors, read_tensor
 from pretraining.config.recipes import dump_config
 from pretraining.config.variants import LlamaShape
@@ -225,7 +226,7 @@ def test_the_full_form_is_a_checkpoint_with_the_same_tensors(
     assert "--ckpt_load_path=" in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "pretraining")
     make_run(tmp_path / "run")
     next((tmp_path / "run/checkpoints/step_3_ckp").glob("*.safetensors")).unlink()
@@ -269,7 +270,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left_behind(
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-def test_what_is_there_is_never_replaced_and_what_does_not_fit_or_is_no_checkpoint_is_refused(
+def test_existing_files_are_never_replaced_and_unsuitable_sources_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "run")

@@ -13,7 +13,8 @@ import torch
 from unit.checkpoint.checkpoint_files import SHAPES
 from unit.checkpoint.test_hf_import import sharded, single, weights
 
-from pretraining.checkpoint.manifest import read_manifest, shape_of
+from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.manifest import shape_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.config.recipes import settings_in
 from pretraining.config.variants import LlamaShape, resolve_shape
@@ -94,7 +95,7 @@ def test_an_export_keeps_context_and_tokens_of_the_imported_model_and_its_card_n
 
 
 @pytest.mark.parametrize("card", ["no header", "---\nlicense: [a]\n---\n", "---\n{\n---\n", None])
-def test_what_is_not_known_of_an_imported_model_is_left_out(tmp_path: Path, card: str | None) -> None:
+def test_unknown_facts_of_an_imported_model_are_left_out(tmp_path: Path, card: str | None) -> None:
     folder = single(tmp_path / "m")
     document = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(document | {"bos_token_id": {"a": 1}, "eos_token_id": []}))

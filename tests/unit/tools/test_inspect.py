@@ -74,7 +74,7 @@ def stored(span: dict[str, Any]) -> list[int]:
     return ended[span["start"] : span["start"] + span["length"]]
 
 
-def test_step_n_is_what_update_n_trains_on_and_its_spans_hold_these_tokens(config: InspectConfig) -> None:
+def test_step_n_shows_the_tokens_of_update_n_and_their_spans(config: InspectConfig) -> None:
     training = loader(config.data, plan(BATCH))
     for step in range(1, 9):
         batch = rows(next(training))
@@ -120,7 +120,7 @@ def test_without_a_global_batch_the_checkpoint_or_the_world_gives_it(
     assert len(shown(asking(config, step=1, json=True), restored_batch=5)) == 5
 
 
-def test_people_see_places_and_the_ends_of_long_pieces(tmp_path: Path, config: InspectConfig) -> None:
+def test_the_text_output_shows_places_and_shortens_long_spans(tmp_path: Path, config: InspectConfig) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 40
     tokenizer = train_tokenizer([text], 300)
     tokenizer.save(tmp_path)
@@ -172,7 +172,7 @@ def test_made_up_data_has_ids_and_no_spans(config: InspectConfig) -> None:
     assert (summary["padding_tokens"], summary["fill"]) == (0, 1)
 
 
-def test_a_summary_counts_what_the_steps_hold(config: InspectConfig) -> None:
+def test_a_summary_counts_the_content_of_the_steps(config: InspectConfig) -> None:
     slots = [slot for step in range(3, 10) for slot in objects(config, step=step)]
     summaries = {each["dataset"]: each for each in objects(config, steps="3-9")}
     for name, weight in (("web", 0.75), ("code", 0.25)):

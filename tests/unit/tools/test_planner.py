@@ -29,7 +29,7 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().err
 
 
-def test_the_account_has_memory_time_and_price(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_has_memory_time_and_price(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "--model_variant=7b", "--num_steps=1Ttok", "--global_batch_size=1024", "--gpus=64")
     lines = {line.split()[0]: line for line in text.splitlines() if not line.startswith(" ")}
     assert list(lines) == ["plan", "layout", "memory", "step", "speed", "run", "checkpoint"]
@@ -55,7 +55,7 @@ def test_the_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["checkpoint_bytes"] == 12 * count and plan["fits"]
 
 
-def test_the_optimizer_decides_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_optimizer_decides_the_memory_of_its_state(capsys: pytest.CaptureFixture[str]) -> None:
     def state(*flags: str) -> int:
         (plan,) = documents(capsys, "--model_variant=1b", "--gpus=1", *flags)
         return int(plan["memory_bytes"]["optimizer_state"])
@@ -110,7 +110,7 @@ def test_a_search_learns_the_same_in_every_row(capsys: pytest.CaptureFixture[str
     "flag",
     ["mixed_precision=false", "float8=rowwise", "document_mask=true", "deterministic=true", "low_cpu_fsdp=false"],
 )
-def test_what_a_plan_does_not_count_is_said(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_names_what_it_does_not_count(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     (counted,), (plan,) = (documents(capsys, "--model_variant=7b", *more) for more in ((), (f"--{flag}",)))
     assert not counted["not_counted"] and [each.split()[0] for each in plan["not_counted"]] == [f"--{flag}"]
     assert all(f"--{flag} " in said(capsys, "--model_variant=7b", f"--{flag}", search) for search in SEARCH)
@@ -126,7 +126,7 @@ def test_a_length_in_epochs_is_left_open(tmp_path: Path, capsys: pytest.CaptureF
     assert plan["steps"] == 1000
 
 
-def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_does_not_fit_names_one_that_does(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "--model_variant=13b", "--gpus=8", "--gpu=a100", "--batch_size=8")
     assert ": does not fit" in text and "what fits   --sharding_strategy=" in text
     assert "--global_batch_size=8 or less" in refused(capsys, "--model_variant=34b", "--search=true")

@@ -44,7 +44,7 @@ def test_a_page_of_a_run_sums_it_up_and_draws_what_it_reported(tmp_path: Path) -
     assert settings["model.hidden_size"][0] == "16" and "optimizer.adam_eps" not in settings
 
 
-def test_the_folder_of_a_sweep_stands_for_its_runs_and_gets_the_page(tmp_path: Path) -> None:
+def test_the_folder_of_a_sweep_means_its_runs_and_gets_the_page(tmp_path: Path) -> None:
     sweep = tmp_path / "lr"
     write_run(sweep / "lr=1e-3")
     write_run(sweep / "lr=2e-3", "learning_rate=2e-3", shift=0.5)
@@ -93,7 +93,7 @@ def test_a_long_curve_keeps_its_spikes_and_the_page_stays_small(tmp_path: Path) 
     assert len(page_of(tmp_path)) < 1_000_000
 
 
-def test_pages_and_pictures_go_where_they_are_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_and_pictures_are_written_to_the_given_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     main(["report", str(run)])
@@ -114,7 +114,7 @@ def test_pages_and_pictures_go_where_they_are_asked_to(tmp_path: Path, monkeypat
         {"picture": "loss.pdf"},
     ],
 )
-def test_what_cannot_be_is_one_error_and_nothing_is_written(tmp_path: Path, flags: dict[str, object]) -> None:
+def test_an_impossible_report_is_one_error_and_writes_nothing(tmp_path: Path, flags: dict[str, object]) -> None:
     run = write_run(tmp_path / "a")
     given: dict[str, object] = {"run_path": (str(run),)}
     for name, value in flags.items():

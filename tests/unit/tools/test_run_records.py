@@ -52,7 +52,7 @@ def test_folders_of_earlier_versions_are_read(form: str) -> None:
         ("checkpoints/step_40_ckp/manifest.json", "{}"),
     ],
 )
-def test_a_damaged_file_costs_what_it_holds_and_a_note(tmp_path: Path, file: str, content: str) -> None:
+def test_a_damaged_record_is_dropped_with_a_message(tmp_path: Path, file: str, content: str) -> None:
     write_run(tmp_path)
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(content)
@@ -72,7 +72,7 @@ def test_folders_and_pipes_in_the_place_of_files_are_notes(tmp_path: Path, file:
         assert any(note.startswith(file) for note in read_run(folder, "a").notes)
 
 
-def test_a_run_that_says_running_was_killed_unless_its_lease_is_fresh(tmp_path: Path) -> None:
+def test_a_running_status_without_a_fresh_lease_means_killed(tmp_path: Path) -> None:
     write_run(tmp_path, status="running")
     assert (read_run(tmp_path, "a").state, read_run(tmp_path, "a").reason) == ("killed", "")
     held = tmp_path / "lease.json"
@@ -87,14 +87,14 @@ def test_names_of_files_are_those_that_training_writes() -> None:
     assert run_records.ENVIRONMENT_FILE == environment.ENVIRONMENT_FILE
 
 
-def test_what_is_no_run_is_refused_with_all_problems_at_once(tmp_path: Path) -> None:
+def test_paths_without_a_run_are_refused_in_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as raised:
         read_runs([str(tmp_path / name) for name in ("gone", "file")])
     assert len(raised.value.problems) == 2 and raised.value.settings == ("run_path",)
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+def test_runs_with_the_same_name_are_labelled_by_their_paths(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / parent / "a") for parent in ("x", "y")]
     assert [run.name for run in read_runs([str(folder) for folder in folders])] == [str(folder) for folder in folders]
 

@@ -84,7 +84,7 @@ def test_greedy_tokens_are_those_of_the_whole_model_and_of_transformers(
     assert theirs[0].tolist() == expected
 
 
-def test_a_cache_gives_the_logits_of_the_model_and_past_its_context_those_of_the_newest_half(tmp_path: Path) -> None:
+def test_a_cache_gives_the_models_logits_and_past_the_context_those_of_the_newest_half(tmp_path: Path) -> None:
     model, tokens = load_model(make_run(tmp_path, SHAPES["plain"])), list(range(30))
     cached = CachedModel(model, 8, torch.device("cpu"))
     for length in range(6, 15):
@@ -103,7 +103,7 @@ def make_tokenizer(root: Path) -> str:
     return str(root / "tokenizer")
 
 
-def test_text_goes_in_and_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_of_text_is_continued_with_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_tokenizer(tmp_path)
     run = make_run(tmp_path, WITH_TEXT, tokenizer_path=path, sep_token=299)
     text = printed(capsys, run, prompt="some ", max_new_tokens=20)
@@ -116,7 +116,7 @@ def test_text_goes_in_and_comes_out(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert printed(capsys, tmp_path / "exported", prompt="some ", max_new_tokens=20) == text
 
 
-def test_a_text_ends_with_the_end_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_stops_at_the_end_of_text_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, SHAPES["plain"])
     tokens = greedy(run, [1, 5], 10)
     end = next(token for token in tokens[4:] if token not in tokens[2:4])
@@ -128,7 +128,7 @@ def test_a_text_ends_with_the_end_of_text(tmp_path: Path, capsys: pytest.Capture
     assert ids_of(printed(capsys, tmp_path / "exported", **asked)) == tokens[: tokens.index(end, 2)]
 
 
-def test_a_prompt_begins_as_documents_did(
+def test_a_prompt_starts_with_the_begin_of_text_token_of_the_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts: list[list[int]] = []
@@ -144,7 +144,7 @@ def test_a_prompt_begins_as_documents_did(
     assert printed(capsys, without, prompt="") == "" and prompts[1:] == [[9]]
 
 
-def test_weights_that_are_not_finite_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_not_finite_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, SHAPES["plain"])
     weights = tensors_of(SHAPES["plain"])
     weights["lm_head.weight"][5] = torch.nan
@@ -181,5 +181,5 @@ def test_streamed_text_is_the_text_of_all_tokens(tokens: list[int], prompt_lengt
     assert TOKENIZER.decode(before) + streamed == TOKENIZER.decode(tokens)
 
 
-def test_a_character_comes_once_all_of_its_bytes_are_there() -> None:
+def test_a_character_is_printed_once_all_its_bytes_are_there() -> None:
     assert list(stream_text(TOKENIZER.decode, [], TOKENIZER.encode("€"))) == ["€"]

@@ -61,7 +61,7 @@ def test_settings_that_are_lists_vary_between_semicolons() -> None:
         (["optimizer=adamw,muon", "muon_ns_steps=3"], "optimizer=adamw: --muon_ns_steps"),
     ],
 )
-def test_what_is_no_sweep_is_refused_before_anything_runs(given: list[str], said: str) -> None:
+def test_an_invalid_sweep_is_refused_before_anything_runs(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         grid(*given)
     assert said in str(error.value)
@@ -73,7 +73,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.thorough
-def test_a_run_that_fails_is_a_row_and_only_what_has_not_ended_is_trained(
+def test_a_failed_run_is_a_row_and_only_unfinished_runs_are_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "sweep"
@@ -103,7 +103,7 @@ def test_a_run_that_fails_is_a_row_and_only_what_has_not_ended_is_trained(
 
 
 @pytest.mark.thorough
-def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_on(tmp_path: Path) -> None:
+def test_a_sweep_with_several_processes_per_run_resumes_after_a_kill(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     command = [sys.executable, "-m", "pretraining", "sweep", *TINY, "seed=1,2", "processes=2", f"sweep_path={folder}"]
     long = [each.replace("num_steps=4", "num_steps=100000").replace(str(folder), f"{folder}_long") for each in command]
@@ -130,7 +130,7 @@ def test_a_sweep_of_several_processes_a_run_trains_and_one_that_is_killed_goes_o
     assert [row["status"] for row in rows_of(folder)] == ["finished", "finished"]
 
 
-def test_how_a_run_ended_decides_whether_it_is_started_again(
+def test_the_outcome_of_a_run_decides_whether_it_is_restarted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["sweep", *TINY, "seed=1,2", f"sweep_path={tmp_path}", "only=0"]
@@ -185,7 +185,7 @@ def test_a_run_that_another_process_trains_is_in_use_and_its_loss_is_not_shown(
 LOSSES = [("1", "finished", 2.0, 3.0), ("2", "failed", 1.0, 1.0), ("3", "finished", 2.5, 2.0)]
 
 
-def test_the_table_begins_with_the_lowest_loss_of_those_that_finished() -> None:
+def test_the_table_is_sorted_by_the_loss_of_finished_runs() -> None:
     rows: list[dict[str, Any]] = [
         {"lr": lr, "status": status, "loss": loss, "evaluation_loss": evaluation_loss, "reason": ""}
         for lr, status, loss, evaluation_loss in LOSSES

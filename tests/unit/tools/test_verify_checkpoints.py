@@ -25,18 +25,14 @@ from unit.checkpoint.checkpoint_files import (
     write_sharded,
 )
 
+from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.completeness import coverage_fault
-from pretraining.checkpoint.manifest import (
-    ITERATION_FILE,
-    MANIFEST,
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    SCHEDULE_FILE,
-    read_document,
-)
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import ITERATION_FILE, MANIFEST, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
 from pretraining.checkpoint.reader import file_entry
-from pretraining.checkpoint.start_point import CheckpointRef, find_start, load
-from pretraining.checkpoint.writer import Chunk, WriteItem, write_chunks
+from pretraining.checkpoint.restore import load
+from pretraining.checkpoint.start_point import CheckpointRef, find_start
+from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
 from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig
@@ -177,7 +173,7 @@ def test_pieces_that_do_not_make_each_tensor_once_are_named(
 @pytest.mark.parametrize(
     "spoil", [lambda content: content + b"\0" * 8, lambda _: b"\x10" + b"\0" * 7 + b"{not json      }"]
 )
-def test_a_file_that_is_no_safetensors_is_a_fault_though_its_checksum_fits(
+def test_an_invalid_safetensors_file_is_a_fault_despite_its_checksum(
     folder: Path, spoil: Callable[[bytes], bytes]
 ) -> None:
     (folder / FIRST).write_bytes(spoil((folder / FIRST).read_bytes()))

@@ -118,9 +118,7 @@ def swap(folder: Path) -> None:
         (swap, FIRST),
     ],
 )
-def test_what_changed_since_it_was_prepared_is_named(
-    prepared: Path, damage: Callable[[Path], object], name: str
-) -> None:
+def test_changes_since_the_preparation_are_named(prepared: Path, damage: Callable[[Path], object], name: str) -> None:
     damage(prepared)
     assert faults_of(prepared.parent)[0].path == prepared / name
 

@@ -10,6 +10,7 @@ import torch
 
 from pretraining.checkpoint import pt_files
 from pretraining.config.command_line import load_train_config
+from pretraining.config.strategies import DimSizes
 from pretraining.config.variants import resolve_shape
 from pretraining.distributed.processes import Processes
 from pretraining.errors import CheckpointError, ConfigError
@@ -19,6 +20,7 @@ from pretraining.train import memory_check
 from pretraining.train.memory_check import check_memory
 
 GIB = 2**30
+ALONE = DimSizes(world=1, node=1, replicate=1, shard=1, data=1)
 
 
 def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> None:
@@ -29,7 +31,8 @@ def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> N
         found = MachineMemory(int(gib * GIB), int(2 * gib * GIB), "this machine")
         for module in (memory_check, pt_files):
             patch.setattr(module, "machine_memory", lambda: found)
-        check_memory(config, resolve_shape(config.model), shard_size, here)
+        dims = DimSizes(world=shard_size, node=processes, replicate=1, shard=shard_size, data=shard_size)
+        check_memory(config, resolve_shape(config.model), dims, here)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_gradients_that_come_after_the_peak_are_named(caplog: pytest.LogCaptureF
     caplog.set_level(logging.INFO, logger="pretraining")
     config = load_train_config(["use_dummy_dataset=true", "model_variant=125m", "mixed_precision=false"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_check, "_available_memory", lambda processes: (80 * GIB, "80 GiB free on cuda:0"))
-        check_memory(config, resolve_shape(config.model), 1, Processes(0, 1, 0, 1, torch.device("cuda")))
+        patch.setattr(memory_check, "_available_memory", lambda dims, device: (80 * GIB, "80 GiB free on cuda:0"))
+        check_memory(config, resolve_shape(config.model), ALONE, Processes(0, 1, 0, 1, torch.device("cuda")))
     (line,) = caplog.messages
     assert line.endswith(f", minus {format_gib(511.6 * 2**20)} of gradients that are allocated after the peak")

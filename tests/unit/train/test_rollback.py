@@ -98,10 +98,10 @@ def test_row_54_inspect_stays_true_after_a_rollback_to_the_border_of_two_phases(
 
 
 STAGES = {
-    "before a target is found": "find_start",
-    "before the target is saved again": "CheckpointManager.save_now",
-    "before newer checkpoints are set aside": "_set_aside_newer",
-    "before training continues": "_log_rollback",
+    "before a target is found": (rollback.RunBuilder, "find_start"),
+    "before the target is saved again": (CheckpointManager, "save_now"),
+    "before newer checkpoints are set aside": (rollback, "_set_aside_newer"),
+    "before training continues": (rollback, "_log_rollback"),
 }
 LIMIT = ["num_steps=6", "max_skipped_steps=2", "max_rollbacks=1", "checkpoint_interval=1"]
 
@@ -127,24 +127,12 @@ def test_a_kill_within_a_rollback_loses_nothing_although_the_count_was_saved_at_
 ) -> None:
     run = tmp_path / "run"
 
-    def kill(*_: object, **arguments: object) -> None:
-        if "before_step" in arguments or "find_start" not in STAGES[stage]:
-            raise KilledError
+    def kill(*_: object, **__: object) -> None:
+        raise KilledError
 
     with monkeypatch.context() as patch:
         diverging_after(2, patch)
-        if stage == "before the target is saved again":
-            patch.setattr(CheckpointManager, "save_now", kill)
-        elif stage == "before a target is found":
-            found = rollback.find_start
-
-            def find(*given: Any, **named: Any) -> Any:
-                kill(**named)
-                return found(*given, **named)
-
-            patch.setattr(rollback, "find_start", find)
-        else:
-            patch.setattr(rollback, STAGES[stage], kill)
+        patch.setattr(*STAGES[stage], kill)
         with pytest.raises(KilledError):
             start(run, *LIMIT)
     torch.distributed.destroy_process_group()  # which only the end of a process does after such an error

@@ -9,7 +9,7 @@ import pytest
 from training_runs import TINY, write_two_datasets
 from unit.train.whole_runs import refusal, start
 
-from pretraining.checkpoint.manifest import read_manifest
+from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.cli import main
 from pretraining.config.recipes import load_config

@@ -5,16 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_model import single_dims
 from tiny_shape import TINY_SHAPE
 
-from pretraining.config.training import LossConfig, OptimizerConfig, ParallelConfig
+from pretraining.config.training import LossConfig, OptimizerConfig
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.distributed.grad_norm import local_part
 from pretraining.distributed.loss_scaler import LossScaler
-from pretraining.distributed.mesh import build_mesh
 from pretraining.distributed.replicated import ReplicatedModel
 from pretraining.model.init import initialize_parameters
 from pretraining.model.llama import Llama
+from pretraining.observability.collector import Collector
+from pretraining.observability.metrics import Metrics
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.horizon import Horizon
 from pretraining.optim.registry import build_optimizer
@@ -27,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def context_for_step(dtype: torch.dtype = torch.float32, loss: LossConfig = LossConfig()) -> StepContext:
-    mesh = build_mesh(ParallelConfig(), 1, 1, "cpu")
+    dims = single_dims()
     model = Llama(TINY_SHAPE, loss)
-    laid_out = ReplicatedModel(model, dtype, CPU, mesh["replicate"].get_group())
+    laid_out = ReplicatedModel(model, dtype, CPU, dims.group("replicate"))
     initialize_parameters(laid_out.parameters, TINY_SHAPE, 0, CPU)
     optimizer = build_optimizer(laid_out.parameters, OptimizerConfig(learning_rate=1e-2))
     return StepContext(
@@ -37,8 +39,9 @@ def context_for_step(dtype: torch.dtype = torch.float32, loss: LossConfig = Loss
         optimizer=optimizer,
         learning_rate=LearningRate("cosine", Horizon(1, 10, 0.1)),
         grad_clip_thresh=1.0,
-        shard_group=mesh["shard"].get_group(),
+        shard_group=dims.group("shard"),
         device=CPU,
+        collector=Collector(Metrics(), ["dummy"], optimizer, dims.group("shard")),
         scaler=LossScaler(CPU) if dtype == torch.float16 else None,
     )
 
@@ -149,8 +152,12 @@ def test_z_loss_is_minimised_and_reported_apart() -> None:
     plain, regularised = context_for_step(), context_for_step(loss=LossConfig(z_loss_weight=0.1))
     outcomes = [train_step(context, micro_batches(sequences(4), 2), 0) for context in (plain, regularised)]
     assert float(outcomes[1].loss_sum) == pytest.approx(float(outcomes[0].loss_sum), rel=1e-6)
-    assert float(outcomes[0].z_loss_sum) == 0
+    reports = []
+    for context, outcome in zip((plain, regularised), outcomes, strict=True):
+        context.collector.end_step(outcome)
+        reports.append(context.collector.report(outcome)[0])
+    assert reports[0]["z_loss"] == 0
     # An untrained model spreads its guesses evenly: ln(Z) is near ln(vocabulary).
     of_a_token = 0.1 * math.log(TINY_SHAPE.vocab_size) ** 2
-    assert float(outcomes[1].z_loss_sum / outcomes[1].valid_tokens) == pytest.approx(of_a_token, rel=0.05)
+    assert reports[1]["z_loss"] == pytest.approx(of_a_token, rel=0.05)
     assert float(outcomes[1].grad_norm) != pytest.approx(float(outcomes[0].grad_norm), rel=0.01)

@@ -13,7 +13,8 @@ from tiers import first_quick
 from training_runs import TINY, losses_of, metrics_of, status_of
 from unit.train.whole_runs import checkpoint, equal, refusal, saved, start, started_at, tensors_of
 
-from pretraining.checkpoint.manifest import FULL_FILES, read_manifest
+from pretraining.checkpoint.forms import read_manifest
+from pretraining.checkpoint.manifest import FULL_FILES
 from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config

@@ -52,7 +52,7 @@ def test_a_datasets_samples_are_numbered_without_gaps_from_anywhere(weights: lis
 
 @settings(max_examples=40)
 @given(WEIGHTS, st.lists(st.integers(0, 300), max_size=6))
-def test_any_stretch_is_a_slice_of_the_whole(weights: list[int], cuts: list[int]) -> None:
+def test_any_range_is_a_slice_of_the_whole(weights: list[int], cuts: list[int]) -> None:
     tree = WeightTree(weights)
     borders = [0, *sorted(cuts), 300]
     with pytest.MonkeyPatch.context() as patch:

@@ -25,7 +25,7 @@ def pairs(order: SampleOrder, begin: int, end: int) -> list[tuple[int, int]]:
 @example([5], 5, 4096, [])
 @example([3, 3, 3], 50, 9, [5])  # most passes complete no sample at all
 @example([0, 1000, 0], 7, 9, [8, 9, 9, 30])  # all in one shard
-def test_any_stretch_is_that_of_the_oracle(tokens: list[int], seq_length: int, at_once: int, cuts: list[int]) -> None:
+def test_any_range_equals_that_of_the_oracle(tokens: list[int], seq_length: int, at_once: int, cuts: list[int]) -> None:
     passes = min(60, 3 * max(1, seq_length // max(tokens)) + 1)
     expected = in_rounds([[number * of // seq_length for of in tokens] for number in range(passes + 1)], KEY)
     with pytest.MonkeyPatch.context() as patch:

@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> DataConfig:
     return DataConfig(data_path=str(root), seq_length=16, sep_token=999, logical_shards=4, num_workers=2)
 
 
-def test_a_range_asked_for_at_a_resume_is_said_skipped_and_kept(config: DataConfig) -> None:
+def test_a_range_given_at_a_resume_is_logged_skipped_and_saved(config: DataConfig) -> None:
     with loader(config, plan(8)) as plain, loader(config, plan(8)) as begun:
         _, state = go_on([begun], None, 2)
         asked = replace(config, skip_samples=("24-31", "33"))
@@ -62,14 +62,14 @@ def test_a_range_asked_for_at_a_resume_is_said_skipped_and_kept(config: DataConf
             assert last["skipped"] == [[24, 32], [33, 34]] and again.changes_at_resume == ()
 
 
-def test_what_was_trained_on_cannot_be_skipped(config: DataConfig) -> None:
+def test_trained_samples_cannot_be_skipped(config: DataConfig) -> None:
     with loader(config, plan(8)) as begun:
         _, state = go_on([begun], None, 3)
     with loader(replace(config, skip_samples=("20-40",)), plan(8)) as made, pytest.raises(DataError, match="sample 20"):
         made.load_state_dict(state)
 
 
-def test_inspect_knows_what_is_skipped(config: DataConfig) -> None:
+def test_inspect_respects_skipped_samples(config: DataConfig) -> None:
     asked = replace(config, skip_samples=("4-11",), num_workers=0)
     inspector = Inspector(loader(asked, plan(8)).reader, opened(asked), 16)
     assert [inspector.step_of_sample(sample) for sample in (0, 3, 12, 15, 16)] == [1, 1, 1, 1, 2]

@@ -98,7 +98,7 @@ def test_record_batches_of_plain_integers_are_documents(tmp_path: Path, token: p
     assert documents_at(path, layout_of(path)) == documents
 
 
-def test_other_columns_may_come_before(tmp_path: Path) -> None:
+def test_other_columns_may_precede_the_tokens(tmp_path: Path) -> None:
     documents = [[1, 2, 3], [], [4]]
     columns = {
         "text": pa.array(["a", None, "ccc"]),
@@ -199,7 +199,7 @@ def test_a_footer_that_misnames_batches_fails(is_broken: bool, tmp_path: Path, m
     assert raised.value.path == path
 
 
-def test_a_stream_is_read_like_a_file_and_a_cut_one_is_named(tmp_path: Path) -> None:
+def test_a_stream_is_read_like_a_file_and_a_truncated_one_is_named(tmp_path: Path) -> None:
     path, documents = tmp_path / "x.arrow", random_documents(50, vocab_size=200)
     table = pa.record_batch({"text": pa.array(["a"] * 50), "tokens": pa.array(documents, LISTS)})
     with pa.ipc.new_stream(str(path), table.schema) as writer:

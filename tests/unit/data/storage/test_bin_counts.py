@@ -73,7 +73,7 @@ def test_any_number_of_processes_counts_the_bins_of_every_block(index: Index, pa
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no header", "of others"])
-def test_damaged_counts_are_made_anew(index: Index, damage: str) -> None:
+def test_damaged_counts_are_rebuilt(index: Index, damage: str) -> None:
     expected = bounds_of(build(index))  # before the mapped file is overwritten
     content = file_of(index).read_bytes()
     assert find(index, seq_length=31) is None and find(index, packing="greedy") is None
@@ -107,13 +107,13 @@ def test_counts_are_valid_for_one_index_only(index: Index, tmp_path: Path) -> No
     assert bounds_of(build(again)) != bounds_of(counts)
 
 
-def test_a_process_that_ends_early_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_exits_early_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(DataError, match="status 1"):
         build(index, workers=2)
 
 
-def test_counts_that_another_machine_made_elsewhere_are_asked_for(index: Index, tmp_path: Path) -> None:
+def test_missing_counts_are_an_error_that_names_index_path(index: Index, tmp_path: Path) -> None:
     settings = config(tmp_path, packing="first_fit")
     listing = list_datasets(settings)
     with pytest.raises(DataError, match="--index_path"):

@@ -28,7 +28,7 @@ def config(root: Path, **changes: object) -> DataConfig:
     return DataConfig(data_path=str(root), **changes)  # type: ignore[arg-type]
 
 
-def test_links_are_followed_but_not_round_in_circles(tmp_path: Path) -> None:
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     put(tmp_path / "elsewhere/1.arrow")
     put(tmp_path / "root/web/2.arrow")
     (tmp_path / "root/web/linked").symlink_to(tmp_path / "elsewhere")
@@ -70,7 +70,7 @@ def test_a_dataset_is_a_sub_folder_with_token_files_or_a_folder_or_file_that_is_
         ("", ("loop",), "loop"),
     ],
 )
-def test_what_holds_no_token_files_is_named(
+def test_a_folder_without_token_files_is_named(
     tmp_path: Path, place: str | None, names: tuple[str, ...], named: str | None
 ) -> None:
     for path in ("web/x.arrow", "flat.arrow", "notes/a.txt"):
@@ -214,7 +214,7 @@ def test_a_state_beside_arrow_files_changes_nothing(tmp_path: Path) -> None:
     assert (listing.file_type, listing.paths) == ("arrow", ("x.arrow",))
 
 
-def test_a_single_file_is_the_dataset_whatever_lies_beside_it(tmp_path: Path) -> None:
+def test_a_single_file_is_the_dataset_regardless_of_its_neighbours(tmp_path: Path) -> None:
     for name in ("a.npy", "a.bin", "a.arrow"):
         put(tmp_path / name)
     for name in ("a.npy", "a.bin", "a.arrow"):

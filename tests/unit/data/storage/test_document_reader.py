@@ -95,7 +95,7 @@ def test_rows_are_filled_with_pieces_of_documents_and_their_separators_and_with_
         assert target[number].tolist() == tokens + [0] * (width - len(tokens))
 
 
-def test_short_documents_that_lie_together_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_short_documents_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = random_documents(200, largest=9)
     write_documents(tmp_path / "web/x.arrow", documents)
     made = reader(tmp_path)

@@ -92,7 +92,7 @@ def test_a_megatron_index_that_is_not_read_is_named(tmp_path: Path, warnings: An
 
 
 @pytest.mark.parametrize("vocab_size", [5, 300, 30_000, 65_536, 128_256, 262_144])
-def test_the_type_of_tokens_is_told_from_their_bytes(vocab_size: int) -> None:
+def test_the_type_of_tokens_is_guessed_from_their_bytes(vocab_size: int) -> None:
     tokens = np.random.default_rng(vocab_size).integers(0, vocab_size, 4000)
     for dtype in ("uint16", "uint32", "uint64"):
         if dtype != "uint16" or vocab_size <= 2**16:

@@ -80,7 +80,7 @@ def test_the_first_file_that_cannot_be_used_is_named(tmp_path: Path, workers: in
     assert list((tmp_path / "web/.index").iterdir()) == []
 
 
-def test_changed_files_are_indexed_anew_and_named(tmp_path: Path) -> None:
+def test_changed_files_are_reindexed_and_named(tmp_path: Path) -> None:
     write_documents(tmp_path / "web/x.arrow", [[1]])
     write_documents(tmp_path / "web/y.arrow", [[1]])
     first = build_index(files(tmp_path), CONFIG)
@@ -94,7 +94,7 @@ def test_changed_files_are_indexed_anew_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("documents", [30, BLOCK_DOCUMENTS + 700])
-def test_an_index_that_is_damaged_anywhere_is_made_anew(
+def test_an_index_damaged_anywhere_is_rebuilt(
     tmp_path: Path, documents: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "_BLOCKS_AT_ONCE", 1)
@@ -116,7 +116,7 @@ def test_an_index_that_is_damaged_anywhere_is_made_anew(
         assert str(path) in said
 
 
-def test_indices_of_read_only_data_lie_in_the_cache_folder(root: Path, cache_folder: Path) -> None:
+def test_indices_of_read_only_data_are_in_the_cache_folder(root: Path, cache_folder: Path) -> None:
     (root / "web/.index").write_text("a file where the folder would be: it cannot be written to")
     index = build_index(files(root), CONFIG)
     assert cache_folder in index.path.parents
@@ -171,7 +171,7 @@ def mapped_bytes(path: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped memory")
-def test_what_was_read_of_an_index_does_not_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_parts_of_an_index_do_not_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "_open_indices", weakref.WeakSet())  # indices of other tests share the limit
     write_documents(tmp_path / "web/x.arrow", [[1]] * (40 * BLOCK_DOCUMENTS))
     index = build_index(files(tmp_path), CONFIG)

@@ -121,7 +121,7 @@ def test_datasets_of_several_formats_make_one_run(tmp_path: Path) -> None:
 @given(st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=12), st.sampled_from([1, 3, 1000]))
 @example([[]], 1)
 @example([[], [], [1]], 1)
-def test_the_scan_finds_what_lies_between_separators(documents: list[list[int]], chunk: int) -> None:
+def test_the_scan_finds_the_documents_between_separators(documents: list[list[int]], chunk: int) -> None:
     tokens = ended(documents, "<u2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat_files, "_TOKENS_AT_ONCE", chunk)
@@ -221,7 +221,7 @@ def test_megatron_documents_and_their_type_come_from_the_index_and_need_no_separ
         loader(replace(plain, data_path=str(tmp_path / "megatron")), plan(4)).load_state_dict(found.state_dict())
 
 
-def test_a_run_of_today_reads_megatron_tokens_as_it_began(tmp_path: Path) -> None:
+def test_an_existing_run_keeps_reading_megatron_tokens_as_at_its_start(tmp_path: Path) -> None:
     """Such a run has --token_dtype and --sep_token; its files have the fingerprint that they have without an index."""
     write_megatron(tmp_path / "web/a.bin", [[*each, SEP] for each in random_documents(60, vocab_size=900)])
     today = replace(CONFIG, data_path=str(tmp_path), token_dtype="uint16")
@@ -375,7 +375,7 @@ def test_a_class_that_cannot_be_imported_or_is_no_format_is_named(file_type: str
         format_class(file_type)
 
 
-def test_a_format_of_ones_own_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_user_defined_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = "class Format:\n    suffix, title, ending, identity = '.x', 'x', b'', 'x'\n    def __init__(self, _): pass\n"
     (tmp_path / "failing.py").write_text(f"{head}    def documents(self, path): 1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -395,7 +395,7 @@ def test_a_resume_with_another_type_is_refused(tmp_path: Path) -> None:
         loader(replace(narrow, token_dtype="uint32"), plan(2), vocab_size=2**32).load_state_dict(state)
 
 
-def test_a_format_of_ones_own_needs_no_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_defined_format_needs_no_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/extending.md").read_text()
     [code] = re.findall(r"```python\n# my_formats.py\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_formats.py").write_text(code)

@@ -72,7 +72,7 @@ def test_without_it_the_first_one_stops_and_the_error_names_the_flag(config: Pre
         prepare(config)
 
 
-def test_after_a_stop_the_flag_keeps_what_is_encoded_and_without_it_bad_units_are_read_again(
+def test_a_resume_with_the_flag_keeps_encoded_units_and_without_it_rereads_bad_ones(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = [b'{"text": "good"}'] * 9
@@ -109,7 +109,7 @@ def test_after_a_stop_the_flag_keeps_what_is_encoded_and_without_it_bad_units_ar
     assert prepare(replace(config, bad_records="skip")).bad_records == 1
 
 
-def test_a_text_that_turns_out_bad_after_its_first_parts_is_left_out_whole(
+def test_a_text_with_a_bad_later_part_is_skipped_completely(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 20)
@@ -135,7 +135,7 @@ def test_rows_of_token_ids_with_a_missing_token_are_left_out(config: PrepareConf
     assert summary.bad_record_names[0].startswith("ids.parquet, row 1: a token is missing (null)")
 
 
-def test_an_input_of_bad_records_alone_says_so(config: PrepareConfig, tmp_path: Path) -> None:
+def test_an_input_without_good_records_is_an_error(config: PrepareConfig, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "a"}\n' * 3)
     with pytest.raises(DataError, match=r"cannot be read \(3 records; the first: a\.jsonl, row 1: no field 'text'"):
         prepare(replace(config, bad_records="skip"))

@@ -34,7 +34,7 @@ def test_a_text_file_is_one_document_and_json_lines_are_one_each_without_byte_or
     blank=st.sampled_from([b"", b"\n", b"\r\n", b" \n\n"]),
     cuts=st.lists(st.floats(0, 1), max_size=4),
 )
-def test_ranges_give_every_line_to_exactly_one_of_them(
+def test_every_line_belongs_to_exactly_one_range(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], blank: bytes, cuts: list[float]
 ) -> None:
     content = b"".join(line + blank for line in json_lines(texts).splitlines(keepends=True))

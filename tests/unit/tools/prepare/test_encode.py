@@ -39,7 +39,7 @@ TEXTS = [f"Document {n}: größe, 漢字 and naïve words; it's {n}.\n" * (n % 7
 GPT2_LIKE = train_tokenizer(TEXTS, 400)
 
 
-def test_a_tokenizer_that_fastokens_does_not_take_is_left_to_the_library_with_a_line(
+def test_a_tokenizer_that_fastokens_refuses_is_run_by_the_library_with_a_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
@@ -110,7 +110,7 @@ def spoil_fastokens(patch: pytest.MonkeyPatch, change: Change) -> None:
     patch.setattr(module, "_load_fastokens", lambda definition: Spoilt())
 
 
-def test_both_make_the_same_files_and_a_difference_stops_until_the_library_makes_them_anew(
+def test_both_encoders_write_the_same_files_and_a_difference_is_an_error(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = made_elsewhere(config, encoder="tokenizers")
@@ -182,7 +182,7 @@ def test_a_cut_goes_through_no_word_of_the_usual_tokenizers(words_of: pre_tokeni
 
 
 @given(text=st.text(alphabet="ab \n", max_size=300), limit=st.integers(1, 40))
-def test_pieces_make_the_text_again_and_only_the_last_ends_it(text: str, limit: int) -> None:
+def test_pieces_concatenate_to_the_text_and_only_the_last_one_ends_it(text: str, limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PIECE_CHARACTERS", limit)
         found = list(module.cut(Document(text, 0, "a")))

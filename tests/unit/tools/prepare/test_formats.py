@@ -35,14 +35,14 @@ def test_json_lines_are_records_whatever_the_name_of_their_file(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.txt"])
-def test_a_damaged_first_line_does_not_make_json_lines_something_else(tmp_path: Path, name: str) -> None:
+def test_json_lines_with_a_damaged_first_line_are_json_lines(tmp_path: Path, name: str) -> None:
     file = one(tmp_path / name, packed(name, b'{"text": "cut\n' + json_lines(TEXTS)))
     assert file.format == "JSON lines"
     with pytest.raises(DataError, match="row 1: not valid JSON"):
         read(file)
 
 
-def test_a_first_line_longer_than_the_beginning_is_read_to_its_end(tmp_path: Path) -> None:
+def test_a_first_line_longer_than_the_probe_is_read_completely(tmp_path: Path) -> None:
     texts = ["long " * formats.HEAD_BYTES, "short"]
     for name in ("a.json", "a.json.gz"):
         assert texts_of(read(one(tmp_path / name, packed(name, json_lines(texts))))) == texts
@@ -59,7 +59,7 @@ def test_a_json_array_is_a_record_per_object(tmp_path: Path, indent: int | None,
 
 
 @given(records=st.lists(st.text(max_size=9).map(lambda text: {"text": text}), min_size=1), block=st.integers(1, 60))
-def test_an_array_is_read_alike_in_blocks_of_any_size(
+def test_a_json_array_reads_the_same_in_blocks_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, str]], block: int
 ) -> None:
     file = one(tmp_path_factory.mktemp("array") / "a.json", json.dumps(records, ensure_ascii=False))
@@ -99,7 +99,7 @@ def test_json_and_csv_are_one_document_each_on_request(tmp_path: Path) -> None:
         assert texts_of(read(file)) == [content]
 
 
-def test_a_table_is_one_whatever_the_name_of_its_file(tmp_path: Path) -> None:
+def test_a_table_is_recognised_under_any_file_name(tmp_path: Path) -> None:
     table = pa.table({"text": TEXTS})
     pq.write_table(table, tmp_path / "a.jsonl")
     with pa.ipc.new_stream(str(tmp_path / "a.txt"), table.schema) as writer:
@@ -108,7 +108,7 @@ def test_a_table_is_one_whatever_the_name_of_its_file(tmp_path: Path) -> None:
         assert texts_of(read(recognise(tmp_path / name, name, 1))) == TEXTS
 
 
-def test_texts_that_begin_with_the_letters_of_a_format_are_texts(tmp_path: Path) -> None:
+def test_a_text_that_begins_like_a_format_is_a_text(tmp_path: Path) -> None:
     for text in (
         "ORCHESTRA",
         "PAR1S",
@@ -182,7 +182,7 @@ REFUSED: list[tuple[str, bytes, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "what", "remedy"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_not_read_is_refused_by_name_with_the_way_on(
+def test_an_unsupported_format_is_refused_by_name_with_a_remedy(
     tmp_path: Path, name: str, content: bytes, what: str, remedy: str
 ) -> None:
     with pytest.raises(DataError) as error:
@@ -237,7 +237,7 @@ BAD: list[tuple[str, str, int, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "row", "what"), BAD, ids=range(len(BAD)))
-def test_a_record_that_is_no_text_is_named_with_what_it_holds(
+def test_a_record_without_text_is_named_with_its_content(
     tmp_path: Path, name: str, content: str, row: int, what: str
 ) -> None:
     with pytest.raises(DataError) as error:
@@ -246,7 +246,7 @@ def test_a_record_that_is_no_text_is_named_with_what_it_holds(
     assert what in str(error.value)
 
 
-def test_a_value_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unterminated_value_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_JSON_BLOCK", 10)
     monkeypatch.setattr(documents, "LARGEST_VALUE_CHARACTERS", 100)
     taken = 0

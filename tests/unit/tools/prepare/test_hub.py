@@ -88,7 +88,7 @@ def test_more_shards_than_files_share_their_bytes(folder: Path, monkeypatch: pyt
         ({"hf_split": "without the package"}, "", "pretraining[hf]"),
     ],
 )
-def test_what_is_not_there_is_named_with_what_is(
+def test_a_missing_hub_dataset_is_named_with_the_existing_ones(
     folder: Path, change: dict[str, Any], path: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not path:
@@ -100,7 +100,7 @@ def test_what_is_not_there_is_named_with_what_is(
     assert what in str(error.value)
 
 
-def test_a_dataset_of_the_hub_is_known_by_its_files_with_their_revision(
+def test_a_hub_dataset_is_identified_by_its_files_and_their_revision(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []

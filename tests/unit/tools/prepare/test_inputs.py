@@ -98,7 +98,7 @@ def listed(caplog: pytest.LogCaptureFixture, *inputs: Path, split: str | None = 
     return names(list_files([str(each) for each in inputs], replace(ANY, split=split)))
 
 
-def test_a_folder_says_how_many_files_it_does_not_read_and_names_the_first(
+def test_unread_files_of_a_folder_are_counted_and_the_first_ones_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tree(tmp_path, "a.txt", "b.pdf", "a/c.docx", "x/d.zip", ".hidden")
@@ -121,7 +121,7 @@ SPLIT_FOLDERS = [
 
 @pytest.mark.parametrize("files", SPLIT_FOLDERS, ids=range(len(SPLIT_FOLDERS)))
 @pytest.mark.parametrize("pattern", ["", "**/*.*"])
-def test_files_that_look_like_another_split_are_left_out_and_named_with_the_flag_that_takes_them(
+def test_files_of_other_splits_are_skipped_and_named_with_the_flag_that_reads_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[str], pattern: str
 ) -> None:
     for name in files:
@@ -140,7 +140,9 @@ def test_files_that_look_like_another_split_are_left_out_and_named_with_the_flag
     assert listed(caplog, tmp_path / test) == [Path(test).name], "a file that is named is read"
 
 
-def test_a_split_is_told_from_words_that_only_look_like_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_split_is_distinguished_from_words_that_resemble_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     texts = ["docs/dev/guide.md", "docs/test/plan.md", "tests/case.md", "a.md"]
     tree(tmp_path / "texts", *texts)
     assert listed(caplog, tmp_path / "texts") == sorted(texts), "no text is named train"
@@ -191,7 +193,7 @@ def save_to_disk(folder: Path, files: list[str], **state: object) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["", "*.arrow", "*"])
-def test_of_a_saved_dataset_the_files_that_its_state_names_are_read(
+def test_a_saved_dataset_is_read_from_the_files_in_its_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, pattern: str
 ) -> None:
     files = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]

@@ -77,7 +77,7 @@ TRAINED = train_tokenizer(TEXTS, 300)
     batch=st.integers(1, 40),
     tokens_per_file=st.sampled_from([1, 7, 10**6]),
 )
-def test_any_text_comes_back_from_its_tokens(
+def test_any_text_is_decoded_from_its_tokens(
     tmp_path_factory: pytest.TempPathFactory,
     texts: list[str],
     name: str,
@@ -168,7 +168,7 @@ def test_a_given_tokenizer_is_kept_beside_the_data_and_shared_by_the_datasets_of
     assert rows(second.folder) == [given_tokenizer.encode("entirely different words")]
 
 
-def test_a_tokenizer_that_comes_to_the_root_in_the_meantime_stops_the_dataset(
+def test_a_tokenizer_that_appears_in_the_root_stops_the_dataset(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_manifest = run.manifest
@@ -239,7 +239,7 @@ def test_a_token_id_that_cannot_be_is_an_error_with_a_remedy_that_helps(
 
 
 @pytest.mark.parametrize("first", [pa.uint16(), pa.int8()], ids=str)
-def test_ids_of_files_with_unlike_types_have_no_bound_that_nobody_gave(tmp_path: Path, first: pa.DataType) -> None:
+def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path, first: pa.DataType) -> None:
     """The first file's type alone would have given 65,535."""
     for name, kind, ids in (("a", first, [[1, 2]]), ("b", pa.int32(), [[70_000]]), ("c", pa.uint16(), [[3]])):
         pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(kind))}), tmp_path / f"{name}.parquet")
@@ -261,7 +261,7 @@ def special_tokenizer(folder: Path, end: str, *more: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
 
 
-def test_the_token_that_ends_documents_is_shown_as_text_beside_the_usual_one(
+def test_the_end_of_text_token_is_printed_as_text_beside_the_usual_one(
     config: PrepareConfig, tmp_path: Path, capsys: CaptureFixture
 ) -> None:
     special_tokenizer(tmp_path / "chat", "<|im_end|>")
@@ -296,7 +296,7 @@ def test_the_suggested_model_suits_the_tokens(tokens: int, variant: str) -> None
         ({"text_field": None, "hf_dataset": "a/b", "input_path": ()}, {"text_field", "hf_dataset"}),
     ],
 )
-def test_a_split_is_asked_for_where_there_is_one(config: PrepareConfig, changes: Any, named: set[str]) -> None:
+def test_a_dataset_with_splits_needs_a_split(config: PrepareConfig, changes: Any, named: set[str]) -> None:
     with pytest.raises(ConfigError) as error:
         prepare(replace(config, dataset="x", **changes))
     assert set(error.value.settings) == named
@@ -437,7 +437,7 @@ REFUSED: list[tuple[Change, str, int | None, set[str]]] = [
 
 
 @pytest.mark.parametrize(("change", "path", "row", "named"), REFUSED, ids=range(len(REFUSED)))
-def test_what_would_give_wrong_data_or_none_is_refused(
+def test_settings_that_would_give_wrong_or_no_data_are_refused(
     config: PrepareConfig, tmp_path: Path, change: Change, path: str, row: int | None, named: set[str]
 ) -> None:
     with pytest.raises(DataError) as error:
@@ -453,7 +453,7 @@ def test_a_document_too_long_for_a_row_is_named(config: PrepareConfig, monkeypat
         prepare(config)
 
 
-def test_processes_of_a_node_share_its_cores_unless_they_are_bound_to_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unbound_processes_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ProcessLayout(0, 8, 0, 4, "torchrun", "", 0)
     monkeypatch.setattr(run, "usable_cores", lambda: 16)
     monkeypatch.setattr("os.cpu_count", lambda: 16)

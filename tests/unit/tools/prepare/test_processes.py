@@ -73,7 +73,7 @@ def test_an_error_in_a_process_is_the_error_of_the_call(config: PrepareConfig, m
     assert not multiprocessing.active_children()
 
 
-def test_a_process_that_is_killed_ends_the_call(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_fails_the_call(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
 
     def kill_one(counts: Counts) -> None:
@@ -88,7 +88,7 @@ def test_a_process_that_is_killed_ends_the_call(config: PrepareConfig, monkeypat
     assert not multiprocessing.active_children()
 
 
-def test_an_interruption_ends_all_processes_at_once_and_the_next_call_goes_on(
+def test_an_interrupt_stops_all_processes_and_the_next_call_resumes(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(counts: Counts) -> None:

@@ -51,7 +51,7 @@ def whole_files(config: PrepareConfig) -> dict[str, int]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["before", "after", "writing"])
-def test_killed_at_any_moment_it_is_gone_on_with(config: PrepareConfig, moment: str) -> None:
+def test_a_preparation_killed_at_any_moment_is_resumed(config: PrepareConfig, moment: str) -> None:
     wanted = made_elsewhere(config)
     assert len(wanted) > 9
     kept_at_best = 0
@@ -68,7 +68,7 @@ def test_killed_at_any_moment_it_is_gone_on_with(config: PrepareConfig, moment: 
     assert number > 8 and kept_at_best > 5
 
 
-def test_killed_again_and_again_it_still_ends_without_a_second_training_of_the_tokenizer(
+def test_a_preparation_killed_repeatedly_finishes_with_one_tokenizer_training(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = made_elsewhere(config)
@@ -83,7 +83,7 @@ def test_killed_again_and_again_it_still_ends_without_a_second_training_of_the_t
     assert contents(config.output_path) == wanted
 
 
-def test_a_full_disk_is_one_error_and_keeps_what_is_whole(
+def test_a_full_disk_is_one_error_and_keeps_complete_units(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = made_elsewhere(config)
@@ -113,7 +113,7 @@ def test_with_other_settings_the_unfinished_parts_are_made_again(config: Prepare
     assert contents(config.output_path) == wanted
 
 
-def test_with_changed_input_only_its_own_parts_are_made_again(config: PrepareConfig, tmp_path: Path) -> None:
+def test_changed_input_redoes_only_its_own_units(config: PrepareConfig, tmp_path: Path) -> None:
     train_tokenizer(TEXTS, 300).save(tmp_path)
     config = replace(config, tokenizer_path=str(tmp_path))
     assert prepare_killed(config, "after", 20)
@@ -129,7 +129,7 @@ def test_with_changed_input_only_its_own_parts_are_made_again(config: PrepareCon
 @pytest.mark.parametrize(
     "damage", ["files/part_000000_000000.arrow", "unit_000000.json", "plan.json", "tokenizer.json"]
 )
-def test_what_a_failing_disk_has_spoilt_is_made_again(config: PrepareConfig, damage: str) -> None:
+def test_units_damaged_on_disk_are_redone(config: PrepareConfig, damage: str) -> None:
     wanted = made_elsewhere(config)
     assert prepare_killed(config, "after", 14)
     (Path(config.output_path) / ".in.preparing" / damage).write_text("[")
@@ -137,7 +137,7 @@ def test_what_a_failing_disk_has_spoilt_is_made_again(config: PrepareConfig, dam
     assert contents(config.output_path) == wanted
 
 
-def test_what_an_older_release_or_another_call_left_is_no_part_of_the_dataset(config: PrepareConfig) -> None:
+def test_files_left_by_an_older_release_or_another_call_are_ignored(config: PrepareConfig) -> None:
     wanted, files = made_elsewhere(config), Path(config.output_path) / ".in.preparing/files"
     files.mkdir(parents=True)
     for name in ("part_000099_000000.arrow", ".part_000000_000000.arrow.x.1.tmp"):

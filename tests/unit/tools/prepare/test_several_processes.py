@@ -45,7 +45,7 @@ def ranks(config: PrepareConfig, size: int, *order: int) -> list[PrepareSummary 
     return [prepare(config, layout(rank, size)) for rank in order]
 
 
-def test_any_number_of_processes_makes_the_same_bytes_and_the_one_that_finds_all_units_done_says_so(
+def test_any_number_of_processes_writes_the_same_bytes_and_the_last_one_finishes(
     config: PrepareConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = made_elsewhere(config)
@@ -58,7 +58,7 @@ def test_any_number_of_processes_makes_the_same_bytes_and_the_one_that_finds_all
     assert capsys.readouterr().out.count("Train on it with") == 1 and contents(config.output_path) == wanted
 
 
-def test_a_job_that_was_killed_goes_on_with_another_number_of_processes(config: PrepareConfig) -> None:
+def test_a_killed_job_resumes_with_another_number_of_processes(config: PrepareConfig) -> None:
     wanted = made_elsewhere(config)
     for rank, number in enumerate((8, 4, 3)):
         assert prepare_killed(config, "before", number, layout(rank, 3))
@@ -67,7 +67,7 @@ def test_a_job_that_was_killed_goes_on_with_another_number_of_processes(config: 
     assert contents(config.output_path) == wanted
 
 
-def test_one_that_fails_says_so_and_nothing_is_finished_until_the_same_command_goes_on(config: PrepareConfig) -> None:
+def test_a_failed_process_leaves_the_dataset_unfinished_until_a_resume(config: PrepareConfig) -> None:
     good = Path(config.input_path[0]).read_bytes()
     lines = good.splitlines(keepends=True)
     lines[10] = lines[10].replace(b"{", b"!")  # in the second unit, which rank 1 takes
@@ -93,7 +93,7 @@ def test_without_the_plan_of_rank_0_a_process_does_not_wait_for_ever(config: Pre
     assert ranks(config, 2, 1) != [None]
 
 
-def test_rank_0_alone_decides_what_encodes(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_chooses_the_encoder(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     choose = run.choose_encoder
 

@@ -130,7 +130,7 @@ def test_lists_of_one_length_are_token_ids_too_and_two_columns_of_a_name_are_ref
     wanted=st.integers(1, 400),
     name=st.sampled_from(sorted(WRITERS)),
 )
-def test_ranges_of_a_table_give_every_row_once_and_all_its_bytes(
+def test_the_ranges_of_a_table_cover_every_row_once_and_all_bytes(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], wanted: int, name: str
 ) -> None:
     path = tmp_path_factory.mktemp("table") / name
@@ -219,7 +219,7 @@ class FakeDataset:
         assert path == "converted.parquet"
 
 
-def test_in_a_range_of_an_arrow_file_rows_are_counted_from_its_record_batch(tmp_path: Path) -> None:
+def test_rows_in_a_range_of_an_arrow_file_count_from_its_record_batch(tmp_path: Path) -> None:
     for name, place in (("a.parquet", "a.parquet, row 4:"), ("file.arrow", "file.arrow from record batch 1, row 1:")):
         with pytest.raises(DataError, match=place):
             tokens_of(write(tmp_path / name, {"tokens": ROWS}, 3), begin=1)
@@ -234,7 +234,7 @@ def flip(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["file.arrow", "stream.arrow"])
-def test_no_damage_to_lists_of_one_length_ends_the_process(tmp_path: Path, name: str) -> None:
+def test_damage_to_fixed_size_lists_never_kills_the_process(tmp_path: Path, name: str) -> None:
     kind = pa.list_(pa.uint16(), 3)
     sound = write(tmp_path / name, {"tokens": pa.array([[1, 2, 3], [4, 5, 6]], kind)}).path.read_bytes()
     for number in range(7, 8 * len(sound), 8):  # the highest bits of all bytes: signs, and letters outside ASCII

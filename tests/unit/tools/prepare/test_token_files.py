@@ -37,7 +37,7 @@ def test_a_row_a_document_in_record_batches_of_bounded_size(tmp_path: Path, monk
     assert [len(chunk) for chunk in table["tokens"].chunks] == [3, 4]
 
 
-def test_a_new_file_begins_at_the_first_document_after_so_many_tokens(tmp_path: Path) -> None:
+def test_a_new_file_starts_at_the_first_document_past_the_size_limit(tmp_path: Path) -> None:
     with TokenWriter(tmp_path, UINT16, tokens_per_file=5) as writer:
         for length in (4, 3, 20, 1):
             write(writer, np.zeros(length, dtype=UINT16))
@@ -50,13 +50,13 @@ def test_a_new_file_begins_at_the_first_document_after_so_many_tokens(tmp_path: 
     assert [(tmp_path / file.name).stat().st_size for file in writer.files] == [file.bytes for file in writer.files]
 
 
-def test_a_file_that_is_not_finished_never_has_its_name(tmp_path: Path) -> None:
+def test_an_unfinished_file_never_has_its_final_name(tmp_path: Path) -> None:
     with pytest.raises(KeyError), TokenWriter(tmp_path, UINT16, tokens_per_file=5) as writer:
         write(writer, np.zeros(7, dtype=UINT16), np.zeros(2, dtype=UINT16))
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["part_000000.arrow"]
 
 
-def test_tokens_take_two_bytes_where_the_vocabulary_allows() -> None:
+def test_tokens_are_16_bits_wide_if_the_vocabulary_allows() -> None:
     assert token_dtype(65_536) == np.uint16
     assert token_dtype(65_537) == np.uint32

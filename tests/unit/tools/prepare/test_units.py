@@ -41,7 +41,7 @@ def test_units_hold_all_parts_in_order_and_no_more_than_fits(sizes: list[int], l
     assert all(unit.size + after.parts[0].size > limit for unit, after in pairwise(found))
 
 
-def test_large_files_are_cut_where_they_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_split_into_units_where_their_format_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 500)
     for name, count in (("a.jsonl", 4), ("b.jsonl.gz", 1), ("c.txt", 1), ("d.parquet", 6)):
         path = tmp_path / name

@@ -26,7 +26,7 @@ def config(tmp_path: Path) -> PrepareConfig:
     return PrepareConfig(input_path=(str(tmp_path / "texts"),), output_path=str(tmp_path / "out"))
 
 
-def test_it_is_trained_on_all_text_or_the_beginning_of_each_part(
+def test_a_tokenizer_is_trained_on_all_text_or_the_head_of_each_part(
     config: PrepareConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = find_input(config)
@@ -47,7 +47,7 @@ def test_a_large_file_is_sampled_from_all_its_parts(tmp_path: Path, monkeypatch:
     assert min(numbers) < 50 and max(numbers) > 150
 
 
-def test_a_vocabulary_larger_than_the_text_gives_is_refused_where_it_is_asked_for(config: PrepareConfig) -> None:
+def test_a_vocabulary_larger_than_the_text_supports_is_refused(config: PrepareConfig) -> None:
     with pytest.raises(DataError) as error:
         prepare(replace(config, vocab_size=5000))
     assert error.value.settings == ("vocab_size",)

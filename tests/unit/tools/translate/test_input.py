@@ -83,10 +83,12 @@ BAD = [
     ("a.yaml", "dist: {dtype: int8}", "dist.dtype"),
     ("a.yaml", "optim: {betas: 0.9}\ndist: {dtype: float32}", "optim.betas"),
     ("a.yaml", "optim: {lr: 1}\nlr_scheduler: {total_iterations: 9, min_lr: 2}", "lr_scheduler.min_lr"),
+    ("a.yaml", "model: {hf_config: {model_type: qwen3}}", "model.hf_config.model_type"),
+    ("a.yaml", "model: {hf_config: {rope_scaling: {type: dynamic}}}", "model.hf_config.rope_scaling.type"),
     (
         "a.yaml",
-        "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 8}}",
-        "model.hf_config.head_dim",
+        "model: {hf_config: {rope_scaling: {type: linear, mscale: 1, factor: 2}}}",
+        "model.hf_config.rope_scaling.mscale",
     ),
     ("a.yaml", "model: {hf_config: {rope_scaling: {type: linear}}}", "model.hf_config.rope_scaling.type"),
     ("a.yaml", "model: {hf_config: {rope_scaling: {type: llama3}}}", "model.hf_config.rope_scaling.type"),
@@ -121,7 +123,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "content", "key"), BAD)
-def test_a_mistake_is_one_error_with_its_place(name: str, content: str | None, key: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_one_error_with_its_place(
+    name: str, content: str | None, key: str, tmp_path: Path
+) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_text(content)
@@ -132,7 +136,7 @@ def test_a_mistake_is_one_error_with_its_place(name: str, content: str | None, k
     assert not (tmp_path / "mine.yaml").exists()
 
 
-def test_what_is_not_known_or_no_llama_is_left_out_on_request(tmp_path: Path) -> None:
+def test_unknown_keys_and_other_models_are_ignored_on_request(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"use_amp": true, "learning_rte": 1, "activation": "gelu"}')
     accepts = {"accept_unknown": "true", "accept_llama": "true", "num_steps": "10"}
@@ -169,7 +173,7 @@ def test_a_file_of_no_system_is_a_recipe(tmp_path: Path) -> None:
         ("tokens.py", "max_tokens=5_000_000", "num_steps", "5Mtok"),
     ],
 )
-def test_a_name_of_the_files_system_sets_its_key(file: str, argument: str, setting: str, value: str) -> None:
+def test_a_flag_of_the_other_system_sets_its_key(file: str, argument: str, setting: str, value: str) -> None:
     path, _, text = argument.partition("=")
     plain = {"num_steps": "500"} if "steps" not in argument and "max_tokens" not in argument else {}
     plain = {"ckpt_save_path": "run", **plain}
@@ -200,12 +204,14 @@ def test_a_name_of_the_files_system_sets_its_key(file: str, argument: str, setti
         ("composed/config.yaml", {"optimizer.momentum": "0.5"}, {"momentum": "0.5"}),
     ],
 )
-def test_a_flag_wins_over_what_it_replaces(file: str, flags: Mapping[str, str], expected: Mapping[str, str]) -> None:
+def test_a_flag_overrides_the_setting_that_it_replaces(
+    file: str, flags: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
     found = values(file, **{"ckpt_save_path": "run", **flags})
     assert expected.items() <= found.items()
 
 
-def test_a_flag_wins_over_what_cannot_be_translated(tmp_path: Path) -> None:
+def test_a_flag_overrides_a_setting_that_cannot_be_translated(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"use_amp": true, "optimizer": "lamb", "lr_scheduler": "step"}')
     found = values(str(path), optimizer="adamw", schedule="linear", num_steps="5000")
@@ -230,7 +236,13 @@ MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": 
             "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 32, rope_parameters: {"
             "rope_theta: 9, rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4,"
             " original_max_position_embeddings: 64}}}",
-            {"rope_theta": "9.0", "rope_scaling": "(8.0, 1.0, 4.0, 64.0)"},
+            {"rope_theta": "9.0", "rope_scaling": "('8.0', '1.0', '4.0', '64.0')"},
+        ),
+        (
+            "a.yaml",
+            "model: {hf_config: {hidden_size: 64, num_attention_heads: 2, head_dim: 8, attention_bias: true, "
+            "rope_scaling: {type: yarn, factor: 4, original_max_position_embeddings: 64, truncate: false}}}",
+            {"head_dim": "8", "attention_bias": "true", "rope_scaling": "('yarn:4', '64.0', 'truncate=false')"},
         ),
         ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}}', ADAM),
         ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "SGD", "params": {"momentum": 0.8}}}', SGDM),
@@ -259,7 +271,7 @@ MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": 
         ("a.py", "device = 'cpu'\ndtype = 'bfloat16'\nn_embd = 768\n", {"mixed_precision": "False"}),
     ],
 )
-def test_a_file_means_here_what_it_means_there(
+def test_a_file_keeps_the_meaning_of_its_own_system(
     name: str, content: str, expected: Mapping[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -331,13 +343,13 @@ def test_the_validation_split_of_a_guide_is_never_its_training_text(
         (["composed/config.yaml", "optimizer.nesterov=true", "optimizer=adamw"], "adamw"),
     ],
 )
-def test_a_mistake_in_words_is_one_error_with_what_to_write(words: list[str], named: str) -> None:
+def test_a_mistake_in_arguments_is_one_error_with_a_remedy(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError) as error:
         values(*words)
     assert len(error.value.problems) == 1 and named in error.value.problems[0]
 
 
-def test_dotted_words_work_without_a_file(caplog: pytest.LogCaptureFixture) -> None:
+def test_dotted_arguments_work_without_a_file(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     found = values("optimizer=sgdm", "optimizer.lr_config.lr=1.0", "train.max_steps=100", "optimizer.beta=0.8")
     assert (found["optimizer"], found["learning_rate"], found["momentum"]) == ("sgdm", "0.2", "0.8")
@@ -372,7 +384,7 @@ def test_the_forms_of_a_default(entry: str, tmp_path: Path) -> None:
     assert COMPOSITIONS[entry] in str(error.value)
 
 
-def test_a_files_own_lines_come_where_self_stands_or_last(tmp_path: Path) -> None:
+def test_a_files_own_lines_apply_at_self_or_last(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("# @package train\nmax_steps: 1\n")
     for defaults, steps in (("[train]", "5"), ("[train, _self_]", "5"), ("[_self_, train]", "1")):
         (tmp_path / "config.yaml").write_text(f"defaults: {defaults}\ntrain: {{max_steps: 5}}\n")
@@ -422,7 +434,7 @@ def test_a_plain_flag_is_ours_or_an_error_without_names_of_other_systems(name: s
         assert f"--{name} is not known" in str(error.value) and "train." not in str(error.value)
 
 
-def test_dotted_and_positional_words_are_those_of_composed_configs() -> None:
+def test_dotted_and_positional_arguments_are_those_of_composed_configs() -> None:
     assert values("optimizer=sgdm", "train.max_steps=7")["num_steps"] == "7"
     assert values("optimizer=sgdm", **{"train.max_steps": "7"})["num_steps"] == "7"
     with pytest.raises(ConfigError, match=r"did you mean train\.epochs"):
@@ -457,7 +469,7 @@ def guide(folder: Path, **more: Any) -> Any:
     return translate_recipe(path, "guide.json", {}, [])
 
 
-def test_a_shape_without_activation_and_dropout_says_that_it_is_a_llama(tmp_path: Path) -> None:
+def test_a_shape_without_activation_and_dropout_is_read_as_a_llama_with_a_line(tmp_path: Path) -> None:
     assert any("d_model: 256" in line and "a Llama: RMSNorm" in line for line in guide(tmp_path).table)
     assert not any("a Llama: RMSNorm" in line for line in guide(tmp_path, activation="silu").table)
 
@@ -481,7 +493,7 @@ def test_mixed_precision_of_a_guide_is_left_to_the_device(
     assert {name: made[name] for name in ("mixed_precision", "mp_dtype") if name in made} == expected
 
 
-def test_a_warm_up_that_nobody_wrote_is_shortened_to_fit_the_run_and_one_that_was_written_is_not(
+def test_a_default_warm_up_is_shortened_to_fit_the_run_and_a_given_one_is_not(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "a.json").write_text(json.dumps({**SMALL, "max_steps": 5000}))

@@ -34,7 +34,7 @@ def test_the_global_batch_of_a_guide_is_the_same_on_any_number_of_ranks() -> Non
     assert {resolve_batch_sizes(config.batch, ranks).global_batch_size for ranks in (1, 2, 8)} == {64}
 
 
-def test_the_batch_product_counts_what_the_deepspeed_file_gives(tmp_path: Path) -> None:
+def test_the_batch_product_uses_the_values_of_the_deepspeed_file(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}')
     guide = {"training": {"world_size": 8, "use_amp": True, "deepspeed_config": "ds.json"}}
     (tmp_path / "a.json").write_text(json.dumps(guide))
@@ -42,7 +42,7 @@ def test_the_batch_product_counts_what_the_deepspeed_file_gives(tmp_path: Path) 
     assert (config.batch.global_batch_size, config.batch.batch_size, config.batch.grad_accum_steps) == (64, 4, None)
 
 
-def test_a_mean_of_gradients_moves_parameters_as_it_does_there() -> None:
+def test_averaged_gradients_move_parameters_as_in_the_other_system() -> None:
     """There m = beta x m + (1 - beta) x (g + decay x p), p = p - rate x m; here the momentum is a sum."""
     rate, beta, decay = 0.5, 0.9, 0.01
     config = load(["composed/config.yaml"], WITHOUT_DATA["composed"]).optimizer
@@ -66,7 +66,7 @@ def test_the_momentum_of_torch_and_other_optimizers_is_not_scaled() -> None:
         assert (config.learning_rate, config.momentum) == (0.5, 0.9)
 
 
-def test_what_a_file_gives_a_users_own_optimizer_are_its_options(
+def test_a_files_settings_of_a_user_defined_optimizer_become_its_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_package").mkdir()
@@ -78,7 +78,7 @@ def test_what_a_file_gives_a_users_own_optimizer_are_its_options(
 
 
 @pytest.mark.parametrize(("warmup", "end"), [(100, 9000), (0, 3000)])
-def test_the_rate_is_nanogpts_wherever_its_cosine_ends(warmup: int, end: int) -> None:
+def test_the_learning_rate_equals_nanogpts_for_any_end_of_its_cosine(warmup: int, end: int) -> None:
     flags = {"warmup_iters": str(warmup), "lr_decay_iters": str(end), "learning_rate": "1e-3", "min_lr": "1e-4"}
     config = load(["steps.py"], flags)
     assert (config.run.num_steps.amount, config.run.run_steps) == (5000, None)

@@ -27,7 +27,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_file_makes_its_golden_recipe(name: str, tmp_path: Path) -> None:
+def test_a_file_translates_to_its_golden_recipe(name: str, tmp_path: Path) -> None:
     """If a change is meant: python tests/golden/make_translations.py."""
     translate(TranslateConfig(PAIRS[name], output_path=str(tmp_path / "mine.yaml")))
     assert (tmp_path / "mine.yaml").read_text() == (FOLDER / f"{name}.recipe.yaml").read_text()
@@ -43,12 +43,12 @@ def test_a_file_starts_the_run_of_its_golden_recipe(name: str) -> None:
         assert (found.batch, found.run, found.checkpoint) == (config.batch, config.run, config.checkpoint)
 
 
-def test_a_trainer_takes_such_a_file() -> None:
+def test_a_trainer_reads_files_of_other_systems() -> None:
     trainer = Trainer.from_recipe("steps.py", use_dummy_dataset=True)
     assert trainer.config.schedule.warmup_steps == load(["steps.py"]).schedule.warmup_steps
 
 
-def test_a_recipe_wins_over_another_systems_defaults_and_its_file_over_the_recipe(
+def test_a_recipe_overrides_another_systems_defaults_and_its_file_overrides_the_recipe(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = tmp_path / "mine.yaml"
@@ -60,7 +60,7 @@ def test_a_recipe_wins_over_another_systems_defaults_and_its_file_over_the_recip
     assert "(deepspeed)" in caplog.text and "not in the file" in caplog.text  # the start says what became of each key
 
 
-def test_a_trainer_that_overrides_log_metrics_is_told_of_extra_metrics(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_that_overrides_log_metrics_is_referred_to_extra_metrics(caplog: pytest.LogCaptureFixture) -> None:
     class Mine(Trainer):
         def _log_metrics(self) -> None: ...
 
@@ -82,7 +82,7 @@ def test_only_an_earlier_recipe_is_replaced(tmp_path: Path) -> None:
     assert theirs.read_text() == "learning_rate: 1e-3\n" and link.is_symlink() and pipe.is_fifo()
 
 
-def test_what_is_printed_holds_no_secret_and_what_is_written_is_read_back_by_the_command_that_it_shows(
+def test_the_output_holds_no_secret_and_the_printed_command_reads_the_recipe_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     foreign, output = tmp_path / "a.yaml", tmp_path / "new folder" / "it's mine.yaml"
@@ -100,7 +100,7 @@ def test_what_is_printed_holds_no_secret_and_what_is_written_is_read_back_by_the
     assert not (tmp_path / "mine.json").exists()
 
 
-def test_no_sign_of_a_system_is_one_of_another() -> None:
+def test_the_signs_of_two_systems_never_overlap() -> None:
     assert set(settings_of(TranslateConfig)["kind"].choices) == set(SYSTEMS)
     for name, system in SYSTEMS.items():
         others = [sign for other, each in SYSTEMS.items() if other != name for sign in each.signs]

@@ -6,11 +6,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_model import single_dims
 
-from pretraining.config.strategies import mesh_shape
+from pretraining.config.strategies import DimSizes, dim_sizes, unsharded_sizes
 from pretraining.config.training import ParallelConfig, ShardingStrategy
-from pretraining.distributed import mesh as mesh_module
-from pretraining.distributed.mesh import build_mesh, check_groups
+from pretraining.distributed import dims as dims_module
+from pretraining.distributed.dims import check_groups
 from pretraining.errors import ConfigError, LaunchError
 
 UNEVEN = [2, 2, 4, 4, 4, 4]
@@ -37,14 +38,28 @@ def test_axes_are_replicas_and_shards_and_groups_of_unequal_size_are_refused(
 ) -> None:
     parallel = ParallelConfig(sharding_strategy=strategy, hsdp_group_size=group)
     with nullcontext() if shape else pytest.raises(ConfigError):
-        assert mesh_shape(parallel, nodes) == shape
+        sizes = dim_sizes(parallel, nodes, rank=1)
+        assert (sizes.replicate, sizes.shard) == shape
+        assert (sizes.world, sizes.node, sizes.data) == (len(nodes), nodes[1], len(nodes))
+
+
+def test_replicas_of_a_shard_and_places_in_the_data_follow_from_the_numbers_of_ranks() -> None:
+    sizes = DimSizes(world=6, node=3, replicate=3, shard=2, data=6)
+    assert sizes.replicas_of_shards == [[0, 2, 4], [1, 3, 5]]
+    assert [sizes.data_rank_of(rank) for rank in range(6)] == list(range(6))
+
+
+def test_data_does_not_depend_on_how_the_model_is_laid_out() -> None:
+    parallel = ParallelConfig(sharding_strategy="hsdp", hsdp_group_size=4)  # which does not divide 6
+    assert unsharded_sizes(parallel, 6) == DimSizes(world=6, node=6, replicate=6, shard=1, data=6)
 
 
 @pytest.mark.usefixtures("single_process")
 def test_a_group_that_is_late_wrong_or_failing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh, release = build_mesh(ParallelConfig(), 1, 1, "cpu"), threading.Event()
-    assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (1, 1)
-    monkeypatch.setattr(mesh_module, "FIRST_ANSWER_SECONDS", 0.05)
+    dims, release = single_dims(), threading.Event()
+    assert dims.mesh.mesh_dim_names == ("replicate", "shard") and dims.mesh.shape == (1, 1)
+    assert (dims.world, dims.node, dims.replicate, dims.shard, dims.data, dims.data_rank) == (1, 1, 1, 1, 1, 0)
+    monkeypatch.setattr(dims_module, "FIRST_ANSWER_SECONDS", 0.05)
 
     def fails(tensor: torch.Tensor, group: object) -> None:
         raise dist.DistBackendError("NCCL error: Duplicate GPU detected")
@@ -53,6 +68,6 @@ def test_a_group_that_is_late_wrong_or_failing_is_named(monkeypatch: pytest.Monk
     for fault in faults:
         monkeypatch.setattr(dist, "all_reduce", fault)
         with pytest.raises(LaunchError) as raised:
-            check_groups(mesh)
+            check_groups(dims.mesh)
         assert raised.value.rank == 0
     release.set()

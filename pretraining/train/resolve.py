@@ -1,20 +1,25 @@
-"""Settings of a run: those that the user gave, completed from the start point or the data."""
+"""Settings and start point of a run: what the user gave, completed from the start point or the data.
+
+    settings as given -> `find_run_folder` -> `resolve` -> Resolved: complete settings, start point
+
+Rank 0 resolves for all processes (`run.resolve_in_job`).
+"""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pretraining.checkpoint.manifest import check_same_model, shape_of
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path
-from pretraining.checkpoint.start_point import CheckpointRef, find_start, on_rank_zero
+from pretraining.checkpoint.start_point import CheckpointRef, find_start
+from pretraining.config.fields import values_of
 from pretraining.config.rules import check_config
 from pretraining.config.training import DataConfig, ModelConfig, TrainConfig
-from pretraining.config.variants import DEFAULT_VARIANT, model_settings, resolve_shape, rounded_vocabulary
+from pretraining.config.variants import DEFAULT_VARIANT, LlamaShape, model_settings, resolve_shape, rounded_vocabulary
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists, is_file
 
@@ -26,36 +31,84 @@ AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 log = logging.getLogger(__name__)
 
 _ENDS: tuple[TokenSetting, ...] = ("sep_token", "bos_token")
+_CHANGEABLE = ("vocab_size", "rope_theta", "rope_scaling")
+"""Dimensions that a run may change in the weights it starts from."""
 FROM_DATA = (*_ENDS, "tokenizer_path")
 """Settings that a new run takes from the prepared data, and a resumed run from its checkpoint."""
 
 
-def resolve_run(config: AnyTrainConfig, copies: Copies = NO_COPIES) -> tuple[AnyTrainConfig, CheckpointRef | None]:
-    """Return complete settings, and the start point of a run with them; writes nothing.
+class Resolved(NamedTuple):
+    """Complete settings of a run, and its start point.
 
-    A collective call if torch is imported. A {timestamp} without a folder stays in the path.
+    Attributes:
+        start: None = initial weights.
+    """
+
+    config: TrainConfig
+    start: CheckpointRef | None
+
+
+def resolve(config: TrainConfig, copies: Copies = NO_COPIES) -> Resolved:
+    """Find a run's start point, and complete its settings; in one process. Writes nothing.
 
     Args:
+        config: with the path of the run's folder (`find_run_folder`).
         copies: as in `find_start`.
 
     Raises:
         CheckpointError: as in `find_start`, or the start point has a model with other dimensions.
         ConfigError, DataError: as in `adopt_settings`.
     """
-    pattern = config.checkpoint.ckpt_save_path
-    if pattern is not None and TIMESTAMP in pattern:
-        # Settings in a folder are complete, so compare them with the completed settings of a new run.
-        new = adopt_settings(config, find_start(replace(config.checkpoint, init_from="auto")))
-        ignored = frozenset(name for name in FROM_DATA if getattr(config.data, name) is None)
-        if "tokenizer_path" in ignored and config.model.vocab_size is None:
-            ignored |= {"vocab_size"}
-        path = on_rank_zero(lambda: existing_run_path(pattern, new, ignored))
-        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path or pattern))
-    start = find_start(config.checkpoint, copies=copies)
-    config = adopt_settings(config, start)
+    return resolve_from(config, find_start(config.checkpoint, copies=copies))
+
+
+def resolve_from(config: TrainConfig, start: CheckpointRef | None) -> Resolved:
+    """Complete the settings of a run with this start point; in one process. Raises as `resolve`."""
+    adopted = adopt_settings(config, start)
     if start is not None:
-        check_same_model(start.manifest, resolve_shape(config.model), start.path)
-    return config, start
+        shape = resolve_shape(adopted.model)
+        check_same_model(start.manifest, shape, start.path, _CHANGEABLE if start.weights_only else ())
+        if start.weights_only:
+            _check_and_log_changes(start, shape, adopted.data.tokenizer_path)
+    return Resolved(adopted, start)
+
+
+def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_path: str | None) -> None:
+    """Log what a run changes in the model of the weights it starts from; refuse to drop rows of known tokens."""
+    from pretraining.data.tokenizer import load_tokenizer
+
+    before = shape_of(start.manifest)
+    for name in _CHANGEABLE:
+        was, is_now = getattr(before, name), getattr(shape, name)
+        if was != is_now:
+            log.info("%-11s %s in place of %s, that of the weights in %s", name, is_now, was, start.path)
+    rows = shape.vocab_size
+    if rows > before.vocab_size:
+        log.info("vocab_size  each new row of embedding and head is the mean of the %d rows", before.vocab_size)
+    elif rows < before.vocab_size and (tokenizer_path is None or load_tokenizer(tokenizer_path).vocab_size > rows):
+        raise ConfigError(
+            f"--vocab_size={rows} drops {before.vocab_size - rows} rows of the weights in {start.path}, which may be "
+            f"those of tokens: give at least {before.vocab_size}, or the tokenizer that has at most {rows} tokens "
+            "(--tokenizer_path)"
+        )
+
+
+def find_run_folder(config: TrainConfig) -> str | None:
+    """Return the path of the run's folder: that of an unfinished run with these settings, if it has a {timestamp}.
+
+    A {timestamp} without such a run stays in the path.
+    """
+    pattern, model = config.checkpoint.ckpt_save_path, config.model
+    if pattern is None or TIMESTAMP not in pattern:
+        return pattern
+    loads = config.checkpoint.ckpt_load_path or config.checkpoint.resume_from_checkpoint
+    if model.model_variant is None and loads is None:
+        model = replace(model, model_variant=DEFAULT_VARIANT)
+    # The settings in a folder are complete: a start fills in what the user leaves open.
+    from_start = vars(model) if model.model_variant is None else ("vocab_size",)
+    given = values_of(config)
+    left_open = frozenset(name for name in (*FROM_DATA, *from_start) if given[name] in (None, ()))
+    return existing_run_path(pattern, replace(config, model=model), left_open) or pattern
 
 
 def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:
@@ -63,8 +116,8 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
 
     Without a variant, the model has the dimensions of the start point; given dimensions stay, and the start refuses
     differences. The vocabulary size is that of the start point, or that of the tokenizer, rounded up. The ends of
-    documents and the tokenizer are those of the resumed run or, in a new run, those of the prepared data. A collective
-    call if torch is imported.
+    documents and the tokenizer are those of the resumed run or, in a new run, those of the prepared data. Call it in
+    one process of a job, since nodes may see other files.
 
     Raises:
         ConfigError: the settings do not fit the model, or datasets name different tokens.
@@ -78,7 +131,7 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
     if adopted.data.tokenizer_path is None and adopted.evaluation.sample_prompt:
         log.info("--sample_prompt has no effect: the data has no tokenizer; give --tokenizer_path")
     if start is not None and start.weights_only and adopted.data.bos_token is None:
-        on_rank_zero(lambda: _warn_of_begin_token(start))
+        _warn_of_begin_token(start)
     return adopted
 
 
@@ -111,13 +164,13 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
         if getattr(data, name) is None:
             adopted[name] = recorded.get(name)
             if not is_resumed:
-                adopted[name] = on_rank_zero(partial(prepared_token, name, data, sets))
+                adopted[name] = prepared_token(name, data, sets)
     if data.tokenizer_path is None:
         own = start.config.data.tokenizer_path if start is not None and is_resumed else None
-        is_lost = own is not None and not on_rank_zero(partial(exists, Path(own).expanduser()))
+        is_lost = own is not None and not exists(Path(own).expanduser())
         adopted["tokenizer_path"] = own
         if is_lost or not is_resumed:
-            adopted["tokenizer_path"] = on_rank_zero(lambda: prepared_tokenizer(data, sets, rows))
+            adopted["tokenizer_path"] = prepared_tokenizer(data, sets, rows)
     return replace(data, **adopted)
 
 
@@ -145,7 +198,7 @@ def _vocabulary_for(tokenizer_path: str) -> int:
     """Return an embedding size for a tokenizer."""
     from pretraining.data.tokenizer import load_tokenizer
 
-    entries = on_rank_zero(lambda: load_tokenizer(tokenizer_path).vocab_size)
+    entries = load_tokenizer(tokenizer_path).vocab_size
     rows = rounded_vocabulary(entries)
     log.info("vocab_size  %s, for the %s entries of %s", f"{rows:,}", f"{entries:,}", tokenizer_path)
     return rows
