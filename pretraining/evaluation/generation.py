@@ -142,7 +142,7 @@ class CachedModel:
         return next_token_logits(self._model, tokens_BS, self._caches)[0]
 
 
-def next_token_logits(model: Llama, tokens_BS: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
+def next_token_logits(model: Llama, tokens_BS: torch.Tensor, caches: Sequence[KeyValueCache]) -> torch.Tensor:
     """Add tokens to the caches, and return the logits [B, V] after the last one.
 
     Args:
@@ -156,7 +156,7 @@ def next_token_logits(model: Llama, tokens_BS: Tensor, caches: Sequence[KeyValue
     x_BSD = decoder.embed(tokens_BS)
     for block, cache in zip(decoder.layers, caches, strict=True):
         x_BSD = block(x_BSD, rotation, cache)
-    logits_BV: Tensor = model.lm_head(model.scale_logits(decoder.norm(x_BSD[:, -1])))
+    logits_BV: torch.Tensor = model.lm_head(model.scale_logits(decoder.norm(x_BSD[:, -1])))
     return logits_BV
 
 

@@ -78,8 +78,8 @@ class Llama(nn.Module):
         if labels_BS is None:
             logits_BSV: Tensor = self.lm_head(hidden_BSD)
             return logits_BSV
-        settings = (self.loss.loss_chunk_tokens, self.loss.z_loss_weight)
-        return head_loss(hidden_BSD, self.lm_head.weight, labels_BS, *settings)
+        chunk_tokens, weight = self.loss.loss_chunk_tokens, self.loss.z_loss_weight
+        return head_loss(hidden_BSD, self.lm_head.weight, labels_BS, chunk_tokens, weight)
 
     def scale_logits(self, hidden: Tensor) -> Tensor:
         """Divide hidden states, and so their logits and all gradients, by `logits_scaling`."""
