@@ -111,6 +111,9 @@ class ModelConfig:
         "tokens that attention sees, in exports; training sequences must fit in it, so it has no effect here; 0 = all; "
         "none = the variant's",
     )
+    block: str | None = setting(
+        None, "user-defined decoder block, as package.module:Class (docs/extending.md); none = the project's"
+    )
     model_family: ModelFamily | None = setting(
         None, "family whose form exports have, if it can hold the model; none = the variant's"
     )

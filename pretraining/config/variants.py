@@ -11,8 +11,10 @@ import reprlib
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from typing import Any, get_args
 
+from pretraining.config.plugins import PLUGIN_PATH, load_plugin, plugin_errors
 from pretraining.config.training import AttentionBias, ModelConfig, ModelFamily, NormPosition, QkNorm
 from pretraining.config.values import did_you_mean
 from pretraining.errors import ConfigError
@@ -63,6 +65,7 @@ class LlamaShape:
         rope_theta: base of the rotary frequencies.
         no_rope_interval: the last of each group of this many blocks has no rotary embedding; 0 = all have it.
         attention_multiplier: factor of attention scores; None = 1 / sqrt(E).
+        block: class of a user-defined block, as package.module:Class; None = the project's.
         sliding_window: tokens that attention sees; training sequences fit in it. None = all.
         model_family: row of `model.families` in whose form the model is exported.
     """
@@ -89,6 +92,7 @@ class LlamaShape:
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
     sliding_window: int | None = None
+    block: str | None = None
     model_family: ModelFamily = "llama"
 
     def rotates(self, layer: int) -> bool:
@@ -277,6 +281,8 @@ def size_problems(shape: LlamaShape) -> Iterator[str]:
         value = getattr(shape, name)
         if (value is not None or name == "no_rope_interval") and (type(value) is not int or value < smallest):
             yield f"{name}={shown(value)} is out of range: give a whole number of at least {smallest}"
+    if shape.block is not None and not (isinstance(shape.block, str) and PLUGIN_PATH.fullmatch(shape.block)):
+        yield f"block={shown(shape.block)} is not of the form package.module:Class"
     if shape.rope_scaling is not None:
         yield from _scaling_problems(shape.rope_scaling)
 
@@ -358,7 +364,12 @@ def block_parameters(shape: LlamaShape) -> int:
 
 
 def block_matrices(shape: LlamaShape) -> tuple[tuple[int, int], ...]:
-    """Return rows and columns of a block's matrices: q (HE x D), k, v (KE x D), o, gate, up (F x D) and down."""
+    """Return rows and columns of a block's matrices: q (HE x D), k, v (KE x D), o, gate, up (F x D) and down.
+
+    Those of a user-defined block are measured, in the order of its parameters.
+    """
+    if shape.block is not None:
+        return _measure_block(shape)[0]
     width, feed_forward = shape.hidden_size, shape.intermediate_size
     query, key = shape.query_width, shape.key_width
     attention = ((query, width), (key, width), (key, width), (width, query))
@@ -367,11 +378,36 @@ def block_matrices(shape: LlamaShape) -> tuple[tuple[int, int], ...]:
 
 def block_vectors(shape: LlamaShape) -> tuple[int, ...]:
     """Return the lengths of a block's norms and biases: two norms (D), and those that the switches add."""
+    if shape.block is not None:
+        return _measure_block(shape)[1]
     width, query, key = shape.hidden_size, shape.query_width, shape.key_width
     norms = {"off": (), "head": (shape.head_dim, shape.head_dim), "whole": (query, key)}[shape.qk_norm]
     of_attention = {"false": (), "qkv": (query, key, key), "true": (query, key, key, width)}[shape.attention_bias]
     of_feed_forward = (shape.intermediate_size, shape.intermediate_size, width) if shape.mlp_bias else ()
     return (width, width, *norms, *of_attention, *of_feed_forward)
+
+
+def load_block(path: str) -> type[Any]:
+    """Import the class of a user-defined block; raise a ConfigError if it is no torch module."""
+    import torch  # a user-defined block needs it in any case
+
+    found = load_plugin("block", path)
+    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+        raise ConfigError(f"--block={path} is no torch.nn.Module: give a class, such as a subclass of DecoderBlock")
+    return found
+
+
+@cache
+def _measure_block(shape: LlamaShape) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """Build a user-defined block without memory, and return its matrices and the sizes of its other parameters."""
+    import torch
+
+    assert shape.block is not None
+    block = load_block(shape.block)
+    with plugin_errors("block", shape.block), torch.device("meta"):
+        sizes = [tuple(parameter.shape) for parameter in block(shape, 0).parameters()]
+    matrices = tuple((size[0], math.prod(size[1:])) for size in sizes if len(size) > 1)
+    return matrices, tuple(math.prod(size) for size in sizes if len(size) < 2)
 
 
 # Rotary scaling

@@ -6,6 +6,7 @@ Letters: D hidden, H query heads, K key/value heads, E head dim, F feed-forward,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from pretraining.config.training import PER_OPERATION, ParallelConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape, block_matrices, block_vectors
@@ -37,13 +38,13 @@ class BlockCosts:
 
 def block_costs(shape: LlamaShape) -> BlockCosts:
     """Return the costs of one block."""
-    width, feed_forward = shape.hidden_size, shape.intermediate_size
+    matrices = block_matrices(shape)
     return BlockCosts(
-        matrices=block_matrices(shape),
+        matrices=matrices,
         vectors=block_vectors(shape),
         query_width=shape.query_width,
-        results=2 * (shape.query_width + shape.key_width + width + feed_forward),
-        last_product=width * feed_forward,
+        results=shape.query_width + sum(rows for rows, _ in matrices),
+        last_product=prod(matrices[-1]) if matrices else 0,
     )
 
 

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretraining.config.training import QkNorm
 from pretraining.config.variants import LlamaShape
 from pretraining.model.rope import Rotation, rotate
 
@@ -61,11 +60,12 @@ class HeadNorm(nn.RMSNorm):
         return super().forward(x.unflatten(-1, (-1, *self.normalized_shape))).flatten(-2)
 
 
-def build_norm(kind: QkNorm, width: int, shape: LlamaShape) -> nn.Module:
+def build_norm(shape: LlamaShape, width: int) -> nn.Module:
     """Return the norm of queries or keys of a width, in front of the split into heads."""
-    if kind == "off":
+    if shape.qk_norm == "off":
         return nn.Identity()
-    return HeadNorm(shape.head_dim, shape.rms_norm_eps) if kind == "head" else nn.RMSNorm(width, shape.rms_norm_eps)
+    kind, size = (HeadNorm, shape.head_dim) if shape.qk_norm == "head" else (nn.RMSNorm, width)
+    return kind(size, shape.rms_norm_eps)
 
 
 def keep(x_BSHE: Tensor, rotation: Rotation) -> Tensor:
@@ -90,8 +90,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, shape.key_width, bias=has_bias)
         self.v_proj = nn.Linear(shape.hidden_size, shape.key_width, bias=has_bias)
         self.o_proj = nn.Linear(shape.query_width, shape.hidden_size, bias=shape.attention_bias == "true")
-        self.q_norm = build_norm(shape.qk_norm, shape.query_width, shape)
-        self.k_norm = build_norm(shape.qk_norm, shape.key_width, shape)
+        self.q_norm = build_norm(shape, shape.query_width)
+        self.k_norm = build_norm(shape, shape.key_width)
 
     def forward(self, x_BSD: Tensor, rotation: Rotation, reach: Reach = None) -> Tensor:
         """Return the attention output [B, S, D] of normalised hidden states [B, S, D].
@@ -213,8 +213,8 @@ def _varlen_attention(
         else:
             k_NKE, v_NKE = (_repeat_heads(x, q_NHE.size(1), dim=1) for x in (k_NKE, v_NKE))
     bounds, longest = documents
-    causal = (-1, 0)  # a window of all earlier tokens and no later ones
-    mixed_NHE: Tensor = kernel(q_NHE, k_NKE, v_NKE, bounds, bounds, longest, longest, window_size=causal)
+    # The window is all earlier tokens, and no later ones.
+    mixed_NHE: Tensor = kernel(q_NHE, k_NKE, v_NKE, bounds, bounds, longest, longest, window_size=(-1, 0))
     return mixed_NHE
 
 

@@ -12,8 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pretraining.config.plugins import plugin_errors
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import NEUTRAL, LlamaShape, RopeScaling, resolve_shape, shown, yarn_attention_factor
+from pretraining.config.variants import (
+    NEUTRAL,
+    LlamaShape,
+    RopeScaling,
+    load_block,
+    resolve_shape,
+    shown,
+    yarn_attention_factor,
+)
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.model.families import FAMILIES, family_for, has_window, read_switches, switch_entries
 
@@ -85,6 +94,8 @@ def config_document(
         pad_token: padding id. It is left out if it equals bos_token or eos_token, because transformers gives the
             embedding of a padding token no gradient.
     """
+    if shape.block is not None:
+        return _document_of_block(shape, shape.block)
     scaling, family = None if shape.rope_scaling is None else _scaling_entries(shape.rope_scaling), family_for(shape)
     dimensions = {name: value for name, value in vars(shape).items() if name not in _NOT_WRITTEN}
     return {
@@ -105,6 +116,18 @@ def config_document(
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def _document_of_block(shape: LlamaShape, path: str) -> dict[str, Any]:
+    """Return the config.json that the class of a user-defined block gives."""
+    describe = getattr(load_block(path), "config_document", None)
+    if describe is None:
+        raise ConfigError(
+            f"no library knows --block={path}: give the class a static method config_document(shape) that returns its "
+            "config.json, or export with --format=full"
+        )
+    with plugin_errors("block", path):
+        return dict(describe(shape))
 
 
 _NOT_WRITTEN = NEUTRAL.keys() - {"rms_norm_eps", "tie_word_embeddings"}

@@ -13,6 +13,7 @@ bits on any number of processes.
 |                         |                                   | et al. 2019, GPT-2, section 2.3)                      |
 | every bias              | 0                                 | nothing is learned yet                                |
 | every norm              | 1                                 | normalisation alone at first                          |
+| of a user-defined block | what its `initial_values` returns | else as above, by name                                |
 
 The device's generator draws the numbers: a CPU and a GPU draw different numbers from one seed, and two GPU models may.
 """
@@ -21,15 +22,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from pretraining.config.plugins import plugin_errors
 from pretraining.config.variants import LlamaShape
-from pretraining.model.llama import Llama
+from pretraining.model.llama import Llama, block_class
 
 BASE_STD = 0.02
+_OF_BLOCK = re.compile(r"model\.layers\.\d+\.(.*)")
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -72,9 +76,16 @@ def initialize_parameters(parameters: Mapping[str, Tensor], shape: LlamaShape, s
 def initial_values(name: str, size: torch.Size, shape: LlamaShape, seed: int, device: torch.device) -> Tensor:
     """Return the initial values of a parameter, a full float32 tensor; `name` is without wrappers."""
     full = torch.empty(size, dtype=torch.float32, device=device)
+    generator = torch.Generator(device).manual_seed(stream_seed(seed, name))
+    own = getattr(block_class(shape), "initial_values", None)
+    if own is not None and (match := _OF_BLOCK.fullmatch(name)):
+        found: Tensor | None
+        with torch.no_grad(), plugin_errors("block", shape.block or ""):
+            found = own(match[1], full, generator)
+        if found is not None:
+            return found
     if name.endswith((".bias", "norm.weight")):
         return full.fill_(0.0 if name.endswith(".bias") else 1.0)
-    generator = torch.Generator(device).manual_seed(stream_seed(seed, name))
     return full.normal_(0.0, standard_deviation(name, shape), generator=generator)
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretraining.config.training import LossConfig
-from pretraining.config.variants import LlamaShape
+from pretraining.config.variants import LlamaShape, load_block
 from pretraining.model.attention import Attention, Reach, locate_documents
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.model.rope import Rotation, compute_rotation
@@ -93,8 +93,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        block = PostNormBlock if shape.norm_position == "post" else DecoderBlock
-        self.layers = nn.ModuleList(block(shape, layer) for layer in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(block_class(shape)(shape, layer) for layer in range(shape.num_hidden_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
@@ -154,6 +153,13 @@ class PostNormBlock(DecoderBlock):
         """Map [B, S, D] to [B, S, D], as `DecoderBlock.forward`."""
         x_BSD = self.add(x_BSD, self.post_attention_layernorm(self.self_attn(x_BSD, rotation, reach)))
         return self.add(x_BSD, self.post_feedforward_layernorm(self.mlp(x_BSD)))
+
+
+def block_class(shape: LlamaShape) -> type[nn.Module]:
+    """Return the class of a model's blocks: the user's, if the shape names one."""
+    if shape.block is not None:
+        return load_block(shape.block)
+    return PostNormBlock if shape.norm_position == "post" else DecoderBlock
 
 
 class FeedForward(nn.Module):

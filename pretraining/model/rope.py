@@ -25,10 +25,8 @@ def compute_rotation(shape: LlamaShape, positions_BS: Tensor) -> Rotation:
     """Return the rotation of tokens at integer positions [B, S], or [1, S] for all sequences."""
     frequencies_P = rotary_frequencies(shape, positions_BS.device)
     angles_BS1P = positions_BS[:, :, None, None].float() * frequencies_P
-    scaling = shape.rope_scaling
-    if scaling is None or scaling.attention_factor == 1:
-        return angles_BS1P.cos(), angles_BS1P.sin()
-    return angles_BS1P.cos() * scaling.attention_factor, angles_BS1P.sin() * scaling.attention_factor
+    factor = 1.0 if shape.rope_scaling is None else shape.rope_scaling.attention_factor
+    return angles_BS1P.cos() * factor, angles_BS1P.sin() * factor
 
 
 def rotate(x_BSHE: Tensor, rotation: Rotation) -> Tensor:

@@ -55,3 +55,42 @@ def test_ones_own_optimizer_schedule_tracker_and_score_train_and_resume_on_any_l
     assert [row.split(",")[0] for row in rows] == ["1", "2", "3", "4", "5", "6"]
     manifest = json.loads((outside / "parts" / "checkpoints" / "step_6_ckp" / "manifest.json").read_text())
     assert manifest["state"]["trackers"] == {"my_trackers:Csv": "parts from step 0"}
+
+
+def test_ones_own_block_trains_resumes_samples_and_is_planned(outside: Path) -> None:
+    flags = ["block=my_blocks:SquaredReluBlock", "global_batch_size=4", "batch_size=2", "num_steps=4"]
+    train(outside, 1, "own", *flags)
+    train(outside, 2, "apart", *flags, "run_steps=2")
+    train(outside, 1, "apart", *flags)
+    whole, apart = ([each["loss"] for each in reports_of(outside / name)] for name in ("own", "apart"))
+    assert apart == pytest.approx(whole, rel=1e-5)
+    manifest = json.loads((outside / "own/checkpoints/step_4_ckp/manifest.json").read_text())
+    assert manifest["model"]["block"] == "my_blocks:SquaredReluBlock"
+    pretrain = [sys.executable, str(ROOT / "main_training.py")]
+    module = [sys.executable, "-m", "pretraining"]
+    other = run_command([*pretrain, *TINY, "use_dummy_dataset=true", "ckpt_save_path=own"], cwd=outside, check=False)
+    assert other.returncode == 1 and "block: my_blocks:SquaredReluBlock in the checkpoint, None in" in other.stderr
+    sampled = run_command([*module, "sample", "own", "--prompt_tokens=1,2", "--max_new_tokens=3"], cwd=outside)
+    assert len(sampled.stdout.split()) >= 1
+    plans = [
+        json.loads(
+            run_command([*module, "plan", "--json", "--gpu=h100", "--model_variant=125m", *block], cwd=outside).stdout
+        )
+        for block in (["--model_variant=125m"], ["--model_variant=125m", "--block=my_blocks:SquaredReluBlock"])
+    ]
+    # 12 blocks without a gate of 768 x 2048.
+    assert plans[0]["parameters"] - plans[1]["parameters"] == 12 * 768 * 2048
+    refused = run_command([*module, "export", "own", "--output_path=out"], cwd=outside, check=False)
+    assert refused.returncode == 1 and "config_document(shape)" in refused.stderr
+
+
+def test_what_is_no_block_is_refused(outside: Path) -> None:
+    module = [sys.executable, "-m", "pretraining", "train", *TINY, "use_dummy_dataset=true", "dry_run=true"]
+    for block, message in (
+        ("my_blocks", "is not of the form package.module:Class"),
+        ("my_blocks:Missing", "my_blocks has no Missing"),
+        ("my_blocks:torch", "is no torch.nn.Module"),
+        ("my_optimizers:Lion", "is no torch.nn.Module"),
+    ):
+        refused = run_command([*module, f"block={block}"], cwd=outside, check=False)
+        assert refused.returncode == 1 and message in refused.stderr, block

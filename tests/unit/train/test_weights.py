@@ -151,10 +151,10 @@ def test_a_llama_of_another_kind_is_refused_before_anything_is_made(tmp_path: Pa
     hf, load = tmp_path / "hf", f"ckpt_load_path={tmp_path / 'hf'}"
     start(tmp_path / "run", "num_steps=1")
     main(["export", str(tmp_path / "run"), f"--output_path={hf}"])
-    assert "vocab_size: 64 in the checkpoint, 60 in this run" in str(refusal(tmp_path / "new", load, "vocab_size=60"))
+    assert "hidden_size: 32 in the checkpoint, 64 in this run" in str(refusal(tmp_path / "new", load, "hidden_size=64"))
     config = (hf / "config.json").read_text()
-    (hf / "config.json").write_text(json.dumps(json.loads(config) | {"attention_bias": True}))
-    assert "attention_bias is True" in str(refusal(tmp_path / "new", load))
+    (hf / "config.json").write_text(json.dumps(json.loads(config) | {"attention_dropout": 0.1}))
+    assert "attention_dropout is 0.1" in str(refusal(tmp_path / "new", load))
     (hf / "config.json").write_text(config)
     (hf / "model.safetensors").unlink()
     assert refusal(tmp_path / "new", load).settings == ("ckpt_load_path",)
