@@ -18,7 +18,7 @@ import gguf
 import torch
 from safetensors import safe_open
 
-from pretraining.config.variants import LlamaShape
+from pretraining.config.variants import NEUTRAL, LlamaShape
 from pretraining.errors import PretrainError
 from pretraining.files import read_json
 from pretraining.model.frequencies import rotary_frequencies
@@ -39,6 +39,8 @@ def convert(folder: Path, output: Path) -> None:
     try:
         config = read_json(folder / CONFIG_FILE)
         shape = shape_of_document(config, str(folder / CONFIG_FILE))
+        if problem := unsupported(shape):
+            raise ValueError(f"its {problem} need llama.cpp's own convert_hf_to_gguf.py")
         writer = gguf.GGUFWriter(unfinished, "llama")
         add_dimensions(writer, shape)
         add_tokenizer(writer, folder, config)
@@ -52,6 +54,16 @@ def convert(folder: Path, output: Path) -> None:
         raise SystemExit(f"error: {folder} cannot be written as {output}: {error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def unsupported(shape: LlamaShape) -> str:
+    """Return what llama.cpp's architecture "llama" cannot express here; "" if nothing."""
+    plain = replace(shape, attention_bias="false", mlp_bias=False, model_family="llama", sliding_window=None)
+    switches = [name for name, neutral in NEUTRAL.items() if getattr(plain, name) != neutral]
+    found = [name for name in switches if name not in ("rms_norm_eps", "tie_word_embeddings", "rope_scaling")]
+    has_bias = shape.attention_bias != "false" or shape.mlp_bias
+    other_scaling = shape.rope_scaling is not None and shape.rope_scaling.rope_type != "llama3"
+    return ", ".join([*sorted(found), *["biases"] * has_bias, *["rope_scaling"] * other_scaling])
 
 
 def add_dimensions(writer: gguf.GGUFWriter, shape: LlamaShape) -> None:
