@@ -52,7 +52,7 @@ class Collector:
     def clear(self) -> None:
         """Begin a new interval."""
         self._steps = 0
-        # Of this rank, and of all ranks together; float64. The first step creates them: by then, all columns are known.
+        # Sums of this rank, counts of all ranks; float64. The first step creates them: by then, all columns are known.
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
         self._spans, self._micro_batches = 0.0, 0
