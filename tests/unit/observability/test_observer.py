@@ -192,8 +192,14 @@ def test_a_metric_that_is_not_finite_stays_behind_at_a_resume_and_without_any_no
     kept["custom"]["mine"][0] = None
     recorder = observe([3.0], every=2, done=1, kept=kept, custom=True)
     assert recorder.reports[0]["custom/mine"] == 1.5
-    recorder = observe([3.0], every=1)
+    recorder = observe([3.0], every=2, done=1, kept=kept)
     assert not [name for name in recorder.logged[0][1] if "custom" in name]
+
+
+def test_a_save_before_the_first_step_of_a_resume_keeps_the_sums() -> None:
+    kept = observe([1.0], every=2, custom=True).observer.collector.state_dict()
+    assert observe([], every=2, done=1, kept=kept).observer.collector.state_dict() == kept
+    assert observe([], every=2).observer.collector.state_dict() == {}
 
 
 def test_sums_of_an_earlier_version_are_taken_without_datasets() -> None:
