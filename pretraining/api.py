@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from pretraining.data.batch import ModelInputs
     from pretraining.model.llama import Llama
-    from pretraining.observability.custom_metrics import MetricsHook, Outputs
+    from pretraining.observability.metrics import MetricsHook, Outputs
     from pretraining.train.preemption import StopRequests
     from pretraining.train.run import TrainResult
 
@@ -266,7 +266,7 @@ class Trainer:
             )
         if getattr(self.extra_metrics, "__func__", None) is Trainer.extra_metrics:
             return None
-        from pretraining.observability.custom_metrics import MetricsHook
+        from pretraining.observability.metrics import MetricsHook
 
         return MetricsHook(self.extra_metrics, self.needs_hidden_states)
 

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import PretrainError
 from pretraining.files import read_json
+from pretraining.model.frequencies import rotary_frequencies
 from pretraining.model.hf import CONFIG_FILE, shape_of_document
-from pretraining.model.rope import rotary_frequencies
 
 # llama.cpp's names for the rules that split text into words before byte-pair merges.
 GPT2_SPLIT = "gpt-2"

@@ -10,7 +10,7 @@ from training_runs import TINY
 
 from pretraining import Trainer
 from pretraining.data.batch import ModelInputs
-from pretraining.observability.custom_metrics import Outputs
+from pretraining.observability.metrics import Outputs
 
 SETTINGS: dict[str, Any] = dict(flag.split("=") for flag in TINY) | {
     "use_dummy_dataset": True,

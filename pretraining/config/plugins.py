@@ -145,10 +145,10 @@ TOKEN_FORMATS = {
 """Token formats. A row with the suffix of an earlier row has a method `accepts`, which looks into a file."""
 TOKEN_SUFFIXES = (".arrow", ".npy", ".bin")
 SCORES = {
-    "loss": "pretraining.evaluation.scores:Loss",
-    "perplexity": "pretraining.evaluation.scores:Perplexity",
-    "token_accuracy": "pretraining.evaluation.scores:TokenAccuracy",
-    "bits_per_byte": "pretraining.evaluation.scores:BitsPerByte",
+    "loss": "pretraining.observability.metrics:Loss",
+    "perplexity": "pretraining.observability.metrics:Perplexity",
+    "token_accuracy": "pretraining.observability.metrics:TokenAccuracy",
+    "bits_per_byte": "pretraining.observability.metrics:BitsPerByte",
 }
 _OF_SERVICES = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
 TRACKERS = {

@@ -91,6 +91,10 @@ class LlamaShape:
     sliding_window: int | None = None
     model_family: ModelFamily = "llama"
 
+    def rotates(self, layer: int) -> bool:
+        """Return whether a block, counted from 0, has a rotary embedding."""
+        return self.no_rope_interval == 0 or (layer + 1) % self.no_rope_interval > 0
+
     @property
     def query_width(self) -> int:
         """H·E."""

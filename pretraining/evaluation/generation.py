@@ -24,7 +24,8 @@ from pretraining.distributed.fsdp import reshard_model
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError
 from pretraining.model.cache import KeyValueCache
-from pretraining.model.llama import Llama, next_token_logits
+from pretraining.model.llama import Llama
+from pretraining.model.rope import compute_rotation
 
 TEMPERATURE, TOP_K = 0.8, 50
 """Sampling settings for a model in training."""
@@ -139,6 +140,24 @@ class CachedModel:
         self._seen = len(tokens)
         tokens_BS = torch.tensor([new], dtype=torch.int64, device=self._device)
         return next_token_logits(self._model, tokens_BS, self._caches)[0]
+
+
+def next_token_logits(model: Llama, tokens_BS: torch.Tensor, caches: Sequence[KeyValueCache]) -> torch.Tensor:
+    """Add tokens to the caches, and return the logits [B, V] after the last one.
+
+    Args:
+        model: unsharded model, because its children are called one by one.
+        tokens_BS: a whole prompt if the caches are empty, else one more token.
+        caches: one per block.
+    """
+    begin, decoder = caches[0].length, model.model
+    positions_BS = torch.arange(begin, begin + tokens_BS.size(1), device=tokens_BS.device)[None]
+    rotation = compute_rotation(model.shape, positions_BS)
+    x_BSD = decoder.embed(tokens_BS)
+    for block, cache in zip(decoder.layers, caches, strict=True):
+        x_BSD = block(x_BSD, rotation, cache)
+    logits_BV: torch.Tensor = model.lm_head(model.scale_logits(decoder.norm(x_BSD[:, -1])))
+    return logits_BV
 
 
 def draw_tokens(

@@ -1,6 +1,6 @@
 """Evaluation on named sets of documents that the model never trains on; each evaluation uses the same sequences.
 
-    batches of each source --model--> sums per set (scores.py) --all-reduce--> Evaluation
+    batches of each source --model--> sums per set (metrics.py) --all-reduce--> Evaluation
 
 The best checkpoint has the lowest loss on the set `--best_by`, or the lowest mean over all sets. Held-out sets count in
 the mean by the weights of training, and a set of `--eval_datasets` by its tokens. Evaluations are comparable along a
@@ -19,10 +19,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -32,11 +31,10 @@ from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
-from pretraining.evaluation.scores import Scores
-from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, Ratio, Sums
+from pretraining.observability.collector import sum_over_ranks
 from pretraining.observability.display import CUSTOM
-from pretraining.observability.observer import Observer, sum_over_ranks
-from pretraining.observability.throughput import Stopwatch
+from pretraining.observability.metrics import Metrics
+from pretraining.observability.observer import Observer
 from pretraining.progress import PENDING_EVALUATION, Interval, TrainState
 
 log = logging.getLogger(__name__)
@@ -113,13 +111,11 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-        sums: sums per set in the order of `scores.columns`; under None, those over all sets.
-        custom: user-defined metrics per set, by name; under None, those over all sets.
+        sums: sums per set in the order of `metrics.columns`; under None, those over all sets.
     """
 
-    scores: Scores
+    metrics: Metrics
     sums: dict[str | None, list[float]]
-    custom: dict[str | None, dict[str, Ratio]]
 
     @property
     def sets(self) -> list[str]:
@@ -128,12 +124,11 @@ class Evaluation:
 
     def tokens(self, name: str | None = None) -> int:
         """Return the number of valid tokens of a set; of all sets without a name."""
-        return round(self.sums[name][self.scores.columns.index("tokens")])
+        return round(self.sums[name][self.metrics.columns.index("tokens")])
 
     def numbers(self, name: str | None = None) -> dict[str, float]:
-        """Return the known scores of a set, or their mean over all sets; metrics as `custom/<name>`."""
-        custom = {f"{CUSTOM}{metric}": ratio.value for metric, ratio in self.custom[name].items()}
-        return self.scores.values(self.sums[name]) | custom
+        """Return the known metrics of a set, or their mean over all sets."""
+        return self.metrics.values(self.sums[name])
 
     def values(self) -> dict[str, float]:
         """Return flat values for trackers: the means, and with suffix `/<set>` the values per set."""
@@ -169,9 +164,8 @@ def evaluate(
     sources: Sequence[EvaluationSource],
     device: torch.device,
     should_stop: Callable[[], bool],
-    scores: Scores,
+    metrics: Metrics,
     byte_lengths_V: Tensor | None = None,
-    metrics: CustomMetrics = NO_METRICS,
 ) -> Evaluation | None:
     """Evaluate on all sources, in every process; return None if a stop is requested meanwhile.
 
@@ -180,48 +174,50 @@ def evaluate(
         should_stop: called between batches by all ranks, with the same result on all.
         byte_lengths_V: text bytes of each token; None = no bits per byte.
     """
-    columns = len(scores.columns)
-    # Sums of this rank in float64: scores by source and set, and user-defined metrics by set.
-    sums = [torch.zeros(len(source.sets), columns, dtype=torch.float64, device=device) for source in sources]
-    custom: list[list[Sums]] = [[{} for _ in source.sets] for source in sources]
-    # As in training: the sum of float32 losses per micro-batch. Summing the scores would differ in the last digits. The
-    # mean uses it unless weights change how much each set counts.
+    tables: list[Tensor | float] = [0.0] * len(sources)  # sums of this rank, [sets, columns]
+    # As in training: the sum of losses per micro-batch. Summing the table would differ in the last digits.
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    for source, totals, custom_by_set in zip(sources, sums, custom, strict=True):
+    with closing(_read(sources)) as batches:
+        for index, batch in batches:
+            if should_stop():
+                reshard_model(model)
+                return None
+            for host_batch in batch.micro_batches:
+                micro_batch = host_batch.to(device, non_blocking=True)
+                inputs = micro_batch.model_inputs()
+                outputs = model(*inputs)
+                loss_sum += outputs.objective_sum.double() - outputs.z_loss_sum
+                sets = len(sources[index].sets)
+                tables[index] += metrics.measure(outputs, inputs, micro_batch, sets, byte_lengths_V, by_set=True)
+    reshard_model(model)
+    width = len(metrics.columns)
+    # The zeros are for a source without a batch.
+    filled = [loss_sum.new_zeros(len(s.sets), width) + table for s, table in zip(sources, tables, strict=True)]
+    reduced = sum_over_ranks({"loss": loss_sum, "sets": torch.cat(filled)})
+    return _weigh(sources, metrics, reduced["sets"], reduced["loss"])
+
+
+def _read(sources: Sequence[EvaluationSource]) -> Generator[tuple[int, StepBatch], None, None]:
+    """Yield the batches of all sources, each with the index of its source."""
+    for index, source in enumerate(sources):
         with source.open_batches() as batches:
             for batch in batches:
-                if should_stop():
-                    reshard_model(model)
-                    return None
-                for host_batch in batch.micro_batches:
-                    micro_batch = host_batch.to(device, non_blocking=True)
-                    inputs = micro_batch.model_inputs()
-                    outputs = model(*inputs)
-                    metrics.add_by_set(custom_by_set, outputs, inputs, micro_batch)
-                    loss_sum += outputs.objective_sum.double() - outputs.z_loss_sum
-                    tokens_BS2, datasets = outputs.tokens_BS2, len(source.sets)
-                    totals += scores.measure(tokens_BS2, inputs.labels_BS, micro_batch, datasets, byte_lengths_V)
-    reshard_model(model)
-    zero = loss_sum.new_zeros(len(Ratio._fields))  # if this rank has no row of a set
-    pairs = [each.get(name, zero) for by_set in custom for each in by_set for name in metrics.names]
-    total, *reduced = sum_over_ranks([loss_sum, *sums, *pairs])
+                yield index, batch
+
+
+def _weigh(
+    sources: Sequence[EvaluationSource], metrics: Metrics, rows: Sequence[list[float]], loss_sum: float
+) -> Evaluation:
+    """Return the evaluation with these sums per set. `loss_sum` is the loss of all sets, unless weights change it."""
+    losses, tokens = (metrics.columns.index(name) for name in ("losses", "tokens"))
     names = [name for source in sources for name in source.sets]
-    set_sums: dict[str | None, list[float]] = dict(zip(names, chain(*reduced[: len(sums)]), strict=True))
-    ratios = iter(Ratio(*pair) for pair in reduced[len(sums) :])
-    set_custom: dict[str | None, dict[str, Ratio]] = {
-        name: {metric: next(ratios) for metric in metrics.names} for name in names
-    }
-    tokens = [[set_sums[name][scores.columns.index("tokens")] for name in source.sets] for source in sources]
-    factors = dict(zip(names, chain(*(s.factors(each) for s, each in zip(sources, tokens, strict=True))), strict=True))
-    weighted = [[factors[name] * each for each in set_sums[name]] for name in names]
-    all_sums = [sum(column) for column in zip(*weighted, strict=True)]
-    if all(factor == 1 for factor in factors.values()):
-        all_sums[scores.columns.index("losses")] = total
-    all_custom = {
-        metric: Ratio.total(Ratio(*(factors[name] * each for each in set_custom[name][metric])) for name in names)
-        for metric in metrics.names
-    }
-    return Evaluation(scores, {None: all_sums, **set_sums}, {None: all_custom, **set_custom})
+    sums: dict[str | None, list[float]] = dict(zip(names, rows, strict=True))
+    factors = [factor for source in sources for factor in source.factors([sums[name][tokens] for name in source.sets])]
+    weighted = ([factor * each for each in row] for factor, row in zip(factors, rows, strict=True))
+    of_all = [sum(column) for column in zip(*weighted, strict=True)]
+    if all(factor == 1 for factor in factors):
+        of_all[losses] = loss_sum
+    return Evaluation(metrics, {None: of_all, **sums})
 
 
 @dataclass
@@ -229,8 +225,8 @@ class Evaluator:
     """Evaluator on an interval and at the end of the run.
 
     Attributes:
-        model, sources, device, should_stop, scores, byte_lengths_V, metrics: as in `evaluate`; without sources, there
-            is no evaluation.
+        model, sources, device, should_stop, metrics, byte_lengths_V: as in `evaluate`; without sources, there is no
+            evaluation.
         interval: evaluation interval; the run's last step is always evaluated.
         best_by: set whose loss decides which checkpoint is best; None = the mean.
         sampler: generates text after each evaluation except the run's last; None = no text.
@@ -242,14 +238,12 @@ class Evaluator:
     sources: Sequence[EvaluationSource]
     device: torch.device
     interval: Interval
-    stopwatch: Stopwatch
     observer: Observer
     should_stop: Callable[[], bool]
-    scores: Scores = field(default_factory=Scores)
+    metrics: Metrics = field(default_factory=Metrics)
     best_by: str | None = None
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     byte_lengths_V: Tensor | None = None
-    metrics: CustomMetrics = NO_METRICS
     sampler: TextSampler | None = None
     evaluation_mode: Callable[[], AbstractContextManager[None]] = nullcontext
     pending: bool = False
@@ -265,9 +259,9 @@ class Evaluator:
             return self._run(state)
 
     def _run(self, state: TrainState) -> float | None:
-        with self.stopwatch.measure("evaluation"):
+        with self.observer.stopwatch.measure("evaluation"):
             model, sources, device = self.model, self.sources, self.device
-            found = evaluate(model, sources, device, self.should_stop, self.scores, self.byte_lengths_V, self.metrics)
+            found = evaluate(model, sources, device, self.should_stop, self.metrics, self.byte_lengths_V)
         if found is None:
             return None
         self.pending = False
@@ -275,7 +269,7 @@ class Evaluator:
         loss = found.numbers(self.best_by)["loss"]
         self.early_stopping.count_evaluation(loss, state)  # may finish the run, whose end generates the last text
         if self.sampler is not None and not state.finished:
-            with self.stopwatch.measure("evaluation"):
+            with self.observer.stopwatch.measure("evaluation"):
                 sample = self.sampler.sample(self.model, self.device)
             log.info("step %d  generated text:\n%s", state.step, sample.indented())
             self.observer.events.add("sample", state.step, prompt=sample.prompt, text=sample.text)

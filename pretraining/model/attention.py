@@ -84,8 +84,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         self.scale = shape.attention_multiplier
-        has_rotation = shape.no_rope_interval == 0 or (layer + 1) % shape.no_rope_interval > 0
-        self.rotate = rotate if has_rotation else keep
+        self.rotate = rotate if shape.rotates(layer) else keep
         has_bias = shape.attention_bias != "false"
         self.q_proj = nn.Linear(shape.hidden_size, shape.query_width, bias=has_bias)
         self.k_proj = nn.Linear(shape.hidden_size, shape.key_width, bias=has_bias)

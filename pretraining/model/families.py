@@ -195,7 +195,7 @@ def switch_entries(shape: LlamaShape, name: str) -> dict[str, Any]:
         entries["attention_multiplier"] = shape.head_dim**-0.5
     if "no_rope_interval" in entries:
         interval, layers = entries.pop("no_rope_interval"), shape.num_hidden_layers
-        entries["no_rope_layers"] = [int(each) for each in _rotated_layers(interval, layers)]
+        entries["no_rope_layers"] = [int(shape.rotates(layer)) for layer in range(layers)]
         entries["no_rope_layer_interval"] = interval or layers + 1
     if family.window is not None:
         entries["sliding_window"] = shape.sliding_window

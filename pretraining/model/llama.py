@@ -18,8 +18,6 @@ Shapes: B batch, S sequence, D hidden, F feed-forward, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.model.attention import Attention, Reach, locate_documents
-from pretraining.model.cache import KeyValueCache
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.model.rope import Rotation, compute_rotation
 
@@ -81,31 +78,12 @@ class Llama(nn.Module):
         if labels_BS is None:
             logits_BSV: Tensor = self.lm_head(hidden_BSD)
             return logits_BSV
-        chunk_tokens, z_loss_weight = self.loss.loss_chunk_tokens, self.loss.z_loss_weight
-        return head_loss(hidden_BSD, self.lm_head.weight, labels_BS, chunk_tokens, z_loss_weight)
+        chunk_tokens, weight = self.loss.loss_chunk_tokens, self.loss.z_loss_weight
+        return head_loss(hidden_BSD, self.lm_head.weight, labels_BS, chunk_tokens, weight)
 
     def scale_logits(self, hidden: Tensor) -> Tensor:
         """Divide hidden states, and so their logits and all gradients, by `logits_scaling`."""
-        scaling = self.shape.logits_scaling
-        return hidden if scaling == 1 else hidden / scaling
-
-
-def next_token_logits(model: Llama, tokens_BS: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
-    """Add tokens to the caches, and return the logits [B, V] after the last one.
-
-    Args:
-        model: unsharded model, because its children are called one by one.
-        tokens_BS: a whole prompt if the caches are empty, else one more token.
-        caches: one per block.
-    """
-    begin, decoder = caches[0].length, model.model
-    positions_BS = torch.arange(begin, begin + tokens_BS.size(1), device=tokens_BS.device)[None]
-    rotation = compute_rotation(model.shape, positions_BS)
-    x_BSD = decoder.embed(tokens_BS)
-    for block, cache in zip(decoder.layers, caches, strict=True):
-        x_BSD = block(x_BSD, rotation, cache)
-    logits_BV: Tensor = model.lm_head(model.scale_logits(decoder.norm(x_BSD[:, -1])))
-    return logits_BV
+        return hidden if self.shape.logits_scaling == 1 else hidden / self.shape.logits_scaling
 
 
 class Decoder(nn.Module):

@@ -144,8 +144,3 @@ def summary(report: Report, width: int, *, devices: int, shows_step_time: bool =
         if len(line) + 2 + len(part) <= width:
             line += f"  {part}"
     return line
-
-
-def perplexity_of(loss: float) -> float:
-    """Return exp(loss), or infinity on overflow."""
-    return math.exp(loss) if not loss > 700 else math.inf

@@ -13,9 +13,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import LlamaShape
+from pretraining.estimate.devices import peak_tflops
+from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token, recomputed_share
+from pretraining.progress import Progress, TrainState
 
 T = TypeVar("T")
 
@@ -96,3 +104,63 @@ class Stopwatch:
         self._lap_started = now
         self.overall_training_seconds += training
         return training, spent
+
+
+class Throughput:
+    """Rates, utilisation and memory of training, since the last report and since the start.
+
+    Args:
+        start: position of the run at the start of this process.
+
+    Attributes:
+        peak_tflops: peak of one device; None = unknown.
+    """
+
+    def __init__(
+        self, config: TrainConfig, shape: LlamaShape, device: torch.device, stopwatch: Stopwatch, start: Progress
+    ) -> None:
+        self.stopwatch = stopwatch
+        self.peak_tflops = peak_tflops(device_name(device))
+        self._shape, self._device, self._seq_length = shape, device, config.data.seq_length
+        self._recomputed_share = recomputed_share(config.parallel, shape, config.data.seq_length)
+        self._start = self._reported = start
+
+    def report(self, state: TrainState, span: float) -> dict[str, Any]:
+        """Finish a lap, and return its values; a collective call.
+
+        Args:
+            span: mean attention span in tokens.
+        """
+        memory = self._max_memory()
+        seconds, spent = self.stopwatch.lap()  # after the all-reduce, which waits for the other processes
+        now, gpus = state.progress, dist.get_world_size()
+        steps, tokens = now.steps - self._reported.steps, now.tokens - self._reported.tokens
+        self._reported = now
+        rate, overall = tokens / seconds, (now.tokens - self._start.tokens) / self.stopwatch.overall_training_seconds
+        flops = flops_per_token(self._shape, span)
+        with_recomputed = flops + recomputed_flops_per_token(self._shape, self._recomputed_share, span)
+        return {
+            "step_seconds": seconds / steps,
+            "samples_per_second": rate / self._seq_length,
+            "tokens_per_second_per_gpu": rate / gpus,
+            "tokens_per_second_per_gpu_overall": overall / gpus,
+            "tokens_per_day": overall * 86400,
+            "mfu": self._utilisation(flops * rate / gpus),
+            "hfu": self._utilisation(with_recomputed * rate / gpus),
+            "data_share": spent.get("data", 0.0) / seconds,
+            **memory,
+            "time_left_seconds": (state.total_steps - now.steps) * tokens / steps / overall,
+        }
+
+    def _utilisation(self, flops_per_second: float) -> float | None:
+        return None if self.peak_tflops is None else flops_per_second / 1e12 / self.peak_tflops
+
+    def _max_memory(self) -> dict[str, float | None]:
+        """Return maxima over ranks in GiB: peak, allocated and reserved memory; on a CPU only the process's peak."""
+        sizes = [peak_bytes(self._device)]
+        if self._device.type == "cuda":
+            sizes += [torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)]
+        maxima = torch.tensor(sizes, dtype=torch.float64)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        names = ("memory_gib", "memory_allocated_gib", "memory_reserved_gib")
+        return dict(zip_longest(names, [size / 2**30 for size in maxima.tolist()]))

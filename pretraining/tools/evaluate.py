@@ -22,12 +22,11 @@ from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, format_score
-from pretraining.evaluation.scores import Scores
 from pretraining.files import from_hub
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
-from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
+from pretraining.observability.metrics import Metrics, MetricsHook
 from pretraining.text import format_table
 from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
@@ -114,9 +113,8 @@ def _evaluate(
 
         processes.activity.end_step(start.step)  # setup is done: `hang_timeout` applies from here on
         processes.activity.turn_to("evaluation")
-        metrics = CustomMetrics(hook, model.module, device)
-        scores = on_every_rank(lambda: Scores(config.evaluation.extra_scores))
-        found = evaluate(model.module, sources, device, should_stop, scores, table_V, metrics)
+        metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
+        found = evaluate(model.module, sources, device, should_stop, metrics, table_V)
     if found is None:
         raise preemption_error(stop, f"in an evaluation ({stop_reason(stop)}): nothing was written.")
     return CheckpointEvaluation(start.path, start.manifest.step, found)

@@ -41,14 +41,16 @@ from pretraining.distributed.watchdog import collective_timeout
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import Evaluator, definition_of
-from pretraining.evaluation.scores import Scores
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
-from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook
+from pretraining.observability.collector import Collector
+from pretraining.observability.display import Display, choose_display
 from pretraining.observability.events import Events
+from pretraining.observability.metrics import Metrics, MetricsHook
 from pretraining.observability.observer import Observer
 from pretraining.observability.profiler import Profiler
-from pretraining.observability.throughput import Stopwatch
+from pretraining.observability.stragglers import StragglerWatch
+from pretraining.observability.throughput import Stopwatch, Throughput
 from pretraining.observability.trackers import Trackers, open_trackers
 from pretraining.optim.registry import build_optimizer, measure_state
 from pretraining.optim.state import (
@@ -199,7 +201,7 @@ def _assemble(
         EVALUATION_STATE: evaluator,
         SCHEDULE_STATE: plan.learning_rate,
         EVALUATION_SETS_STATE: plan.evaluation,
-        REPORT_STATE: observer,
+        REPORT_STATE: context.collector,
         TRACKERS_STATE: observer.trackers,
     }
     if context.spikes is not None:
@@ -237,17 +239,18 @@ def _build_context(
         # These conditions shift the usual loss, so the detector starts a new window when one of them changes.
         conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": config.data.document_mask}
         spikes = SpikeDetector(config.guard.spike_threshold, config.guard.spike_window, device, conditions)
+    shard_group, sources = plan.dims.group("shard"), plan.loader.reader.sources
+    metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
     return StepContext(
         model=model,
         optimizer=optimizer,
         learning_rate=plan.learning_rate,
         grad_clip_thresh=config.optimizer.grad_clip_thresh,
-        shard_group=plan.dims.group("shard"),
+        shard_group=shard_group,
         device=device,
         spikes=spikes,
         scaler=LossScaler(device) if compute_dtype(config.parallel, device) == torch.float16 else None,
-        metrics=CustomMetrics(hook, model.module, device),
-        scores=on_every_rank(lambda: Scores(config.evaluation.extra_scores)),
+        collector=Collector(metrics, [source.name for source in sources], optimizer, shard_group),
         activity=plan.processes.activity,
     )
 
@@ -256,29 +259,24 @@ def _build_observer(plan: Plan, context: StepContext, stopwatch: Stopwatch, even
     # A resumed run keeps its tracker ids. A run that starts from another run's checkpoint gets new ones.
     own = plan.restored.manifest if plan.restored is not None and plan.restored.is_own else None
     run_ids, pending = (own.state.get(TRACKERS_STATE, {}), own.has_pending_evaluation) if own else ({}, False)
-    is_main = plan.processes.is_main
+    config, processes, state = plan.config, plan.processes, plan.state
 
     def open_all() -> Trackers:
-        return open_trackers(plan.config, plan.state.step, run_ids, repeats_evaluation=pending)
+        return open_trackers(config, state.step, run_ids, repeats_evaluation=pending)
 
-    observer = Observer(
-        plan.config,
-        plan.shape,
-        plan.processes,
-        plan.state,
-        stopwatch,
-        plan.training_tokens,
-        on_every_rank(lambda: open_all() if is_main else Trackers()),
-        optimizer=context.optimizer,
-        shard_group=context.shard_group,
+    display, shows_step_time = Display(), config.data.use_dummy_dataset
+    if processes.is_main:
+        display = choose_display(config.report.progress, state.total_steps, processes.world_size, shows_step_time)
+    return Observer(
+        interval=Interval(config.report.report_interval, plan.training_tokens),
+        collector=context.collector,
+        throughput=Throughput(config, plan.shape, processes.device, stopwatch, state.progress),
+        display=display,
+        stragglers=StragglerWatch(config.guard.straggler_factor, processes.activity),
+        trackers=on_every_rank(lambda: open_all() if processes.is_main else Trackers()),
         events=events,
-        datasets=tuple(source.name for source in plan.loader.reader.sources),
-        score_columns=context.scores.columns,
-        score_values=context.scores.values,
+        last_loss=None if plan.restored is None else plan.restored.manifest.loss,
     )
-    if plan.restored is not None:
-        observer.last_loss = plan.restored.manifest.loss
-    return observer
 
 
 def _build_evaluator(
@@ -291,7 +289,6 @@ def _build_evaluator(
         sources=plan.sources,
         device=context.device,
         interval=Interval(evaluation.eval_interval, plan.training_tokens),
-        stopwatch=observer.stopwatch,
         observer=observer,
         should_stop=should_stop,
         best_by=evaluation.best_by,
@@ -299,8 +296,7 @@ def _build_evaluator(
             evaluation.early_stopping_evaluations, definition_of(plan.sources, evaluation.best_by)
         ),
         byte_lengths_V=table_V,
-        metrics=context.metrics,
-        scores=context.scores,
+        metrics=context.collector.metrics,
         sampler=sampler if evaluation.sample_at_evaluations else None,
         evaluation_mode=partial(evaluation_mode, context.optimizer, context.model.masters_changed),
     )

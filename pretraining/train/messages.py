@@ -126,8 +126,8 @@ def describe_speed(observer: Observer, processes: Processes) -> str:
     speedup = newest["step_seconds"] / step  # scales the rates of the newest report to the median step
     rate, kind = newest["tokens_per_second_per_gpu"] * speedup, "GPU" if processes.device.type == "cuda" else "process"
     mfu = "no MFU: the peak is unknown"
-    if observer.peak_tflops is not None:
-        mfu = f"MFU {newest['mfu'] * speedup:.1%} of {observer.peak_tflops:g} TFLOP/s"
+    if observer.throughput.peak_tflops is not None:
+        mfu = f"MFU {newest['mfu'] * speedup:.1%} of {observer.throughput.peak_tflops:g} TFLOP/s"
     return (
         f"speed       {step:#.3g} s/step, the median of {count_of(len(measured), 'report')}; {rate:,.0f} tokens/s per "
         f"{kind}, {rate * gpus:,.0f} in all; {mfu}; peak {newest['memory_gib']:.1f} GiB"

@@ -36,9 +36,9 @@ from pretraining.distributed.processes import Processes, on_every_rank, on_rank_
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
-from pretraining.evaluation.scores import Scores
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.model.attention import has_kernel_for_documents
+from pretraining.observability.metrics import Metrics
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
 from pretraining.progress import Progress, TokenSchedule, TrainState
@@ -257,7 +257,7 @@ def check_and_build_dims(config: TrainConfig, processes: Processes) -> Dims:
     shape = resolve_shape(config.model)
     check_kernels(config, shape, processes.device)
     on_every_rank(lambda: try_optimizer(config.optimizer))
-    on_every_rank(lambda: Scores(config.evaluation.extra_scores))
+    on_every_rank(lambda: Metrics(config.evaluation.extra_scores))
     dims = build_run_dims(config, processes)
     on_every_rank(lambda: check_memory(config, shape, dims, processes))
     return dims

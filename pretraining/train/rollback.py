@@ -36,8 +36,8 @@ from pretraining.distributed.processes import Processes, on_rank_zero
 from pretraining.errors import DamagedError, DivergenceError
 from pretraining.evaluation.generation import TextSampler
 from pretraining.launch.cpu_threads import CpuThreads
-from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.events import Events
+from pretraining.observability.metrics import MetricsHook
 from pretraining.text import count_of
 from pretraining.train.build import build_run
 from pretraining.train.loop import Run, train_loop

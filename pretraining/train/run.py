@@ -42,8 +42,8 @@ from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
 from pretraining.launch.shared_cores import leaving_cores_to_others
-from pretraining.observability.custom_metrics import MetricsHook
 from pretraining.observability.environment import record_environment
+from pretraining.observability.metrics import MetricsHook
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.state import evaluation_mode
 from pretraining.text import list_some

@@ -12,7 +12,6 @@ non-finite loss or an overflow of the scaled float16 loss produces, and loss spi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,7 @@ from pretraining.distributed.host_sync import wait_for
 from pretraining.distributed.loss_scaler import LossScaler
 from pretraining.distributed.parallelize import ParallelModel
 from pretraining.distributed.processes import Activity
-from pretraining.evaluation.scores import Scores
-from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, Sums
+from pretraining.observability.collector import Collector
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
 from pretraining.optim.schedules import LearningRate
@@ -42,7 +40,7 @@ class StepContext:
         shard_group: ranks that hold the shards of one gradient.
         spikes: None = only non-finite updates are skipped.
         scaler: for float16; None = no scaling.
-        metrics: user-defined metrics.
+        collector: gets the outputs of each micro-batch.
         activity: progress marker for the watchdog, updated at each micro-batch.
     """
 
@@ -52,10 +50,9 @@ class StepContext:
     grad_clip_thresh: float
     shard_group: dist.ProcessGroup
     device: torch.device
+    collector: Collector
     spikes: SpikeDetector | None = None
     scaler: LossScaler | None = None
-    metrics: CustomMetrics = NO_METRICS
-    scores: Scores = field(default_factory=Scores)
     activity: Activity = field(default_factory=Activity)
 
 
@@ -71,22 +68,18 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     valid_tokens = torch.stack([(each.labels_BS != IGNORED_LABEL).sum() for each in inputs]).sum()
     # A single process skips the all-reduce, which would wake a gloo thread beside the computing ones.
     token_count = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None
-    loss_sum, z_loss_sum, scores = (torch.zeros((), dtype=torch.float32, device=context.device) for _ in range(3))
-    custom: Sums = {}
+    loss_sum = torch.zeros((), dtype=torch.float32, device=context.device)
     scale = 1.0 if context.scaler is None else context.scaler.scale
     for index, micro_batch in enumerate(context.activity.watch(micro_batches)):
         context.model.next_backward(is_last=index == len(micro_batches) - 1)
         outputs = context.model.module(*inputs[index])
-        context.metrics.add(custom, outputs, inputs[index])
+        context.collector.add(outputs, inputs[index], micro_batch)
         if token_count is not None and index == 0:
             wait_for(token_count)  # it overlaps the first forward
         # The gradient of the mean over the global batch is 1 / valid tokens. A non-finite loss adds NaN to it, which
         # the backward pass spreads to the gradients, so that every rank skips the update.
         outputs.objective_sum.backward(scale / valid_tokens.clamp(min=1) + 0.0 * outputs.objective_sum.detach())
         loss_sum += outputs.objective_sum.detach() - outputs.z_loss_sum
-        z_loss_sum += outputs.z_loss_sum
-        labels_BS = inputs[index].labels_BS
-        scores = scores + context.scores.measure(outputs.tokens_BS2, labels_BS, micro_batch, len(batch.datasets))
     context.model.finish_gradients()
     gradients = local_gradients(context.model.parameters.values())
     norm = gradient_norm(gradients, context.shard_group) / scale
@@ -101,7 +94,4 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
     learning_rate = context.learning_rate.apply(context.optimizer, step)
     update(context.optimizer, skipped)
     context.optimizer.zero_grad(set_to_none=True)
-    span = fmean(each.attention_span for each in inputs)
-    return StepOutcome(
-        loss_sum, z_loss_sum, valid_tokens, norm, skipped, learning_rate, span, scores, verdict, rescaled, custom
-    )
+    return StepOutcome(loss_sum, valid_tokens, norm, skipped, learning_rate, verdict, rescaled)

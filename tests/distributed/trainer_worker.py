@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pretraining import PretrainError, Trainer
 from pretraining.data.batch import ModelInputs
-from pretraining.observability.custom_metrics import Outputs
+from pretraining.observability.metrics import Outputs
 
 RANK = int(os.environ["RANK"])
 

@@ -14,7 +14,7 @@ from pretraining import Trainer
 from pretraining.cli import main
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.data.batch import ModelInputs, StepBatch
-from pretraining.observability.custom_metrics import Outputs
+from pretraining.observability.metrics import Outputs
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.train import loop
 from pretraining.train.step import StepContext, train_step

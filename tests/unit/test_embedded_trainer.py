@@ -26,7 +26,7 @@ from pretraining import Trainer
 from pretraining.data.batch import ModelInputs
 from pretraining.errors import LaunchError, PathError, Preempted
 from pretraining.model.llama import Llama
-from pretraining.observability.custom_metrics import Outputs
+from pretraining.observability.metrics import Outputs
 from pretraining.train import run as run_module
 from pretraining.train.rollback import RunBuilder
 

@@ -18,7 +18,7 @@ from pretraining import Trainer, load_model
 from pretraining.cli import main
 from pretraining.data.batch import ModelInputs
 from pretraining.errors import CheckpointError, ConfigError, LaunchError
-from pretraining.observability.custom_metrics import Outputs
+from pretraining.observability.metrics import Outputs
 from pretraining.progress import Duration
 
 

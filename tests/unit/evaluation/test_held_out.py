@@ -16,9 +16,9 @@ from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import Sample
 from pretraining.evaluation.held_out import Evaluation, EvaluationSource, Evaluator, evaluate
-from pretraining.evaluation.scores import Scores
 from pretraining.model.loss import HeadLoss
 from pretraining.observability.events import Events
+from pretraining.observability.metrics import Metrics
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import Duration, Interval, Progress, TrainState
 
@@ -48,7 +48,7 @@ def observer_of(reports: list[Report]) -> Any:
     def report(progress: Progress, values: dict[str, float], lines: list[str]) -> None:
         reports.append((progress.steps, values["evaluation_loss"]))
 
-    return SimpleNamespace(after_evaluation=report, events=Events())
+    return SimpleNamespace(after_evaluation=report, events=Events(), stopwatch=Stopwatch())
 
 
 def sources(opened: list[int]) -> list[EvaluationSource]:
@@ -77,11 +77,11 @@ def evaluator_with(
     opened: list[int], reports: list[Report], should_stop: Callable[[], bool] = lambda: False
 ) -> Evaluator:
     cpu, interval, observer = torch.device("cpu"), Interval(Duration(3, "steps"), None), observer_of(reports)
-    return Evaluator(LossIsInput(), sources(opened)[:1], cpu, interval, Stopwatch(), observer, should_stop)
+    return Evaluator(LossIsInput(), sources(opened)[:1], cpu, interval, observer, should_stop)
 
 
 def evaluated(model: nn.Module, table_V: torch.Tensor | None = None) -> Evaluation:
-    found = evaluate(model, sources([]), torch.device("cpu"), lambda: False, Scores(), table_V)
+    found = evaluate(model, sources([]), torch.device("cpu"), lambda: False, Metrics(), table_V)
     assert found is not None
     return found
 
@@ -102,7 +102,7 @@ def test_each_set_has_its_numbers_and_the_mean_weighs_tokens() -> None:
 def test_held_out_sets_count_in_the_mean_by_their_weights_whatever_was_read_of_each() -> None:
     first, second = sources([])
     weighted = [replace(first, weights=(3, 1)), second]
-    found = evaluate(LossIsInput(), weighted, torch.device("cpu"), lambda: False, Scores())
+    found = evaluate(LossIsInput(), weighted, torch.device("cpu"), lambda: False, Metrics())
     assert found is not None and found.tokens() == 8
     assert found.numbers()["loss"] == pytest.approx((6 * (0.75 * 1 + 0.25 * 4) + 5) / 8)
     assert [found.numbers(name)["loss"] for name in "abc"] == [1.0, 4.0, 2.5]

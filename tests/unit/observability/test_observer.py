@@ -3,28 +3,33 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pretraining.config.training import DataConfig, ModelConfig, ReportConfig, TrainConfig
+from pretraining.config.training import IGNORED_LABEL, DataConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import resolve_shape
-from pretraining.distributed.processes import Processes
-from pretraining.evaluation.scores import Scores
-from pretraining.observability import observer as module
+from pretraining.data.batch import MicroBatch
+from pretraining.distributed.processes import Activity
+from pretraining.model.loss import HeadLoss
+from pretraining.observability import throughput
+from pretraining.observability.collector import Collector
 from pretraining.observability.display import Display, Report
 from pretraining.observability.events import Events
+from pretraining.observability.metrics import Counts, Metrics, MetricsHook, PredictedTokens
 from pretraining.observability.observer import Observer
 from pretraining.observability.report_file import Sink
 from pretraining.observability.step_outcome import StepOutcome
-from pretraining.observability.throughput import Stopwatch
+from pretraining.observability.stragglers import StragglerWatch
+from pretraining.observability.throughput import Stopwatch, Throughput
 from pretraining.observability.trackers import Trackers
-from pretraining.progress import Duration, Progress, TrainState
+from pretraining.progress import Duration, Interval, Progress, TrainState
 
-SCORES = Scores()
 SHAPE = resolve_shape(ModelConfig(model_variant="tiny"))
 KEPT = ("loss", "z_loss", "skipped_updates", "token_accuracy")
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -57,6 +62,24 @@ class Recorder(Display):
         self.closed += 1
 
 
+# Ten labels: 4 of web, of which the model predicts 3, and 6 of code, of which it predicts 2.
+LABELS = torch.tensor([[1, 1, 1, 1, IGNORED_LABEL, IGNORED_LABEL], [1] * 6])
+HITS = torch.tensor([[1.0, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0]])
+ROWS = MicroBatch(torch.zeros(2, 7, dtype=torch.int32), datasets_B=torch.tensor([0, 1]))
+
+
+class Mine:
+    """A score with a total of 1 in the first row and 2 in the second."""
+
+    def sum(self, tokens: PredictedTokens) -> torch.Tensor:
+        found = torch.zeros_like(tokens.losses_BS)
+        found[:, 0] = torch.arange(1, len(found) + 1)
+        return found
+
+    def value(self, total: float, counts: Counts) -> float:
+        return total
+
+
 def observe(
     losses: list[float],
     *,
@@ -66,59 +89,53 @@ def observe(
     done: int = 0,
     kept: dict[str, Any] | None = None,
     custom: bool = False,
-    columns: tuple[str, ...] = (),
+    scores: Sequence[str] = (),
 ) -> Recorder:
     """Observe steps of 10 tokens and 2 seconds with the given mean losses, after earlier steps."""
     recorder = Recorder()
     steps = done + len(losses)
     state = TrainState(steps, steps, 10, Progress(done, 10 * done))
     matrix, gain = torch.nn.Parameter(torch.full((3, 3), 1.0)), torch.nn.Parameter(torch.full((16,), 1.0))
+    optimizer = torch.optim.SGD([{"params": [matrix], "lr": 0.1}, {"params": [gain], "lr": 0.02}])
+    hook = (
+        MetricsHook(lambda outputs, inputs: {"mine": (outputs.losses[0, 0] * 2, torch.tensor(4))}) if custom else None
+    )
     assert dist.group.WORLD is not None
+    metrics = Metrics(scores, hook, torch.nn.Identity())
+    collector = Collector(metrics, ["web", "code"], optimizer, dist.group.WORLD)
+    cpu, config = torch.device("cpu"), TrainConfig(data=DataConfig(seq_length=5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "choose_display", lambda *arguments: recorder)
-        patch.setattr(module, "peak_tflops", lambda name: 20.0)
-        observer = Observer(
-            TrainConfig(data=DataConfig(seq_length=5), report=ReportConfig(report_interval=Duration(every, "steps"))),
-            SHAPE,
-            Processes(0, 1, 0, 1, torch.device("cpu")),
-            state,
-            Stopwatch(lambda: recorder.now),
-            None,
-            Trackers({"recorder": Sink("recorder", lambda *report: recorder.log(*report[:2]), recorder.close)}),
-            optimizer=torch.optim.SGD([{"params": [matrix], "lr": 0.1}, {"params": [gain], "lr": 0.02}]),
-            shard_group=dist.group.WORLD,
-            events=Events(),
-            datasets=("web", "code"),
-            score_columns=SCORES.columns + columns,
-            score_values=lambda sums: SCORES.values(sums[:4]) | dict(zip(columns, sums[4:], strict=True)),
-        )
+        patch.setattr(throughput, "peak_tflops", lambda name: 20.0)
+        rates = Throughput(config, SHAPE, cpu, Stopwatch(lambda: recorder.now), state.progress)
+    observer = Observer(
+        interval=Interval(Duration(every, "steps"), None),
+        collector=collector,
+        throughput=rates,
+        display=recorder,
+        stragglers=StragglerWatch(config.guard.straggler_factor, Activity()),
+        trackers=Trackers({"recorder": Sink("recorder", lambda *report: recorder.log(*report[:2]), recorder.close)}),
+        events=Events(),
+    )
     recorder.observer = observer
     if kept:
-        observer.load_state_dict(kept)
+        collector.load_state_dict(kept)
     with observer:
         for index, loss in enumerate(losses):
             recorder.now += 2.0
             state.advance(recorder.now)
-            observer.after_step(
-                state,
-                StepOutcome(
-                    loss_sum=torch.tensor(loss * 10),
-                    z_loss_sum=torch.tensor(loss * 0.1),
-                    valid_tokens=torch.tensor(10),
-                    grad_norm=torch.tensor(0.5),
-                    skipped=torch.tensor(index in skipped),
-                    learning_rate=0.1,
-                    attention_span=spans[index % len(spans)],
-                    scores=torch.tensor(
-                        [
-                            [loss * 4, 3.0, 4.0, 0.0, *(1.0 for _ in columns)],
-                            [loss * 6, 2.0, 6.0, 0.0, *(2.0 for _ in columns)],
-                        ],
-                        dtype=torch.float64,
-                    ),
-                    custom={"mine": torch.tensor([loss * 2, 4.0], dtype=torch.float64)} if custom else {},
-                ),
+            tokens_BS2 = torch.stack((torch.full((2, 6), loss).where(LABELS != IGNORED_LABEL, 0), HITS), 2)
+            z_loss_sum = torch.tensor(loss * 0.1)
+            outputs = HeadLoss(torch.tensor(loss * 10) + z_loss_sum, torch.tensor(10), z_loss_sum, tokens_BS2)
+            inputs: Any = SimpleNamespace(labels_BS=LABELS, attention_span=spans[index % len(spans)])
+            collector.add(outputs, inputs, ROWS)
+            outcome = StepOutcome(
+                loss_sum=torch.tensor(loss * 10),
+                valid_tokens=torch.tensor(10),
+                grad_norm=torch.tensor(0.5),
+                skipped=torch.tensor(index in skipped),
+                learning_rate=0.1,
             )
+            observer.after_step(state, outcome)
     return recorder
 
 
@@ -135,7 +152,7 @@ def test_a_report_after_a_resume_is_that_of_the_run_which_was_not_stopped(stop: 
     losses, skipped = [0.1, 3.7, math.nan, 5.2, 8.9, 0.3, 1.1, 2.2], (2,)
     whole = observe(losses, every=4, skipped=skipped, custom=True)
     before = observe(losses[:stop], every=4, skipped=skipped, custom=True)
-    kept = json.loads(json.dumps(before.observer.state_dict()))
+    kept = json.loads(json.dumps(before.observer.collector.state_dict()))
     later = tuple(index - stop for index in skipped)
     after = observe(losses[stop:], every=4, skipped=later, done=stop, kept=kept, custom=True)
     reports = before.reports + after.reports
@@ -171,7 +188,7 @@ def test_what_is_no_number_is_null(loss: float, skipped: tuple[int, ...], name: 
 
 
 def test_a_metric_that_is_not_finite_stays_behind_at_a_resume_and_without_any_nothing_is_reported() -> None:
-    kept = observe([1.0], every=2, custom=True).observer.state_dict()
+    kept = observe([1.0], every=2, custom=True).observer.collector.state_dict()
     kept["custom"]["mine"][0] = None
     recorder = observe([3.0], every=2, done=1, kept=kept, custom=True)
     assert recorder.reports[0]["custom/mine"] == 1.5
@@ -190,16 +207,16 @@ def test_sums_of_an_earlier_version_are_taken_without_datasets() -> None:
 def test_sums_of_scores_go_on_after_a_resume_if_the_same_are_measured(
     before: int, after: int, expected: float | None
 ) -> None:
-    own = ("custom/mine",)
-    kept = json.loads(json.dumps(observe([1.0], every=2, columns=own[:before]).observer.state_dict()))
-    recorder = observe([1.0], every=2, done=1, kept=kept, columns=own[:after])
+    own = [f"{__name__}:Mine"]
+    kept = json.loads(json.dumps(observe([1.0], every=2, scores=own[:before]).observer.collector.state_dict()))
+    recorder = observe([1.0], every=2, done=1, kept=kept, scores=own[:after])
     (report,) = recorder.reports
-    assert (report["loss"], report["token_accuracy"]) == (1.0, 0.5) and report.get("custom/mine") == expected
+    assert (report["loss"], report["token_accuracy"]) == (1.0, 0.5) and report.get("custom/Mine") == expected
 
 
 def test_rates_mfu_and_time_left_follow_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "flops_per_token", lambda shape, span: span * 1e11)
-    monkeypatch.setattr(module, "recomputed_flops_per_token", lambda shape, share, span: span * 0.25e11)
+    monkeypatch.setattr(throughput, "flops_per_token", lambda shape, span: span * 1e11)
+    monkeypatch.setattr(throughput, "recomputed_flops_per_token", lambda shape, share, span: span * 0.25e11)
     recorder = observe([1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0))  # by the attention span
     report = recorder.reports[0]
     assert report["step_seconds"] == 2.0

@@ -88,11 +88,13 @@ def test_a_step_is_the_same_whether_documents_share_rows_or_not() -> None:
     for number, (_, _, tokens) in enumerate(documents_of(9, rows)):
         alone.tokens_BT[number, : len(tokens)] = tokens.int()
 
-    outcomes, weights = [], []
+    outcomes, weights, spans = [], [], []
     for micro_batches in ([pack(9, rows, vocab_size=TINY_SHAPE.vocab_size), pack(9, [[], [], []])], [alone]):
         context = context_for_step()
         outcomes.append(train_step(context, StepBatch(0, 0, micro_batches), 0))
         weights.append(values(context))
+        context.collector.end_step(outcomes[-1])
+        spans.append(context.collector.report(outcomes[-1])[1])
     for outcome in outcomes:
         assert int(outcome.valid_tokens) == sum(length - 1 for row in rows for length in row)
         assert float(outcome.loss_sum) == pytest.approx(float(outcomes[0].loss_sum), rel=1e-6)
@@ -100,4 +102,4 @@ def test_a_step_is_the_same_whether_documents_share_rows_or_not() -> None:
     for one, other in zip(*weights, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     # The last token of a row is only a label: 4 + 3 + 1, 8, 5 + 3, and three rows of padding.
-    assert outcomes[0].attention_span == pytest.approx((16 + 9 + 1 + 64 + 25 + 9 + 3 * 64) / 48)
+    assert spans[0] == pytest.approx((16 + 9 + 1 + 64 + 25 + 9 + 3 * 64) / 48)

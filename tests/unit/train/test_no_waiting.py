@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from unit.train.test_step import CPU, context_for_step, micro_batches, sequences
 
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
-from pretraining.observability.custom_metrics import NO_METRICS, CustomMetrics, MetricsHook, Outputs
+from pretraining.observability.collector import Collector
+from pretraining.observability.metrics import Metrics, MetricsHook, Outputs
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.step import StepContext, train_step
 
@@ -67,7 +68,8 @@ def with_metrics(context: StepContext) -> StepContext:
         return {"loss": (outputs.loss_sum, outputs.valid_tokens), "norm": (outputs.hidden_states.norm(), 1)}
 
     hook = MetricsHook(measure, needs_hidden_states=True)
-    return replace(context, metrics=CustomMetrics(hook, context.model.module, CPU))
+    metrics = Metrics((), hook, context.model.module)
+    return replace(context, collector=Collector(metrics, ["dummy"], context.optimizer, context.shard_group))
 
 
 FORMS = {"rows": lambda batch: batch, "documents": documents}
@@ -105,9 +107,11 @@ def test_a_step_asks_the_device_for_nothing(
 
     monkeypatch.setattr(MicroBatch, "model_inputs", derive_unwatched)
     context = change(context_for_step())
-    train_step(context, form(micro_batches(sequences(6), size)), 0)  # makes the optimizer's state
+    # The first step makes the optimizer's state and the collector's sums.
+    context.collector.end_step(train_step(context, form(micro_batches(sequences(6), size)), 0))
     with NoWaiting():
         for step in (1, 2, 3):
             outcome = train_step(context, form(micro_batches(sequences(6), size)), step)
+            context.collector.end_step(outcome)
     assert not bool(outcome.skipped)
-    assert context.metrics is NO_METRICS or outcome.custom.keys() == {"loss", "norm"}
+    assert change is not with_metrics or context.collector.metrics.pairs.keys() == {"loss", "norm"}

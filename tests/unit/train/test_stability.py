@@ -33,13 +33,11 @@ class Watched:
 
     def step(self, skipped: bool, verdict: SpikeVerdict | None = None, rescaled: bool | None = None) -> None:
         self.state.advance(0.0)
-        scalar, scores = torch.tensor(1.0), torch.zeros(0, 4)
+        scalar = torch.tensor(1.0)
         down = None if rescaled is None else torch.tensor(rescaled)
         self.guards.after_step(
             self.state,
-            StepOutcome(
-                scalar, scalar, torch.tensor(1), scalar, torch.tensor(skipped), 0.1, 1.0, scores, verdict, down
-            ),
+            StepOutcome(scalar, torch.tensor(1), scalar, torch.tensor(skipped), 0.1, verdict, down),
         )
 
 

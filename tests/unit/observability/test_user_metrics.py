@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,11 @@ from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.errors import ConfigError
 from pretraining.model.loss import HeadLoss, head_loss
-from pretraining.observability import custom_metrics as module
-from pretraining.observability.custom_metrics import CustomMetrics, MetricsHook, Outputs, Ratio, Sums
+from pretraining.observability import metrics as module
+from pretraining.observability.metrics import Metrics, MetricsHook, Outputs
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-CPU = torch.device("cpu")
 # Three rows of four tokens: of set 1, of set 0, and of set 1 with padding; two documents in each of the first two.
 MICRO_BATCH = MicroBatch(
     torch.arange(15, dtype=torch.int32).view(3, 5) % 8,
@@ -37,14 +35,20 @@ def loss_of(decoder: nn.Module) -> HeadLoss:
     return head_loss(hidden_BSD, torch.randn(8, 6, generator=generator), INPUTS.labels_BS)
 
 
-def metrics_of(function: Hook, needs_hidden_states: bool = False) -> tuple[CustomMetrics, HeadLoss]:
+def metrics_of(function: Hook, needs_hidden_states: bool = False) -> tuple[Metrics, HeadLoss]:
     decoder = nn.Identity()
-    metrics = CustomMetrics(MetricsHook(function, needs_hidden_states), nn.ModuleDict({"model": decoder}), CPU)
+    metrics = Metrics((), MetricsHook(function, needs_hidden_states), nn.ModuleDict({"model": decoder}))
     return metrics, loss_of(decoder)
 
 
-def summed(sums: Sums) -> dict[str, list[float]]:
-    return {name: pair.tolist() for name, pair in sums.items()}
+def measured(metrics: Metrics, loss: HeadLoss, sets: int = 1, by_set: bool = False) -> torch.Tensor:
+    return metrics.measure(loss, INPUTS, MICRO_BATCH, sets, by_set=by_set)
+
+
+def pairs_of(metrics: Metrics, row: torch.Tensor) -> dict[str, list[float]]:
+    """Return the sum and the count of each name of the function."""
+    values = dict(zip(metrics.columns, row.tolist(), strict=True))
+    return {name: [values[column] for column in pair] for name, pair in metrics.pairs.items()}
 
 
 @pytest.mark.parametrize("needs_hidden_states", [True, False])
@@ -57,7 +61,7 @@ def test_outputs_are_those_of_the_micro_batch_and_know_no_gradients(needs_hidden
         return {}
 
     metrics, loss = metrics_of(look, needs_hidden_states)
-    metrics.add({}, loss, INPUTS)
+    measured(metrics, loss)
     (found,) = seen
     assert float(found.loss_sum) == pytest.approx(float(loss.objective_sum.detach()))
     assert int(found.valid_tokens) == int((INPUTS.labels_BS != IGNORED_LABEL).sum())
@@ -73,14 +77,13 @@ def test_sums_and_counts_are_added_up_by_name() -> None:
         return {"rows": (batch.tokens_BS.size(0), 1), "loss": (outputs.loss_sum, outputs.valid_tokens)}
 
     metrics, loss = metrics_of(count)
-    sums: Sums = {}
-    for _ in range(3):
-        metrics.add(sums, loss, INPUTS)
-    assert list(sums) == ["loss", "rows"] == list(metrics.names)  # the order on all ranks
-    assert summed(sums)["rows"] == [9.0, 3.0] and sums["loss"].dtype == torch.float64
-    assert summed(sums)["loss"] == pytest.approx([3 * float(loss.objective_sum.detach()), 3 * int(loss.valid_tokens)])
-    assert Ratio.total([Ratio(*each) for each in summed(sums).values()][1:]).value == 3.0
-    assert math.isnan(Ratio.total([]).value)
+    table = sum((measured(metrics, loss) for _ in range(3)), torch.zeros(()))
+    assert list(metrics.pairs) == ["loss", "rows"]  # the order on all ranks
+    found = pairs_of(metrics, table[0])
+    assert found["rows"] == [9.0, 3.0] and table.dtype == torch.float64
+    assert found["loss"] == pytest.approx([3 * float(loss.objective_sum.detach()), 3 * int(loss.valid_tokens)])
+    values = metrics.values(table[0].tolist())
+    assert values["custom/rows"] == 3.0 and values["custom/loss"] == pytest.approx(found["loss"][0] / found["loss"][1])
 
 
 def test_a_set_gets_what_a_batch_of_its_rows_alone_would_give() -> None:
@@ -99,9 +102,8 @@ def test_a_set_gets_what_a_batch_of_its_rows_alone_would_give() -> None:
     metrics, loss = metrics_of(measure, needs_hidden_states=True)
     hidden = metrics._hidden
     assert hidden is not None and INPUTS.document_lengths is not None and INPUTS.positions_BS is not None
-    sums: list[Sums] = [{}, {}, {}]
-    metrics.add_by_set(sums, loss, INPUTS, MICRO_BATCH)
-    assert sums[2] == {}  # without a row
+    table = measured(metrics, loss, 3, by_set=True)
+    assert not table[2].any()  # without a row
     for number, rows, documents in ((0, [1], [4]), (1, [0, 2], [2, 2, 3, 1])):
         part = loss.tokens_BS2[rows]
         valid = int((INPUTS.labels_BS[rows] != IGNORED_LABEL).sum())
@@ -114,7 +116,7 @@ def test_a_set_gets_what_a_batch_of_its_rows_alone_would_give() -> None:
             "hidden": [float(hidden[rows].sum()), 1],
         }
         for name, pair in expected.items():
-            assert summed(sums[number])[name] == pytest.approx(pair), name
+            assert pairs_of(metrics, table[number])[name] == pytest.approx(pair), name
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_a_set_gets_what_a_batch_of_its_rows_alone_would_give() -> None:
 def test_what_is_no_metric_is_refused(returned: Any) -> None:
     metrics, loss = metrics_of(lambda outputs, batch: returned)
     with pytest.raises(ConfigError) as refused:
-        metrics.add({}, loss, INPUTS)
+        measured(metrics, loss)
     assert ("mine" in str(refused.value)) == (returned is not None and "mine" in returned)
 
 
@@ -148,5 +150,5 @@ def test_other_names_are_refused_by_the_rank_that_has_them_or_by_all(
     metrics, loss = metrics_of(lambda outputs, batch: {next(names): (1, 1)})
     with pytest.raises(ConfigError) as refused:
         for _ in range(2):
-            metrics.add({}, loss, INPUTS)
+            measured(metrics, loss)
     assert refused.value.rank == rank
