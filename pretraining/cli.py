@@ -96,18 +96,25 @@ def _check_prepared(resolved: ResolvedConfig[TrainConfig]) -> None:
 
 def _run_command(row: Command, overrides: Sequence[str], flags: dict[str, str]) -> None:
     """Import and run the command, after the number of CPU threads is set."""
-    module, _, name = row.function.partition(":")
     if row.parses_arguments:
-        getattr(import_module(f"pretraining.{module}"), name)(overrides, flags)
+        _import_function(row.function)(overrides, flags)
         return
     config: Any = resolve_config(row.settings, overrides, flags, translate=translate_when_needed).config
     if (layout := _layout()) is not None:
         set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
-    getattr(import_module(f"pretraining.{module}"), name)(config)
+    _import_function(row.function)(config)
+
+
+def _import_function(function: str | Callable[..., None]) -> Callable[..., None]:
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    imported: Callable[..., None] = getattr(import_module(f"pretraining.{module}"), name)
+    return imported
 
 
 COMMANDS = {
-    "train": Command(TrainConfig, "cli:train_command", "train a model", parses_arguments=True),
+    "train": Command(TrainConfig, train_command, "train a model", parses_arguments=True),
     **BESIDE_TRAINING,
 }
 

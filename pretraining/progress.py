@@ -20,6 +20,8 @@ from pretraining.errors import ConfigError
 
 UNITS = ("steps", "tokens", "epochs", "seconds")
 PERCENT = "percent"
+PENDING_EVALUATION = "owed"
+"""Key in checkpoints: whether an evaluation of these weights is due and not done."""
 """Percent of the run, a unit only for lengths of its parts."""
 
 MULTIPLIERS = {"K": 10**3, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

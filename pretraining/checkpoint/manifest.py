@@ -29,6 +29,7 @@ from pretraining.config.variants import (
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, is_file, lfs_pointer_hint, with_checksum
 from pretraining.optim.horizon import ANNEALING_FROM
+from pretraining.progress import PENDING_EVALUATION
 
 if TYPE_CHECKING:  # reading manifests needs no torch, whose import takes a second
     import torch
@@ -48,8 +49,6 @@ FULL_FILES = (MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE, ITERATION_FILE)
 
 EVALUATION_STATE = "evaluation"
 """Key of the evaluator in a manifest's states."""
-_PENDING_KEY = "owed"
-"""Key in the evaluator's state: whether an evaluation of these weights is due and not done."""
 EVALUATION_SETS_STATE = "evaluation_sets"
 """Key of the record of the evaluation sets in a manifest's states."""
 LOSSES_OF = "losses_of"
@@ -156,7 +155,7 @@ class Manifest:
     @property
     def has_pending_evaluation(self) -> bool:
         """Whether an evaluation of these weights is due and not done."""
-        return bool(self._state_of(EVALUATION_STATE).get(_PENDING_KEY))
+        return bool(self._state_of(EVALUATION_STATE).get(PENDING_EVALUATION))
 
     def _state_of(self, name: str) -> dict[str, Any]:
         kept = self.state.get(name)

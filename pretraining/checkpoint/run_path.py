@@ -19,7 +19,7 @@ from pretraining.files import is_folder, write_atomic, writing_into
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
-CONFIG_FILE = "config.yaml"
+RUN_CONFIG_FILE = "config.yaml"
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
@@ -83,7 +83,7 @@ def folders_of(pattern: str) -> list[Path]:
 
 def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) -> bool:
     try:
-        saved = values_of(load_config(folder / CONFIG_FILE))
+        saved = values_of(load_config(folder / RUN_CONFIG_FILE))
     except ConfigError:
         return False  # there is no file, or a version with other settings wrote it
     return all(value == saved[name] for name, value in values_of(config).items() if name not in ignored)
@@ -110,4 +110,4 @@ def write_config(config: TrainConfig) -> None:
         return
     run = config.checkpoint.folder
     with writing_into(run):
-        write_atomic(run / CONFIG_FILE, dump_config(config))
+        write_atomic(run / RUN_CONFIG_FILE, dump_config(config))

@@ -92,6 +92,8 @@ class Setting:
         first_word: whether the value may stand alone before the flags: `pretrain verify runs/a`.
         second_word: whether the value may follow that of the first word: `pretrain export runs/a out`.
         may_be_address: whether the path may be an object store address.
+        decides: "documents" if the setting decides the documents of a dataset, and so what its index holds; "samples"
+            if it decides only how documents become samples. Neither may change during a run.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Setting:
     first_word: bool = False
     second_word: bool = False
     may_be_address: bool = False
+    decides: Literal["", "documents", "samples"] = ""
 
     @property
     def required(self) -> bool:

@@ -42,6 +42,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class ScheduleEntry(Entry):
+    """A built-in schedule. The settings that it reads tell its parts: warm-up, phase at the peak, end of the decay.
+
+    Attributes:
+        decay_shape: shape of the decay; None = no decay, or the setting of this name.
+    """
+
+    decay_shape: str | None = None
+
+
+@dataclass(frozen=True)
 class OptimizerEntry(Entry):
     """A built-in optimizer.
 
@@ -113,14 +124,16 @@ OPTIMIZERS = {
 _WARMUP_AND_DECAY = "pretraining.optim.schedules:warmup_and_decay"
 _OF_STABLE_PHASE = ("warmup_steps", "min_lr_ratio", "stable_steps", "decay_steps")
 SCHEDULES = {
-    "cosine": Entry(_WARMUP_AND_DECAY, ("warmup_steps", "min_lr_ratio")),
-    "linear": Entry(_WARMUP_AND_DECAY, ("warmup_steps", "min_lr_ratio")),
-    "constant": Entry(_WARMUP_AND_DECAY, ("warmup_steps",)),
-    "polynomial": Entry(_WARMUP_AND_DECAY, ("warmup_steps", "min_lr_ratio", "decay_power")),
-    "piecewise_linear": Entry("pretraining.optim.schedules:piecewise_linear", ("schedule_points",)),
-    "trapezoid": Entry(_WARMUP_AND_DECAY, _OF_STABLE_PHASE),
-    "wsd": Entry(_WARMUP_AND_DECAY, (*_OF_STABLE_PHASE, "decay_shape")),
+    "cosine": ScheduleEntry(_WARMUP_AND_DECAY, ("warmup_steps", "min_lr_ratio"), "cosine"),
+    "linear": ScheduleEntry(_WARMUP_AND_DECAY, ("warmup_steps", "min_lr_ratio"), "linear"),
+    "constant": ScheduleEntry(_WARMUP_AND_DECAY, ("warmup_steps",)),
+    "polynomial": ScheduleEntry(_WARMUP_AND_DECAY, ("warmup_steps", "min_lr_ratio", "decay_power"), "polynomial"),
+    "piecewise_linear": ScheduleEntry("pretraining.optim.schedules:piecewise_linear", ("schedule_points",)),
+    "trapezoid": ScheduleEntry(_WARMUP_AND_DECAY, _OF_STABLE_PHASE, "linear"),
+    "wsd": ScheduleEntry(_WARMUP_AND_DECAY, (*_OF_STABLE_PHASE, "decay_shape")),
 }
+USER_DEFINED = SCHEDULES["wsd"]
+"""Parts of a user-defined schedule: all of them."""
 TOKEN_FORMATS = {
     "arrow": "pretraining.data.storage.arrow:ArrowFormat",
     "arrow_stream": "pretraining.data.storage.arrow:ArrowStreamFormat",

@@ -84,7 +84,10 @@ ROWS = (
     Row({"num_steps": is_off}, "give a length, in steps (1000), tokens (5Btok) or epochs (2ep)"),
     Row({"stable_steps": is_given, "decay_steps": is_given}, "both set the start of the decay: keep one"),
     Row(
-        {"schedule": ["piecewise_linear"], "schedule_points": is_off},
+        {
+            "schedule": [n for n, each in SCHEDULES.items() if "schedule_points" in each.options],
+            "schedule_points": is_off,
+        },
         "give --schedule_points, as in 0:0,80%:1,100%:0.1",
     ),
     # data, parallelism and precision

@@ -24,6 +24,7 @@ from pretraining.config.fields import (
     RunLength,
     Time,
     setting,
+    settings_of,
 )
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TOKEN_FORMATS, TRACKERS
 from pretraining.config.values import parse_ranges
@@ -149,17 +150,26 @@ class DataConfig:
         "stream",
         "stream: documents end to end, no padding; greedy, first_fit, best_fit: whole documents with padding, most "
         "with greedy, least with best_fit",
+        decides="samples",
     )
     bos_token: NonNegativeInt | None = setting(
-        None, "token id to add before every document that lacks it; none = begin_of_text of prepare.json, if any"
+        None,
+        "token id to add before every document that lacks it; none = begin_of_text of prepare.json, if any",
+        decides="documents",
     )
     sep_token: NonNegativeInt | None = setting(
-        None, "token id to add after every document that lacks it; none = end_of_text of prepare.json, if any"
+        None,
+        "token id to add after every document that lacks it; none = end_of_text of prepare.json, if any",
+        decides="documents",
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
-        (), "token ids to remove at both ends of every document, before bos_token and sep_token are added"
+        (),
+        "token ids to remove at both ends of every document, before bos_token and sep_token are added",
+        decides="documents",
     )
-    min_length: PositiveInt = setting(1, "skip documents with fewer tokens, counted after strip_tokens")
+    min_length: PositiveInt = setting(
+        1, "skip documents with fewer tokens, counted after strip_tokens", decides="documents"
+    )
     logical_shards: PositiveInt = setting(1024, "pieces per dataset; the order of the data depends on this number")
     document_mask: bool = setting(False, "limit attention and labels to each document; positions restart at each")
     num_workers: NonNegativeInt = setting(
@@ -172,9 +182,11 @@ class DataConfig:
         silent_change=True,
     )
     token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
-        None, "type of the tokens in .bin and .npy files without a header"
+        None,
+        "type of the tokens in .bin and .npy files without a header",
+        decides="samples",  # the format puts it into indices
     )
-    col_name: str = setting("tokens", "column of the token files with the token ids")
+    col_name: str = setting("tokens", "column of the token files with the token ids", decides="documents")
     tokenizer_path: str | None = setting(
         None,
         "tokenizer for generated text and bits per byte: folder, tokenizer.json or name on the Hugging Face Hub; none "
@@ -182,7 +194,9 @@ class DataConfig:
         silent_change=True,
         per_node=True,
     )
-    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(0.0, "fraction of documents kept for evaluation only")
+    held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
+        0.0, "fraction of documents kept for evaluation only", decides="documents"
+    )
     index_path: str | None = setting(
         None,
         "folder for document indices; none = each dataset's folder, or the user's cache folder if that is read-only",
@@ -199,6 +213,12 @@ class DataConfig:
         "stop", "if a sample cannot be read: stop the run; or quarantine: ignore the sample's labels"
     )
     use_dummy_dataset: bool = setting(False, "generated tokens instead of data_path, for tests and benchmarks")
+
+    def values_that_decide(self, *what: str) -> dict[str, Any]:
+        """Return the settings whose `decides` is one of `what`, which includes "documents", as JSON values by name."""
+        values = {name: getattr(self, name) for name, each in settings_of(DataConfig).items() if each.decides in what}
+        lists = {"strip_tokens": sorted(set(self.strip_tokens))}
+        return {**values, **lists, "held_out_fraction": float(self.held_out_fraction)}
 
     @property
     def skipped_ranges(self) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pretraining.config.fields import settings_of
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.mixture import Mixture, Phase, Range, Skipped
 from pretraining.data.sampling.token_stream import ORDER_VERSIONS
@@ -30,17 +31,6 @@ from pretraining.text import list_some
 STATE_VERSIONS = (2, 3)
 ORDER_VERSION = ORDER_VERSIONS[-1]
 """Version of the order of samples in new runs."""
-READING_SETTINGS = (
-    "col_name",
-    "strip_tokens",
-    "min_length",
-    "bos_token",
-    "sep_token",
-    "held_out_fraction",
-    "packing",
-    "token_dtype",
-)
-"""Settings of all datasets that must not change during a run."""
 SKIPPED_LATER = "skipped_later"
 """Key of skipped samples of datasets that the last phase does not read: by dataset, ranges of numbers within it."""
 RENUMBERED = "renumbered"
@@ -75,11 +65,11 @@ def describe_order(
 
 
 def _reading_settings(config: DataConfig) -> dict[str, Any]:
-    """Return the `READING_SETTINGS` as JSON values."""
-    values = {name: getattr(config, name) for name in READING_SETTINGS}
+    """Return the settings of all datasets that must not change during a run, as JSON values."""
+    values = config.values_that_decide("documents", "samples")
     if config.token_dtype is None:  # older states lack this setting
         del values["token_dtype"]
-    return {**values, "strip_tokens": sorted(set(config.strip_tokens))}
+    return values
 
 
 def order_version(state: Mapping[str, Any]) -> int:
@@ -294,7 +284,8 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
     settings = [name for name in ("split", "seed", "seq_length", "logical_shards") if saved[name] != order[name]]
     # Fingerprints only have a digest of these settings. Comparing the values names the setting, and covers datasets
     # that are new in this run.
-    reading = [name for name in READING_SETTINGS if name in saved and saved[name] != order.get(name)]
+    deciding = (name for name, each in settings_of(DataConfig).items() if each.decides)
+    reading = [name for name in deciding if name in saved and saved[name] != order.get(name)]
     problems = [f"{name} was {saved[name]} and is {order.get(name)}" for name in settings + reading]
     for name in sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
         if before[name].get("files") != now[name].get("files") or not reading:

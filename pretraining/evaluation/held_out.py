@@ -35,11 +35,10 @@ from pretraining.observability.collector import sum_over_ranks
 from pretraining.observability.display import CUSTOM
 from pretraining.observability.metrics import Metrics
 from pretraining.observability.observer import Observer
-from pretraining.progress import Interval, TrainState
+from pretraining.progress import PENDING_EVALUATION, Interval, TrainState
 
 log = logging.getLogger(__name__)
 
-PENDING_KEY = "owed"  # in checkpoints
 MEAN = "mean"
 
 
@@ -278,9 +277,9 @@ class Evaluator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        return {PENDING_KEY: self.pending, **self.early_stopping.state_dict()}
+        return {PENDING_EVALUATION: self.pending, **self.early_stopping.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
-        self.pending = bool(self.sources) and bool(state[PENDING_KEY])
+        self.pending = bool(self.sources) and bool(state[PENDING_EVALUATION])
         self.early_stopping.load_state_dict(state)

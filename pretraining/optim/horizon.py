@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from pretraining.config.plugins import SCHEDULES
+from pretraining.config.plugins import SCHEDULES, USER_DEFINED
 from pretraining.config.training import ScheduleConfig, parse_point
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration, TokenSchedule, resolve_warmup_steps
@@ -15,8 +15,6 @@ ANNEALING_FROM = "annealing_from"
 """Key in checkpoints: the step at which the annealing stage began."""
 DECAY_SHARE = Fraction(1, 5)
 """Default share of the run for the decay, enough for most of the gain (Hägele et al. 2024)."""
-SHAPES = {"cosine": "cosine", "linear": "linear", "polynomial": "polynomial", "trapezoid": "linear"}
-"""Decay shape by schedule; other schedules use `decay_shape`."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,15 @@ def resolve_horizon(
     total = num_steps.to_steps(token_schedule, training_tokens)
     if schedule.training_stage == "annealing":
         return Horizon(0, total, min_lr_ratio=0.0, decay_steps=max(0, total - 1 - annealing_from))
-    warmup = 0
-    if schedule.schedule != "piecewise_linear":
+    row, warmup = SCHEDULES.get(schedule.schedule, USER_DEFINED), 0
+    if "warmup_steps" in row.options:
         warmup = resolve_warmup_steps(schedule.warmup_steps, num_steps, token_schedule, training_tokens)
     return Horizon(
         warmup,
         total,
         schedule.min_lr_ratio,
         decay_steps=_decay_steps(schedule, warmup, total, token_schedule, training_tokens),
-        decay_shape=SHAPES.get(schedule.schedule) or schedule.decay_shape or "1-sqrt",
+        decay_shape=row.decay_shape or schedule.decay_shape or "1-sqrt",
         decay_power=schedule.decay_power if schedule.decay_power is not None else 1.0,
         points=_points(schedule, total, token_schedule, training_tokens),
     )
@@ -82,9 +80,9 @@ def _decay_steps(
     schedule: ScheduleConfig, warmup: int, total: int, token_schedule: TokenSchedule, training_tokens: int | None
 ) -> int:
     """Return the steps of the decay, which are counted with the current tokens per step."""
-    room = total - warmup
-    if schedule.schedule in ("cosine", "linear", "polynomial", "constant"):
-        return 0 if schedule.schedule == "constant" else room - 1
+    room, row = total - warmup, SCHEDULES.get(schedule.schedule, USER_DEFINED)
+    if "stable_steps" not in row.options:  # the decay begins at once, if there is one
+        return room - 1 if "min_lr_ratio" in row.options else 0
     name = "stable_steps" if schedule.decay_steps is None else "decay_steps"
     length = schedule.stable_steps if schedule.decay_steps is None else schedule.decay_steps
     if length is None:
@@ -101,16 +99,16 @@ def _decay_steps(
 
 def describe_schedule(schedule: ScheduleConfig, horizon: Horizon) -> str:
     """Return one line that describes the learning rate over a run."""
-    name = schedule.schedule
+    name, row = schedule.schedule, SCHEDULES.get(schedule.schedule)
     if schedule.training_stage == "annealing":
         begin = horizon.total_steps - 1 - horizon.decay_steps
         return f"annealing: from the peak at step {begin} straight to 0 at step {horizon.total_steps}"
     if horizon.points:
         return f"{name}: " + ", ".join(f"{share:g} of the peak at step {step}" for step, share in horizon.points)
     line = f"{name}: {count_of(horizon.total_steps, 'step')}, warm-up over the first {horizon.warmup_steps}"
-    if name in ("wsd", "trapezoid"):
+    if row is not None and "stable_steps" in row.options:
         line += f", decay over the last {horizon.decay_steps} ({horizon.decay_shape})"
-    has_end = name in SCHEDULES and "min_lr_ratio" in SCHEDULES[name].options
+    has_end = row is not None and "min_lr_ratio" in row.options
     return f"{line}, down to {horizon.min_lr_ratio:g} of the peak" if has_end else line
 
 

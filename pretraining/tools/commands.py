@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -422,13 +423,13 @@ class Command:
 
     Attributes:
         settings: dataclass of the command's settings.
-        function: "module:function" in `pretraining`, called with the settings.
+        function: called with the settings; "module:function" in `pretraining` is imported when the command runs.
         purpose: text in the list of commands.
         parses_arguments: whether the function takes positional arguments and flags instead of settings.
     """
 
     settings: type
-    function: str
+    function: str | Callable[..., None]
     purpose: str
     parses_arguments: bool = False
 

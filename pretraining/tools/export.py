@@ -17,7 +17,7 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,62 +229,50 @@ def _index_document(files: dict[str, Kinds]) -> dict[str, Any]:
 def _model_card(
     name: str, manifest: Manifest, settings: TrainConfig, dtype: str, origin: Mapping[str, Any], has_tokenizer: bool
 ) -> str:
-    """Return the README.md of a model: shape, training, data, and how to load it.
+    """Return the README.md of a model: training, data, and how to load it; config.json beside it has the shape.
 
     Args:
         origin: license and base_model of the imported model that the run began with, if known.
     """
-    shape = shape_of(manifest)
     header = [f"{key}: {json.dumps(origin[key])}" for key in ("license", "base_model") if origin.get(key)]
     head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- llama", *header, "---"]
     parts = [
         "\n".join(head),
         f"# {_escape(name)}",
-        f"A Llama with {parameter_count(shape):,} parameters in {dtype}.",
-        "## Model",
-        _markdown_table([("", ""), *((key, value) for key, value in vars(shape).items() if value is not None)]),
+        f"A Llama with {parameter_count(shape_of(manifest)):,} parameters in {dtype}.",
     ]
     if manifest.data:
-        parts += ["## Training", _markdown_table(_training_rows(manifest, settings))]
-        parts += ["## Data", _markdown_table(_data_rows(manifest))]
+        parts += ["## Training", _markdown_list(_training_items(manifest, settings))]
+        parts += ["## Data", _markdown_list(_data_items(manifest))]
     classes = ["AutoModelForCausalLM", *["AutoTokenizer"] * has_tokenizer]
     loads = "\n".join(f"{each}.from_pretrained({name!r})" for each in classes)
     parts += ["## Use", f"```python\nfrom transformers import {', '.join(classes)}\n\n{loads}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(rows: Sequence[Sequence[object]]) -> str:
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(_escape(str(cell)) for cell in cells)} |" for cells in lines)
+def _markdown_list(items: Mapping[str, str]) -> str:
+    return "\n".join(f"- {_escape(name)}: {_escape(value)}" for name, value in items.items())
 
 
 def _escape(text: str) -> str:
-    """Return a text on one line, with characters of Markdown, HTML and table cells escaped."""
+    """Return a text on one line, with characters of Markdown and HTML escaped."""
     return html.escape(re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(text.split())), quote=False)
 
 
-def _training_rows(manifest: Manifest, settings: TrainConfig) -> list[tuple[str, object]]:
+def _training_items(manifest: Manifest, settings: TrainConfig) -> dict[str, str]:
     data, optimizer, schedule = settings.data, settings.optimizer, settings.schedule.schedule
     losses = {"training loss": manifest.loss, "held-out loss": manifest.evaluation_loss}
-    return [
-        ("", ""),
-        ("steps", f"{manifest.step:,}"),
-        ("tokens", f"{manifest.tokens_seen:,}"),
-        *((name, f"{loss:.4f} nats per token") for name, loss in losses.items() if loss is not None),
-        ("sequence length", f"{data.seq_length:,}"),
-        ("sequences per step", f"{manifest.global_batch_size:,}"),
-        ("optimizer", f"{optimizer.optimizer}, weight decay {optimizer.decay:g}"),
-        ("learning rate", f"{optimizer.peak_learning_rate:g}, {schedule} over {settings.run.num_steps}"),
-        ("packing", data.packing + (", attention inside documents" if data.document_mask else "")),
-        ("seed", settings.run.seed),
-    ]
+    batch = f"{manifest.global_batch_size:,} sequences of {data.seq_length:,} tokens"
+    return {
+        "length": f"{manifest.step:,} steps of {batch}, {manifest.tokens_seen:,} tokens in all",
+        **{name: f"{loss:.4f} nats per token" for name, loss in losses.items() if loss is not None},
+        "optimizer": f"{optimizer.optimizer}, learning rate {optimizer.peak_learning_rate:g}, {schedule}",
+    }
 
 
-def _data_rows(manifest: Manifest) -> list[tuple[str, ...]]:
-    """Return rows of the datasets, with their newest weights and the tokens trained on."""
+def _data_items(manifest: Manifest) -> dict[str, str]:
+    """Return the datasets, with their newest weights and the tokens trained on."""
     counts, weights = manifest.data["counts"], manifest.data["phases"][-1]["weights"]
-    rows: list[tuple[str, ...]] = [("dataset", "weight", "tokens trained on")]
-    for name, samples in counts.items():
-        share = weights.get(name, 0) / (sum(weights.values()) or 1)
-        rows.append((name, f"{share:.2%}", f"{samples * manifest.tokens_seen // max(1, sum(counts.values())):,}"))
-    return rows
+    shares = {name: weights.get(name, 0) / (sum(weights.values()) or 1) for name in counts}
+    tokens = {name: samples * manifest.tokens_seen // max(1, sum(counts.values())) for name, samples in counts.items()}
+    return {name: f"{shares[name]:.2%} by weight, {tokens[name]:,} tokens trained on" for name in counts}

@@ -11,7 +11,7 @@ from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.mirror import Mirror, TakenOverError, list_copies
 from pretraining.checkpoint.own_checkpoints import own_checkpoints
-from pretraining.checkpoint.run_path import CONFIG_FILE
+from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.config.recipes import load_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import is_address
@@ -29,7 +29,7 @@ def push(config: PushConfig) -> None:
             the end, a checkpoint is damaged.
     """
     run = Path(config.paths[0])
-    settings = load_config(run / CONFIG_FILE).checkpoint
+    settings = load_config(run / RUN_CONFIG_FILE).checkpoint
     address = config.paths[1] if len(config.paths) == 2 else settings.ckpt_mirror_path
     if is_address(config.paths[0]) or not is_address(address) or len(config.paths) > 2:
         raise ConfigError("name the run's folder and an address: `pretrain push runs/mine s3://bucket/runs/mine`")

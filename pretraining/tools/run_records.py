@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of
-from pretraining.checkpoint.run_path import CONFIG_FILE
+from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.config.recipes import parse_recipe
 from pretraining.config.settings_files import read_text
 from pretraining.data.resume import restored_mixture
@@ -125,7 +125,7 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
 
 
-_PARTS = (CONFIG_FILE, STATUS_FILE, CHECKPOINTS, f"{LOGS}/{METRICS_FILE}")
+_PARTS = (RUN_CONFIG_FILE, STATUS_FILE, CHECKPOINTS, f"{LOGS}/{METRICS_FILE}")
 SWEEP_FILE = "sweep.csv"
 
 
@@ -181,7 +181,7 @@ def read_run(folder: Path, name: str) -> RunRecord:
             run.state, run.reason = "running" if _is_held(folder) else "killed", ""
     try_read(f"{LOGS}/{METRICS_FILE}", lambda path: _read_metrics(path, run), None)
     run.events = try_read(f"{LOGS}/{EVENTS_FILE}", lambda path: list(read_lines(path, run.notes)), [])
-    run.settings = try_read(CONFIG_FILE, _read_settings, {})
+    run.settings = try_read(RUN_CONFIG_FILE, _read_settings, {})
     run.environments = try_read(
         f"{LOGS}/{ENVIRONMENT_FILE}", lambda path: [flatten(record) for record in read_json(path)], []
     )
@@ -246,7 +246,7 @@ def _read_settings(path: Path) -> dict[str, str]:
     if not exists(path):
         raise FileNotFoundError
     texts = {}
-    for given in parse_recipe(read_text(path, CONFIG_FILE), CONFIG_FILE):
+    for given in parse_recipe(read_text(path, RUN_CONFIG_FILE), RUN_CONFIG_FILE):
         raw = "none" if given.raw is None else given.raw
         texts[".".join(filter(None, given.section_and_name))] = raw if isinstance(raw, str) else ",".join(raw)
     return texts

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from pretraining.checkpoint.run_path import CONFIG_FILE
+from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import OptimizerConfig, TrainConfig
@@ -154,7 +154,7 @@ def describe_end(config: TrainConfig, run: Run) -> str:
         lines += [
             f"  checkpoint   {run.checkpoints.newest}",
             f"  metrics      {folder / LOGS / METRICS_FILE}",
-            f"  config       {folder / CONFIG_FILE}",
+            f"  config       {folder / RUN_CONFIG_FILE}",
         ]
     return "\n".join(lines)
 

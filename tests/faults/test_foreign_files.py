@@ -29,12 +29,11 @@ from pretraining.checkpoint import lease
 from pretraining.checkpoint.lease import LEASE
 from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.run_folder import CHECKPOINTS
-from pretraining.checkpoint.run_path import CONFIG_FILE
+from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.files import DEEPEST_JSON
-from pretraining.model.hf import CONFIG_FILE as HF_CONFIG_FILE
-from pretraining.model.hf import config_document
+from pretraining.model.hf import CONFIG_FILE, config_document
 from pretraining.tools import doctor
 from pretraining.train.run_status import STATUS_FILE
 
@@ -211,7 +210,7 @@ def test_a_manifest_that_is_a_pipe_is_damage(good: Path, capsys: pytest.CaptureF
 def in_config(good: Path, content: str) -> list[str]:
     folder = good / "hf"
     folder.mkdir()
-    (folder / HF_CONFIG_FILE).write_text(content)
+    (folder / CONFIG_FILE).write_text(content)
     return ["import", str(folder), f"--ckpt_save_path={good}/run"]
 
 
@@ -262,7 +261,7 @@ def test_yaml_with_exponential_aliases_is_one_error(good: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("content", [DEEP, '{"a": "\\ud800"}'], ids=["deep", "half a pair"])
-@pytest.mark.parametrize("name", [STATUS_FILE, LEASE, "logs/metrics.jsonl", CONFIG_FILE])
+@pytest.mark.parametrize("name", [STATUS_FILE, LEASE, "logs/metrics.jsonl", RUN_CONFIG_FILE])
 def test_damaged_notes_of_a_run_do_not_prevent_its_start(
     name: str, content: str, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

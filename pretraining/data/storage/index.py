@@ -63,16 +63,12 @@ VIRTUAL_SEP, HELD_OUT, VIRTUAL_BOS = 1, 2, 4  # flags of a document
 
 def settings_digest(files: DatasetFiles, config: DataConfig) -> str:
     """Return a hexadecimal 64-bit hash of the settings that determine a dataset's documents."""
-    values = {
+    values: dict[str, Any] = {
         "block_documents": BLOCK_DOCUMENTS,
         "dataset": files.name,
-        "column": config.col_name,
-        "sep_token": config.sep_token,
-        "held_out_fraction": float(config.held_out_fraction),
-        "bos_token": config.bos_token,
-        "strip_tokens": sorted(set(config.strip_tokens)),
-        "min_length": config.min_length,
+        **config.values_that_decide("documents"),
     }
+    values["column"] = values.pop("col_name")  # the name in existing indices
     identity = load_format(files.file_type, config).identity
     return _digest({**values, "format": identity} if identity else values)
 

@@ -15,7 +15,7 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError
-from pretraining.evaluation.held_out import PENDING_KEY
+from pretraining.progress import PENDING_EVALUATION
 
 NOW = datetime(2026, 11, 21, 14, 30, 5, tzinfo=UTC)
 
@@ -97,7 +97,7 @@ def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
 def test_a_run_that_was_stopped_before_its_last_evaluation_is_resumed(tmp_path: Path) -> None:
     pattern = tmp_path / "try.{timestamp}"
     first = start(pattern)
-    manifest = replace(manifest_of(9, kind="final"), state={EVALUATION_STATE: {PENDING_KEY: True}})
+    manifest = replace(manifest_of(9, kind="final"), state={EVALUATION_STATE: {PENDING_EVALUATION: True}})
     save_checkpoint(checkpoint_path(first, 9), plan_save(tensors(9.0)), manifest)
     assert start(pattern, now=later(1)) == first
 

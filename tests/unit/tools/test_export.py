@@ -181,19 +181,18 @@ def test_the_model_card_names_settings_data_and_losses(tmp_path: Path) -> None:
     assert yaml.safe_load(header)["library_name"] == "transformers"
     for line in (
         "# a\\|&lt;b&gt;\\[\\*",
-        "| hidden_size | 16 |",
-        "| tokens | 300 |",
-        "| held-out loss | 2.7500 nats per token |",
-        "| learning rate | 0.0003, cosine over 1000 |",
-        "| b | 66.67% | 200 |",
+        "- held-out loss: 2.7500 nats per token",
+        "- optimizer: adamw, learning rate 0.0003, cosine",
+        "- b: 66.67% by weight, 200 tokens trained on",
     ):
         assert line in body.splitlines()
+    assert ", 300 tokens in all\n" in body
     assert "/secret" not in body and "AutoTokenizer" not in body
     weights = {name: tensor for name, tensor in tensors_of(PLAIN).items() if not name.startswith("optimizer.")}
     write_sharded(tmp_path / "imported/checkpoints/step_0_ckp", weights, manifest_of(PLAIN, 0, data={}))
     run_export(tmp_path, ckpt_load_path=str(tmp_path / "imported"))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| hidden_size | 16 |" in card and "## Training" not in card and "## Data" not in card
+    assert "A Llama with" in card and "## Training" not in card and "## Data" not in card
 
 
 def test_a_tokenizer_that_is_gone_is_warned_of_and_one_that_is_named_must_be_there_and_fit(
