@@ -10,7 +10,6 @@ refused. The files are those that transformers reads; a line names other files o
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.headers import StoredTensors, read_headers
-from pretraining.checkpoint.manifest import Manifest
+from pretraining.checkpoint.manifest import Manifest, describe_model
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
@@ -67,7 +66,7 @@ def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
         raise CheckpointError(f"holds {INNER_MODEL}", path=path)
     _check_head(path, shape, weights)
     _log_unread(path, tuple(files))
-    if faults := tensor_faults(weights, Manifest(model=asdict(shape))):
+    if faults := tensor_faults(weights, Manifest(model=describe_model(shape))):
         raise CheckpointError(f"does not hold the tensors of its {CONFIG_FILE}: {first_faults(faults)}", path=path)
     return shape, weights
 
@@ -117,7 +116,7 @@ def describe_other_weights(path: Path) -> str:
 
 def manifest_of_folder(path: Path) -> Manifest:
     """Return the manifest of a checkpoint of step 0 with this folder's weights alone; raises as `open_folder`."""
-    return Manifest(model=asdict(open_folder(path)[0]))
+    return Manifest(model=describe_model(open_folder(path)[0]))
 
 
 def weight_files(path: Path) -> list[str]:

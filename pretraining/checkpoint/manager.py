@@ -10,14 +10,14 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, LOSSES_OF, Manifest, Stateful
+from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, LOSSES_OF, Manifest, Stateful, describe_model
 from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
 from pretraining.checkpoint.run_folder import Checkpoint
 from pretraining.checkpoint.saver import Saver
@@ -39,7 +39,7 @@ def manifest_of_run(config: TrainConfig) -> Manifest:
         "sharding_strategy": config.parallel.sharding_strategy,
         "cpu_threads": torch.get_num_threads(),
     }
-    return Manifest(model=asdict(resolve_shape(config.model)), world=world, config=dump_config(config))
+    return Manifest(model=describe_model(resolve_shape(config.model)), world=world, config=dump_config(config))
 
 
 class CheckpointManager:

@@ -112,6 +112,8 @@ class LlamaShape:
 
 NEUTRAL = {each.name: each.default for each in fields(LlamaShape) if each.default is not MISSING}
 """Values of the switches in a plain Llama, and in checkpoints of versions that did not have the switch."""
+SWITCHES = tuple(name for name in NEUTRAL if name not in ("rms_norm_eps", "tie_word_embeddings", "rope_scaling"))
+"""Fields that a plain Llama does not have."""
 WITHOUT_WEIGHTS = ("max_position_embeddings", "sliding_window", "model_family")
 """Fields that no weight depends on: models with the same weights may differ in them."""
 
@@ -316,8 +318,8 @@ def model_settings(shape: LlamaShape) -> ModelConfig:
     """
     names = [name for name, variant in VARIANTS.items() if _is_alike(variant, shape)]
     base = VARIANTS[names[0] if names else DEFAULT_VARIANT]
-    dimensions = {name: value for name, value in vars(shape).items() if name not in _SWITCHES}
-    switches = {name: getattr(shape, name) for name in _SWITCHES if getattr(shape, name) != getattr(base, name)}
+    dimensions = {name: value for name, value in vars(shape).items() if name not in SWITCHES}
+    switches = {name: getattr(shape, name) for name in SWITCHES if getattr(shape, name) != getattr(base, name)}
     given: dict[str, Any] = {**dimensions, **switches, "rope_scaling": format_scaling(shape.rope_scaling)}
     if shape.query_width == shape.hidden_size:
         del given["head_dim"]
@@ -334,7 +336,6 @@ def name_of_model(model: ModelConfig) -> str:
     return given if given in alike else (alike or ["llama"])[0]
 
 
-_SWITCHES = tuple(NEUTRAL.keys() - {"rms_norm_eps", "tie_word_embeddings", "rope_scaling"})
 _SAME_VARIANT = ("vocab_size", "tie_word_embeddings", *WITHOUT_WEIGHTS)
 
 
@@ -463,8 +464,9 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 _CONTEXT = "original_max_position_embeddings"
 _UNUSED: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _CONTEXT: 1}
 """Values of fields that a type of scaling does not have."""
+LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
 _SCALING_FIELDS = {
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT),
+    "llama3": LLAMA3_FIELDS,
     "linear": ("factor",),
     "yarn": ("factor", _CONTEXT),
 }

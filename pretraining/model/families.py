@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretraining.config.variants import NEUTRAL, LlamaShape, shown
+from pretraining.config.variants import NEUTRAL, SWITCHES, LlamaShape, shown
 from pretraining.errors import ConfigError
 
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4}
@@ -82,9 +82,7 @@ FAMILIES: dict[str, Family] = {
         entries=("attention_bias", "mlp_bias", *_MULTIPLIERS),
     ),
 }
-_SWITCHES = tuple(
-    NEUTRAL.keys() - {"rms_norm_eps", "tie_word_embeddings", "rope_scaling", "sliding_window", "model_family"}
-)
+_SWITCHES = tuple(name for name in SWITCHES if name not in ("sliding_window", "model_family", "block"))
 
 
 # Reading

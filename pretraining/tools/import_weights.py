@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import yaml
 
 from pretraining.checkpoint.hf_import import open_folder, read_json_of
-from pretraining.checkpoint.manifest import MANIFEST, Manifest
+from pretraining.checkpoint.manifest import MANIFEST, Manifest, describe_model
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
 from pretraining.checkpoint.writer import size_of, write_tensors
@@ -60,7 +59,7 @@ def import_weights(config: ImportConfig) -> None:
             name: write_tensors(temporary / name, content, (read_tensor(stored, each).float() for each in content))
             for name, content in planned.items()
         }
-        manifest = Manifest(model=asdict(shape), files=files, config=_settings(source, shape, run))
+        manifest = Manifest(model=describe_model(shape), files=files, config=_settings(source, shape, run))
         write_json(temporary / MANIFEST, manifest.document())
         write_json(run / ORIGIN_FILE, origin)
     print_text(f"{folder}: the weights of {source}, {parameter_count(shape):,} parameters, float32")

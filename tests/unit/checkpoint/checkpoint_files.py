@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from tiny_shape import TINY_SHAPE
 
 from pretraining.checkpoint.chunks import Chunk
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, describe_model
 from pretraining.checkpoint.pt_files import write_full
 from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
@@ -50,7 +50,11 @@ def settings_of(shape: LlamaShape) -> str:
 
 def manifest_of(shape: LlamaShape, step: int = 3, **changes: Any) -> Manifest:
     more: dict[str, Any] = {"loss": 2.5, "evaluation_loss": 2.75, "best_evaluation_loss": 2.25, "data": DATA}
-    more |= {"global_batch_size": 4, "world": {"processes": 3, "sharding_strategy": "fsdp"}, "model": asdict(shape)}
+    more |= {
+        "global_batch_size": 4,
+        "world": {"processes": 3, "sharding_strategy": "fsdp"},
+        "model": describe_model(shape),
+    }
     manifest = Manifest(step=step, tokens_seen=step * 100, seconds=1.5, config=settings_of(shape), **more)
     return replace(manifest, **changes)
 
