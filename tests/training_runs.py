@@ -23,6 +23,12 @@ TINY = [
     *("learning_rate=1e-3", "report_interval=1", "tracker=none", "progress=plain"),
 ]
 
+# Every switch of the model away from its neutral value.
+EVERY_SWITCH = [
+    *("head_dim=12", "attention_bias=true", "mlp_bias=true", "qk_norm=whole", "norm_position=post"),
+    *("no_rope_interval=2", "rope_scaling=yarn:4,16", "attention_multiplier=0.2", "logits_scaling=4"),
+    *("embedding_multiplier=3", "residual_multiplier=0.5"),
+]
 
 # The settings of the golden loss curve: a global batch that most numbers of processes do not divide, and two datasets.
 GOLDEN_RUN = [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from forked import run_forked
 from tiers import first_quick
+from training_runs import EVERY_SWITCH
 
 WORKER = Path(__file__).with_name("layout_worker.py")
 STRATEGIES = ("ddp", "zero2", "fsdp", "hsdp", "hsdp_zero2")
@@ -16,11 +17,7 @@ OPTIMIZERS = ("adamw", "nadam", "rmsprop", "sgd", "sgdm", "normalized_sgdm", "mu
 LAYOUTS = {
     **{strategy: [f"sharding_strategy={strategy}"] for strategy in STRATEGIES},
     **{optimizer: [f"optimizer={optimizer}", "mixed_precision=true"] for optimizer in OPTIMIZERS},
-    "every switch": [
-        *("head_dim=12", "attention_bias=true", "mlp_bias=true", "qk_norm=whole", "norm_position=post"),
-        *("no_rope_interval=2", "rope_scaling=yarn:4,16", "attention_multiplier=0.2", "logits_scaling=4"),
-        *("embedding_multiplier=3", "residual_multiplier=0.5"),
-    ],
+    "every switch": EVERY_SWITCH,
     "tied": ["tie_word_embeddings=true"],
     "tied, recomputed": ["tie_word_embeddings=true", "fsdp_activation_checkpointing=true"],
 }

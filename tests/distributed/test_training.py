@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiers import first_quick
-from training_runs import GOLDEN_RUN, assert_same_tensors, losses_of, reports_of, shards_of, train_runs
+from training_runs import EVERY_SWITCH, GOLDEN_RUN, assert_same_tensors, losses_of, reports_of, shards_of, train_runs
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "loss_curve.json"
 
@@ -33,6 +33,20 @@ def test_the_loss_curve_is_the_golden_one_on_every_layout(processes: int, data_p
     for run in runs.values():
         assert losses_of(run) == pytest.approx(golden, rel=1e-4), run.name
         assert reports_of(run)[-1]["param_norm"] == pytest.approx(norm_of(run / "checkpoints" / "step_30_ckp"))
+
+
+@pytest.mark.thorough
+def test_a_model_with_every_switch_has_the_losses_of_one_process_on_four(data_path: Path, tmp_path: Path) -> None:
+    settings = [*EVERY_SWITCH, "global_batch_size=8", "num_steps=10", "batch_size=1", "document_mask=true"]
+    train_runs(1, data_path, [[*settings, f"ckpt_save_path={tmp_path / 'one'}"]])
+    strategies = {"fsdp": [], "hsdp": ["hsdp_group_size=2"], "ddp": [], "zero2": ["fsdp_activation_checkpointing=true"]}
+    runs = [
+        [*settings, *flags, f"sharding_strategy={name}", f"ckpt_save_path={tmp_path / name}"]
+        for name, flags in strategies.items()
+    ]
+    train_runs(4, data_path, runs)
+    for name in strategies:
+        assert losses_of(tmp_path / name) == pytest.approx(losses_of(tmp_path / "one"), rel=2e-5), name
 
 
 def norm_of(checkpoint: Path) -> float:
