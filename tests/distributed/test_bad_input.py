@@ -29,7 +29,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Flags on top of a good command line, and what the one message has to name.
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown flag": (["--learning_rat=1"], ["learning_rat", "learning_rate"]),
-    "settings that contradict": (["--global_batch_size=8", "--grad_accum_steps=9"], ["global_batch_size", "grad_accum"]),
+    "settings that contradict": (["--global_batch_size=8", "--grad_accum_steps=9"], ["grad_accum_steps"]),
     "a missing folder": (["--data_path={root}/nowhere"], ["{root}/nowhere"]),
     "an empty dataset": (["--data_path={root}/empty"], ["'first'"]),
     "samples longer than the data": (["--seq_length=100000"], ["seq_length", "100,001"]),
