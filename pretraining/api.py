@@ -28,6 +28,7 @@ from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config, resolve_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import expand_home
+from pretraining.config.variants import name_block
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, LaunchError, Preempted
 from pretraining.files import path_error
 from pretraining.launch.cpu_threads import CpuThreads, set_threads
@@ -79,6 +80,7 @@ class Trainer:
         changed = [name for name, each in settings_of(TrainConfig).items() if values_of(config)[name] != each.default]
         config = resolve_run_folder(config, changed)
         check_config(config)
+        name_block(config.model.block)
         self.config = config
         self._run_path: str | None = None  # of the last run of this Trainer
 

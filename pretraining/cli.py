@@ -21,8 +21,10 @@ from typing import Any, NoReturn
 
 from pretraining import __version__
 from pretraining.config.command_line import ResolvedConfig, drop_overridden, resolve_config
+from pretraining.config.fields import values_of
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import name_block
 from pretraining.errors import ConfigError, DataError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
 from pretraining.files import exists, path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
@@ -51,6 +53,7 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     of_demo = demo.add_settings(overrides, flags)
     resolved = resolve_config(TrainConfig, of_demo or overrides, flags, (), translate_when_needed)
     config = resolved.config
+    name_block(config.model.block)
     if of_demo is not None:
         demo.prepare()
     _check_prepared(resolved)
@@ -100,6 +103,7 @@ def _run_command(row: Command, overrides: Sequence[str], flags: dict[str, str]) 
         _import_function(row.function)(overrides, flags)
         return
     config: Any = resolve_config(row.settings, overrides, flags, translate=translate_when_needed).config
+    name_block(values_of(config).get("block"))
     if (layout := _layout()) is not None:
         set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
     _import_function(row.function)(config)

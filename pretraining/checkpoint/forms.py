@@ -96,8 +96,10 @@ def read_document(folder: Path) -> Manifest:
 
 def files_of(folder: Path, manifest: Manifest) -> Files:
     """Return the files of a checkpoint that hold tensors, with sizes and checksums if its manifest names them."""
+    if manifest.files:
+        return manifest.files
     form = form_of(folder)
-    return manifest.files or dict.fromkeys(() if form is None else form.files(folder))
+    return dict.fromkeys(() if form is None else form.files(folder))
 
 
 def read_manifest(folder: Path) -> Manifest:

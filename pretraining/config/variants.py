@@ -97,7 +97,7 @@ class LlamaShape:
 
     def rotates(self, layer: int) -> bool:
         """Return whether a block, counted from 0, has a rotary embedding."""
-        return self.no_rope_interval == 0 or (layer + 1) % self.no_rope_interval > 0
+        return has_rotation(self.no_rope_interval, layer)
 
     @property
     def query_width(self) -> int:
@@ -108,6 +108,11 @@ class LlamaShape:
     def key_width(self) -> int:
         """K·E."""
         return self.num_key_value_heads * self.head_dim
+
+
+def has_rotation(no_rope_interval: int, layer: int) -> bool:
+    """Return whether a block, counted from 0, has a rotary embedding."""
+    return no_rope_interval == 0 or (layer + 1) % no_rope_interval > 0
 
 
 NEUTRAL = {each.name: each.default for each in fields(LlamaShape) if each.default is not MISSING}
@@ -388,10 +393,30 @@ def block_vectors(shape: LlamaShape) -> tuple[int, ...]:
     return (width, width, *norms, *of_attention, *of_feed_forward)
 
 
+def name_block(path: str | None) -> None:
+    """Allow `load_block` to import a class, because the user has named it."""
+    if path is not None:
+        _NAMED_BLOCKS.add(path)
+
+
+_NAMED_BLOCKS: set[str] = set()
+
+
 def load_block(path: str) -> type[Any]:
-    """Import the class of a user-defined block; raise a ConfigError if it is no torch module."""
+    """Import the class of a user-defined block.
+
+    A checkpoint may come from anywhere, so its word alone imports nothing.
+
+    Raises:
+        ConfigError: neither the user has named the class, nor is its module imported; or it is no torch module.
+    """
     import torch  # a user-defined block needs it in any case
 
+    if path not in _NAMED_BLOCKS and path.partition(":")[0] not in sys.modules:
+        raise ConfigError(
+            f"the model has blocks of the class {path}, which a checkpoint does not contain: give --block={path} to "
+            "import it, or in Python import its module first"
+        )
     found = load_plugin("block", path)
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         raise ConfigError(f"--block={path} is no torch.nn.Module: give a class, such as a subclass of DecoderBlock")
@@ -425,16 +450,16 @@ def parse_scaling(items: tuple[str, ...], default: RopeScaling | None) -> RopeSc
     kind, colon, first = items[0].rpartition(":")
     positions = [first, *(item for item in items[1:] if "=" not in item)]
     named = dict(item.split("=", 1) for item in items[1:] if "=" in item)
-    names = _SCALING_FIELDS.get(kind if colon else "llama3", ())
+    names = SCALING_FIELDS.get(kind if colon else "llama3", ())
     try:
-        if len(positions) != len(names) or not named.keys() <= set(_YARN_OPTIONS if kind == "yarn" else ()):
+        if len(positions) != len(names) or not named.keys() <= set(YARN_OPTIONS if kind == "yarn" else ()):
             raise ValueError
         values = {**_UNUSED, **{name: float(text) for name, text in zip(names, positions, strict=True)}}
         values |= {name: text == "true" if name == "truncate" else float(text) for name, text in named.items()}
         if kind == "yarn":
             values = {"attention_factor": yarn_attention_factor(values["factor"]), **values}
-        if math.isfinite(values[_CONTEXT]) and values[_CONTEXT] == int(values[_CONTEXT]):
-            values[_CONTEXT] = int(values[_CONTEXT])
+        if math.isfinite(values[ORIGINAL_CONTEXT]) and values[ORIGINAL_CONTEXT] == int(values[ORIGINAL_CONTEXT]):
+            values[ORIGINAL_CONTEXT] = int(values[ORIGINAL_CONTEXT])
         scaling = RopeScaling(rope_type=kind if colon else "llama3", **values)
     except (ValueError, OverflowError):
         raise ConfigError(f"--rope_scaling={','.join(items)}: {_SCALING_FORMS}") from None
@@ -447,11 +472,11 @@ def format_scaling(scaling: RopeScaling | None) -> tuple[str, ...]:
     """Return a scaling as `parse_scaling` reads it; () without scaling."""
     if scaling is None:
         return ()
-    values = [str(float(getattr(scaling, name))) for name in _SCALING_FIELDS[scaling.rope_type]]
+    values = [str(float(getattr(scaling, name))) for name in SCALING_FIELDS[scaling.rope_type]]
     if scaling.rope_type == "llama3":
         return tuple(values)
     neutral = RopeScaling(1.0, **_UNUSED, attention_factor=yarn_attention_factor(scaling.factor))
-    options = {name: getattr(scaling, name) for name in _YARN_OPTIONS if scaling.rope_type == "yarn"}
+    options = {name: getattr(scaling, name) for name in YARN_OPTIONS if scaling.rope_type == "yarn"}
     changed = [f"{name}={value}".lower() for name, value in options.items() if value != getattr(neutral, name)]
     return (f"{scaling.rope_type}:{values[0]}", *values[1:], *changed)
 
@@ -461,16 +486,16 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-_CONTEXT = "original_max_position_embeddings"
-_UNUSED: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _CONTEXT: 1}
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_UNUSED: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL_CONTEXT: 1}
 """Values of fields that a type of scaling does not have."""
-LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
-_SCALING_FIELDS = {
+LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_CONTEXT)
+SCALING_FIELDS = {
     "llama3": LLAMA3_FIELDS,
     "linear": ("factor",),
-    "yarn": ("factor", _CONTEXT),
+    "yarn": ("factor", ORIGINAL_CONTEXT),
 }
-_YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "truncate")
+YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "truncate")
 _SCALING_FORMS = (
     "give linear:4 (a factor of 1 or more), yarn:4,8192 (and the tokens of the original context), or the four numbers "
     "of llama3, as in 32,1,4,8192: factor, 0 < low_freq_factor < high_freq_factor, original context"
@@ -481,15 +506,15 @@ def _scaling_problems(scaling: RopeScaling) -> Iterator[str]:
     """Yield the problems of an untrusted scaling."""
     values = {each.name: getattr(scaling, each.name) for each in fields(scaling)}
     kind, is_truncated = values.pop("rope_type"), values.pop("truncate")
-    if kind not in _SCALING_FIELDS or type(is_truncated) is not bool:
-        yield f"rope_type={shown(kind)} is none of {', '.join(_SCALING_FIELDS)}"
+    if kind not in SCALING_FIELDS or type(is_truncated) is not bool:
+        yield f"rope_type={shown(kind)} is none of {', '.join(SCALING_FIELDS)}"
     for name, value in values.items():
-        smallest = 1 if name in ("factor", _CONTEXT) else 0
+        smallest = 1 if name in ("factor", ORIGINAL_CONTEXT) else 0
         if not is_number(value) or value < smallest or value == 0:
             yield f"{name}={shown(value)} is out of range: give a finite number, at least {smallest}"
             return
     if type(scaling.original_max_position_embeddings) is not int:
-        yield f"{_CONTEXT}={shown(scaling.original_max_position_embeddings)} is no whole number"
+        yield f"{ORIGINAL_CONTEXT}={shown(scaling.original_max_position_embeddings)} is no whole number"
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         yield "low_freq_factor must be below high_freq_factor"
     if scaling.beta_slow >= scaling.beta_fast:

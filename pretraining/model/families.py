@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretraining.config.variants import NEUTRAL, SWITCHES, LlamaShape, shown
+from pretraining.config.variants import NEUTRAL, SWITCHES, LlamaShape, has_rotation, shown
 from pretraining.errors import ConfigError
 
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4}
@@ -119,13 +119,9 @@ def _read_no_rope(document: Mapping[str, Any]) -> int:
         raise ConfigError(f"no_rope_layers is {shown(listed)}, not a 0 or 1 for each of {layers} layers")
     rotated = [bool(each) for each in listed[:layers]]
     first = rotated.index(False) + 1 if False in rotated else 0
-    if rotated != _rotated_layers(first, layers):
+    if rotated != [has_rotation(first, layer) for layer in range(layers)]:
         raise ConfigError(f"no_rope_layers is {shown(listed)}: layers without rotation must be at regular intervals")
     return first
-
-
-def _rotated_layers(interval: int, layers: int) -> list[bool]:
-    return [interval == 0 or layer % interval > 0 for layer in range(1, layers + 1)]
 
 
 def has_window(document: Mapping[str, Any], family: Family) -> bool:

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pretraining.config.plugins import plugin_errors
 from pretraining.config.training import ModelConfig
 from pretraining.config.variants import (
+    LLAMA3_FIELDS,
     NEUTRAL,
+    ORIGINAL_CONTEXT,
+    SCALING_FIELDS,
+    YARN_OPTIONS,
     LlamaShape,
     RopeScaling,
     load_block,
@@ -44,9 +48,6 @@ INNER_MODEL = (
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
-_ORIGINAL_CONTEXT = "original_max_position_embeddings"
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_CONTEXT)
-_YARN = ("factor", _ORIGINAL_CONTEXT, "attention_factor", "beta_fast", "beta_slow", "truncate")
 
 # The only supported value of an entry, which is also the default of `LlamaConfig`.
 _SUPPORTED: dict[str, tuple[Any, str]] = {
@@ -135,7 +136,7 @@ _NOT_WRITTEN = NEUTRAL.keys() - {"rms_norm_eps", "tie_word_embeddings"}
 
 
 def _scaling_entries(scaling: RopeScaling) -> dict[str, Any]:
-    names = {"linear": ("factor",), "llama3": _SCALING, "yarn": _YARN}[scaling.rope_type]
+    names = (*SCALING_FIELDS[scaling.rope_type], *(YARN_OPTIONS if scaling.rope_type == "yarn" else ()))
     return {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in names}}
 
 
@@ -191,7 +192,7 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and value != supported:
             yield f"{name} is {shown(value)}, but here {reason}"
     kind = rope.get("rope_type", rope.get("type", "default"))
-    needed = {"default": (), "linear": ("factor",), "llama3": _SCALING, "yarn": ("factor",)}.get(str(kind))
+    needed = {**SCALING_FIELDS, "default": (), "yarn": ("factor",)}.get(str(kind))
     if needed is None:
         yield f"rope_type is {shown(kind)}, but only default, linear, llama3 and yarn are supported"
     elif any(isinstance(each, Mapping) for each in rope.values()):
@@ -249,12 +250,12 @@ def _read_scaling(rope: Mapping[str, Any], context: Any) -> tuple[str, ...]:
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
-        return tuple(str(float(rope[name])) for name in _SCALING)
+        return tuple(str(float(rope[name])) for name in LLAMA3_FIELDS)
     if kind == "linear":
         return (f"linear:{float(rope['factor'])}",)
     if kind != "yarn":
         return ("linear:1",)
-    factor, original = float(rope["factor"]), rope.get(_ORIGINAL_CONTEXT)
+    factor, original = float(rope["factor"]), rope.get(ORIGINAL_CONTEXT)
     attention = rope.get("attention_factor")
     if attention is None:
         attention = yarn_attention_factor(factor)
@@ -280,5 +281,5 @@ def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
     rope = document.get("rope_scaling") or document.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         return {"rope_type": rope}
-    context = document.get(_ORIGINAL_CONTEXT)
-    return rope if context is None else {**rope, _ORIGINAL_CONTEXT: context}
+    context = document.get(ORIGINAL_CONTEXT)
+    return rope if context is None else {**rope, ORIGINAL_CONTEXT: context}

@@ -137,6 +137,9 @@ class PrepareConfig:
         return name[: -len(max(matching, key=len))] if matching else name
 
 
+_BLOCK = "user-defined decoder block of the checkpoint, which it only names: package.module:Class"
+
+
 @dataclass(frozen=True)
 class ExportConfig:
     """Write a checkpoint in a form that other programs read, in one process, with memory for one tensor at a time."""
@@ -161,6 +164,7 @@ class ExportConfig:
     tokenizer_path: str | None = setting(
         None, "tokenizer to include with hf: folder or tokenizer.json; none = the run's tokenizer_path"
     )
+    block: str | None = setting(None, _BLOCK)
 
     @property
     def max_shard_bytes(self) -> int:
@@ -206,6 +210,7 @@ class SampleConfig:
     temperature: NonNegativeFloat = setting(0.8, "higher values give more varied text; 0 = always the likeliest token")
     top_k: PositiveInt = setting(50, "sample among this many of the likeliest tokens")
     seed: NonNegativeInt = setting(0, "seed of the sampling; the same seed gives the same text")
+    block: str | None = setting(None, _BLOCK)
 
 
 @dataclass(frozen=True)
@@ -383,6 +388,7 @@ class VerifyConfig:
     vocab_size: PositiveInt | None = setting(
         None, "report token ids that are not below it; none = the size in prepare.json, else no check"
     )
+    block: str | None = setting(None, _BLOCK)
     file_type: Annotated[str, OneOfOr(("auto", *TOKEN_FORMATS))] = setting(
         "auto", "format of the token files, as for training"
     )

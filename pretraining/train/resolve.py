@@ -19,7 +19,14 @@ from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.fields import values_of
 from pretraining.config.rules import check_config
 from pretraining.config.training import DataConfig, ModelConfig, TrainConfig
-from pretraining.config.variants import DEFAULT_VARIANT, LlamaShape, model_settings, resolve_shape, rounded_vocabulary
+from pretraining.config.variants import (
+    DEFAULT_VARIANT,
+    LlamaShape,
+    format_scaling,
+    model_settings,
+    resolve_shape,
+    rounded_vocabulary,
+)
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists, is_file
 
@@ -81,7 +88,10 @@ def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_pa
     for name in _CHANGEABLE:
         was, is_now = getattr(before, name), getattr(shape, name)
         if was != is_now:
-            log.info("%-11s %s in place of %s, that of the weights in %s", name, is_now, was, start.path)
+            texts = [
+                ",".join(format_scaling(each)) or "none" if name == "rope_scaling" else each for each in (is_now, was)
+            ]
+            log.info("%-11s %s in place of %s, that of the weights in %s", name, *texts, start.path)
     rows = shape.vocab_size
     if rows > before.vocab_size:
         log.info("vocab_size  each new row of embedding and head is the mean of the %d rows", before.vocab_size)

@@ -70,8 +70,10 @@ def test_ones_own_block_trains_resumes_samples_and_is_planned(outside: Path) -> 
     module = [sys.executable, "-m", "pretraining"]
     other = run_command([*pretrain, *TINY, "use_dummy_dataset=true", "ckpt_save_path=own"], cwd=outside, check=False)
     assert other.returncode == 1 and "block: my_blocks:SquaredReluBlock in the checkpoint, None in" in other.stderr
-    sampled = run_command([*module, "sample", "own", "--prompt_tokens=1,2", "--max_new_tokens=3"], cwd=outside)
+    own = "--block=my_blocks:SquaredReluBlock"
+    sampled = run_command([*module, "sample", "own", "--prompt_tokens=1,2", "--max_new_tokens=3", own], cwd=outside)
     assert len(sampled.stdout.split()) >= 1
+    assert "no faults" in run_command([*module, "verify", "own", own], cwd=outside).stdout
     plans = [
         json.loads(
             run_command([*module, "plan", "--json", "--gpu=h100", "--model_variant=125m", *block], cwd=outside).stdout
@@ -80,8 +82,29 @@ def test_ones_own_block_trains_resumes_samples_and_is_planned(outside: Path) -> 
     ]
     # 12 blocks without a gate of 768 x 2048.
     assert plans[0]["parameters"] - plans[1]["parameters"] == 12 * 768 * 2048
-    refused = run_command([*module, "export", "own", "--output_path=out"], cwd=outside, check=False)
+    refused = run_command([*module, "export", "own", "--output_path=out", own], cwd=outside, check=False)
     assert refused.returncode == 1 and "config_document(shape)" in refused.stderr
+
+
+def test_a_checkpoint_alone_imports_no_block(outside: Path) -> None:
+    """A downloaded folder may hold code beside its checkpoint, and be the working directory."""
+    train(outside, 1, "own", "block=my_blocks:SquaredReluBlock", "num_steps=3")
+    (outside / "my_blocks.py").write_text("raise SystemExit('executed')")
+    module = [sys.executable, "-m", "pretraining"]
+    commands = {
+        "sample": ["sample", "own", "--prompt_tokens=1"],
+        "verify": ["verify", "own"],
+        "export": ["export", "own", "--output_path=out"],
+        "train": ["train", "ckpt_load_path=own", "weights_only=true", "use_dummy_dataset=true", "ckpt_save_path=new"],
+        "evaluate": ["train", "ckpt_load_path=own", "eval_only=true", "use_dummy_dataset=true"],
+        "inspect": ["inspect", "own", "--step=1"],
+        "list": ["list", "own"],
+    }
+    for name, command in commands.items():
+        done = run_command([*module, *command], cwd=outside, check=False)
+        assert "executed" not in done.stdout + done.stderr, name
+        if name not in ("inspect", "list"):
+            assert "give --block=my_blocks:SquaredReluBlock" in done.stdout + done.stderr, (name, done.stderr)
 
 
 def test_what_is_no_block_is_refused(outside: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pretraining.config.variants import LLAMA3_FIELDS, SCALING_FIELDS, YARN_OPTIONS
 from pretraining.tools.translate import key_rules as rules
 from pretraining.tools.translate.key_rules import each, not_a_llama, renamed, row, skip
 from pretraining.tools.translate.translation import Rule, System, Translation
@@ -15,13 +16,6 @@ _SAME_NAME = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("vocab_size", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "head_dim", "attention_bias", "mlp_bias"),
 )
-_CONTEXT = "original_max_position_embeddings"
-_SCALING = {
-    "llama3": ("", ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)),
-    "linear": ("linear:", ("factor",)),
-    "yarn": ("yarn:", ("factor", _CONTEXT)),
-}
-_YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "truncate")
 
 
 def _defaults(translation: Translation) -> dict[str, str]:
@@ -52,21 +46,21 @@ def _rope(translation: Translation, key: str) -> None:
     kind = translation.word(f"{above}.rope_type") or translation.word(f"{above}.type")
     if name == "rope_theta":
         translation.set(key, rope_theta=translation.text(key))
-    elif kind in _SCALING and name in ("rope_type", "type"):
-        prefix, needed = _SCALING[kind]
+    elif kind in SCALING_FIELDS and name in ("rope_type", "type"):
+        prefix, needed = "" if kind == "llama3" else f"{kind}:", SCALING_FIELDS[kind]
         rule = [translation.text(f"{above}.{part}") for part in needed]
-        options = {part: translation.text(f"{above}.{part}") for part in _YARN_OPTIONS if kind == "yarn"}
+        options = {part: translation.text(f"{above}.{part}") for part in YARN_OPTIONS if kind == "yarn"}
         given = [f"{part}={text}".lower() for part, text in options.items() if text is not None]
         if None in rule:
             translation.refuse(key, f"also needs {', '.join(needed)}", "rope_scaling")
         else:
             translation.set(key, rope_scaling=prefix + ",".join([*filter(None, rule), *given]))
-    elif kind in (*_SCALING, "default") and name in ("rope_type", "type", *_YARN_OPTIONS, *_SCALING["llama3"][1]):
+    elif kind in (*SCALING_FIELDS, "default") and name in ("rope_type", "type", *YARN_OPTIONS, *LLAMA3_FIELDS):
         translation.skip(key, f"part of {kind}")
     elif kind and name not in ("rope_type", "type"):
         rules.refuse_model(translation, key, f"it has no meaning here for {kind}")
     else:
-        rules.refuse_model(translation, key, f"the rotary scaling here is one of {', '.join(_SCALING)}")
+        rules.refuse_model(translation, key, f"the rotary scaling here is one of {', '.join(SCALING_FIELDS)}")
 
 
 _IGNORED = skip("not translated: nothing that is learned depends on it")

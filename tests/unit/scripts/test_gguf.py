@@ -50,3 +50,15 @@ def test_llama_cpp_writes_the_same_text(shape: LlamaShape, tmp_path: Path, capsy
     answers = [json.loads(line.removeprefix("ANSWER ")) for line in lines if line.startswith("ANSWER ")]
     theirs = [prompt + answer["choices"][0]["text"] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     assert theirs == ours
+
+
+def test_what_llama_cpp_calls_by_another_name_is_refused(tmp_path: Path) -> None:
+    shape = replace(SHAPES["plain"], qk_norm="head", attention_bias="true", model_family="qwen3")
+    export(ExportConfig(str(make_run(tmp_path, shape)), str(tmp_path / "exported"), dtype="float32"))
+    refused = run_command(
+        [sys.executable, ROOT / "scripts/to_gguf.py", "exported", "a.gguf"], cwd=tmp_path, check=False
+    )
+    assert (
+        refused.returncode == 1 and "its qk_norm, biases need llama.cpp's own convert_hf_to_gguf.py" in refused.stderr
+    )
+    assert not (tmp_path / "a.gguf").exists()

@@ -77,7 +77,8 @@ def test_weights_go_on_with_another_rotary_embedding_and_a_run_keeps_its_own(
     start(tmp_path / "new", *load(weights), *flags)
     printed = "".join(capsys.readouterr())
     assert "rope_theta  500000.0 in place of 10000.0, that of the weights in" in printed
-    assert "rope_scaling" in printed and manifest_of(tmp_path / "new", 1)["model"]["rope_theta"] == 5e5
+    assert "rope_scaling 8.0,1.0,4.0,16.0 in place of none, that of the weights in" in printed
+    assert manifest_of(tmp_path / "new", 1)["model"]["rope_theta"] == 5e5
     assert torch.equal(tensors_of(tmp_path / "new")[EMBEDDING], tensors_of(weights)[EMBEDDING])
     start(tmp_path / "new", *load(weights), *flags, "num_steps=2")
     error = refusal(tmp_path / "new", *load(weights), "num_steps=3")
