@@ -3,6 +3,9 @@
 Two dimensions lay out the model: `replicate` counts its copies, `shard` the ranks that share one copy. W ranks form
 W x 1 without sharding, 1 x W with one sharded copy, and W / G x G with groups of G = `hsdp_group_size`, by default the
 ranks of a node. A rank's number is replica * shard + its place in the replica.
+
+Two others divide the batch, over the same ranks: `data` counts the groups of ranks with different sequences, `context`
+the neighboring ranks of a group, which share their sequences (`context.py`).
 """
 
 from __future__ import annotations
@@ -47,18 +50,20 @@ class DimSizes:
         node: ranks on the node of this rank.
         replicate: copies of the model.
         shard: ranks that share a copy.
-        data: ranks with different sequences.
+        context: neighboring ranks that share their sequences.
+        data: groups of ranks with different sequences.
     """
 
     world: int
     node: int
     replicate: int
     shard: int
+    context: int
     data: int
 
     def data_rank_of(self, rank: int) -> int:
-        """Return the place of a rank in the dimension `data`: which share of a global batch it computes."""
-        return rank * self.data // self.world
+        """Return the place of a rank in the dimension `data`: which share of a global batch its group computes."""
+        return rank // self.context
 
     @property
     def replicas_of_shards(self) -> list[list[int]]:
@@ -75,10 +80,23 @@ def dim_sizes(parallel: ParallelConfig, nodes: Sequence[int], rank: int = 0) -> 
         rank: this rank.
 
     Raises:
-        ConfigError: the group size does not divide the number of processes, or is unset and nodes differ in size.
+        ConfigError: a group size does not divide the number of processes, or is unset and nodes differ in size; or
+            sharding groups cut context groups.
     """
-    world, shard = len(nodes), _shard_size(parallel, nodes)
-    return DimSizes(world=world, node=nodes[rank], replicate=world // shard, shard=shard, data=world)
+    world, shard, context = len(nodes), _shard_size(parallel, nodes), parallel.context_parallel_size
+    if world % context:
+        raise ConfigError(
+            f"--context_parallel_size={context} makes groups of {context} processes, and the job has {world}, which "
+            f"{context} does not divide: set it to a divisor of {world}, or start another number of processes"
+        )
+    if STRATEGIES[parallel.sharding_strategy].in_groups and shard % context:
+        raise ConfigError(
+            f"--sharding_strategy={parallel.sharding_strategy} shards inside groups of {shard} processes, which cut "
+            f"groups of --context_parallel_size={context}: set --hsdp_group_size to a multiple of {context}"
+        )
+    return DimSizes(
+        world=world, node=nodes[rank], replicate=world // shard, shard=shard, context=context, data=world // context
+    )
 
 
 def unsharded_sizes(parallel: ParallelConfig, world: int) -> DimSizes:

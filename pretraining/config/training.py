@@ -290,6 +290,11 @@ class ParallelConfig:
     hsdp_group_size: PositiveInt | None = setting(
         None, "GPUs per sharding group of hsdp and hsdp_zero2; none = the GPUs of a node", silent_change=True
     )
+    context_parallel_size: PositiveInt = setting(
+        1,
+        "neighboring GPUs that share their sequences, each with a part of every sequence; 1 = whole sequences",
+        silent_change=True,
+    )
     mixed_precision: bool | None = setting(
         None,
         "compute in mp_dtype, with master weights, optimizer and gradient reduction in float32; none = if the device "

@@ -4,6 +4,8 @@ A `StepBatch` is one rank's share of a global batch, cut into micro-batches of e
 device as uint16 or int32; the device derives inputs, labels and positions. Row lengths and document starts stay on
 the host, which therefore never waits for the device.
 
+With context parallelism, every rank of a group has the same rows, and derives its part of the inputs from them.
+
 Shapes: B rows, S sequence, T = S + 1, N pieces of documents.
 """
 
@@ -15,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pretraining.config.context import ContextGroup, SharedRows
 from pretraining.config.training import IGNORED_LABEL
 
 
@@ -26,20 +29,38 @@ class ModelInputs(NamedTuple):
         positions_BS: [B, S] int64, position of each token in its piece of a document; None = in its row.
         document_lengths: tokens of each piece of a document in the flattened [B * S] tokens, on the host; no piece
             crosses rows. None = each row is one document.
+        shared_rows: with context parallelism, the whole rows; the other values are this rank's part of them, with
+            S / C tokens per row. None = rows are whole.
     """
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor
     positions_BS: torch.Tensor | None = None
     document_lengths: tuple[int, ...] | None = None
+    shared_rows: SharedRows | None = None
 
     @property
     def attention_span(self) -> float:
-        """Length of a token's piece of a document, averaged over tokens; S if each row is one document."""
-        if self.document_lengths is None:
+        """Length of a token's document in the whole row, averaged over tokens; S if each row is one document."""
+        lengths = self.document_lengths if self.shared_rows is None else self.shared_rows.document_lengths
+        if lengths is None:
             return float(self.tokens_BS.size(1))
-        lengths = np.array(self.document_lengths, dtype=np.float64)
-        return float(lengths @ lengths / lengths.sum())
+        array = np.array(lengths, dtype=np.float64)
+        return float(array @ array / array.sum())
+
+    def part_of(self, group: ContextGroup) -> ModelInputs:
+        """Return a rank's part of these whole rows."""
+        rows, length = self.tokens_BS.shape
+        positions_BS = self.positions_BS
+        if positions_BS is None:
+            positions_BS = torch.arange(length, device=self.tokens_BS.device).expand(rows, -1)
+        shared = SharedRows(group, length, self.document_lengths or (length,) * rows)
+
+        def part(values_BS: torch.Tensor) -> torch.Tensor:
+            return torch.cat([values_BS[:, chunk] for chunk in group.chunks(length)], 1)
+
+        lengths = tuple(piece.queries.stop - piece.queries.start for piece in shared.pieces)
+        return ModelInputs(part(self.tokens_BS), part(self.labels_BS), part(positions_BS), lengths, shared)
 
 
 @dataclass
@@ -53,23 +74,39 @@ class MicroBatch:
             row, a piece of a document or padding begins; None = no document mask.
         datasets_B: [B] int64, position of each row's dataset in `StepBatch.datasets`, arbitrary for padding rows;
             None = all rows are of the first.
+        unreadable_B: [B] bool on the host, rows that this process could not read; None = a row that it cannot read
+            stops the run.
     """
 
     tokens_BT: torch.Tensor
     lengths_B: torch.Tensor | None = None
     document_starts: torch.Tensor | None = None
     datasets_B: torch.Tensor | None = None
+    unreadable_B: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """Copy the tokens to a device. With `non_blocking`, a copy from pinned memory overlaps computation."""
         return replace(self, tokens_BT=self.tokens_BT.to(device, non_blocking=non_blocking))
 
-    def model_inputs(self) -> ModelInputs:
+    def model_inputs(self, group: ContextGroup | None = None) -> ModelInputs:
         """Derive the model's arguments on the tokens' device, without waiting for it.
 
         Labels in padding are ignored. With a document mask, the first token of a piece is no label, and positions
         start at 0 in every piece, padding included.
+
+        Args:
+            group: ranks that share the rows; the call is then collective if `unreadable_B` is given.
         """
+        inputs = self._whole_inputs()
+        if group is None:
+            return inputs
+        if self.unreadable_B is not None:
+            # A row that one rank cannot read is lost for all: the others would attend to wrong keys.
+            lost_B = group.any(send(self.unreadable_B, inputs.labels_BS.device))
+            inputs.labels_BS.masked_fill_(lost_B[:, None], IGNORED_LABEL)
+        return inputs.part_of(group)
+
+    def _whole_inputs(self) -> ModelInputs:
         tokens_BS = self.tokens_BT[:, :-1].to(torch.int64)
         labels_BS = self.tokens_BT[:, 1:].to(torch.int64)
         if self.lengths_B is not None:

@@ -143,7 +143,10 @@ class BatchReader:
         starts = rows.micro_batch_starts(size) if self._config.document_mask else [None] * len(lengths)
         numbers_R = torch.zeros(len(tokens_RT), dtype=torch.int64)
         numbers_R[: len(datasets)] = torch.from_numpy(datasets)
-        parts = zip(tokens_RT.split(size), lengths, starts, numbers_R.split(size), strict=True)
+        unreadable: Sequence[torch.Tensor | None] = [None] * len(lengths)
+        if self._quarantine is not None:
+            unreadable = torch.from_numpy(rows.unreadable).split(size)
+        parts = zip(tokens_RT.split(size), lengths, starts, numbers_R.split(size), unreadable, strict=True)
         names = tuple(source.name for source in self.sources)
         return StepBatch(step, self.mixture.first_sample(step), [MicroBatch(*each) for each in parts], names)
 
@@ -166,6 +169,7 @@ class BatchReader:
                 error.args = (problem,)  # keeps path and row
                 raise
             rows.tokens[numbers] = 0
+            rows.unreadable[numbers] = True
             self._quarantine.add(problem)
             return
         rows.mark_filled(numbers, spans)
@@ -174,11 +178,12 @@ class BatchReader:
 
 
 class _Rows:
-    """The rows of a rank's share, their lengths and document starts; all rows are empty at first."""
+    """The rows of a rank's share, their lengths and document starts; all rows are empty and readable at first."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens = tokens
         self.lengths = np.zeros(len(tokens), dtype=np.int32)
+        self.unreadable = np.zeros(len(tokens), dtype=np.bool_)
         self._starts: list[np.ndarray] = []
 
     def mark_filled(self, rows: np.ndarray, spans: Spans) -> None:

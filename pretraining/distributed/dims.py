@@ -1,26 +1,32 @@
-"""The dimensions of a job as a rank sees them: sizes, its place, the device mesh, a process group for each axis.
+"""The dimensions of a job as a rank sees them: sizes, its place, the device mesh, process groups.
 
 settings, processes of each node -> sizes (`config/strategies.py`) -> device mesh -> checked groups -> `Dims`
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pretraining.config.context import ContextGroup
 from pretraining.config.strategies import DimSizes, dim_sizes
 from pretraining.config.training import ParallelConfig
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, SHORTEST_PAUSE, run_in_thread
-from pretraining.distributed.torch_private import set_timeout_of_group
+from pretraining.distributed.torch_private import all_gather, set_timeout_of_group
 from pretraining.errors import LaunchError
+
+log = logging.getLogger(__name__)
 
 Axis = Literal["replicate", "shard"]
 """A dimension that lays out the model: an axis of the mesh, with a process group."""
@@ -35,10 +41,12 @@ class Dims(DimSizes):
     Attributes:
         rank: this rank.
         mesh: device mesh with the axes of `Axis`.
+        context_group: ranks that share their sequences with this one; None = none do.
     """
 
     rank: int
     mesh: DeviceMesh
+    context_group: ContextGroup | None = None
 
     @property
     def data_rank(self) -> int:
@@ -68,24 +76,62 @@ def build_dims(parallel: ParallelConfig, processes: Processes, timeout: timedelt
         LaunchError: as `check_groups`.
     """
     # With different meshes, ranks would wait in groups that others do not create.
-    nodes = [0] * processes.world_size
-    dist.all_gather_object(nodes, processes.local_world_size)
-    sizes, axes = dim_sizes(parallel, nodes, processes.rank), get_args(Axis)
+    places = [(0, 0)] * processes.world_size
+    dist.all_gather_object(places, (processes.local_world_size, processes.rank - processes.local_rank))
+    sizes, axes = dim_sizes(parallel, [size for size, _ in places], processes.rank), get_args(Axis)
     mesh = init_device_mesh(processes.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=axes)
     for axis in axes:  # new groups have PyTorch's default, 10 minutes with NCCL, not the timeout of the job
         set_timeout_of_group(mesh[axis].get_group(), timeout)
+    context = None
+    if sizes.context > 1:
+        context, _ = dist.new_subgroups(sizes.context, timeout=timeout)
+        _log_split_groups(sizes.context, [first for _, first in places])
     if sizes.world > 1:
-        check_groups(mesh)
-    return Dims(**vars(sizes), rank=processes.rank, mesh=mesh)
+        check_groups(mesh, context)
+    shared = None if context is None else build_context_group(context)
+    return Dims(**vars(sizes), rank=processes.rank, mesh=mesh, context_group=shared)
 
 
-def check_groups(mesh: DeviceMesh) -> None:
+def _log_split_groups(size: int, nodes: Sequence[int]) -> None:
+    """Log a line if ranks of a context group are on different nodes, given a number per rank that tells nodes apart."""
+    groups = [nodes[first : first + size] for first in range(0, len(nodes), size)]
+    split = sum(len(set(group)) > 1 for group in groups)
+    if split:
+        log.info(
+            "context     %d of %d groups of --context_parallel_size=%d have processes on several nodes: they gather "
+            "the keys and values of each layer over the network",
+            split,
+            len(groups),
+            size,
+        )
+
+
+def build_context_group(group: dist.ProcessGroup) -> ContextGroup:
+    """Return the view of context parallelism on a process group of neighboring ranks."""
+    return ContextGroup(group.rank(), group.size(), partial(_gather_rows, group), partial(_any_of_group, group))
+
+
+def _gather_rows(group: dist.ProcessGroup, part: torch.Tensor) -> torch.Tensor:
+    parts = all_gather(part[None], group)
+    firsts, seconds = parts.chunk(2, dim=-3)
+    return torch.cat((*firsts.unbind(0), *reversed(seconds.unbind(0))), dim=-3)
+
+
+def _any_of_group(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
+    counts = values.int()
+    dist.all_reduce(counts, group=group)
+    return counts > 0
+
+
+def check_groups(mesh: DeviceMesh, context: dist.ProcessGroup | None = None) -> None:
     """Sum the number 1 over each group, to find broken set-ups early.
 
     Raises:
         LaunchError: a sum fails, is late, or is wrong.
     """
     groups = {"all processes": dist.group.WORLD, **{f"axis {axis}": mesh[axis].get_group() for axis in get_args(Axis)}}
+    if context is not None:
+        groups["axis context"] = context
     for name, group in groups.items():
         assert group is not None
         try:

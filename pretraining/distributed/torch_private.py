@@ -45,6 +45,16 @@ def set_timeout_of_group(group: dist.ProcessGroup, timeout: timedelta) -> None:
     set_timeout(timeout, group)
 
 
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensors of all ranks of a group, joined in the first dimension; the gradient is the sum over ranks."""
+    from torch.distributed import _functional_collectives as collectives
+
+    # The second name is that of torch before 2.13.
+    gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    gathered: torch.Tensor = gather(tensor.contiguous(), 0, group)
+    return gathered
+
+
 def recompute_in_backward(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None = None) -> nn.Module:
     """Wrap a module so that backward recomputes its activations; parameters keep their names.
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pretraining.config.context import ContextGroup
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.early_stopping import EarlyStopping
@@ -166,6 +167,7 @@ def evaluate(
     should_stop: Callable[[], bool],
     metrics: Metrics,
     byte_lengths_V: Tensor | None = None,
+    context_group: ContextGroup | None = None,
 ) -> Evaluation | None:
     """Evaluate on all sources, in every process; return None if a stop is requested meanwhile.
 
@@ -173,6 +175,7 @@ def evaluate(
         model: returns the `HeadLoss` of a micro-batch's `ModelInputs`.
         should_stop: called between batches by all ranks, with the same result on all.
         byte_lengths_V: text bytes of each token; None = no bits per byte.
+        context_group: ranks that share their sequences with this one; None = none do.
     """
     tables: list[Tensor | float] = [0.0] * len(sources)  # sums of this rank, [sets, columns]
     # As in training: the sum of losses per micro-batch. Summing the table would differ in the last digits.
@@ -184,7 +187,7 @@ def evaluate(
                 return None
             for host_batch in batch.micro_batches:
                 micro_batch = host_batch.to(device, non_blocking=True)
-                inputs = micro_batch.model_inputs()
+                inputs = micro_batch.model_inputs(context_group)
                 outputs = model(*inputs)
                 loss_sum += outputs.objective_sum.double() - outputs.z_loss_sum
                 sets = len(sources[index].sets)
@@ -225,8 +228,8 @@ class Evaluator:
     """Evaluator on an interval and at the end of the run.
 
     Attributes:
-        model, sources, device, should_stop, metrics, byte_lengths_V: as in `evaluate`; without sources, there is no
-            evaluation.
+        model, sources, device, should_stop, metrics, byte_lengths_V, context_group: as in `evaluate`; without sources,
+            there is no evaluation.
         interval: evaluation interval; the run's last step is always evaluated.
         best_by: set whose loss decides which checkpoint is best; None = the mean.
         sampler: generates text after each evaluation except the run's last; None = no text.
@@ -244,6 +247,7 @@ class Evaluator:
     best_by: str | None = None
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     byte_lengths_V: Tensor | None = None
+    context_group: ContextGroup | None = None
     sampler: TextSampler | None = None
     evaluation_mode: Callable[[], AbstractContextManager[None]] = nullcontext
     pending: bool = False
@@ -261,7 +265,9 @@ class Evaluator:
     def _run(self, state: TrainState) -> float | None:
         with self.observer.stopwatch.measure("evaluation"):
             model, sources, device = self.model, self.sources, self.device
-            found = evaluate(model, sources, device, self.should_stop, self.metrics, self.byte_lengths_V)
+            found = evaluate(
+                model, sources, device, self.should_stop, self.metrics, self.byte_lengths_V, self.context_group
+            )
         if found is None:
             return None
         self.pending = False

@@ -41,15 +41,15 @@ Documents = tuple[int, ...] | DocumentBounds
 """Lengths or bounds of documents that lie end to end in the flattened [B * S] tokens; no document crosses rows."""
 
 
-class Cache(Protocol):
-    """Earlier keys and values of a row, in text generation."""
+class MoreTokens(Protocol):
+    """Keys and values besides those of the given tokens: earlier ones (cache.py), or other ranks' (context.py)."""
 
     def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, scale: float | None) -> Tensor:
         """Add tokens, and return their attention: [B, S, H, E]."""
 
 
-Reach: TypeAlias = Documents | Cache | None
-"""The earlier tokens that a token attends to: in its document, in a cache and its row, or (None) in its row."""
+Reach: TypeAlias = Documents | MoreTokens | None
+"""The earlier tokens that a token attends to: in its document, in its row and elsewhere, or (None) in its row."""
 
 
 class HeadNorm(nn.RMSNorm):
@@ -113,13 +113,19 @@ class Attention(nn.Module):
 
 
 def causal_attention(
-    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, scale: float | None = None, is_causal: bool = True
+    q_BSHE: Tensor,
+    k_BSKE: Tensor,
+    v_BSKE: Tensor,
+    scale: float | None = None,
+    is_seen_ST: Tensor | None = None,
+    is_causal: bool = True,
 ) -> Tensor:
     """Return softmax(scale q k) v over each token and its predecessors: [B, S, H, E].
 
     Args:
         scale: None = 1 / sqrt(E).
-        is_causal: otherwise each of the S tokens attends to all keys [B, T, K, E].
+        is_seen_ST: bool, which of the keys [B, T, K, E] each token attends to; None = as `is_causal` says.
+        is_causal: otherwise each token attends to all keys [B, T, K, E].
     """
     grouped = q_BSHE.size(2) != k_BSKE.size(2)
     if grouped and not has_kernel_for_grouped_heads(q_BSHE.device, q_BSHE.dtype):
@@ -129,7 +135,8 @@ def causal_attention(
         q_BSHE.transpose(1, 2),  # B S H E -> B H S E
         k_BSKE.transpose(1, 2),
         v_BSKE.transpose(1, 2),
-        is_causal=is_causal,
+        attn_mask=is_seen_ST,
+        is_causal=is_causal and is_seen_ST is None,
         scale=scale,
         enable_gqa=grouped,
     )
@@ -161,9 +168,12 @@ def locate_documents(document_lengths: tuple[int, ...] | None, x: Tensor, head_d
     """
     if document_lengths is None or not has_kernel_for_documents(x.device, x.dtype, head_dim):
         return document_lengths
-    bounds = document_bounds(document_lengths)
-    # A copy from pinned memory does not make the host wait.
-    return bounds._replace(bounds=bounds.bounds.pin_memory().to(x.device, non_blocking=True))
+    return send_bounds(document_bounds(document_lengths), x.device)
+
+
+def send_bounds(documents: DocumentBounds, device: torch.device) -> DocumentBounds:
+    """Copy bounds to a device. A copy from pinned memory does not make the host wait."""
+    return documents._replace(bounds=documents.bounds.pin_memory().to(device, non_blocking=True))
 
 
 def has_kernel_for_documents(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -194,16 +204,16 @@ def document_attention(
     """Return causal attention inside each document: [B, S, H, E]; `scale` is that of `causal_attention`."""
     q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
     if isinstance(documents, DocumentBounds):
-        mixed_NHE = _varlen_attention(q_NHE, k_NKE, v_NKE, documents, scale)
+        mixed_NHE = varlen_attention(q_NHE, k_NKE, v_NKE, documents, documents, scale)
     else:
         mixed_NHE = _attention_per_document(q_NHE, k_NKE, v_NKE, documents, scale)
     return mixed_NHE.view_as(q_BSHE)
 
 
-def _varlen_attention(
-    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, documents: DocumentBounds, scale: float | None
+def varlen_attention(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, queries: DocumentBounds, keys: DocumentBounds, scale: float | None
 ) -> Tensor:
-    """Call the variable-length kernel once for all documents."""
+    """Call the variable-length kernel once for all documents, whose last queries and keys belong to the same token."""
     from torch.nn.attention.varlen import varlen_attn  # here: the import takes a second
 
     kernel: Callable[..., Any] = varlen_attn if scale is None else partial(varlen_attn, scale=scale)
@@ -212,9 +222,10 @@ def _varlen_attention(
             kernel = partial(kernel, enable_gqa=True)
         else:
             k_NKE, v_NKE = (_repeat_heads(x, q_NHE.size(1), dim=1) for x in (k_NKE, v_NKE))
-    bounds, longest = documents
     # The window is all earlier tokens, and no later ones.
-    mixed_NHE: Tensor = kernel(q_NHE, k_NKE, v_NKE, bounds, bounds, longest, longest, window_size=(-1, 0))
+    mixed_NHE: Tensor = kernel(
+        q_NHE, k_NKE, v_NKE, queries.bounds, keys.bounds, queries.longest, keys.longest, window_size=(-1, 0)
+    )
     return mixed_NHE
 
 

@@ -22,9 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pretraining.config.context import SharedRows
 from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape, load_block
 from pretraining.model.attention import Attention, Reach, locate_documents
+from pretraining.model.context import locate_rows
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.model.rope import Rotation, compute_rotation
 
@@ -60,6 +62,7 @@ class Llama(nn.Module):
         labels_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
         document_lengths: tuple[int, ...] | None = None,
+        shared_rows: SharedRows | None = None,
     ) -> Tensor | HeadLoss:
         """Predict the next token at each position.
 
@@ -70,11 +73,13 @@ class Llama(nn.Module):
             positions_BS: positions for the rotary embedding, integers [B, S]; None = 0 .. S-1.
             document_lengths: tokens of the documents that lie end to end in the flattened [B * S] tokens; no document
                 crosses rows, and attention stays inside them. None = each row is one document.
+            shared_rows: the rows of which the tokens are this rank's part; attention then covers the documents of the
+                whole rows, and the call is collective. None = the rows are whole.
 
         Returns:
             Logits [B, S, V] in the dtype of the parameters, or with labels the loss.
         """
-        hidden_BSD = self.scale_logits(self.model(tokens_BS, positions_BS, document_lengths))
+        hidden_BSD = self.scale_logits(self.model(tokens_BS, positions_BS, document_lengths, shared_rows))
         if labels_BS is None:
             logits_BSV: Tensor = self.lm_head(hidden_BSD)
             return logits_BSV
@@ -97,16 +102,24 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
-        self, tokens_BS: Tensor, positions_BS: Tensor | None, document_lengths: tuple[int, ...] | None
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor | None,
+        document_lengths: tuple[int, ...] | None,
+        shared_rows: SharedRows | None = None,
     ) -> Tensor:
         """Return hidden states [B, S, D] of tokens [B, S]; arguments as in `Llama.forward`."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device)[None]
         rotation = compute_rotation(self.shape, positions_BS)
         x_BSD = self.embed(tokens_BS)
-        documents = locate_documents(document_lengths, x_BSD, self.shape.head_dim)
+        reach: Reach
+        if shared_rows is None:
+            reach = locate_documents(document_lengths, x_BSD, self.shape.head_dim)
+        else:
+            reach = locate_rows(shared_rows, x_BSD, self.shape.head_dim)
         for block in self.layers:
-            x_BSD = block(x_BSD, rotation, documents)
+            x_BSD = block(x_BSD, rotation, reach)
         hidden_BSD: Tensor = self.norm(x_BSD)
         return hidden_BSD
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -329,7 +329,7 @@ def _split_rows(outputs: Outputs, inputs: ModelInputs, numbers: list[int]) -> di
 
 
 def _select_rows(outputs: Outputs, inputs: ModelInputs, rows: list[int]) -> tuple[Outputs, ModelInputs]:
-    tokens_BS, labels_BS, positions_BS, lengths = inputs
+    tokens_BS, labels_BS, positions_BS, lengths, shared = inputs
     indices = send(torch.tensor(rows), tokens_BS.device)
 
     def select(values: Tensor | None) -> Tensor | None:
@@ -337,13 +337,15 @@ def _select_rows(outputs: Outputs, inputs: ModelInputs, rows: list[int]) -> tupl
 
     labels_BS, losses_BS = labels_BS[indices], outputs.losses[indices]
     lengths = None if lengths is None else _select_lengths(lengths, rows, tokens_BS.size(1))
+    if shared is not None:
+        shared = replace(shared, document_lengths=_select_lengths(shared.document_lengths, rows, shared.length))
     return Outputs(
         loss_sum=losses_BS.sum(),
         valid_tokens=(labels_BS != IGNORED_LABEL).sum(),
         losses=losses_BS,
         hits=outputs.hits[indices],
         hidden_states=select(outputs.hidden_states),
-    ), ModelInputs(tokens_BS[indices], labels_BS, select(positions_BS), lengths)
+    ), ModelInputs(tokens_BS[indices], labels_BS, select(positions_BS), lengths, shared)
 
 
 def _select_lengths(lengths: tuple[int, ...], rows: list[int], row_tokens: int) -> tuple[int, ...]:

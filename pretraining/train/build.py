@@ -251,6 +251,7 @@ def _build_context(
         spikes=spikes,
         scaler=LossScaler(device) if compute_dtype(config.parallel, device) == torch.float16 else None,
         collector=Collector(metrics, [source.name for source in sources], optimizer, shard_group),
+        context_group=plan.dims.context_group,
         activity=plan.processes.activity,
     )
 
@@ -297,6 +298,7 @@ def _build_evaluator(
         ),
         byte_lengths_V=table_V,
         metrics=context.collector.metrics,
+        context_group=context.context_group,
         sampler=sampler if evaluation.sample_at_evaluations else None,
         evaluation_mode=partial(evaluation_mode, context.optimizer, context.model.masters_changed),
     )

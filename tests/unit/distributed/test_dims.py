@@ -44,14 +44,14 @@ def test_axes_are_replicas_and_shards_and_groups_of_unequal_size_are_refused(
 
 
 def test_replicas_of_a_shard_and_places_in_the_data_follow_from_the_numbers_of_ranks() -> None:
-    sizes = DimSizes(world=6, node=3, replicate=3, shard=2, data=6)
+    sizes = DimSizes(world=6, node=3, replicate=3, shard=2, context=1, data=6)
     assert sizes.replicas_of_shards == [[0, 2, 4], [1, 3, 5]]
     assert [sizes.data_rank_of(rank) for rank in range(6)] == list(range(6))
 
 
 def test_data_does_not_depend_on_how_the_model_is_laid_out() -> None:
     parallel = ParallelConfig(sharding_strategy="hsdp", hsdp_group_size=4)  # which does not divide 6
-    assert unsharded_sizes(parallel, 6) == DimSizes(world=6, node=6, replicate=6, shard=1, data=6)
+    assert unsharded_sizes(parallel, 6) == DimSizes(world=6, node=6, replicate=6, shard=1, context=1, data=6)
 
 
 @pytest.mark.usefixtures("single_process")

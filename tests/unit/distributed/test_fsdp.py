@@ -68,7 +68,7 @@ def test_replicas_all_reduce_gradients_once_per_step(
 ) -> None:
     """Names with `_each` count per micro-batch, the others per step."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
-    dims = Dims(world=4, node=4, replicate=mesh_shape[0], shard=mesh_shape[1], data=4, rank=0, mesh=mesh)
+    dims = Dims(world=4, node=4, replicate=mesh_shape[0], shard=mesh_shape[1], context=1, data=4, rank=0, mesh=mesh)
     model = Llama(TINY_SHAPE)
     initialize_weights(model, TINY_SHAPE, 0, torch.device("cpu"))
     settings = ParallelConfig(sharding_strategy=strategy, mixed_precision=False, low_cpu_fsdp=False)

@@ -63,7 +63,7 @@ def test_the_minority_is_returned_or_all_without_a_majority(
             tensor.fill_(value)
 
     world, shard = len(hashes), len(ranks[0])
-    dims = DimSizes(world=world, node=world, replicate=len(ranks), shard=shard, data=world)
+    dims = DimSizes(world=world, node=world, replicate=len(ranks), shard=shard, context=1, data=world)
     monkeypatch.setattr("torch.distributed.all_gather", all_gather)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: world)
     assert Replicas([], dims).differing_ranks() == odd

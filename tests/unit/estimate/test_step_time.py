@@ -36,7 +36,9 @@ def step_time(
     config = replace(TrainConfig(), parallel=ParallelConfig(**parallel), data=DataConfig(seq_length=seq_length))
     plan = resolve_batch_sizes(batch or BatchConfig(batch_size=2), cluster.gpus)
     gpus = cluster.gpus
-    dims = DimSizes(world=gpus, node=cluster.gpus_per_node, replicate=gpus // shard_size, shard=shard_size, data=gpus)
+    dims = DimSizes(
+        world=gpus, node=cluster.gpus_per_node, replicate=gpus // shard_size, shard=shard_size, context=1, data=gpus
+    )
     return estimate_step_time(config, VARIANTS[variant], plan, cluster, dims)
 
 

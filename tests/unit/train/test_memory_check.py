@@ -20,7 +20,7 @@ from pretraining.train import memory_check
 from pretraining.train.memory_check import check_memory
 
 GIB = 2**30
-ALONE = DimSizes(world=1, node=1, replicate=1, shard=1, data=1)
+ALONE = DimSizes(world=1, node=1, replicate=1, shard=1, context=1, data=1)
 
 
 def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> None:
@@ -31,7 +31,7 @@ def check(gib: float, *flags: str, processes: int = 1, shard_size: int = 1) -> N
         found = MachineMemory(int(gib * GIB), int(2 * gib * GIB), "this machine")
         for module in (memory_check, pt_files):
             patch.setattr(module, "machine_memory", lambda: found)
-        dims = DimSizes(world=shard_size, node=processes, replicate=1, shard=shard_size, data=shard_size)
+        dims = DimSizes(world=shard_size, node=processes, replicate=1, shard=shard_size, context=1, data=shard_size)
         check_memory(config, resolve_shape(config.model), dims, here)
 
 
