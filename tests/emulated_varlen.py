@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.library import _scoped_library
 
 from pretraining.model import llama
-from pretraining.model.attention import document_attention, document_bounds
+from pretraining.model.attention import document_bounds
+from pretraining.model.context import PartialRows, attend_to_prefix, kernel_inputs, shifted_mask
 from pretraining.train import plan
 
 
@@ -27,8 +28,7 @@ def emulated_varlen() -> Iterator[list[str]]:
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, **more: Any) -> tuple[Tensor, ...]:
         calls.append("forward")
-        lengths = _lengths(options, more)
-        mixed = document_attention(q[None], k[None], v[None], lengths)[0].contiguous()
+        mixed = _attention(q, k, v, _lengths(options, more)).contiguous()
         state = torch.zeros(2, dtype=torch.uint64)
         return mixed, q.new_zeros(q.size(1), q.size(0), dtype=torch.float32), state, q.new_zeros(0), q.new_zeros(0)
 
@@ -46,20 +46,29 @@ def emulated_varlen() -> Iterator[list[str]]:
         patch.setattr(
             llama, "locate_documents", lambda lengths, *_: None if lengths is None else document_bounds(lengths)
         )
+        patch.setattr(llama, "locate_rows", lambda rows, *_: PartialRows(rows, kernel_inputs(rows)))
         yield calls
 
 
-def _gradients(gradient: Tensor, inputs: tuple[Tensor, ...], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[tuple[int, ...]]) -> Tensor:
+    """Causal attention of each document, whose last queries and keys belong to the same token."""
+    of_queries, of_keys = lengths
+    mask = shifted_mask(max(of_keys), q)
+    pieces = zip(q.split(of_queries), k.split(of_keys), v.split(of_keys), strict=True)
+    return torch.cat([attend_to_prefix(*piece, mask, None) for piece in pieces])
+
+
+def _gradients(gradient: Tensor, inputs: tuple[Tensor, ...], lengths: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
     with torch.enable_grad():
-        q, k, v = (each.detach()[None].requires_grad_() for each in inputs)
-        mixed = document_attention(q, k, v, lengths)
-    return tuple(each[0] for each in torch.autograd.grad(mixed, (q, k, v), gradient[None]))
+        q, k, v = (each.detach().requires_grad_() for each in inputs)
+        mixed = _attention(q, k, v, lengths)
+    return torch.autograd.grad(mixed, (q, k, v), gradient)
 
 
-def _lengths(options: tuple[Any, ...], more: dict[str, Any]) -> tuple[int, ...]:
-    bounds, bounds_of_keys, longest, longest_of_keys, dropout, is_causal, *_ = options
-    assert bounds is bounds_of_keys or torch.equal(bounds, bounds_of_keys)
+def _lengths(options: tuple[Any, ...], more: dict[str, Any]) -> list[tuple[int, ...]]:
+    """The lengths of the documents in queries and keys."""
+    *bounds, longest_of_queries, longest_of_keys, dropout, is_causal = options[:6]
     assert dropout == 0 and is_causal and (more["window_size_left"], more["window_size_right"]) == (-1, 0)
-    lengths = tuple(bounds.diff().tolist())
-    assert max(lengths) <= longest == longest_of_keys
+    lengths = [tuple(each.diff().tolist()) for each in bounds]
+    assert max(lengths[0]) <= longest_of_queries and max(lengths[1]) <= longest_of_keys
     return lengths

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,17 @@ log = logging.getLogger(__name__)
 
 def manifest_of_run(config: TrainConfig) -> Manifest:
     """Return the manifest fields that all checkpoints of a run share: model, layout and settings."""
-    world = {
-        "processes": dist.get_world_size(),
-        "sharding_strategy": config.parallel.sharding_strategy,
-        "cpu_threads": torch.get_num_threads(),
-    }
+    world = {**layout_of_run(config), "cpu_threads": torch.get_num_threads()}
     return Manifest(model=describe_model(resolve_shape(config.model)), world=world, config=dump_config(config))
+
+
+def layout_of_run(config: TrainConfig) -> dict[str, Any]:
+    """Return how this job lays out a run, as manifests record it: what decides the order of sums."""
+    parallel = config.parallel
+    layout = {"processes": dist.get_world_size(), "sharding_strategy": parallel.sharding_strategy}
+    if parallel.context_parallel_size > 1:
+        layout["context_parallel_size"] = parallel.context_parallel_size
+    return layout
 
 
 class CheckpointManager:

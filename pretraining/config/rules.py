@@ -302,14 +302,25 @@ def _check_window(config: TrainConfig) -> Problems:
         )
 
 
+def _check_context(config: TrainConfig) -> Problems:
+    size, length = config.parallel.context_parallel_size, config.data.seq_length
+    if size > 1 and length % (2 * size):
+        fitting = length // (2 * size) * 2 * size
+        yield (
+            f"--seq_length={length} / (2 x --context_parallel_size={size}) = {length / (2 * size):g}: each sequence is "
+            f"cut into {2 * size} equal chunks, so give a multiple of {2 * size}"
+            f"{f', such as {fitting}' if fitting else ''}"
+        )
+
+
 def _check_float8(config: TrainConfig) -> Problems:
-    model = config.model
+    model, context = config.model, config.parallel.context_parallel_size
     dimensions = (model.hidden_size, model.intermediate_size, model.num_attention_heads, model.num_key_value_heads)
     if config.parallel.float8 is None or (model.model_variant is None and None in dimensions):
         return  # a checkpoint may give the rest; the check runs again then
     shape = resolve_shape(model)
     for name, side in {
-        "seq_length": config.data.seq_length,
+        "seq_length" + (f" / {context} ranks" if context > 1 else ""): config.data.seq_length // context,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_key_value_heads x head size": shape.num_key_value_heads * shape.head_dim,
@@ -364,6 +375,7 @@ TRAINING = Rules(
         _check_schedule,
         _check_optimizer,
         _check_trackers,
+        _check_context,
         _check_float8,
         _check_window,
         _check_addresses,

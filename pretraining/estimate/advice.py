@@ -76,6 +76,13 @@ def _changes(config: TrainConfig, shape: LlamaShape, shard_size: int, device_typ
         yield [change("--fsdp_activation_checkpointing=true", "parallel", fsdp_activation_checkpointing=True)]
     if config.loss.loss_chunk_tokens == 0:
         yield [change("--loss_chunk_tokens=none", "loss", loss_chunk_tokens=None)]
+    ranks = config.parallel.context_parallel_size
+    sizes = [2**power for power in range(shard_size.bit_length()) if shard_size % 2**power == 0]
+    yield [
+        change(f"--context_parallel_size={size}", "parallel", context_parallel_size=size)
+        for size in sizes
+        if size > ranks and length % (2 * size) == 0
+    ]
     noun = "GPUs" if device_type == "cuda" else "machines"
     _, sharded, *_ = change("", "parallel", sharding_strategy="fsdp")
     counts = [shard_size * 2**doublings for doublings in range(1, MOST_DOUBLINGS + 1)]

@@ -223,9 +223,14 @@ class _Step:
         return (batch.grad_accum_steps or 1) > 1 or batch.global_batch_size is not None
 
     @property
+    def context(self) -> int:
+        """Ranks that share their sequences, C."""
+        return self.config.parallel.context_parallel_size
+
+    @property
     def tokens(self) -> int:
-        """Tokens per micro-batch, N."""
-        return self.config.batch.batch_size * self.config.data.seq_length
+        """Tokens per micro-batch on this rank, N."""
+        return self.config.batch.batch_size * self.config.data.seq_length // self.context
 
     @cached_property
     def vocabulary(self) -> int:
@@ -245,7 +250,17 @@ class _Step:
     @cached_property
     def kept(self) -> int:
         """Activations that a block without checkpointing stores."""
-        return self.tokens * kept_bytes_per_token(self.shape, self.itemsize, self.device_type)
+        kept = self.tokens * kept_bytes_per_token(self.shape, self.itemsize, self.device_type)
+        if self.context == 1:
+            return kept
+        # Keys and values of whole rows in place of its own; on a GPU, those of the first chunk are copied (context.py).
+        copied = self.gathered_keys // (2 * self.context) if self.device_type == "cuda" else 0
+        return kept + self.gathered_keys * (self.context - 1) // self.context + copied
+
+    @property
+    def gathered_keys(self) -> int:
+        """Keys and values of a block that the ranks of a context group gather: 2·B·S·K·E elements."""
+        return self.itemsize * 2 * self.shape.key_width * self.tokens * self.context
 
     @cached_property
     def blocks(self) -> list[tuple[int, int]]:
@@ -268,7 +283,7 @@ class _Step:
     @property
     def rotation(self) -> int:
         """Cosines and sines of the rotary embeddings."""
-        return 4 * self.config.data.seq_length * self.shape.head_dim
+        return 4 * self.config.data.seq_length // self.context * self.shape.head_dim
 
 
 def _usages(step: _Step) -> Iterator[_Usage]:
@@ -308,6 +323,11 @@ def _in_block(step: _Step, index: int, kept: int) -> _Usage:
     shape, itemsize, done = step.shape, step.itemsize, step.shape.num_hidden_layers - 1 - index
     width, feed_forward = shape.hidden_size, shape.intermediate_size
     temporary = itemsize * step.tokens * (width + 2 * feed_forward)  # gradients of the result, of gate and of up
+    if step.context > 1:
+        # Later, with the activations of the feed-forward layer freed: gradients of the copied keys and values, of those
+        # in order, and of those as they were gathered, whose sums over ranks arrive beside them.
+        freed = itemsize * step.tokens * (width + 4 * feed_forward)
+        temporary = max(temporary, 4 * step.gathered_keys - freed)
     head = step.vocabulary if step.is_sharded or shape.tie_word_embeddings else 0  # kept until the embedding's gradient
     gradients = done * step.local_block
     if step.is_sharded:

@@ -4,7 +4,7 @@
     unhidden       UNHIDDEN_SECONDS per parameter and micro-batch: gathering the first block, reducing the last one, the
                    optimizer, launches
     communication  bytes of parameters and gradients / the slowest link on their way; hidden by computation as far as
-                   there is any
+                   there is any; bytes of keys and values of shared sequences, which nothing hides
     step           n x (compute + unhidden + communication that is not hidden)
 
 Only SLOWDOWN and UNHIDDEN_SECONDS are fitted, to half of the runs in docs/planner.md; the page compares the other half.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.strategies import STRATEGIES, DimSizes
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import TrainConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.estimate.devices import Gpu
 from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token, recomputed_share
@@ -97,7 +97,7 @@ def estimate_step_time(
         cluster: GPUs and their connections.
         dims: dimensions of the job on these GPUs.
     """
-    tokens = batch.micro_batch_size * config.data.seq_length
+    tokens = batch.micro_batch_size * config.data.seq_length // dims.context
     steps = batch.grad_accum_steps
     share = recomputed_share(config.parallel, shape, config.data.seq_length)
     model = flops_per_token(shape, config.data.seq_length)
@@ -111,9 +111,24 @@ def estimate_step_time(
         compute=steps * compute,
         recompute=steps * recompute,
         unhidden=steps * UNHIDDEN_SECONDS * parameters,
-        exposed=within + last - hidden,
+        exposed=within + last - hidden + steps * _context_seconds(config, shape, batch, cluster, dims),
         hidden=hidden,
     )
+
+
+def _context_seconds(
+    config: TrainConfig, shape: LlamaShape, batch: BatchSizes, cluster: Cluster, dims: DimSizes
+) -> float:
+    """Return seconds in which the ranks of a context group gather keys and values, and reduce their gradients."""
+    if dims.context == 1:
+        return 0.0
+    parallel, layers = config.parallel, shape.num_hidden_layers
+    repeated = 0
+    if parallel.fsdp_activation_checkpointing:
+        repeated = len(checkpointed_blocks(parallel.selective_checkpointing, layers))
+    tokens = batch.micro_batch_size * config.data.seq_length
+    of_layer = COMPUTE_BYTES * 2 * shape.key_width * tokens
+    return (2 * layers + repeated) * cluster.seconds_to_gather(of_layer, dims.context)
 
 
 def _communication(

@@ -117,14 +117,14 @@ def causal_attention(
     k_BSKE: Tensor,
     v_BSKE: Tensor,
     scale: float | None = None,
-    is_seen_ST: Tensor | None = None,
+    mask_ST: Tensor | None = None,
     is_causal: bool = True,
 ) -> Tensor:
     """Return softmax(scale q k) v over each token and its predecessors: [B, S, H, E].
 
     Args:
         scale: None = 1 / sqrt(E).
-        is_seen_ST: bool, which of the keys [B, T, K, E] each token attends to; None = as `is_causal` says.
+        mask_ST: added to the scores of the keys [B, T, K, E]; None = as `is_causal` says.
         is_causal: otherwise each token attends to all keys [B, T, K, E].
     """
     grouped = q_BSHE.size(2) != k_BSKE.size(2)
@@ -135,8 +135,8 @@ def causal_attention(
         q_BSHE.transpose(1, 2),  # B S H E -> B H S E
         k_BSKE.transpose(1, 2),
         v_BSKE.transpose(1, 2),
-        attn_mask=is_seen_ST,
-        is_causal=is_causal and is_seen_ST is None,
+        attn_mask=mask_ST,
+        is_causal=is_causal and mask_ST is None,
         scale=scale,
         enable_gqa=grouped,
     )

@@ -31,8 +31,8 @@ from pretraining.model.attention import (
     varlen_attention,
 )
 
-MASKED_QUERIES = 1024
-"""Most queries in a call with a mask: few masked values are computed, and masks stay small."""
+MASKED_QUERIES = 512
+"""Most queries in a call with a mask: few masked values are computed, and the mask stays small."""
 
 
 class KernelInputs(NamedTuple):
@@ -54,10 +54,12 @@ class PartialRows:
 
     Attributes:
         kernel: None = this device has no variable-length kernel.
+        mask_MS: `shifted_mask` for the calls per piece; None = there is a kernel.
     """
 
     rows: SharedRows
-    kernel: KernelInputs | None
+    kernel: KernelInputs | None = None
+    mask_MS: Tensor | None = None
 
     def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, scale: float | None = None) -> Tensor:
         """Return the attention of this rank's tokens, [B, L, H, E]; a collective call of the group."""
@@ -66,7 +68,7 @@ class PartialRows:
         q_NHE = q_BLHE.flatten(0, 1)
         if self.kernel is None:
             pieces = [(q_NHE[queries], k_MKE[keys], v_MKE[keys]) for queries, keys in self.rows.pieces]
-            mixed_NHE = torch.cat([attend_to_prefix(*piece, scale) for piece in pieces])
+            mixed_NHE = torch.cat([attend_to_prefix(*piece, self.mask_MS, scale) for piece in pieces])
         else:
             keys, query_bounds, key_bounds = self.kernel
             mixed_NHE = varlen_attention(q_NHE, k_MKE[keys], v_MKE[keys], query_bounds, key_bounds, scale)
@@ -81,7 +83,8 @@ def locate_rows(rows: SharedRows, x: Tensor, head_dim: int) -> PartialRows:
         head_dim: E.
     """
     if not has_kernel_for_documents(x.device, x.dtype, head_dim):
-        return PartialRows(rows, None)
+        longest = max(keys.stop - keys.start for queries, keys in rows.pieces)
+        return PartialRows(rows, mask_MS=shifted_mask(longest, x))
     keys, query_bounds, key_bounds = kernel_inputs(rows)
     sent = (send_bounds(bounds, x.device) for bounds in (query_bounds, key_bounds))
     return PartialRows(rows, KernelInputs(keys.pin_memory().to(x.device, non_blocking=True), *sent))
@@ -99,16 +102,31 @@ def kernel_inputs(rows: SharedRows) -> KernelInputs:
     return KernelInputs(copied, *(document_bounds(tuple(each)) for each in lengths))
 
 
-def attend_to_prefix(q_nHE: Tensor, k_TKE: Tensor, v_TKE: Tensor, scale: float | None) -> Tensor:
-    """Return the attention of the last n of T tokens to their predecessors and themselves: [n, H, E]."""
-    count, earlier = len(q_nHE), len(k_TKE) - len(q_nHE)
+def shifted_mask(longest: int, x: Tensor) -> Tensor:
+    """Return a mask from which `attend_to_prefix` cuts all of its masks: [M, longest + M], M = MASKED_QUERIES.
+
+    Row i is 0 up to column longest + i, and -inf behind it. The backward pass keeps this one tensor for all layers.
+    """
+    mask = x.new_full((MASKED_QUERIES, longest + MASKED_QUERIES), -torch.inf, requires_grad=False)
+    return mask.triu_(longest + 1)
+
+
+def attend_to_prefix(
+    q_nHE: Tensor, k_TKE: Tensor, v_TKE: Tensor, mask_MS: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return the attention of the last n of T tokens to their predecessors and themselves: [n, H, E].
+
+    Args:
+        mask_MS: `shifted_mask`.
+    """
+    earlier = len(k_TKE) - len(q_nHE)
     if earlier == 0:
         return causal_attention(q_nHE[None], k_TKE[None], v_TKE[None], scale)[0]
+    assert mask_MS is not None
     mixed = []
-    for begin in range(0, count, MASKED_QUERIES):
-        end = min(begin + MASKED_QUERIES, count)
-        seen = slice(0, earlier + end)
-        positions = torch.arange(earlier + end, device=q_nHE.device)
-        is_seen = positions <= positions[earlier + begin :, None]
-        mixed.append(causal_attention(q_nHE[None, begin:end], k_TKE[None, seen], v_TKE[None, seen], scale, is_seen)[0])
+    for q_mHE in q_nHE.split(MASKED_QUERIES):
+        earlier += len(q_mHE)  # keys up to the last of these queries
+        first = mask_MS.size(1) - MASKED_QUERIES + len(q_mHE) - earlier
+        mask_mt = mask_MS[: len(q_mHE), first : first + earlier]
+        mixed.append(causal_attention(q_mHE[None], k_TKE[None, :earlier], v_TKE[None, :earlier], scale, mask_mt)[0])
     return torch.cat(mixed)

@@ -187,15 +187,28 @@ def _micro_batches(config: PlanConfig, ranks: int) -> list[int]:
 
 
 def _layouts(config: PlanConfig, cluster: Cluster) -> Iterator[ParallelConfig]:
-    for strategy, group in _strategies(cluster):
-        for checkpointing in CHECKPOINTING:
-            yield replace(
-                config.parallel,
-                sharding_strategy=strategy,
-                hsdp_group_size=group,
-                fsdp_activation_checkpointing=checkpointing != "none",
-                selective_checkpointing=ALL_BLOCKS if checkpointing in ("none", "full") else checkpointing,
-            )
+    for context in _context_sizes(config, cluster):
+        for strategy, group in _strategies(cluster):
+            if group is not None and group % context:
+                continue
+            for checkpointing in CHECKPOINTING:
+                yield replace(
+                    config.parallel,
+                    sharding_strategy=strategy,
+                    hsdp_group_size=group,
+                    context_parallel_size=context,
+                    fsdp_activation_checkpointing=checkpointing != "none",
+                    selective_checkpointing=ALL_BLOCKS if checkpointing in ("none", "full") else checkpointing,
+                )
+
+
+def _context_sizes(config: PlanConfig, cluster: Cluster) -> list[int]:
+    """Return the given number of GPUs that share sequences; if it is 1, also powers of two within a node."""
+    given, most = config.parallel.context_parallel_size, min(cluster.gpus, cluster.gpus_per_node)
+    if given > 1:
+        return [given]
+    sizes = [2**power for power in range(most.bit_length())]
+    return [size for size in sizes if size == 1 or cluster.gpus % size == config.data.seq_length % (2 * size) == 0]
 
 
 def _strategies(cluster: Cluster) -> Iterator[tuple[ShardingStrategy, int | None]]:
@@ -227,6 +240,7 @@ def as_document(config: PlanConfig, shape: LlamaShape, chosen: LayoutEstimate) -
         "gpus": config.plan.gpus,
         "sharding_strategy": chosen.parallel.sharding_strategy,
         "group_size": chosen.dims.shard,
+        "context_parallel_size": chosen.dims.context,
         "checkpointing": _checkpointing(chosen.parallel),
         "micro_batch_size": chosen.batch.micro_batch_size,
         "grad_accum_steps": chosen.batch.grad_accum_steps,
@@ -330,7 +344,8 @@ def _heading(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> str:
 def _layout(chosen: LayoutEstimate) -> str:
     strategy, recomputed = chosen.parallel.sharding_strategy, _checkpointing(chosen.parallel)
     group = f", groups of {chosen.dims.shard}" if STRATEGIES[strategy].in_groups else ""
-    return f"{strategy}{group}, checkpointing {recomputed}"
+    context = f", sequences shared by {chosen.dims.context} GPUs" if chosen.dims.context > 1 else ""
+    return f"{strategy}{group}{context}, checkpointing {recomputed}"
 
 
 def _flags(config: PlanConfig, chosen: LayoutEstimate) -> str:
@@ -339,6 +354,8 @@ def _flags(config: PlanConfig, chosen: LayoutEstimate) -> str:
     flags = [f"--sharding_strategy={parallel.sharding_strategy}"]
     if parallel.hsdp_group_size != given.hsdp_group_size or parallel.hsdp_group_size is not None:
         flags.append(f"--hsdp_group_size={parallel.hsdp_group_size or 'none'}")
+    if parallel.context_parallel_size > 1:
+        flags.append(f"--context_parallel_size={parallel.context_parallel_size}")
     if parallel.fsdp_activation_checkpointing or given.fsdp_activation_checkpointing:
         flags.append(f"--fsdp_activation_checkpointing={str(parallel.fsdp_activation_checkpointing).lower()}")
     if not parallel.selective_checkpointing == given.selective_checkpointing == ALL_BLOCKS:

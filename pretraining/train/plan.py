@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 import torch
 
+from pretraining.checkpoint.manager import layout_of_run
 from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, Manifest
 from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
@@ -37,7 +38,8 @@ from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
 from pretraining.launch.cpu_threads import CpuThreads
-from pretraining.model.attention import has_kernel_for_documents
+from pretraining.model.attention import Attention, has_kernel_for_documents
+from pretraining.model.llama import block_class
 from pretraining.observability.metrics import Metrics
 from pretraining.optim.registry import try_optimizer
 from pretraining.optim.schedules import LearningRate, build_learning_rate
@@ -219,9 +221,9 @@ def restore_cpu_threads(
     """
     if start is None or start.weights_only or threads is None or processes.device.type != "cpu":
         return
-    world, now = start.manifest.world, torch.get_num_threads()
-    saved, layout = world.get("cpu_threads"), (world.get("processes"), world.get("sharding_strategy"))
-    if type(saved) is not int or saved == now or layout != (processes.world_size, config.parallel.sharding_strategy):
+    layout, now = dict(start.manifest.world), torch.get_num_threads()
+    saved = layout.pop("cpu_threads", None)
+    if type(saved) is not int or saved == now or layout != layout_of_run(config):
         return
     if threads.is_chosen and 1 <= saved <= threads.fitting:
         torch.set_num_threads(saved)
@@ -271,7 +273,7 @@ def build_run_dims(config: TrainConfig, processes: Processes) -> Dims:
 
 
 def check_kernels(config: TrainConfig, shape: LlamaShape, device: torch.device) -> None:
-    """Refuse float8 on devices without it, and compilation if attention has variable shapes; a collective call."""
+    """Refuse settings that no kernel of the device or attention of the block supports; a collective call."""
     if (scaling := config.parallel.float8) is not None:
         on_every_rank(lambda: check_float8(scaling, device))
     dtype = compute_dtype(config.parallel, device)
@@ -280,6 +282,23 @@ def check_kernels(config: TrainConfig, shape: LlamaShape, device: torch.device) 
         raise ConfigError(
             "--use_torch_compile=true needs fixed shapes, and --document_mask=true changes them in each step on "
             f"{device.type} in {str(dtype).removeprefix('torch.')} with head size {shape.head_dim}. Drop one of them"
+        )
+    if config.parallel.context_parallel_size > 1 and shape.block is not None:
+        on_every_rank(lambda: check_shared_attention(shape))
+
+
+def check_shared_attention(shape: LlamaShape) -> None:
+    """Check that a user-defined block can attend to tokens of other ranks.
+
+    Raises:
+        ConfigError: its attention is no subclass of `Attention`, and would see the tokens of this rank alone.
+    """
+    with torch.device("meta"):
+        block = block_class(shape)(shape, 0)
+    if not any(isinstance(module, Attention) for module in block.modules()):
+        raise ConfigError(
+            f"--block={shape.block} has no module of pretraining.model.attention.Attention, and other attention would "
+            "see only this rank's part of a sequence: use it or a subclass, or give --context_parallel_size=1"
         )
 
 

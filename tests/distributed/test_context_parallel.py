@@ -38,6 +38,13 @@ def test_ranks_that_share_sequences_have_the_losses_of_one_process(
     for name in KINDS:
         for layout, _ in layouts:
             shared, alone = tmp_path / f"{name}_{layout}", tmp_path / name
-            print(name, layout, max(abs(a / b - 1) for a, b in zip(losses_of(shared), losses_of(alone), strict=True)),
-                max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(reports_of(shared), reports_of(alone))))
+            print(
+                name,
+                layout,
+                max(abs(a / b - 1) for a, b in zip(losses_of(shared), losses_of(alone), strict=True)),
+                max(
+                    abs(a["grad_norm"] / b["grad_norm"] - 1)
+                    for a, b in zip(reports_of(shared), reports_of(alone), strict=True)
+                ),
+            )
             assert losses_of(shared) == pytest.approx(losses_of(alone), rel=2e-5), (name, layout)
