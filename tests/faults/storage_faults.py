@@ -14,16 +14,22 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from pretraining import files
 from pretraining.checkpoint import manager, mirror, object_store, saver, writer
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.cli import main
+from pretraining.data import dataset
+from pretraining.data.samples import Samples
+from pretraining.data.sampling.token_stream import Spans
+from pretraining.errors import DataError
 from pretraining.train import loop
 
 
@@ -93,6 +99,25 @@ def kill_in_upload(ranks: list[int], checkpoint: str) -> None:
             threading.Event().wait()
 
     object_store.Store.upload = half  # type: ignore[method-assign,assignment]
+
+
+def unreadable_samples(ranks: list[int]) -> None:
+    """These ranks cannot read every fifth dummy sample, as on a node that has lost a file for a moment."""
+    if _rank() not in ranks:
+        return
+    make = dataset.dummy_samples  # type: ignore[attr-defined]
+
+    def failing(*arguments: Any) -> Samples:
+        samples = make(*arguments)
+
+        def spans(shards: np.ndarray, numbers: np.ndarray) -> Spans:
+            if ((shards + numbers) % 5 == 0).any():
+                raise DataError("Input/output error", path=Path("part-0.arrow"))
+            return samples.spans(shards, numbers)
+
+        return replace(samples, spans=spans)
+
+    dataset.dummy_samples = failing  # type: ignore[attr-defined,assignment]
 
 
 def preempt_with_wait(step: int, seconds: float) -> None:

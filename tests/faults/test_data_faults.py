@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from faults.forked_job import run_job
 from tiers import first_quick
-from training_runs import VOCABULARY, losses_of, write_dataset
+from training_runs import VOCABULARY, losses_of, metrics_of, write_dataset
 
 from pretraining.cli import main
 
@@ -113,6 +113,29 @@ def test_with_quarantine_the_run_continues_without_the_labels(data: Path, tmp_pa
     ended = run_job([flags])
     assert any("part-1.arrow, row 7" in process.output for process in ended)
     assert len(losses_of(run)) == 40
+
+
+def test_a_sample_that_one_rank_of_a_context_group_cannot_read_is_lost_for_the_group(tmp_path: Path) -> None:
+    """Otherwise its other ranks would attend to zeros in place of the keys of this rank, and say nothing."""
+    flags = ["num_steps=6", "global_batch_size=4", "batch_size=2", "held_out_fraction=0.1", "eval_interval=3"]
+    flags += ["bad_documents=quarantine", "use_dummy_dataset=true"]
+    cases = {"one rank": (2, [1]), "both ranks": (2, [0, 1]), "one process": (1, [0]), "all is read": (2, [])}
+    losses = {}
+    for name, (processes, ranks) in cases.items():
+        run = tmp_path / name
+        shared = [f"context_parallel_size={processes}", f"ckpt_save_path={run}"]
+        ended = run_job([[*flags, *shared]], processes, fault=("unreadable_samples", ranks))
+        assert ["quarantined" in process.output for process in ended] == [rank in ranks for rank in range(processes)]
+        losses[name] = [line.get("loss", line.get("evaluation_loss")) for line in metrics_of(run)]
+    assert losses["one rank"] == losses["both ranks"] != losses["all is read"]
+    assert losses["one rank"] == pytest.approx(losses["one process"], rel=2e-5)
+
+
+def test_a_rank_of_a_context_group_that_cannot_read_stops_the_run_and_is_named(tmp_path: Path) -> None:
+    flags = ["num_steps=40", "context_parallel_size=2", f"ckpt_save_path={tmp_path / 'run'}"]
+    ended = run_job([flags], fault=("unreadable_samples", [1]), check=False)
+    assert [process.status for process in ended] == [1, 1]
+    assert "rank 1: " in ended[1].output and "Input/output error" in ended[1].output
 
 
 def rewritten(root: Path) -> None:

@@ -18,9 +18,12 @@ HUNG = 124
 STEP, START = "hang_timeout=10s", "first_step_timeout=30s"
 
 
-@pytest.mark.parametrize("stopped", first_quick(1, 0))
-def test_the_peer_of_a_stopped_process_names_it_and_exits(stopped: int, data_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stopped", "context"), first_quick((1, 1), (0, 1), (1, 2)))
+def test_the_peer_of_a_stopped_process_names_it_and_exits(
+    stopped: int, context: int, data_path: Path, tmp_path: Path
+) -> None:
     flags = [*RUN, STEP, "first_step_timeout=600s", f"ckpt_save_path={tmp_path / 'run'}"]
+    flags += [f"context_parallel_size={context}"]
     processes = start_without_launcher(2, data_path, "tell_steps", flags)
     try:
         processes[stopped].wait_for_line(lambda line: "in step 5" in line)

@@ -65,6 +65,18 @@ def test_a_killed_save_leaves_the_previous_checkpoint(killed_in_the_save: set[st
     assert {name for name in killed_in_the_save if not name.endswith(".tmp")} == {"step_3_ckp"}
 
 
+@pytest.mark.thorough
+def test_a_killed_rank_of_a_context_group_takes_the_others_with_it_and_the_run_is_repeated(tmp_path: Path) -> None:
+    flags = {run: [f"ckpt_save_path={tmp_path / run}", "context_parallel_size=2"] for run in ("killed", "whole")}
+    ranks = start_ranks(2, "killed", [*flags["killed"], SAVED_IN_STEP_3])
+    said = [rank.communicate(timeout=PATIENCE_SECONDS)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
+    assert said[0].startswith("another process of the job exited")
+    train_with_faults(2, [("nothing", run) for run in flags.values()])
+    assert_same_tensors(*(tmp_path / run / "checkpoints" / "step_8_ckp" for run in flags))
+    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "whole")
+
+
 @pytest.mark.usefixtures("resumed")
 @pytest.mark.parametrize("run", ["killed", "grace"])
 def test_the_next_start_repeats_the_run_that_was_never_stopped_bit_for_bit(run: str, root: Path) -> None:
