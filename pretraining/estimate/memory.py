@@ -253,8 +253,11 @@ class _Step:
         kept = self.tokens * kept_bytes_per_token(self.shape, self.itemsize, self.device_type)
         if self.context == 1:
             return kept
-        # Keys and values of whole rows in place of its own; on a GPU, those of the first chunk are copied (context.py).
-        copied = self.gathered_keys // (2 * self.context) if self.device_type == "cuda" else 0
+        # Keys and values of whole rows in place of the rank's own. Besides, a GPU copies keys that both chunks see, and
+        # a CPU joins the results of pieces (model/context.py).
+        copied = self.gathered_keys // (2 * self.context)
+        if self.device_type == "cpu":
+            copied = self.itemsize * self.tokens * self.shape.query_width
         return kept + self.gathered_keys * (self.context - 1) // self.context + copied
 
     @property

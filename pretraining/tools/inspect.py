@@ -185,7 +185,7 @@ def heading(step: int, place: str, slots: int, seq_length: int) -> str:
 
 
 def _dims(config: InspectConfig) -> DimSizes:
-    return unsharded_sizes(config.parallel, config.inspect.world_size or 1)
+    return unsharded_sizes(config.parallel, config.inspect.world_size or config.parallel.context_parallel_size)
 
 
 def _plan_of(size: int, dims: DimSizes) -> BatchSizes:

@@ -38,6 +38,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a checkpoint of other data": (["--ckpt_save_path={root}/finished", "--seed=1"], ["seed", "2023"]),
     "a load path without a checkpoint": (["--ckpt_load_path={root}/data"], ["--ckpt_load_path={root}/data"]),
     "groups that do not divide": (["--sharding_strategy=hsdp", "--hsdp_group_size=3"], ["--hsdp_group_size"]),
+    "ranks that do not divide": (
+        ["--context_parallel_size=3", "--seq_length=36"],
+        ["--context_parallel_size=3", "divisor"],
+    ),
+    "a sequence that does not divide": (
+        ["--context_parallel_size=2", "--seq_length=30"],
+        ["--seq_length=30 / (2 x --context_parallel_size=2) = 7.5", "such as 28"],
+    ),
     "a model that cannot fit": (
         ["--model_variant=70b", "--num_hidden_layers=4000", "--hidden_size=8192", "--num_attention_heads=64"],
         ["--model_variant=", "--ignore_memory=true"],

@@ -117,3 +117,20 @@ def test_what_is_no_block_is_refused(outside: Path) -> None:
     ):
         refused = run_command([*module, f"block={block}"], cwd=outside, check=False)
         assert refused.returncode == 1 and message in refused.stderr, block
+
+
+def test_a_block_shares_sequences_with_other_ranks_unless_its_attention_is_of_its_own(outside: Path) -> None:
+    flags = ["block=my_blocks:SquaredReluBlock", "global_batch_size=4", "batch_size=2", "num_steps=3"]
+    train(outside, 1, "whole", *flags)
+    train(outside, 2, "shared", *flags, "context_parallel_size=2")
+    whole, shared = ([each["loss"] for each in reports_of(outside / name)] for name in ("whole", "shared"))
+    assert shared == pytest.approx(whole, rel=2e-5)
+    (outside / "own_attention.py").write_text(
+        "import torch\n\n\nclass Block(torch.nn.Linear):\n"
+        "    def __init__(self, shape, layer):\n        super().__init__(shape.hidden_size, shape.hidden_size)\n"
+    )
+    worker = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(ROOT / "main_training.py")]
+    own = [*TINY, "use_dummy_dataset=true", "num_steps=1", "context_parallel_size=2", "block=own_attention:Block"]
+    refused = run_command([*worker, *own], cwd=outside, check=False)
+    assert refused.returncode == 1
+    assert "own_attention:Block has no module of pretraining.model.attention.Attention" in refused.stderr

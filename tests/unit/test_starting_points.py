@@ -14,16 +14,20 @@ from pretraining.estimate.memory import estimate_memory
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 LINE = re.compile(
-    r"\| (\S+) \| (\d+) \| (?:`fsdp`, (\w+), (\d+)|(does not fit)) \| `hsdp`, (\d+), (\w+), (\d+) \| (\d+) \|"
+    r"\| (\S+) \| (\d+) \| (\d+) \| (?:`fsdp`, (\w+), (\d+)|(does not fit)) \| `hsdp`, (\d+), (\w+), (\d+) \| (\d+) \|"
 )
 ROWS = LINE.findall(PAGE.read_text(encoding="utf-8"))
 MEMORY_GIB = 0.9 * 79.6
 
 
-def gib(variant: str, seq_length: str, group: int, checkpointing: str, batch_size: int) -> float:
+def gib(variant: str, seq_length: str, context: str, group: int, checkpointing: str, batch_size: int) -> float:
     config = replace(
         TrainConfig(),
-        parallel=ParallelConfig(sharding_strategy="hsdp", fsdp_activation_checkpointing=checkpointing == "full"),
+        parallel=ParallelConfig(
+            sharding_strategy="hsdp",
+            context_parallel_size=int(context),
+            fsdp_activation_checkpointing=checkpointing == "full",
+        ),
         batch=BatchConfig(batch_size=batch_size),
         data=DataConfig(seq_length=int(seq_length)),
     )
@@ -32,15 +36,15 @@ def gib(variant: str, seq_length: str, group: int, checkpointing: str, batch_siz
 
 
 def test_the_table_is_there() -> None:
-    assert [row[0] for row in ROWS][:1] == ["1b"] and len(ROWS) == 10
+    assert [row[0] for row in ROWS][:1] == ["1b"] and len(ROWS) == 12
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_line_fits_and_says_how_much_it_takes(row: tuple[str, ...]) -> None:
-    variant, seq_length, of_node, batch_of_node, _, group, checkpointing, batch, said = row
-    taken = gib(variant, seq_length, int(group), checkpointing, int(batch))
+    variant, seq_length, context, of_node, batch_of_node, _, group, checkpointing, batch, said = row
+    taken = gib(variant, seq_length, context, int(group), checkpointing, int(batch))
     assert taken <= MEMORY_GIB and round(taken) == int(said)
     if of_node:
         assert (of_node, batch_of_node, group) == (checkpointing, batch, "8")
     else:
-        assert gib(variant, seq_length, 8, "full", 1) > MEMORY_GIB
+        assert gib(variant, seq_length, context, 8, "full", 1) > MEMORY_GIB

@@ -167,6 +167,10 @@ def test_a_setting_without_effect_is_listed(flags: list[str], named: list[str]) 
             ["--hidden_size=72 / 16 = 4.5", "--num_key_value_heads x head size=24 / 16 = 1.5"],
         ),
         (["hidden_size=40", "num_attention_heads=5"], []),  # a checkpoint may change them
+        (
+            ["model_variant=tiny", "seq_length=48", "context_parallel_size=2"],  # each rank multiplies 24 tokens
+            ["--seq_length / 2 ranks=24 / 16 = 1.5"],
+        ),
     ],
 )
 def test_matrices_that_do_not_fit_float8_are_refused(flags: list[str], problems: list[str]) -> None:

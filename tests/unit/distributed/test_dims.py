@@ -49,6 +49,43 @@ def test_replicas_of_a_shard_and_places_in_the_data_follow_from_the_numbers_of_r
     assert [sizes.data_rank_of(rank) for rank in range(6)] == list(range(6))
 
 
+def test_neighbors_share_their_sequences_whatever_shards_the_model() -> None:
+    for strategy in ("ddp", "fsdp", "hsdp"):
+        sizes = dim_sizes(ParallelConfig(sharding_strategy=strategy, context_parallel_size=2), [4] * 8)
+        assert (sizes.world, sizes.context, sizes.data) == (8, 2, 4)
+        assert [sizes.data_rank_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("group", "context", "said"),
+    [
+        (2, 3, "groups of 3 processes, and the job has 8, which 3 does not divide"),
+        (2, 4, "groups of 2 processes, which cut groups of --context_parallel_size=4: set --hsdp_group_size to a"),
+    ],
+)
+def test_context_groups_that_do_not_fit_are_refused_with_the_numbers(group: int, context: int, said: str) -> None:
+    parallel = ParallelConfig(sharding_strategy="hsdp", hsdp_group_size=group, context_parallel_size=context)
+    with pytest.raises(ConfigError, match=said):
+        dim_sizes(parallel, [4] * 8)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ([0, 0, 0, 0, 4, 4, 4, 4], None),
+        ([0, 0, 2, 2, 4, 4, 6, 6], "2 of 2 groups of --context_parallel_size=4"),
+        ([0, 0, 0, 3, 3, 3, 6, 6], "2 of 2 groups"),
+        ([0, 1, 1, 2, 2, 3, 3, 4], "2 of 2 groups"),  # as with srun --distribution=cyclic on two nodes
+    ],
+)
+def test_context_groups_on_several_nodes_are_told_in_one_line(
+    nodes: list[int], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    dims_module._log_split_groups(4, nodes)
+    assert len(caplog.records) == (said is not None) and (said or "") in caplog.text
+
+
 def test_data_does_not_depend_on_how_the_model_is_laid_out() -> None:
     parallel = ParallelConfig(sharding_strategy="hsdp", hsdp_group_size=4)  # which does not divide 6
     assert unsharded_sizes(parallel, 6) == DimSizes(world=6, node=6, replicate=6, shard=1, context=1, data=6)

@@ -11,8 +11,11 @@ import torch
 from helpers import ROOT
 
 from pretraining.config.command_line import resolve_config
+from pretraining.config.context import ContextGroup
+from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
-from pretraining.estimate.memory import kept_bytes_per_token
+from pretraining.data.batch import ModelInputs
+from pretraining.estimate.memory import estimate_memory, kept_bytes_per_token
 from pretraining.model.llama import Llama
 from pretraining.tools.commands import PlanConfig
 from pretraining.tools.planner import cluster_of, make_plan
@@ -23,8 +26,8 @@ SIMULATED = [json.loads(line) for line in (ROOT / "tests/golden/simulated_memory
 tests/simulate.py of commit 3173757 with torch 2.13."""
 
 
-def kept_by(model: Llama, tokens_BS: torch.Tensor) -> int:
-    """Return the bytes that forward stores for backward, without parameters."""
+def kept_by(model: Llama, tokens_BS: torch.Tensor, ranks: int = 1) -> int:
+    """Return the bytes that forward stores for backward, without parameters; `ranks` share the rows."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -32,8 +35,11 @@ def kept_by(model: Llama, tokens_BS: torch.Tensor) -> int:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
+    inputs = ModelInputs(tokens_BS, tokens_BS)
+    if ranks > 1:
+        inputs = inputs.part_of(ContextGroup(0, ranks, lambda part: torch.cat([part] * ranks, -3), lambda lost: lost))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens_BS, tokens_BS)
+        model(*inputs)
     return sum(each.untyped_storage().nbytes() for pointer, each in kept.items() if pointer not in parameters)
 
 
@@ -44,6 +50,25 @@ def test_a_block_stores_as_much_as_the_formula(dtype: torch.dtype, shape: LlamaS
     shallow, deep = (Llama(replace(shape, num_hidden_layers=layers)).to(dtype) for layers in (1, 2))
     more = kept_by(deep, tokens_BS) - kept_by(shallow, tokens_BS)
     assert more == tokens_BS.numel() * kept_bytes_per_token(shape, dtype.itemsize, "cpu")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_block_of_shared_rows_stores_keys_and_values_of_whole_rows(ranks: int) -> None:
+    tokens_BS = torch.zeros(1, 256, dtype=torch.int64)
+    shallow, deep = (Llama(replace(SHAPE, num_hidden_layers=layers)) for layers in (1, 2))
+    more = kept_by(deep, tokens_BS, ranks) - kept_by(shallow, tokens_BS, ranks)
+    config = replace(
+        TrainConfig(),
+        data=DataConfig(seq_length=256),
+        batch=BatchConfig(batch_size=1),
+        parallel=ParallelConfig(context_parallel_size=ranks),
+    )
+    options = {"shard_size": ranks, "compute_bytes": 4, "device_type": "cpu"}
+    estimates = [
+        estimate_memory(config, replace(SHAPE, num_hidden_layers=layers), **options).activations  # type: ignore[arg-type]
+        for layers in (1, 2)
+    ]
+    assert more == pytest.approx(estimates[1] - estimates[0], rel=0.001)
 
 
 @pytest.mark.parametrize("simulated", SIMULATED, ids=lambda simulated: simulated["flags"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from pretraining.config.context import ContextGroup
 from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.errors import ConfigError
@@ -117,6 +118,28 @@ def test_a_set_gets_what_a_batch_of_its_rows_alone_would_give() -> None:
         }
         for name, pair in expected.items():
             assert pairs_of(metrics, table[number])[name] == pytest.approx(pair), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_set_gets_the_ranks_part_of_its_shared_rows(rank: int) -> None:
+    """As in ms-swift #9973, where the metrics of a channel mixed parts and whole rows under sequence parallelism."""
+    group = ContextGroup(rank, 2, lambda part: part, lambda lost: lost)
+    inputs = MICRO_BATCH.model_inputs(group)
+    seen: list[tuple[Outputs, ModelInputs]] = []
+
+    def measure(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:
+        seen.append((outputs, batch))
+        return {"loss": (outputs.loss_sum, outputs.valid_tokens)}
+
+    metrics, _ = metrics_of(measure)
+    loss = head_loss(torch.randn(3, 2, 6), torch.randn(8, 6), inputs.labels_BS)
+    table = metrics.measure(loss, inputs, MICRO_BATCH, 2, by_set=True)
+    assert table[:, metrics.columns.index("losses")].sum() == pytest.approx(float(loss.objective_sum))
+    for (outputs, batch), rows, documents in zip(seen, ([1], [0, 2]), ((4,), (2, 2, 3, 1)), strict=True):
+        assert batch.document_lengths is not None and batch.shared_rows is not None
+        assert sum(batch.document_lengths) == batch.tokens_BS.numel() == 2 * len(rows) == outputs.losses.numel()
+        assert torch.equal(batch.tokens_BS, inputs.tokens_BS[rows])
+        assert batch.shared_rows.document_lengths == documents and batch.shared_rows.length == 4
 
 
 @pytest.mark.parametrize(

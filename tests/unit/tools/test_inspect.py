@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from unit.data.token_files import loader, make_root, opened, plan, random_documents, rows, write_documents
 
-from pretraining.config.training import BatchConfig, DataConfig, ModelConfig, RunConfig
+from pretraining.config.training import BatchConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import ConfigError, DataError
@@ -95,6 +95,14 @@ def test_a_rank_shows_what_that_rank_trains_on(config: InspectConfig, ranks: int
         for rank, part in enumerate(parts):
             slots = objects(config, step=step, tokens=True, rank=rank, world_size=ranks)
             assert [slot["ids"] for slot in slots] == rows(next(part))
+
+
+def test_ranks_that_share_sequences_show_the_same_ones(config: InspectConfig) -> None:
+    shared = replace(config, parallel=ParallelConfig(context_parallel_size=2))
+    for rank in range(4):
+        slots = objects(shared, step=1, rank=rank, world_size=4)
+        assert slots == objects(config, step=1, rank=rank // 2, world_size=2)
+    assert objects(shared, step=1) == objects(config, step=1)  # a number of ranks is not needed
 
 
 def test_a_sample_is_found_at_any_step(config: InspectConfig) -> None:

@@ -92,6 +92,35 @@ def test_a_search_lists_what_fits_the_fastest_first(capsys: pytest.CaptureFixtur
     assert again == plans[0]
 
 
+def test_shared_sequences_need_less_memory_and_more_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--model_variant=llama3_8b", "--seq_length=131072", "--global_batch_size=8", "--gpus=8")
+    recomputed = ("--batch_size=1", "--fsdp_activation_checkpointing=true")
+    plans = [documents(capsys, *flags, *recomputed, f"--context_parallel_size={size}")[0] for size in (1, 2, 4, 8)]
+    needed = [plan["memory_bytes"]["activations"] for plan in plans]
+    assert needed[0] > 1.8 * needed[1] and needed == sorted(needed, reverse=True)
+    shares = [plan["memory_bytes"]["total"] / plan["memory_bytes"]["of_gpu"] for plan in plans]
+    assert shares[0] > 0.9 > 0.7 > shares[1]
+    # Each rank has the tokens of a whole sequence in all, and sends keys and values.
+    assert [plan["step_seconds"]["compute"] for plan in plans] == pytest.approx(
+        [plans[0]["step_seconds"]["compute"]] * 4
+    )
+    exposed = [plan["step_seconds"]["exposed"] for plan in plans]
+    assert exposed == sorted(exposed) and exposed[0] < exposed[1]
+    assert "sequences shared by 8 GPUs" in said(capsys, *flags, *recomputed, "--context_parallel_size=8")
+    assert "what fits   --sharding_strategy=fsdp --context_parallel_size=2" in said(capsys, *flags)
+
+    found = documents(capsys, *flags, "--search=true")
+    assert {plan["context_parallel_size"] for plan in found} == {2, 4, 8}
+    assert {plan["global_batch_size"] for plan in found} == {8}
+    shown = said(capsys, *flags, "--search=true").splitlines()[3].split("  ")[-1].split()
+    assert documents(capsys, *flags, *shown) == found[:1]
+    given = documents(capsys, *flags, "--context_parallel_size=4", "--search=true")
+    assert {plan["context_parallel_size"] for plan in given} == {4}
+    assert all(plan["group_size"] % 4 == 0 or plan["sharding_strategy"] == "ddp" for plan in given)
+    message = refused(capsys, *flags, "--context_parallel_size=16")
+    assert "the job has 8, which 16 does not divide" in message
+
+
 def test_a_search_learns_the_same_in_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--model_variant=7b", "--batch_size=6", "--grad_accum_steps=2", "--fsdp_activation_checkpointing=true")
     plans = documents(capsys, *flags, "--search=true")
@@ -129,7 +158,8 @@ def test_a_length_in_epochs_is_left_open(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_plan_that_does_not_fit_names_one_that_does(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "--model_variant=13b", "--gpus=8", "--gpu=a100", "--batch_size=8")
     assert ": does not fit" in text and "what fits   --sharding_strategy=" in text
-    assert "--global_batch_size=8 or less" in refused(capsys, "--model_variant=34b", "--search=true")
+    odd = "--seq_length=4095"  # which no GPUs can share
+    assert "--global_batch_size=8 or less" in refused(capsys, "--model_variant=34b", odd, "--search=true")
     assert "32 GPUs" in said(capsys, "--model_variant=70b")
     assert "32 GPUs" in refused(capsys, "--model_variant=70b", "--gpus=8", "--search=true")
     own = ("--gpus=1", "--gpu=4090", "--optimizer=my:Own", "--optimizer_state_bytes=400", "--search=true")

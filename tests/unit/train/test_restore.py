@@ -110,9 +110,11 @@ FITTING = CpuThreads(4, is_chosen=True)
         ({"cpu_threads": "1"}, FITTING, 2, False),
         ({"cpu_threads": 1, "processes": 2}, FITTING, 2, False),
         ({"cpu_threads": 1, "sharding_strategy": "ddp"}, FITTING, 2, False),
+        ({"cpu_threads": 1, "context_parallel_size": 2}, FITTING, 2, False),
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("single_process")
 def test_a_run_resumes_with_its_number_of_threads_if_they_fit_and_logs_if_not(
     world: dict[str, Any], threads: CpuThreads, kept: int, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
