@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens of a row a rank computes, and which tokens these attend to.
+"""Context parallelism: a rank computes a part of each row, and attends to tokens of other ranks.
 
 C neighboring ranks share the rows of a batch. Each row of S tokens has 2·C chunks of equal length; the rank at place c
 computes the chunks c and 2·C-1-c, so that all ranks attend to equally many earlier tokens:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pretraining.model.attention import causal_attention
+from pretraining.model.kernels import causal_attention
 
 
 class KeyValueCache:

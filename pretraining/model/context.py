@@ -4,9 +4,8 @@
 
 Each layer gathers once in forward, once more if backward recomputes the block, and sums gradients over ranks once.
 
-On a GPU, one call of the variable-length kernel serves all pieces. Its keys may not overlap, while the pieces of two
-chunks may belong to one document, so the kernel gets copies: for each chunk, all keys from the start of its first
-document to its end. Other devices make one call per piece, or per `MASKED_QUERIES` tokens of a piece that continues a
+On a GPU, one call of the variable-length kernel serves all pieces. Keys of its documents may not overlap, but pieces of
+both chunks may belong to one document, so the kernel gets a copy of each piece's keys. Other devices make one call per piece, or per `MASKED_QUERIES` tokens of a piece that continues a
 document from an earlier chunk, since their kernels align causal masks at the first key.
 
 Shapes: B batch, S sequence, L tokens of a row on this rank, H query heads, K key/value heads, E head dim; n queries of
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pretraining.config.context import SharedRows
-from pretraining.model.attention import (
+from pretraining.model.kernels import (
     DocumentBounds,
     causal_attention,
     document_bounds,
@@ -36,7 +35,7 @@ MASKED_QUERIES = 512
 
 
 class KernelInputs(NamedTuple):
-    """What the variable-length kernel needs for all pieces, on the device.
+    """Inputs of the variable-length kernel for all pieces, on the device.
 
     Attributes:
         keys: int64, places of the copied keys in the flattened [B * S] tokens.
@@ -93,8 +92,7 @@ def locate_rows(rows: SharedRows, x: Tensor, head_dim: int) -> PartialRows:
 def kernel_inputs(rows: SharedRows) -> KernelInputs:
     """Return the inputs of the kernel, on the host.
 
-    The kernel aligns the last query of a piece with its last key. Pieces that follow each other in a row share no keys,
-    unless they are in different chunks.
+    The kernel aligns the last query of a piece with its last key.
     """
     queries, keys = zip(*rows.pieces, strict=True)
     lengths = ([place.stop - place.start for place in places] for places in (queries, keys))

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from pretraining.config.context import SharedRows
 from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape, load_block
-from pretraining.model.attention import Attention, Reach, locate_documents
+from pretraining.model.attention import Attention, Reach
 from pretraining.model.context import locate_rows
+from pretraining.model.kernels import locate_documents
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.model.rope import Rotation, compute_rotation
 

@@ -38,7 +38,8 @@ from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
 from pretraining.launch.cpu_threads import CpuThreads
-from pretraining.model.attention import Attention, has_kernel_for_documents
+from pretraining.model.attention import Attention
+from pretraining.model.kernels import has_kernel_for_documents
 from pretraining.model.llama import block_class
 from pretraining.observability.metrics import Metrics
 from pretraining.optim.registry import try_optimizer

@@ -96,7 +96,13 @@ def test_a_checkpoint_alone_imports_no_block(outside: Path) -> None:
         "verify": ["verify", "own"],
         "export": ["export", "own", "--output_path=out"],
         "train": ["train", "ckpt_load_path=own", "weights_only=true", "use_dummy_dataset=true", "ckpt_save_path=new"],
-        "evaluate": ["train", "ckpt_load_path=own", "eval_only=true", "use_dummy_dataset=true"],
+        "evaluate": [
+            "train",
+            "ckpt_load_path=own",
+            "eval_only=true",
+            "use_dummy_dataset=true",
+            "held_out_fraction=0.1",
+        ],
         "inspect": ["inspect", "own", "--step=1"],
         "list": ["list", "own"],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretraining.model.attention import DocumentBounds, document_attention, locate_documents
+from pretraining.model.kernels import DocumentBounds, document_attention, locate_documents
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

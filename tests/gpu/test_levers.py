@@ -10,7 +10,7 @@ import torch
 from training_runs import TINY, losses_of, write_dataset
 
 from pretraining.cli import main
-from pretraining.model import attention
+from pretraining.model import kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -68,7 +68,7 @@ def test_one_kernel_for_all_documents_trains_as_a_call_a_document(
         return losses_of(run)
 
     at_once = losses(tmp_path / "at_once", *levers)
-    monkeypatch.setattr(attention, "has_kernel_for_documents", lambda *_: False)
+    monkeypatch.setattr(kernels, "has_kernel_for_documents", lambda *_: False)
     assert at_once == pytest.approx(losses(tmp_path / "one_by_one"), rel=1e-2)
 
 

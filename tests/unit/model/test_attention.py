@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-from pretraining.model import attention
-from pretraining.model.attention import document_attention, document_bounds, has_kernel_for_documents
+from pretraining.model import kernels
+from pretraining.model.kernels import document_attention, document_bounds, has_kernel_for_documents
 
 Rows = list[list[int]]  # lengths of the documents of each row
 
@@ -130,18 +130,18 @@ def test_a_gpu_with_a_flash_kernel_takes_all_documents_at_once_and_groups_heads(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=capability[0]))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     assert has_kernel_for_documents(torch.device(device), dtype, head_dim) is documents
-    assert attention.has_kernel_for_grouped_heads(torch.device(device), dtype) is groups
+    assert kernels.has_kernel_for_grouped_heads(torch.device(device), dtype) is groups
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert not has_kernel_for_documents(torch.device(device), dtype, head_dim)
 
 
 def test_heads_are_repeated_where_no_kernel_groups_them(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw_heads([[5], [5]], 6, 2)
-    expected = attention.causal_attention(*inputs)
+    expected = kernels.causal_attention(*inputs)
     kernel = Mock(side_effect=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
-    monkeypatch.setattr(attention, "has_kernel_for_grouped_heads", lambda device, dtype: False)
-    found = attention.causal_attention(*inputs)
+    monkeypatch.setattr(kernels, "has_kernel_for_grouped_heads", lambda device, dtype: False)
+    found = kernels.causal_attention(*inputs)
     assert kernel.call_args.args[1].size(1) == 6 and not kernel.call_args.kwargs["enable_gqa"]
     assert_same_gradients(found, expected, inputs, 1e-6)
 

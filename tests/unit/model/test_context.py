@@ -17,8 +17,8 @@ from pretraining.config.context import ContextGroup, SharedRows
 from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.model import context
-from pretraining.model.attention import document_attention
 from pretraining.model.context import PartialRows, kernel_inputs, shifted_mask
+from pretraining.model.kernels import document_attention
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
 
