@@ -5,8 +5,9 @@
 Each layer gathers once in forward, once more if backward recomputes the block, and sums gradients over ranks once.
 
 On a GPU, one call of the variable-length kernel serves all pieces. Keys of its documents may not overlap, but pieces of
-both chunks may belong to one document, so the kernel gets a copy of each piece's keys. Other devices make one call per piece, or per `MASKED_QUERIES` tokens of a piece that continues a
-document from an earlier chunk, since their kernels align causal masks at the first key.
+both chunks may belong to one document, so the kernel gets a copy of each piece's keys. Other devices make one call per
+piece, or per `MASKED_QUERIES` tokens of a piece that continues a document from an earlier chunk, since their kernels
+align causal masks at the first key.
 
 Shapes: B batch, S sequence, L tokens of a row on this rank, H query heads, K key/value heads, E head dim; n queries of
 a piece, T keys of a piece.
