@@ -108,7 +108,8 @@ class Trainer:
         Args:
             outputs: results of the model: `loss_sum`, `valid_tokens`, `losses` and `hits` [B, S] per label, and with
                 `needs_hidden_states` `hidden_states` [B, S, D].
-            batch: `tokens_BS`, `labels_BS` (-100 = ignored, as in padding), `positions_BS` and `document_lengths`.
+            batch: `tokens_BS`, `labels_BS` (-100 = ignored, as in padding), `positions_BS`, `document_lengths` and
+                `columns_S`, the place of each column in its row.
 
         Returns:
             (sum, count) by metric name, scalar tensors on the device, with the same names on each call. Reports show

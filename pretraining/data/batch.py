@@ -40,6 +40,14 @@ class ModelInputs(NamedTuple):
     shared_rows: SharedRows | None = None
 
     @property
+    def columns_S(self) -> torch.Tensor:
+        """Place of each column in its row: 0 .. S-1, or those of this rank's part."""
+        if self.shared_rows is None:
+            return torch.arange(self.tokens_BS.size(1), device=self.tokens_BS.device)
+        places = torch.arange(self.shared_rows.length, device=self.tokens_BS.device)
+        return torch.cat([places[chunk] for chunk in self.shared_rows.group.chunks(len(places))])
+
+    @property
     def attention_span(self) -> float:
         """Length of a token's document in the whole row, averaged over tokens; S if each row is one document."""
         lengths = self.document_lengths if self.shared_rows is None else self.shared_rows.document_lengths

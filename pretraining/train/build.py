@@ -7,6 +7,7 @@ Errors are raised on all ranks alike (`on_rank_zero`, `on_every_rank`), so a mis
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,8 @@ from pretraining.train.run_status import RunStatusWriter
 from pretraining.train.spikes import SpikeDetector
 from pretraining.train.stability import Guards
 from pretraining.train.step import StepContext
+
+log = logging.getLogger(__name__)
 
 TRACKERS_STATE, REPORT_STATE = "trackers", "report"  # in checkpoints
 MIRROR_WAIT_SHARE = 0.8
@@ -240,6 +243,8 @@ def _build_context(
         conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": config.data.document_mask}
         spikes = SpikeDetector(config.guard.spike_threshold, config.guard.spike_window, device, conditions)
     shard_group, sources = plan.dims.group("shard"), plan.loader.reader.sources
+    if hook is not None and plan.dims.context > 1:
+        log.info("metrics     extra_metrics gets a part of each row: column i is token batch.columns_S[i] of its row")
     metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
     return StepContext(
         model=model,

@@ -39,18 +39,20 @@ def custom_of(run: Path) -> list[dict[str, float]]:
 
 def test_every_rank_has_the_metrics_of_one_process_in_any_layout(data_path: Path, tmp_path: Path) -> None:
     more: dict[str, dict[str, Any]] = {"fsdp": {}, "ddp": {}, "zero2": {"document_mask": True}}
+    more["shared"] = {"sharding_strategy": "fsdp", "document_mask": True}
     found = {}
     for processes in (1, 2):
+        more["shared"]["context_parallel_size"] = processes
         runs = [
-            settings(data_path, tmp_path / f"{strategy}_{processes}", sharding_strategy=strategy, **given)
-            for strategy, given in more.items()
+            settings(data_path, tmp_path / f"{name}_{processes}", **{"sharding_strategy": name, **given})
+            for name, given in more.items()
         ]
         found[processes] = found_by(run_forked(WORKER, processes, runs))
     assert found[2][0] == found[2][1]
     for one, two in zip(found[1][0], found[2][0], strict=True):
         assert one[:2] == two[:2] == ["finished", 3] and one[2:] == pytest.approx(two[2:], rel=1e-5)
-    for strategy in more:
-        one, two = (custom_of(tmp_path / f"{strategy}_{processes}") for processes in (1, 2))
+    for name in more:
+        one, two = (custom_of(tmp_path / f"{name}_{processes}") for processes in (1, 2))
         sets = [f"evaluation_custom/norm{each}" for each in ("", "/first", "/second")]
         assert len(one) == len(two) == 5 and {*sets} <= {name for line in one for name in line}
         for line, other in zip(one, two, strict=True):

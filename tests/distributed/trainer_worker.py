@@ -32,8 +32,9 @@ class Measured(Trainer):
         assert outputs.hidden_states is not None
         valid = batch.labels_BS != -100
         norms = outputs.hidden_states.float().norm(dim=-1)
+        late = valid & (batch.columns_S >= 16)
         return {
-            "late_loss": (outputs.losses[:, 16:].sum(), valid[:, 16:].sum()),
+            "late_loss": ((outputs.losses * late).sum(), late.sum()),
             "hits": (outputs.hits.sum(), outputs.valid_tokens),
             "norm": ((norms * valid).sum(), valid.sum()),
         }

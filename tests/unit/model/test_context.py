@@ -161,6 +161,7 @@ def test_the_ranks_parts_are_the_rows_with_their_labels_and_positions(has_mask: 
         ):
             assert torch.equal(found, torch.cat([of_whole[:, chunk] for chunk in chunks], 1))
         assert part.attention_span == whole.attention_span
+        assert torch.equal(part.columns_S, torch.cat([whole.columns_S[chunk] for chunk in chunks]))
         assert sum(part.document_lengths) == part.tokens_BS.numel()
         # Pieces of this rank's tokens: a piece begins where positions do not go on.
         flat, ends = part.positions_BS.flatten(), list(accumulate(part.document_lengths))
@@ -181,3 +182,4 @@ def test_a_row_that_one_rank_cannot_read_has_no_labels_on_any() -> None:
 def test_inputs_of_whole_rows_have_no_shared_rows() -> None:
     inputs = MicroBatch(torch.ones(1, 9, dtype=torch.uint16)).model_inputs()
     assert isinstance(inputs, ModelInputs) and inputs.shared_rows is None
+    assert inputs.columns_S.tolist() == list(range(8))
