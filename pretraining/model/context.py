@@ -31,7 +31,7 @@ from pretraining.model.kernels import (
     varlen_attention,
 )
 
-MASKED_QUERIES = 512
+MASKED_QUERIES = 1024
 """Most queries in a call with a mask: few masked values are computed, and the mask stays small."""
 
 

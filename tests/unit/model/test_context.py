@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
@@ -11,14 +12,19 @@ import torch
 from emulated_varlen import emulated_varlen
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_shape import TINY_SHAPE
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from pretraining.config.context import ContextGroup, SharedRows
 from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import MicroBatch, ModelInputs
+from pretraining.distributed.compile import compile_blocks, without_compiling
 from pretraining.model import context
 from pretraining.model.context import PartialRows, kernel_inputs, shifted_mask
+from pretraining.model.init import initialize_weights
 from pretraining.model.kernels import document_attention
+from pretraining.model.llama import Llama
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -183,3 +189,22 @@ def test_inputs_of_whole_rows_have_no_shared_rows() -> None:
     inputs = MicroBatch(torch.ones(1, 9, dtype=torch.uint16)).model_inputs()
     assert isinstance(inputs, ModelInputs) and inputs.shared_rows is None
     assert inputs.columns_S.tolist() == list(range(8))
+
+
+@pytest.mark.thorough
+def test_compiled_blocks_are_not_compiled_for_each_batch_of_other_documents() -> None:
+    group, generator = ContextGroup(1, 2, lambda part: torch.cat([part] * 2, -3), lambda lost: lost), random.Random(0)
+    model = Llama(TINY_SHAPE)
+    initialize_weights(model, TINY_SHAPE, 0, torch.device("cpu"))
+    compile_blocks(model.blocks)
+    with emulated_varlen():
+        for _ in range(6):
+            cuts = sorted(generator.sample(range(1, 64), generator.randint(1, 9)))
+            lengths = tuple(end - begin for begin, end in pairwise([0, *cuts, 64]))
+            tokens = torch.randint(TINY_SHAPE.vocab_size, (1, 64))
+            inputs = ModelInputs(tokens, tokens, None, lengths).part_of(group)
+            compiled = model(*inputs).objective_sum
+            compiled.backward()
+            with without_compiling():
+                assert compiled.detach() == pytest.approx(model(*inputs).objective_sum.detach(), rel=1e-5)
+    assert counters["stats"]["unique_graphs"] <= 4
