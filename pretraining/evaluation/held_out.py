@@ -164,18 +164,18 @@ def evaluate(
     model: nn.Module,
     sources: Sequence[EvaluationSource],
     device: torch.device,
+    context_group: ContextGroup | None,
     should_stop: Callable[[], bool],
     metrics: Metrics,
     byte_lengths_V: Tensor | None = None,
-    context_group: ContextGroup | None = None,
 ) -> Evaluation | None:
     """Evaluate on all sources, in every process; return None if a stop is requested meanwhile.
 
     Args:
         model: returns the `HeadLoss` of a micro-batch's `ModelInputs`.
+        context_group: ranks that share their sequences with this one; None = none do.
         should_stop: called between batches by all ranks, with the same result on all.
         byte_lengths_V: text bytes of each token; None = no bits per byte.
-        context_group: ranks that share their sequences with this one; None = none do.
     """
     tables: list[Tensor | float] = [0.0] * len(sources)  # sums of this rank, [sets, columns]
     # As in training: the sum of losses per micro-batch. Summing the table would differ in the last digits.
@@ -228,7 +228,7 @@ class Evaluator:
     """Evaluator on an interval and at the end of the run.
 
     Attributes:
-        model, sources, device, should_stop, metrics, byte_lengths_V, context_group: as in `evaluate`; without sources,
+        model, sources, device, context_group, should_stop, metrics, byte_lengths_V: as in `evaluate`; without sources,
             there is no evaluation.
         interval: evaluation interval; the run's last step is always evaluated.
         best_by: set whose loss decides which checkpoint is best; None = the mean.
@@ -240,6 +240,7 @@ class Evaluator:
     model: nn.Module
     sources: Sequence[EvaluationSource]
     device: torch.device
+    context_group: ContextGroup | None
     interval: Interval
     observer: Observer
     should_stop: Callable[[], bool]
@@ -247,7 +248,6 @@ class Evaluator:
     best_by: str | None = None
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     byte_lengths_V: Tensor | None = None
-    context_group: ContextGroup | None = None
     sampler: TextSampler | None = None
     evaluation_mode: Callable[[], AbstractContextManager[None]] = nullcontext
     pending: bool = False
@@ -265,9 +265,8 @@ class Evaluator:
     def _run(self, state: TrainState) -> float | None:
         with self.observer.stopwatch.measure("evaluation"):
             model, sources, device = self.model, self.sources, self.device
-            found = evaluate(
-                model, sources, device, self.should_stop, self.metrics, self.byte_lengths_V, self.context_group
-            )
+            group, table_V = self.context_group, self.byte_lengths_V
+            found = evaluate(model, sources, device, group, self.should_stop, self.metrics, table_V)
         if found is None:
             return None
         self.pending = False

@@ -294,6 +294,7 @@ def _build_evaluator(
         model=context.model.module,
         sources=plan.sources,
         device=context.device,
+        context_group=context.context_group,
         interval=Interval(evaluation.eval_interval, plan.training_tokens),
         observer=observer,
         should_stop=should_stop,
@@ -303,7 +304,6 @@ def _build_evaluator(
         ),
         byte_lengths_V=table_V,
         metrics=context.collector.metrics,
-        context_group=context.context_group,
         sampler=sampler if evaluation.sample_at_evaluations else None,
         evaluation_mode=partial(evaluation_mode, context.optimizer, context.model.masters_changed),
     )

@@ -58,7 +58,7 @@ def test_every_number_of_processes_finds_and_writes_the_same(data: Path, tmp_pat
     texts = ["vocab_size=300", f"tokenizer_path={tmp_path}", "sample_tokens=6", "sample_at_evaluations=true"]
     for processes, strategy in ((1, "fsdp"), (2, "fsdp"), (4, "hsdp")):
         more = [*texts, f"sharding_strategy={strategy}", f"ckpt_save_path={tmp_path}/on_{processes}"]
-        more += ["hsdp_group_size=2"] if strategy == "hsdp" else []
+        more += ["hsdp_group_size=2", "context_parallel_size=2"] if strategy == "hsdp" else []
         train_runs(processes, data, [[*flags(data), *more]])
     expected = evaluations(tmp_path / "on_1")
     assert len(expected) == 2 * 4 * (1 + len(SETS))
@@ -67,14 +67,17 @@ def test_every_number_of_processes_finds_and_writes_the_same(data: Path, tmp_pat
     for processes in (2, 4):
         assert evaluations(tmp_path / f"on_{processes}") == pytest.approx(expected, rel=1e-4), processes
         assert samples(tmp_path / f"on_{processes}") == written
-    for processes in (1, 2):  # on other numbers than the run had, too
+    tokens = []
+    for processes, context in ((1, 1), (2, 1), (2, 2)):  # on other numbers than the run had, too
         common = [*TINY, f"data_path={data}", "sep_token=0", "logical_shards=8", *flags(data), "vocab_size=300"]
-        job = [(free_ports(1)[0], [*common, "eval_only=true", f"ckpt_load_path={tmp_path}/on_2"])]
-        out = run_forked(WORKER, processes, [json.dumps(job)]).stdout
+        common += ["eval_only=true", f"ckpt_load_path={tmp_path}/on_2", f"context_parallel_size={context}"]
+        out = run_forked(WORKER, processes, [json.dumps([(free_ports(1)[0], common)])]).stdout
         [found] = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+        tokens.append([each["tokens"] for each in found["sets"].values()])
         assert found["evaluation_loss"] == pytest.approx(expected["4 evaluation_loss"], rel=1e-4)
         for name in SETS:
             assert found["sets"][name]["loss"] == pytest.approx(expected[f"4 evaluation_loss/{name}"], rel=1e-4)
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_a_resume_with_other_processes_and_another_batch_has_the_same_evaluation_loss(
