@@ -104,7 +104,7 @@ def kernel_inputs(rows: SharedRows) -> KernelInputs:
 def shifted_mask(longest: int, x: Tensor) -> Tensor:
     """Return a mask from which `attend_to_prefix` cuts all of its masks: [M, longest + M], M = MASKED_QUERIES.
 
-    Row i is 0 up to column longest + i, and -inf behind it. The backward pass keeps this one tensor for all layers.
+    Row i is 0 up to column longest + i, and -inf behind it. On a CPU, all layers keep this one tensor for backward.
     """
     mask = x.new_full((MASKED_QUERIES, longest + MASKED_QUERIES), -torch.inf, requires_grad=False)
     return mask.triu_(longest + 1)
@@ -127,5 +127,7 @@ def attend_to_prefix(
         earlier += len(q_mHE)  # keys up to the last of these queries
         first = mask_MS.size(1) - MASKED_QUERIES + len(q_mHE) - earlier
         mask_mt = mask_MS[: len(q_mHE), first : first + earlier]
+        if mask_mt.is_cuda:  # the kernel needs aligned rows
+            mask_mt = mask_mt.contiguous()
         mixed.append(causal_attention(q_mHE[None], k_TKE[None, :earlier], v_TKE[None, :earlier], scale, mask_mt)[0])
     return torch.cat(mixed)
