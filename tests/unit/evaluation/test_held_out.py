@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from pretraining.config.context import SharedRows
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import Sample
@@ -34,6 +35,7 @@ class LossIsInput(nn.Module):
         labels_BS: torch.Tensor,
         positions_BS: torch.Tensor | None,
         document_lengths: tuple[int, ...] | None,
+        shared_rows: SharedRows | None,
     ) -> HeadLoss:
         valid = labels_BS != -100
         z_loss_sum = 0.25 * valid.sum()
