@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from unit.train.test_step import CPU, context_for_step, micro_batches, sequences
 
+from pretraining.config.context import ContextGroup
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
 from pretraining.observability.collector import Collector
 from pretraining.observability.metrics import Metrics, MetricsHook, Outputs
@@ -86,6 +87,10 @@ def test_inputs_are_derived_without_the_tokens_being_looked_at(
         inputs = micro_batch.to("meta").model_inputs()
         assert inputs.tokens_BS.device.type == inputs.labels_BS.device.type == "meta"
         assert inputs.attention_span == (8 if inputs.document_lengths is None else 4)
+        unreadable_B = torch.zeros(len(micro_batch.tokens_BT), dtype=torch.bool)
+        group = ContextGroup(0, 2, lambda part: part, lambda lost_B: lost_B)
+        part = replace(micro_batch, unreadable_B=unreadable_B).to("meta").model_inputs(group)
+        assert part.tokens_BS.shape == (len(unreadable_B), 4) and part.attention_span == inputs.attention_span
 
 
 @pytest.mark.parametrize(
@@ -101,9 +106,9 @@ def test_a_step_asks_the_device_for_nothing(
 ) -> None:
     derive = MicroBatch.model_inputs
 
-    def derive_unwatched(micro_batch: MicroBatch) -> ModelInputs:  # the test above checks it
+    def derive_unwatched(micro_batch: MicroBatch, *group: Any) -> ModelInputs:  # the test above checks it
         with _disable_current_modes():
-            return derive(micro_batch)
+            return derive(micro_batch, *group)
 
     monkeypatch.setattr(MicroBatch, "model_inputs", derive_unwatched)
     context = change(context_for_step())
