@@ -196,6 +196,7 @@ def test_compiled_blocks_are_not_compiled_for_each_batch_of_other_documents() ->
     group, generator = ContextGroup(1, 2, lambda part: torch.cat([part] * 2, -3), lambda lost: lost), random.Random(0)
     model = Llama(TINY_SHAPE)
     initialize_weights(model, TINY_SHAPE, 0, torch.device("cpu"))
+    counters.clear()
     compile_blocks(model.blocks)
     with emulated_varlen():
         for _ in range(6):
