@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.library import _scoped_library
 
 from pretraining.model import llama
-from pretraining.model.context import PartialRows, attend_to_prefix, kernel_inputs, shifted_mask
 from pretraining.model.kernels import document_bounds
+from pretraining.model.shared_rows import PartialRows, attend_to_prefix, kernel_inputs, shifted_mask
 from pretraining.train import plan
 
 

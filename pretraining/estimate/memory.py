@@ -254,7 +254,7 @@ class _Step:
         if self.context == 1:
             return kept
         # Keys and values of whole rows in place of the rank's own. Besides, a GPU copies keys that both chunks see, and
-        # a CPU joins the results of pieces (model/context.py).
+        # a CPU joins the results of pieces (model/shared_rows.py).
         copied = self.gathered_keys // (2 * self.context)
         if self.device_type == "cpu":
             copied = self.itemsize * self.tokens * self.shape.query_width

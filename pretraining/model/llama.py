@@ -26,10 +26,10 @@ from pretraining.config.context import SharedRows
 from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape, load_block
 from pretraining.model.attention import Attention, Reach
-from pretraining.model.context import locate_rows
 from pretraining.model.kernels import locate_documents
 from pretraining.model.loss import HeadLoss, head_loss
 from pretraining.model.rope import Rotation, compute_rotation
+from pretraining.model.shared_rows import locate_rows
 
 
 class Llama(nn.Module):

@@ -61,7 +61,7 @@ PARTS = {
     "tests": (
         Task(
             240,
-            f"{PYTEST} tests/gpu/test_attention.py tests/gpu/test_context.py tests/gpu/test_loss.py "
+            f"{PYTEST} tests/gpu/test_attention.py tests/gpu/test_shared_rows.py tests/gpu/test_loss.py "
             "tests/gpu/test_no_waiting.py tests/gpu/test_profiler.py tests/gpu/test_training.py",
         ),
         Task(300, f"{PYTEST} tests/gpu/test_whole_runs.py"),

@@ -20,11 +20,11 @@ from pretraining.config.context import ContextGroup, SharedRows
 from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.distributed.compile import compile_blocks, without_compiling
-from pretraining.model import context
-from pretraining.model.context import PartialRows, kernel_inputs, shifted_mask
+from pretraining.model import shared_rows
 from pretraining.model.init import initialize_weights
 from pretraining.model.kernels import document_attention
 from pretraining.model.llama import Llama
+from pretraining.model.shared_rows import PartialRows, kernel_inputs, shifted_mask
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -84,7 +84,7 @@ def test_each_token_is_in_one_piece_with_its_document_up_to_itself(case: tuple[i
 
 @pytest.fixture(params=["a call per piece", "one call"])
 def has_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    monkeypatch.setattr(context, "MASKED_QUERIES", 3)  # so that pieces need several calls
+    monkeypatch.setattr(shared_rows, "MASKED_QUERIES", 3)  # so that pieces need several calls
     has_kernel = request.param == "one call"
     with emulated_varlen() if has_kernel else nullcontext():
         yield has_kernel

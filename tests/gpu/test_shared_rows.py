@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pretraining.config.context import ContextGroup, SharedRows
-from pretraining.model.context import locate_rows
 from pretraining.model.kernels import document_attention
+from pretraining.model.shared_rows import locate_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
