@@ -45,7 +45,7 @@ class ModelInputs(NamedTuple):
         if self.shared_rows is None:
             return torch.arange(self.tokens_BS.size(1), device=self.tokens_BS.device)
         places = torch.arange(self.shared_rows.length, device=self.tokens_BS.device)
-        return torch.cat([places[chunk] for chunk in self.shared_rows.group.chunks(len(places))])
+        return _own_chunks(places, self.shared_rows.group)
 
     @property
     def attention_span(self) -> float:
@@ -63,12 +63,16 @@ class ModelInputs(NamedTuple):
         if positions_BS is None:
             positions_BS = torch.arange(length, device=self.tokens_BS.device).expand(rows, -1)
         shared = SharedRows(group, length, self.document_lengths or (length,) * rows)
-
-        def part(values_BS: torch.Tensor) -> torch.Tensor:
-            return torch.cat([values_BS[:, chunk] for chunk in group.chunks(length)], 1)
-
+        tokens_BS, labels_BS, positions_BS = (
+            _own_chunks(values, group) for values in (self.tokens_BS, self.labels_BS, positions_BS)
+        )
         lengths = tuple(piece.queries.stop - piece.queries.start for piece in shared.pieces)
-        return ModelInputs(part(self.tokens_BS), part(self.labels_BS), part(positions_BS), lengths, shared)
+        return ModelInputs(tokens_BS, labels_BS, positions_BS, lengths, shared)
+
+
+def _own_chunks(values: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    """Return this rank's chunks of values of whole rows, [..., S] -> [..., S / C]."""
+    return torch.cat([values[..., chunk] for chunk in group.chunks(values.size(-1))], -1)
 
 
 @dataclass
@@ -84,6 +88,7 @@ class MicroBatch:
             None = all rows are of the first.
         unreadable_B: [B] bool on the host, rows that this process could not read; None = a row that it cannot read
             stops the run.
+        group: ranks that have the same rows, and compute a part each; None = only this rank has them.
     """
 
     tokens_BT: torch.Tensor
@@ -91,28 +96,27 @@ class MicroBatch:
     document_starts: torch.Tensor | None = None
     datasets_B: torch.Tensor | None = None
     unreadable_B: torch.Tensor | None = None
+    group: ContextGroup | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """Copy the tokens to a device. With `non_blocking`, a copy from pinned memory overlaps computation."""
         return replace(self, tokens_BT=self.tokens_BT.to(device, non_blocking=non_blocking))
 
-    def model_inputs(self, group: ContextGroup | None = None) -> ModelInputs:
+    def model_inputs(self) -> ModelInputs:
         """Derive the model's arguments on the tokens' device, without waiting for it.
 
         Labels in padding are ignored. With a document mask, the first token of a piece is no label, and positions
-        start at 0 in every piece, padding included.
-
-        Args:
-            group: ranks that share the rows; the call is then collective if `unreadable_B` is given.
+        start at 0 in every piece, padding included. A group gets this rank's part of the rows; the call is then
+        collective if `unreadable_B` is given.
         """
         inputs = self._whole_inputs()
-        if group is None:
+        if self.group is None:
             return inputs
         if self.unreadable_B is not None:
             # A row that one rank cannot read is lost for all: the others would attend to wrong keys.
-            lost_B = group.any(send(self.unreadable_B, inputs.labels_BS.device))
+            lost_B = self.group.any(send(self.unreadable_B, inputs.labels_BS.device))
             inputs.labels_BS.masked_fill_(lost_B[:, None], IGNORED_LABEL)
-        return inputs.part_of(group)
+        return inputs.part_of(self.group)
 
     def _whole_inputs(self) -> ModelInputs:
         tokens_BS = self.tokens_BT[:, :-1].to(torch.int64)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretraining.config.batch_sizes import BatchSizes
+from pretraining.config.context import ContextGroup
 from pretraining.config.training import DataConfig
 from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture
@@ -55,6 +56,7 @@ class BatchReader:
     Args:
         sources: datasets, sorted by name; phases of the mixture may use others.
         vocab_size: tokens are uint16 up to 65536, else int32.
+        group: ranks that read the same batch, to compute a part of each row; None = none do.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class BatchReader:
         rank: int,
         config: DataConfig,
         vocab_size: int,
+        group: ContextGroup | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self._set_mixture(mixture)
@@ -72,6 +75,7 @@ class BatchReader:
         self._begin, self._end = plan.share(rank)
         self._config = config
         self._vocab_size = vocab_size
+        self._group = group
         self._quarantine = Quarantine() if config.bad_documents == "quarantine" else None
 
     @cached_property
@@ -148,7 +152,8 @@ class BatchReader:
             unreadable = torch.from_numpy(rows.unreadable).split(size)
         parts = zip(tokens_RT.split(size), lengths, starts, numbers_R.split(size), unreadable, strict=True)
         names = tuple(source.name for source in self.sources)
-        return StepBatch(step, self.mixture.first_sample(step), [MicroBatch(*each) for each in parts], names)
+        micro_batches = [MicroBatch(*each, self._group) for each in parts]
+        return StepBatch(step, self.mixture.first_sample(step), micro_batches, names)
 
     def _fill(self, step: int, slots: Slots, source: Samples, numbers: np.ndarray, rows: _Rows) -> None:
         """Read the samples of one dataset into the rows `numbers`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pretraining.config.batch_sizes import BatchSizes
+from pretraining.config.context import ContextGroup
 from pretraining.config.training import DataConfig
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
@@ -92,12 +93,14 @@ def build_loader(
     seed: int,
     vocab_size: int,
     split: SplitName = "train",
+    group: ContextGroup | None = None,
 ) -> Loader:
     """Make the loader of one data-parallel rank.
 
     Args:
         opened: None = the dummy dataset.
         vocab_size: vocabulary size of the model; reading a larger token raises an error.
+        group: ranks that share the sequences of this data-parallel rank; None = it is one rank.
 
     Raises:
         ConfigError: bos_token or sep_token is not in the vocabulary.
@@ -107,7 +110,7 @@ def build_loader(
     phase = Phase.first(plan.global_batch_size, weights)
     order = describe_order({source.name: source.fingerprint for source in sources}, phase, config, seed, split)
     mixture = Mixture([phase], Skipped(order["skipped"]))
-    reader = BatchReader(sources, mixture, plan, rank, config, vocab_size)
+    reader = BatchReader(sources, mixture, plan, rank, config, vocab_size, group)
     return Loader(reader, order, num_workers=config.num_workers, changes=changes)
 
 
@@ -121,6 +124,7 @@ def build_evaluation_loader(
     split: SplitName,
     sequences: int,
     order_version: int,
+    group: ContextGroup | None = None,
 ) -> tuple[Loader, dict[str, int], dict[str, int]]:
     """Make the loader of one rank that reads the first sequences of each dataset, each once, and stops.
 
@@ -128,7 +132,7 @@ def build_evaluation_loader(
     same for any batch size and number of ranks.
 
     Args:
-        opened, config, plan, rank, seed, vocab_size, split: as in `build_loader`.
+        opened, config, plan, rank, seed, vocab_size, split, group: as in `build_loader`.
         sequences: of all datasets together.
         order_version: of the run.
 
@@ -141,7 +145,7 @@ def build_evaluation_loader(
     )
     counts = {source.name: min(share, source.pass_samples) for source, share in zip(sources, shares, strict=True)}
     mixture = FirstSamples(counts, plan.global_batch_size)
-    reader = BatchReader(sources, mixture, plan, rank, config, vocab_size)
+    reader = BatchReader(sources, mixture, plan, rank, config, vocab_size, group)
     order = {"order_version": order_version}
     loader = Loader(reader, order, num_workers=config.num_workers, limit_steps=mixture.steps)
     return loader, counts, weights

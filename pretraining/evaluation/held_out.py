@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pretraining.config.context import ContextGroup
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.evaluation.early_stopping import EarlyStopping
@@ -164,7 +163,6 @@ def evaluate(
     model: nn.Module,
     sources: Sequence[EvaluationSource],
     device: torch.device,
-    context_group: ContextGroup | None,
     should_stop: Callable[[], bool],
     metrics: Metrics,
     byte_lengths_V: Tensor | None = None,
@@ -173,7 +171,6 @@ def evaluate(
 
     Args:
         model: returns the `HeadLoss` of a micro-batch's `ModelInputs`.
-        context_group: ranks that share their sequences with this one; None = none do.
         should_stop: called between batches by all ranks, with the same result on all.
         byte_lengths_V: text bytes of each token; None = no bits per byte.
     """
@@ -187,7 +184,7 @@ def evaluate(
                 return None
             for host_batch in batch.micro_batches:
                 micro_batch = host_batch.to(device, non_blocking=True)
-                inputs = micro_batch.model_inputs(context_group)
+                inputs = micro_batch.model_inputs()
                 outputs = model(*inputs)
                 loss_sum += outputs.objective_sum.double() - outputs.z_loss_sum
                 sets = len(sources[index].sets)
@@ -228,8 +225,8 @@ class Evaluator:
     """Evaluator on an interval and at the end of the run.
 
     Attributes:
-        model, sources, device, context_group, should_stop, metrics, byte_lengths_V: as in `evaluate`; without sources,
-            there is no evaluation.
+        model, sources, device, should_stop, metrics, byte_lengths_V: as in `evaluate`; without sources, there is no
+            evaluation.
         interval: evaluation interval; the run's last step is always evaluated.
         best_by: set whose loss decides which checkpoint is best; None = the mean.
         sampler: generates text after each evaluation except the run's last; None = no text.
@@ -240,7 +237,6 @@ class Evaluator:
     model: nn.Module
     sources: Sequence[EvaluationSource]
     device: torch.device
-    context_group: ContextGroup | None
     interval: Interval
     observer: Observer
     should_stop: Callable[[], bool]
@@ -265,8 +261,7 @@ class Evaluator:
     def _run(self, state: TrainState) -> float | None:
         with self.observer.stopwatch.measure("evaluation"):
             model, sources, device = self.model, self.sources, self.device
-            group, table_V = self.context_group, self.byte_lengths_V
-            found = evaluate(model, sources, device, group, self.should_stop, self.metrics, table_V)
+            found = evaluate(model, sources, device, self.should_stop, self.metrics, self.byte_lengths_V)
         if found is None:
             return None
         self.pending = False

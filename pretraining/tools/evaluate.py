@@ -114,7 +114,7 @@ def _evaluate(
         processes.activity.end_step(start.step)  # setup is done: `hang_timeout` applies from here on
         processes.activity.turn_to("evaluation")
         metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
-        found = evaluate(model.module, sources, device, dims.context_group, should_stop, metrics, table_V)
+        found = evaluate(model.module, sources, device, should_stop, metrics, table_V)
     if found is None:
         raise preemption_error(stop, f"in an evaluation ({stop_reason(stop)}): nothing was written.")
     return CheckpointEvaluation(start.path, start.manifest.step, found)

@@ -256,7 +256,6 @@ def _build_context(
         spikes=spikes,
         scaler=LossScaler(device) if compute_dtype(config.parallel, device) == torch.float16 else None,
         collector=Collector(metrics, [source.name for source in sources], optimizer, shard_group),
-        context_group=plan.dims.context_group,
         activity=plan.processes.activity,
     )
 
@@ -294,7 +293,6 @@ def _build_evaluator(
         model=context.model.module,
         sources=plan.sources,
         device=context.device,
-        context_group=context.context_group,
         interval=Interval(evaluation.eval_interval, plan.training_tokens),
         observer=observer,
         should_stop=should_stop,

@@ -126,10 +126,10 @@ def open_evaluation_sources(
     counts: dict[str, int] = {}
 
     def add(opened: OpenedDatasets | None, settings: DataConfig, split: SplitName, name: str | None) -> dict[str, int]:
-        seed, rank = config.run.seed, dims.data_rank
+        seed, rank, group = config.run.seed, dims.data_rank, dims.context_group
         loader, found, weights_now = on_every_rank(
             lambda: build_evaluation_loader(
-                opened, settings, batch, rank, seed, vocab_size, split, sequences, order_version=order
+                opened, settings, batch, rank, seed, vocab_size, split, sequences, order, group
             )
         )
         sets = loader.reader.sources

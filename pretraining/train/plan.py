@@ -121,7 +121,9 @@ def plan_run(
 
     batch = resolve_batch_sizes(config.batch, dims.data, restored.manifest.global_batch_size if restored else None)
     loader = on_every_rank(
-        lambda: build_loader(data, config.data, batch, dims.data_rank, config.run.seed, shape.vocab_size)
+        lambda: build_loader(
+            data, config.data, batch, dims.data_rank, config.run.seed, shape.vocab_size, group=dims.context_group
+        )
     )
     if restored is not None:
         on_every_rank(lambda: _restore_position(loader, restored))

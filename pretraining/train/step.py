@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from pretraining.config.context import ContextGroup
 from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.grad_norm import clip_gradients, gradient_norm, local_gradients
@@ -42,7 +41,6 @@ class StepContext:
         spikes: None = only non-finite updates are skipped.
         scaler: for float16; None = no scaling.
         collector: gets the outputs of each micro-batch.
-        context_group: ranks that share their sequences with this one; None = none do.
         activity: progress marker for the watchdog, updated at each micro-batch.
     """
 
@@ -53,7 +51,6 @@ class StepContext:
     shard_group: dist.ProcessGroup
     device: torch.device
     collector: Collector
-    context_group: ContextGroup | None = None
     spikes: SpikeDetector | None = None
     scaler: LossScaler | None = None
     activity: Activity = field(default_factory=Activity)
@@ -67,7 +64,7 @@ def train_step(context: StepContext, batch: StepBatch, step: int) -> StepOutcome
         step: updates done before this one.
     """
     micro_batches = [micro_batch.to(context.device, non_blocking=True) for micro_batch in batch.micro_batches]
-    inputs = [micro_batch.model_inputs(context.context_group) for micro_batch in micro_batches]
+    inputs = [micro_batch.model_inputs() for micro_batch in micro_batches]
     valid_tokens = torch.stack([(each.labels_BS != IGNORED_LABEL).sum() for each in inputs]).sum()
     # A single process skips the all-reduce, which would wake a gloo thread beside the computing ones.
     token_count = dist.all_reduce(valid_tokens, async_op=True) if dist.get_world_size() > 1 else None

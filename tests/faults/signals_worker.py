@@ -64,12 +64,12 @@ def in_evaluation(act: Callable[[], None]) -> Iterator[None]:
     """Does something in the second batch of the first evaluation."""
     model_inputs, evaluated = MicroBatch.model_inputs, []
 
-    def wrapped(batch: MicroBatch, *group: Any) -> Any:
+    def wrapped(batch: MicroBatch) -> Any:
         if not torch.is_grad_enabled():
             evaluated.append(batch)
             if len(evaluated) == 2:
                 act()
-        return model_inputs(batch, *group)
+        return model_inputs(batch)
 
     with patch.object(MicroBatch, "model_inputs", wrapped):
         yield

@@ -79,11 +79,11 @@ def evaluator_with(
     opened: list[int], reports: list[Report], should_stop: Callable[[], bool] = lambda: False
 ) -> Evaluator:
     cpu, interval, observer = torch.device("cpu"), Interval(Duration(3, "steps"), None), observer_of(reports)
-    return Evaluator(LossIsInput(), sources(opened)[:1], cpu, None, interval, observer, should_stop)
+    return Evaluator(LossIsInput(), sources(opened)[:1], cpu, interval, observer, should_stop)
 
 
 def evaluated(model: nn.Module, table_V: torch.Tensor | None = None) -> Evaluation:
-    found = evaluate(model, sources([]), torch.device("cpu"), None, lambda: False, Metrics(), table_V)
+    found = evaluate(model, sources([]), torch.device("cpu"), lambda: False, Metrics(), table_V)
     assert found is not None
     return found
 
@@ -104,7 +104,7 @@ def test_each_set_has_its_numbers_and_the_mean_weighs_tokens() -> None:
 def test_held_out_sets_count_in_the_mean_by_their_weights_whatever_was_read_of_each() -> None:
     first, second = sources([])
     weighted = [replace(first, weights=(3, 1)), second]
-    found = evaluate(LossIsInput(), weighted, torch.device("cpu"), None, lambda: False, Metrics())
+    found = evaluate(LossIsInput(), weighted, torch.device("cpu"), lambda: False, Metrics())
     assert found is not None and found.tokens() == 8
     assert found.numbers()["loss"] == pytest.approx((6 * (0.75 * 1 + 0.25 * 4) + 5) / 8)
     assert [found.numbers(name)["loss"] for name in "abc"] == [1.0, 4.0, 2.5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -156,7 +157,7 @@ def test_the_ranks_parts_are_the_rows_with_their_labels_and_positions(has_mask: 
     batch = MicroBatch(tokens_BT, document_starts=starts)
     whole = batch.model_inputs()
     positions = torch.arange(length).expand(rows, -1) if whole.positions_BS is None else whole.positions_BS
-    parts = [batch.model_inputs(group_of(rank, size)) for rank in range(size)]
+    parts = [replace(batch, group=group_of(rank, size)).model_inputs() for rank in range(size)]
     for rank, part in enumerate(parts):
         assert part.document_lengths is not None and part.positions_BS is not None
         chunks = group_of(rank, size).chunks(length)
@@ -179,7 +180,7 @@ def test_the_ranks_parts_are_the_rows_with_their_labels_and_positions(has_mask: 
 def test_a_row_that_one_rank_cannot_read_has_no_labels_on_any() -> None:
     tokens_BT = torch.ones(3, 9, dtype=torch.uint16)
     is_lost, own = torch.tensor([False, True, False]), torch.tensor([True, False, False])
-    inputs = MicroBatch(tokens_BT, unreadable_B=own).model_inputs(group_of(1, 2, lost=is_lost))
+    inputs = MicroBatch(tokens_BT, unreadable_B=own, group=group_of(1, 2, lost=is_lost)).model_inputs()
     assert (inputs.labels_BS == IGNORED_LABEL).all(1).tolist() == [True, True, False]
     # Without a group, only the lengths of rows say so, as ever.
     assert (MicroBatch(tokens_BT, unreadable_B=own).model_inputs().labels_BS == 1).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_set_gets_what_a_batch_of_its_rows_alone_would_give() -> None:
 def test_a_set_gets_the_ranks_part_of_its_shared_rows(rank: int) -> None:
     """As in ms-swift #9973, where the metrics of a channel mixed parts and whole rows under sequence parallelism."""
     group = ContextGroup(rank, 2, lambda part: part, lambda lost: lost)
-    inputs = MICRO_BATCH.model_inputs(group)
+    inputs = replace(MICRO_BATCH, group=group).model_inputs()
     seen: list[tuple[Outputs, ModelInputs]] = []
 
     def measure(outputs: Outputs, batch: ModelInputs) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def test_inputs_are_derived_without_the_tokens_being_looked_at(
         assert inputs.attention_span == (8 if inputs.document_lengths is None else 4)
         unreadable_B = torch.zeros(len(micro_batch.tokens_BT), dtype=torch.bool)
         group = ContextGroup(0, 2, lambda part: part, lambda lost_B: lost_B)
-        part = replace(micro_batch, unreadable_B=unreadable_B).to("meta").model_inputs(group)
+        part = replace(micro_batch, unreadable_B=unreadable_B, group=group).to("meta").model_inputs()
         assert part.tokens_BS.shape == (len(unreadable_B), 4) and part.attention_span == inputs.attention_span
 
 
@@ -106,9 +106,9 @@ def test_a_step_asks_the_device_for_nothing(
 ) -> None:
     derive = MicroBatch.model_inputs
 
-    def derive_unwatched(micro_batch: MicroBatch, *group: Any) -> ModelInputs:  # the test above checks it
+    def derive_unwatched(micro_batch: MicroBatch) -> ModelInputs:  # the test above checks it
         with _disable_current_modes():
-            return derive(micro_batch, *group)
+            return derive(micro_batch)
 
     monkeypatch.setattr(MicroBatch, "model_inputs", derive_unwatched)
     context = change(context_for_step())
