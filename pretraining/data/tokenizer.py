@@ -3,10 +3,10 @@
     folder, tokenizer.json or Hub name -> load_tokenizer -> Tokenizer -> ids, text, special tokens, chat template
                                                                       -> save: the same files elsewhere
 
-A tokenizer is a folder in the Hugging Face layout, or the `tokenizer.json` in it. Whoever needs to know something of a
-tokenizer (`prepare`, a run, `sample`, `export`) asks a `Tokenizer`, which keeps all files that AutoTokenizer reads, so
-that they travel whole from the imported model through prepared data to the export. The folder may be a stranger's:
-sizes are bounded, and a link that leads out of it is refused.
+A tokenizer is a folder in the Hugging Face layout, or the `tokenizer.json` in it. `prepare`, a run, `sample` and
+`export` ask a `Tokenizer` for everything they need to know. It keeps all files that AutoTokenizer reads: they travel
+whole from an imported model through prepared data to the export. The folder may be a stranger's: sizes are bounded, and
+a link that leads out of it is refused.
 
 Encoding adds no special tokens. In data, it finds none either: `<|endoftext|>` in an article about language models is
 encoded as its characters. In prompts and chats, names of special tokens become their ids. The same text always gives
