@@ -45,6 +45,7 @@ from pretraining.files import (
     read_file,
     write_atomic,
 )
+from pretraining.text import count_of, list_some
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -61,6 +62,8 @@ _KEPT_FILES = (
 TOKENIZER_FILES = ("tokenizer*.json", *_KEPT_FILES, f"{_TEMPLATE_FOLDER}/*.jinja")
 """Files of a tokenizer to download from the Hub."""
 _LARGEST_FILE_BYTES, _LARGEST_TEMPLATE_BYTES, _MOST_TEMPLATES = 2**26, 2**20, 64
+_PROBE = "It's 1 TEST,\n\n\tof 12345 na\u00efve  words: x_1 = f(a[0]) \u4f60\u597d \u0434\u0430 \U0001f600"
+"""Text on which tokenizers with other rules for case, digits, spaces and scripts differ."""
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 """Names of the end-of-text token to try if no file beside tokenizer.json names it."""
 
@@ -117,6 +120,72 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""
         return self.library.decode(list(ids), skip_special_tokens=False)
+
+    def difference(self, other: Tokenizer) -> str | None:
+        """Return how the ids of two tokenizers differ; None if one vocabulary has those of the other, and maybe more.
+
+        How a file writes a vocabulary does not count, nor do added tokens, padding and truncation.
+        """
+        if self.sha256 == other.sha256:
+            return None
+        kinds = [type(each.library.model).__name__ for each in (self, other)]
+        if kinds[0] != kinds[1]:
+            return f"one is a {kinds[0]}, the other a {kinds[1]}"
+        added = self._added_tokens() | other._added_tokens()
+        ours, theirs = ({token: n for token, n in each._ids().items() if token not in added} for each in (self, other))
+        fewer, more = (ours, theirs) if len(ours) <= len(theirs) else (theirs, ours)
+        if wrong := sorted(number for token, number in fewer.items() if more.get(token) != number):
+            tokens = " and ".join(repr(each.library.id_to_token(wrong[0])) for each in (self, other))
+            return f"{count_of(len(wrong), 'token')} differ, the first is {wrong[0]}: {tokens}"
+        merges = sorted((self._merges(), other._merges()), key=len)
+        if merges[0] != merges[1][: None if len(fewer) == len(more) else len(merges[0])]:
+            return "their merges differ"
+        return None
+
+    def remarks(self, other: Tokenizer, rows: int) -> list[str]:
+        """Return what differs between two tokenizers whose ids do not: added tokens, and how they split a text.
+
+        Args:
+            rows: rows of the model's embedding.
+        """
+        remarks = []
+        both = [each._added_tokens() for each in (self, other)]
+        if both[0] != both[1]:
+            numbers = {name: number for each in both for name, number in each.items()}
+            changed = [name for name in numbers if both[0].get(name) != both[1].get(name)]
+            without = [f"{name!r} ({numbers[name]})" for name in changed if numbers[name] >= rows]
+            note = f"no row of the model is for {list_some(without, 8)}" if without else "each has a row in the model"
+            remarks.append(f"they differ in {count_of(len(changed), 'added token')}; {note}")
+        same_size = len(self._ids()) - len(both[0]) == len(other._ids()) - len(both[1])
+        if same_size and self.encode(_PROBE) != other.encode(_PROBE):
+            remarks.append("they split the same text in other ways")
+        return remarks
+
+    def _ids(self) -> dict[str, int]:
+        return self.library.get_vocab(with_added_tokens=True)
+
+    def _added_tokens(self) -> dict[str, int]:
+        return {token.content: number for number, token in self.library.get_added_tokens_decoder().items()}
+
+    def _merges(self) -> list[tuple[str, ...]]:
+        merges = json.loads(self.definition)["model"].get("merges") or []
+        return [tuple(each.split(" ") if isinstance(each, str) else each) for each in merges]
+
+    def check_added_around(self, path: str | Path) -> None:
+        """Raise a DataError if a token that the tokenizer puts around a text is not in its vocabulary under this id.
+
+        Args:
+            path: file or folder of the tokenizer.
+        """
+        around = self.library.encode("a", add_special_tokens=True)
+        for text, number, is_special in zip(around.tokens, around.ids, around.special_tokens_mask, strict=True):
+            if is_special and self.library.id_to_token(number) != text:
+                raise DataError(
+                    f"its post_processor puts {text!r} around a text as token {number}, which is "
+                    f"{self.library.id_to_token(number)!r} in its vocabulary of {self.vocab_size} entries, as after "
+                    f"training from another tokenizer: give the post_processor the right id, or remove it",
+                    path=path,
+                )
 
     def byte_lengths(self) -> list[int] | None:
         """Return the UTF-8 bytes of text per id: 0 for special tokens and unused ids.

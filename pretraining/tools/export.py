@@ -34,6 +34,7 @@ from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
+from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.errors import CheckpointError, DataError
 from pretraining.files import atomic_folder, is_address, read_json, write_flushed, write_json
@@ -93,8 +94,8 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
     is_trained, origin = bool(manifest.data), _read_origin(checkpoint)
     context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
     end_of_text = None if tokenizer is None else tokenizer.end_of_text
-    bos = _first_known(settings.data.bos_token, origin.get("bos_token_id"))
-    eos = _first_known(settings.data.sep_token, origin.get("eos_token_id"), end_of_text)
+    bos = _first_known(settings.data.bos, origin.get("bos_token_id"))
+    eos = _first_known(settings.data.sep, origin.get("eos_token_id"), end_of_text)
     end = eos[0] if isinstance(eos, list) else eos
     pad = None if tokenizer is None else _first_known(tokenizer.pad_token, end)
     if pad is not None and pad >= shape.vocab_size:  # transformers builds no embedding with such a padding row
@@ -117,7 +118,7 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
     print_text(f"  weights    {count_of(len(files), 'safetensors file')}")
     print_text(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
     begin = None if tokenizer is None else tokenizer.begin_of_text
-    if begin is not None and settings.data.bos_token is None and is_trained:
+    if begin is not None and settings.data.bos is None and is_trained:
         log.warning(
             "the tokenizer puts token %d before every text, but the run had no bos_token: unless the token files "
             "contain it, the model has never seen it. Call tokenizers of transformers with add_special_tokens=False",
@@ -162,7 +163,7 @@ def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaSha
     Raises:
         ConfigError, DataError: the tokenizer of `config` cannot be read, or the tokenizer does not fit the model.
     """
-    named = config.tokenizer_path or settings.data.tokenizer_path
+    named = config.tokenizer_path or recorded_tokenizer(settings.data)
     try:
         tokenizer = None if named is None else load_fitting_tokenizer(named, shape.vocab_size)
     except DataError as error:

@@ -18,7 +18,7 @@ from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.fields import values_of
 from pretraining.config.rules import check_config
-from pretraining.config.training import DataConfig, ModelConfig, TrainConfig
+from pretraining.config.training import NO_TOKEN, DataConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import (
     DEFAULT_VARIANT,
     LlamaShape,
@@ -28,10 +28,11 @@ from pretraining.config.variants import (
     rounded_vocabulary,
 )
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import exists, is_file
+from pretraining.files import exists, is_file, is_folder
 
 if TYPE_CHECKING:
     from pretraining.data.prepared import TokenSetting
+    from pretraining.data.tokenizer import Tokenizer
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -77,7 +78,38 @@ def resolve_from(config: TrainConfig, start: CheckpointRef | None) -> Resolved:
         check_same_model(start.manifest, shape, start.path, _CHANGEABLE if start.weights_only else ())
         if start.weights_only:
             _check_and_log_changes(start, shape, adopted.data.tokenizer_path)
+    if start is None or start.weights_only or adopted.evaluation.eval_only:
+        _check_tokenizers(adopted, start)
     return Resolved(adopted, start)
+
+
+def _check_tokenizers(config: TrainConfig, start: CheckpointRef | None) -> None:
+    """Raise a ConfigError if the tokenizers of weights, data and --tokenizer_path differ."""
+    from pretraining.data.prepared import KnownTokenizer, check_tokenizers
+
+    if config.data.use_dummy_dataset:
+        return
+    weights, found = None, None if start is None else _tokenizer_of_weights(start)
+    if start is not None and found is not None:
+        path, tokenizer = found
+        remedy = f"Prepare the data with it (pretrain prepare --tokenizer_path={path})"
+        weights = KnownTokenizer(f"the tokenizer of the weights in {start.path}", tokenizer.sha256, tokenizer, remedy)
+    check_tokenizers(config.data, config.evaluation.eval_datasets, weights, resolve_shape(config.model).vocab_size)
+
+
+def _tokenizer_of_weights(start: CheckpointRef) -> tuple[Path, Tokenizer] | None:
+    """Return the tokenizer in a Hugging Face folder or, with its path, of the run that saved a checkpoint."""
+    from pretraining.data.prepared import recorded_tokenizer
+    from pretraining.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+
+    own = recorded_tokenizer(start.config.data)
+    path = start.path if is_file(start.path / TOKENIZER_FILE) or own is None else Path(own).expanduser()
+    file = path / TOKENIZER_FILE if is_folder(path) else path
+    try:
+        return (path, load_tokenizer(path)) if is_file(file) else None
+    except DataError as error:  # training needs no tokenizer
+        log.warning("which tokenizer the weights expect is unknown: %s", error)
+        return None
 
 
 def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_path: str | None) -> None:
@@ -140,7 +172,7 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
         raise ConfigError("--sample_at_evaluations=true: the data has no tokenizer; give --tokenizer_path")
     if adopted.data.tokenizer_path is None and adopted.evaluation.sample_prompt:
         log.info("--sample_prompt has no effect: the data has no tokenizer; give --tokenizer_path")
-    if start is not None and start.weights_only and adopted.data.bos_token is None:
+    if start is not None and start.weights_only and adopted.data.bos is None:
         _warn_of_begin_token(start)
     return adopted
 
@@ -175,6 +207,10 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
             adopted[name] = recorded.get(name)
             if not is_resumed:
                 adopted[name] = prepared_token(name, data, sets)
+            elif start is not None and getattr(start.config.data, name) == NO_TOKEN:
+                adopted[name] = NO_TOKEN
+    if start is not None and is_resumed and start.config.data.accept_tokenizer:
+        adopted["accept_tokenizer"] = True
     if data.tokenizer_path is None:
         own = start.config.data.tokenizer_path if start is not None and is_resumed else None
         is_lost = own is not None and not exists(Path(own).expanduser())
@@ -186,16 +222,10 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
 
 def _warn_of_begin_token(start: CheckpointRef) -> None:
     """Warn if the weights expect a begin-of-text token, and the run has none."""
-    from pretraining.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-
-    trained, own = start.manifest.data, start.config.data.tokenizer_path
-    begin = trained.get("bos_token")
-    if not trained:  # weights of others expect what their tokenizer does
-        path = start.path if is_file(start.path / TOKENIZER_FILE) else Path(own or "")
-        try:
-            begin = load_tokenizer(path).begin_of_text if exists(path / TOKENIZER_FILE) else None
-        except DataError as error:  # training needs no tokenizer
-            log.warning("whether the weights expect a token before every text is unknown: %s", error)
+    begin = start.manifest.data.get("bos_token")
+    if not start.manifest.data:  # weights of others expect what their tokenizer does
+        found = _tokenizer_of_weights(start)
+        begin = None if found is None else found[1].begin_of_text
     if begin is not None:
         log.warning(
             "the weights of %s expect token %d before every text, and this run has no bos_token: unless the token "

@@ -34,12 +34,15 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     """Return the tokenizer of `config`, or the one in the root; None if there is neither.
 
     Raises:
-        DataError: the tokenizer cannot be read, or differs from the one in the root.
+        DataError: the tokenizer cannot be read, puts a wrong token around texts, or differs from the one in the root.
     """
     given = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
+    if given is not None:
+        given.check_added_around(config.tokenizer_path or "")
     if not exists(root / TOKENIZER_FILE):
         return given
     present = load_tokenizer(root)
+    present.check_added_around(root / TOKENIZER_FILE)
     wrong = ""
     if given is not None and given.sha256 != present.sha256:
         wrong = f"--tokenizer_path={config.tokenizer_path} is another tokenizer"

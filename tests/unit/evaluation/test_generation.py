@@ -11,7 +11,7 @@ from torch import nn
 from pretraining.config.command_line import load_train_config
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.distributed.processes import Processes
-from pretraining.evaluation.generation import TextSampler, draw_tokens, open_sampler
+from pretraining.evaluation.generation import Sampling, TextSampler, draw_tokens, open_sampler
 
 CPU = torch.device("cpu")
 
@@ -33,13 +33,20 @@ class Successor(nn.Module):
 
 
 def draw(
-    model: nn.Module, prompt: list[int], count: int, seed: int = 0, temperature: float = 0.8, top_k: int = 50
+    model: nn.Module,
+    prompt: list[int],
+    count: int,
+    seed: int = 0,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    ends: Sequence[int] = (),
 ) -> list[int]:
     def next_logits(tokens: Sequence[int]) -> torch.Tensor:
         logits_V: torch.Tensor = model(torch.tensor([tokens]))[0, -1]
         return logits_V
 
-    return list(draw_tokens(next_logits, prompt, count, seed, temperature, top_k))
+    return list(draw_tokens(next_logits, prompt, count, Sampling(seed, temperature, top_k, top_p), ends))
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1e-300}, {"temperature": 5.0, "top_k": 1}])
@@ -49,7 +56,7 @@ def test_at_temperature_zero_or_among_one_the_likeliest_token_follows(options: d
 
 def test_the_model_sees_at_most_its_context() -> None:
     model = Successor(vocab_size=3)
-    TextSampler("", [1, 2, 0], 3, 4, 0, None).sample(model, CPU)
+    TextSampler("", [1, 2, 0], (), 3, 4, 0, None).sample(model, CPU)
     assert [len(window) for window in model.windows] == [3, 4, 4]
     assert model.windows[2][:3] == model.windows[1][1:]
 
@@ -73,6 +80,6 @@ def test_a_model_whose_logits_are_not_finite_writes_something(value: float) -> N
 def test_a_run_needs_the_file_of_its_tokenizer_at_its_start_alone(tmp_path: Path) -> None:
     train_tokenizer(["a few words"], 270).save(tmp_path)
     flags = ["model_variant=tiny", "vocab_size=512", "use_dummy_dataset=true", "sample_prompt=a", "sample_tokens=2"]
-    sampler = open_sampler(load_train_config([*flags, f"tokenizer_path={tmp_path}"]), Processes(0, 1, 0, 1, CPU))
+    sampler = open_sampler(load_train_config([*flags, f"tokenizer_path={tmp_path}"]), Processes(0, 1, 0, 1, CPU), False)
     (tmp_path / "tokenizer.json").unlink()
     assert sampler is not None and sampler.sample(Successor(vocab_size=512), CPU).prompt == "a"

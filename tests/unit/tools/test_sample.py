@@ -25,10 +25,10 @@ from pretraining.config.rules import check_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.evaluation.generation import CachedModel
+from pretraining.evaluation.generation import CachedModel, stream_text
 from pretraining.tools.commands import ExportConfig, SampleConfig
 from pretraining.tools.export import export
-from pretraining.tools.sample import sample, stream_text
+from pretraining.tools.sample import sample
 
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 WITH_TEXT = replace(SHAPES["plain"], vocab_size=300)
