@@ -1,7 +1,7 @@
 """Settings that a new run takes from prepare.json beside its data: the ends of documents, and the tokenizer.
 
-    prepare.json of each dataset -> `prepared_token`, `prepared_tokenizer` -> settings of the run
-    tokenizers of data, weights and --tokenizer_path -> `check_tokenizers`: an error if their ids differ
+    prepare.json of each dataset -> `prepared_token`
+    tokenizers of data, weights and --tokenizer_path -> `choose_tokenizer`: one of them; an error if their ids differ
 
 A resumed run takes what its checkpoint recorded. A prepare.json of an older version lacks the begin-of-text token, and
 a run on it has none.
@@ -65,114 +65,100 @@ def prepared_token(name: TokenSetting, config: DataConfig, eval_datasets: Iterab
     return token
 
 
-def prepared_tokenizer(
-    config: DataConfig, eval_datasets: Iterable[str] = (), most_entries: int | None = None
-) -> str | None:
-    """Return and log the folder of the tokenizer that encoded the prepared data; None without one, or with several.
-
-    Args:
-        most_entries: rows of the embedding, if they are known; a larger tokenizer is not taken.
-    """
-    if any(_differences(_tokenizers_of_data(config, eval_datasets))):
-        return None
-    encoded = _encoded(config, eval_datasets)
-    for place, sha256 in encoded.items():
-        root = place.parent
-        if not exists(root / TOKENIZER_FILE):
-            continue
-        problem = ""
-        try:
-            tokenizer = load_tokenizer(root)
-            if tokenizer.sha256 != sha256:
-                problem = f"{root / TOKENIZER_FILE} is not the one that encoded {place}"
-            elif most_entries is not None and not tokenizer.fits(most_entries):
-                problem = f"that of {root} has {tokenizer.vocab_size:,} entries, and the model {most_entries:,}"
-        except DataError as error:
-            problem = str(error)
-        if problem:
-            log.warning("no tokenizer is used: %s", problem)
-            return None
-        log.info("tokenizer   %s, that of %s in %s", root, MANIFEST_FILE, list_some(list(encoded), _MOST_NAMED))
-        return str(root.absolute())
-    return None
-
-
 class KnownTokenizer(NamedTuple):
     """A tokenizer of data, weights or a flag.
 
     Attributes:
         what: words for it.
-        tokenizer: None if its file is gone, and only its hash is known.
+        tokenizer: None if only its hash is known.
         remedy: what to do if it differs from that of the data.
+        problem: why the tokenizer cannot be read, if it should be there.
     """
 
     what: str
+    path: Path | str
     sha256: str
     tokenizer: Tokenizer | None
     remedy: str
+    problem: str = ""
 
 
-def check_tokenizers(
-    config: DataConfig, eval_datasets: Iterable[str], weights: KnownTokenizer | None, rows: int
-) -> None:
-    """Compare the known tokenizers of a new run, or of an evaluation, and log what differs but in their ids.
+def choose_tokenizer(
+    config: DataConfig, eval_datasets: Iterable[str], weights: KnownTokenizer | None = None, rows: int | None = None
+) -> str | None:
+    """Compare the tokenizers of data, weights and --tokenizer_path; return the path of the one to use, and log it.
+
+    It is the one given, else that of the prepared data, else that of the weights; None without any.
 
     Args:
         weights: tokenizer of the weights to start from; None if unknown.
-        rows: rows of the model's embedding.
+        rows: rows of the embedding, if they are known; a larger tokenizer is not taken.
 
     Raises:
-        ConfigError: ids differ, and `accept_tokenizer` is false.
+        ConfigError: token ids differ, and `accept_tokenizer` is false.
         DataError: the tokenizer of --tokenizer_path cannot be read.
     """
-    known = [*_tokenizers_of_data(config, eval_datasets), *([] if weights is None else [weights])]
-    if config.tokenizer_path is not None:
-        given = load_tokenizer(config.tokenizer_path)
-        known.append(KnownTokenizer(f"--tokenizer_path={config.tokenizer_path}", given.sha256, given, "Drop the flag"))
-    problems = list(_differences(known))
+    prepared, given = _tokenizers_of_data(config, eval_datasets), config.tokenizer_path
+    known = prepared if weights is None else [*prepared, weights]
+    if given is not None:
+        tokenizer = load_tokenizer(given)
+        what = f"that of --tokenizer_path={given}"
+        known = [*known, KnownTokenizer(what, given, tokenizer.sha256, tokenizer, "Drop the flag")]
+    problems = list(_compare(known, rows))
     if problems and not config.accept_tokenizer:
-        raise ConfigError([f"{each}, or give --accept_tokenizer=true to use both" for each in problems])
+        raise ConfigError([f"{each}, or accept it: --accept_tokenizer=true" for each in problems])
     for problem in problems:
-        log.warning("--accept_tokenizer=true: %s", problem.partition(". ")[0])
-    for other in [] if problems else known[1:]:
-        if known[0].tokenizer and other.tokenizer and other.sha256 != known[0].sha256:
-            for remark in other.tokenizer.remarks(known[0].tokenizer, rows):
-                log.info("tokenizer   %s and %s: %s", other.what, known[0].what, remark)
+        log.warning("accepted: %s", problem.partition(". ")[0])
+    if given is not None or any(_compare(prepared, rows)):
+        return given
+    for each in known:
+        problem = each.problem
+        if each.tokenizer is not None and rows is not None and not each.tokenizer.fits(rows):
+            problem = f"that of {each.path} has {each.tokenizer.vocab_size:,} entries, and the model {rows:,}"
+        if problem:
+            log.warning("no tokenizer is used: %s", problem)
+            return None
+        if each.tokenizer is not None:
+            log.info("tokenizer   %s, %s", each.path, each.what)
+            return str(Path(each.path).absolute())
+    return None
 
 
-def _differences(known: Sequence[KnownTokenizer]) -> Iterator[str]:
-    """Yield how the ids of tokenizers differ from those of the first one, and the remedy."""
+def _compare(known: Sequence[KnownTokenizer], rows: int | None) -> Iterator[str]:
+    """Yield how token ids differ from those of the first tokenizer, and the remedy; log what else differs."""
     by_hash = {each.sha256: each for each in reversed(known)}  # several may name one tokenizer
     different = [each for each in known if by_hash[each.sha256] is each]
     for first, other in [(different[0], each) for each in different[1:]]:
+        both = f"{other.what} and {first.what}"
         if first.tokenizer is None or other.tokenizer is None:
-            problem: str | None = "their hashes differ, and no file is there to compare"
+            problem: str | None = f"their hashes differ, and {first.problem or other.problem or 'a file is missing'}"
         else:
             problem = other.tokenizer.difference(first.tokenizer)
+            if problem is None and (remark := other.tokenizer.added_difference(first.tokenizer, rows)):
+                log.info("tokenizer   %s differ in added tokens alone: %s", both, remark)
         if problem is not None:
-            yield f"{other.what} and {first.what} differ: {problem}. {other.remedy}"
+            yield f"tokenizers differ, {both}: {problem}. {other.remedy}"
 
 
 def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> list[KnownTokenizer]:
-    """Return the tokenizers of the prepared data, by hash; each is that of the root of one of its datasets."""
+    """Return the tokenizers that encoded the prepared data, by hash, as they are in the roots of the datasets."""
     places_of: dict[str, list[Path]] = {}
-    for place, sha256 in _encoded(config, eval_datasets).items():
-        places_of.setdefault(sha256, []).append(place)
+    for place in _places(config, eval_datasets):
+        if isinstance(sha256 := _recorded(place).get("sha256"), str):
+            places_of.setdefault(sha256, []).append(place)
     known = []
     for sha256, places in places_of.items():
-        roots = dict.fromkeys(place.parent for place in places)
-        found = [each for each in map(_readable_tokenizer, roots) if each is not None and each.sha256 == sha256]
-        what = f"the tokenizer of the data in {list_some(places, _MOST_NAMED)}"
-        tokenizer = found[0] if found else None
-        known.append(KnownTokenizer(what, sha256, tokenizer, "Prepare all datasets with one tokenizer"))
+        root = next((each.parent for each in places if exists(each.parent / TOKENIZER_FILE)), None)
+        what = f"that of {MANIFEST_FILE} in {list_some(places, _MOST_NAMED)}"
+        remedy, tokenizer, problem = "Prepare all datasets with one tokenizer", None, ""
+        try:
+            tokenizer = None if root is None else load_tokenizer(root)
+            if root is not None and tokenizer is not None and tokenizer.sha256 != sha256:
+                problem, tokenizer = f"{root / TOKENIZER_FILE} is not the one that encoded {places[0]}", None
+        except DataError as error:
+            problem = str(error)
+        known.append(KnownTokenizer(what, root or "", sha256, tokenizer, remedy, problem))
     return known
-
-
-def _readable_tokenizer(root: Path) -> Tokenizer | None:
-    try:
-        return load_tokenizer(root) if exists(root / TOKENIZER_FILE) else None
-    except DataError:
-        return None
 
 
 def recorded_tokenizer(config: DataConfig) -> str | None:
@@ -183,12 +169,6 @@ def recorded_tokenizer(config: DataConfig) -> str | None:
     path, data = config.tokenizer_path, config.data_path
     is_beside = path is not None and data is not None and Path(path).is_relative_to(data)
     return str(Path(path).absolute()) if path is not None and is_beside else path
-
-
-def _encoded(config: DataConfig, eval_datasets: Iterable[str]) -> dict[Path, str]:
-    """Return the hash of the tokenizer that encoded each prepared dataset."""
-    hashes = {place: _recorded(place).get("sha256") for place in _places(config, eval_datasets)}
-    return {place: sha256 for place, sha256 in hashes.items() if isinstance(sha256, str)}
 
 
 def _places(config: DataConfig, eval_datasets: Iterable[str]) -> list[Path]:

@@ -62,8 +62,7 @@ _KEPT_FILES = (
 TOKENIZER_FILES = ("tokenizer*.json", *_KEPT_FILES, f"{_TEMPLATE_FOLDER}/*.jinja")
 """Files of a tokenizer to download from the Hub."""
 _LARGEST_FILE_BYTES, _LARGEST_TEMPLATE_BYTES, _MOST_TEMPLATES = 2**26, 2**20, 64
-_PROBE = "It's 1 TEST,\n\n\tof 12345 na\u00efve  words: x_1 = f(a[0]) \u4f60\u597d \u0434\u0430 \U0001f600"
-"""Text on which tokenizers with other rules for case, digits, spaces and scripts differ."""
+_MOST_NAMED = 8
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 """Names of the end-of-text token to try if no file beside tokenizer.json names it."""
 
@@ -142,24 +141,20 @@ class Tokenizer:
             return "their merges differ"
         return None
 
-    def remarks(self, other: Tokenizer, rows: int) -> list[str]:
-        """Return what differs between two tokenizers whose ids do not: added tokens, and how they split a text.
+    def added_difference(self, other: Tokenizer, rows: int | None) -> str:
+        """Return the added tokens that only one of two tokenizers has, those without a row first; empty if none.
 
         Args:
-            rows: rows of the model's embedding.
+            rows: rows of the model's embedding; None if unknown.
         """
-        remarks = []
-        both = [each._added_tokens() for each in (self, other)]
-        if both[0] != both[1]:
-            numbers = {name: number for each in both for name, number in each.items()}
-            changed = [name for name in numbers if both[0].get(name) != both[1].get(name)]
-            without = [f"{name!r} ({numbers[name]})" for name in changed if numbers[name] >= rows]
-            note = f"no row of the model is for {list_some(without, 8)}" if without else "each has a row in the model"
-            remarks.append(f"they differ in {count_of(len(changed), 'added token')}; {note}")
-        same_size = len(self._ids()) - len(both[0]) == len(other._ids()) - len(both[1])
-        if same_size and self.encode(_PROBE) != other.encode(_PROBE):
-            remarks.append("they split the same text in other ways")
-        return remarks
+        ours, theirs = self._added_tokens(), other._added_tokens()
+        changed = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+        numbers = sorted(((ours | theirs)[name], name) for name in changed)
+        names = [
+            f"{name!r} ({number})" + (", without a row in the model" if rows is not None and number >= rows else "")
+            for number, name in reversed(numbers)
+        ]
+        return list_some(names, _MOST_NAMED, "; ")
 
     def _ids(self) -> dict[str, int]:
         return self.library.get_vocab(with_added_tokens=True)

@@ -138,7 +138,7 @@ def read_prompt(config: TrainConfig, is_resumed: bool) -> tuple[Tokenizer, list[
     tokenizer = load_fitting_tokenizer(data.tokenizer_path, rows)
     ends = tuple(each for each in (data.sep, tokenizer.end_of_text) if each is not None)[:1]
     prompt = encode_prompt(tokenizer, config.evaluation.sample_prompt, data.bos, ends)
-    problem = prompt_problem("--sample_prompt", prompt, rows, data.seq_length)
+    problem = prompt_problem("--sample_prompt", prompt, tokenizer, rows, data.seq_length)
     if problem and not is_resumed:
         raise ConfigError(problem)
     if problem:
@@ -160,10 +160,14 @@ def encode_prompt(tokenizer: Tokenizer, text: str, begin: int | None, ends: Sequ
     return tokens or [next(iter(ends), 0)]
 
 
-def prompt_problem(source: str, tokens: Sequence[int], rows: int, context: int) -> str | None:
-    """Return why a model cannot continue a prompt from this source; None if it can."""
-    if max(tokens) >= rows:
-        return f"{source} gives token {max(tokens)}, and the model has tokens 0 to {rows - 1}"
+def prompt_problem(
+    source: str, tokens: Sequence[int], tokenizer: Tokenizer | None, rows: int, context: int
+) -> str | None:
+    """Return why a model with this many rows cannot continue a prompt from this source; None if it can."""
+    largest = max(tokens)
+    if largest >= rows:
+        named = str(largest) if tokenizer is None else tokenizer.named(largest)
+        return f"{source} gives token {named}, and the model has {rows} rows"
     if len(tokens) > context:
         return f"{source} gives {len(tokens)} tokens, and the model has a context of {context}: give a shorter prompt"
     return None

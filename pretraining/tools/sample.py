@@ -93,7 +93,7 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
         )
     context = max(model.shape.max_position_embeddings, settings.seq_length if is_trained_here else 0)
     source = "--prompt_tokens" if config.prompt_tokens else "--prompt"
-    if problem := prompt_problem(source, prompt, model.shape.vocab_size, context):
+    if problem := prompt_problem(source, prompt, tokenizer, model.shape.vocab_size, context):
         raise ConfigError(problem)
     window, length = model.shape.sliding_window, len(prompt) + config.max_new_tokens
     if window is not None and length > window:
