@@ -19,7 +19,7 @@ from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists, is_file, read_json, read_object
-from pretraining.text import list_some
+from pretraining.text import count_of, list_some
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +134,13 @@ def _compare(known: Sequence[KnownTokenizer], rows: int | None) -> Iterator[str]
             problem: str | None = f"their hashes differ, and {first.problem or other.problem or 'a file is missing'}"
         else:
             problem = other.tokenizer.difference(first.tokenizer)
-            if problem is None and (remark := other.tokenizer.added_difference(first.tokenizer, rows)):
-                log.info("tokenizer   %s differ in added tokens alone: %s", both, remark)
+            changed = dict(other.tokenizer.added_tokens.items() ^ first.tokenizer.added_tokens.items())
+            lacking = [f"{name!r} ({number})" for name, number in changed.items() if rows and number >= rows]
+            if problem is None and changed:
+                without = (
+                    f"without a row in the model: {list_some(lacking, _MOST_NAMED)}" if lacking else "all have rows"
+                )
+                log.info("tokenizer   %s differ in %s; %s", both, count_of(len(changed), "added token"), without)
         if problem is not None:
             yield f"tokenizers differ, {both}: {problem}. {other.remedy}"
 

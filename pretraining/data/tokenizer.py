@@ -45,7 +45,7 @@ from pretraining.files import (
     read_file,
     write_atomic,
 )
-from pretraining.text import count_of, list_some
+from pretraining.text import count_of
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -62,7 +62,6 @@ _KEPT_FILES = (
 TOKENIZER_FILES = ("tokenizer*.json", *_KEPT_FILES, f"{_TEMPLATE_FOLDER}/*.jinja")
 """Files of a tokenizer to download from the Hub."""
 _LARGEST_FILE_BYTES, _LARGEST_TEMPLATE_BYTES, _MOST_TEMPLATES = 2**26, 2**20, 64
-_MOST_NAMED = 8
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 """Names of the end-of-text token to try if no file beside tokenizer.json names it."""
 
@@ -93,9 +92,8 @@ class Tokenizer:
         Tokens that were added to its vocabulary, such as one for padding, may lie beyond the rows: they count only
         where they occur.
         """
-        added = self.library.get_added_tokens_decoder()
-        numbers = self.library.get_vocab(with_added_tokens=True).values()
-        return all(number < rows or number in added for number in numbers)
+        added = self.added_tokens
+        return all(number < rows or token in added for token, number in self._ids().items())
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text, without tokens around it; raise a DataError if the tokenizer fails.
@@ -130,7 +128,7 @@ class Tokenizer:
         kinds = [type(each.library.model).__name__ for each in (self, other)]
         if kinds[0] != kinds[1]:
             return f"one is a {kinds[0]}, the other a {kinds[1]}"
-        added = self._added_tokens() | other._added_tokens()
+        added = self.added_tokens | other.added_tokens
         ours, theirs = ({token: n for token, n in each._ids().items() if token not in added} for each in (self, other))
         fewer, more = (ours, theirs) if len(ours) <= len(theirs) else (theirs, ours)
         if wrong := sorted(number for token, number in fewer.items() if more.get(token) != number):
@@ -141,26 +139,13 @@ class Tokenizer:
             return "their merges differ"
         return None
 
-    def added_difference(self, other: Tokenizer, rows: int | None) -> str:
-        """Return the added tokens that only one of two tokenizers has, those without a row first; empty if none.
-
-        Args:
-            rows: rows of the model's embedding; None if unknown.
-        """
-        ours, theirs = self._added_tokens(), other._added_tokens()
-        changed = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-        numbers = sorted(((ours | theirs)[name], name) for name in changed)
-        names = [
-            f"{name!r} ({number})" + (", without a row in the model" if rows is not None and number >= rows else "")
-            for number, name in reversed(numbers)
-        ]
-        return list_some(names, _MOST_NAMED, "; ")
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary, special ones among them."""
+        return {token.content: number for number, token in self.library.get_added_tokens_decoder().items()}
 
     def _ids(self) -> dict[str, int]:
         return self.library.get_vocab(with_added_tokens=True)
-
-    def _added_tokens(self) -> dict[str, int]:
-        return {token.content: number for number, token in self.library.get_added_tokens_decoder().items()}
 
     def _merges(self) -> list[tuple[str, ...]]:
         merges = json.loads(self.definition)["model"].get("merges") or []
@@ -176,9 +161,8 @@ class Tokenizer:
         for text, number, is_special in zip(around.tokens, around.ids, around.special_tokens_mask, strict=True):
             if is_special and self.library.id_to_token(number) != text:
                 raise DataError(
-                    f"its post_processor puts {text!r} around a text as token {number}, which is "
-                    f"{self.library.id_to_token(number)!r} in its vocabulary of {self.vocab_size} entries, as after "
-                    f"training from another tokenizer: give the post_processor the right id, or remove it",
+                    f"its post_processor puts {text!r} around texts with the id {number}, which its vocabulary of "
+                    f"{self.vocab_size} entries has as {self.library.id_to_token(number)!r}: correct or remove it",
                     path=path,
                 )
 
@@ -196,7 +180,7 @@ class Tokenizer:
             return None
         added = self.library.get_added_tokens_decoder()
         lengths = [0] * self.vocab_size
-        for text, number in self.library.get_vocab(with_added_tokens=True).items():
+        for text, number in self._ids().items():
             if number not in added:
                 lengths[number] = of_token(text)
             elif not added[number].special:

@@ -221,9 +221,9 @@ class _Job:
             with TemporaryDirectory(dir=work.path, ignore_cleanup_errors=True) as own:
                 write_flushed(Path(own, MANIFEST_FILE), content)
                 Path(own, MANIFEST_FILE).replace(work.files / MANIFEST_FILE)
-                if tokenizer is not None and not exists(work.root / TOKENIZER_FILE):
+                if tokenizer is not None:
                     tokenizer.save(Path(own))
-                    for name in tokenizer.contents():
+                    for name in (each for each in tokenizer.contents() if not exists(work.root / each)):
                         (work.root / name).parent.mkdir(exist_ok=True)
                         Path(own, name).replace(work.root / name)
             if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:

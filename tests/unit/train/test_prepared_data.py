@@ -175,10 +175,12 @@ def test_datasets_of_two_tokenizers_are_named(data: Path, tmp_path: Path, capsys
     flags = [f"data_path={data}", *COMMON, "vocab_size=384"]
     error = refusal(tmp_path / "run", *flags)
     (two, web) = (data / "two", data / "web")
-    assert f"the tokenizer of the data in {web} and the tokenizer of the data in {two} differ" in str(error)
+    assert f"tokenizers differ, that of prepare.json in {web} and that of prepare.json in {two}: their hashes" in str(
+        error
+    )
     assert "accept_tokenizer" in error.settings
     start(tmp_path / "run", *flags, "accept_tokenizer=true")
-    assert "differ: their hashes differ, and no file is there to compare" in "".join(capsys.readouterr())
+    assert "accepted: tokenizers differ, that of prepare.json in" in "".join(capsys.readouterr())
     assert settings_of(tmp_path / "run").data.tokenizer_path is None
 
 
