@@ -180,7 +180,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path, WITH_TEXT, tokenizer_path=make_tokenizer(tmp_path))
-    context = WITH_TEXT.max_position_embeddings
+    context = 64
     asked: tuple[dict[str, Any], ...] = ({"prompt": "\u00df" * context}, {"prompt_tokens": (1,) * (context + 1)})
     for settings in asked:
         with pytest.raises(ConfigError, match=rf"gives \d+ tokens, and the model has a context of {context}"):
