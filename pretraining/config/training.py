@@ -196,7 +196,7 @@ class DataConfig:
     tokenizer_path: str | None = setting(
         None,
         "tokenizer for generated text and bits per byte: folder, tokenizer.json or name on the Hugging Face Hub; none "
-        "= that of the prepared data, if any",
+        "= that of the prepared data, else that of the weights, if any",
         silent_change=True,
         per_node=True,
     )
