@@ -73,6 +73,7 @@ class Tokenizer:
     Attributes:
         definition, config: contents of tokenizer.json and tokenizer_config.json.
         files: contents of its other files, by name.
+        path: tokenizer.json that was read; None for a tokenizer that was trained.
         end_of_text: id of the token that ends a document.
         vocab_size: largest id plus one, the rows that an embedding needs.
         pad_token: id of the padding token.
@@ -85,6 +86,7 @@ class Tokenizer:
     vocab_size: int
     pad_token: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    path: Path | None = None
 
     def fits(self, rows: int) -> bool:
         """Return whether a model with this many rows can have been trained with this tokenizer.
@@ -151,19 +153,15 @@ class Tokenizer:
         merges = json.loads(self.definition)["model"].get("merges") or []
         return [tuple(each.split(" ") if isinstance(each, str) else each) for each in merges]
 
-    def check_added_around(self, path: str | Path) -> None:
-        """Raise a DataError if a token that the tokenizer puts around a text is not in its vocabulary under this id.
-
-        Args:
-            path: file or folder of the tokenizer.
-        """
+    def check_added_around(self) -> None:
+        """Raise a DataError if a token that the tokenizer puts around a text is not in its vocabulary under this id."""
         around = self.library.encode("a", add_special_tokens=True)
         for text, number, is_special in zip(around.tokens, around.ids, around.special_tokens_mask, strict=True):
             if is_special and self.library.id_to_token(number) != text:
                 raise DataError(
                     f"its post_processor puts {text!r} around texts with the id {number}, which its vocabulary of "
                     f"{self.vocab_size} entries has as {self.library.id_to_token(number)!r}: correct or remove it",
-                    path=path,
+                    path=self.path,
                 )
 
     def byte_lengths(self) -> list[int] | None:
@@ -300,7 +298,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     padding = library.token_to_id(named["pad_token"]) if "pad_token" in named else None
     tokenizer = _make_tokenizer(library, vocab_size, definition, config, name)
-    return replace(tokenizer, pad_token=padding, files=files)
+    return replace(tokenizer, pad_token=padding, files=files, path=file)
 
 
 def _read_files(folder: Path) -> dict[str, bytes]:

@@ -38,11 +38,11 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     """
     given = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
     if given is not None:
-        given.check_added_around(config.tokenizer_path or "")
+        given.check_added_around()
     if not exists(root / TOKENIZER_FILE):
         return given
     present = load_tokenizer(root)
-    present.check_added_around(root / TOKENIZER_FILE)
+    present.check_added_around()
     wrong = ""
     if given is not None and given.sha256 != present.sha256:
         wrong = f"--tokenizer_path={config.tokenizer_path} is another tokenizer"
