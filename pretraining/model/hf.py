@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MODEL_FILES = ("*.json", "*.safetensors")
-"""Files of a model to download from the Hub."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""Files of a model and its tokenizer to download from the Hub."""
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 INNER_MODEL = (
