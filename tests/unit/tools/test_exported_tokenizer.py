@@ -204,3 +204,19 @@ def test_another_chat_template_than_that_of_the_root_is_refused(tmp_path: Path) 
     with pytest.raises(SystemExit) as ending:
         main(["prepare", *common, f"tokenizer_path={third}", "dataset=three"])
     assert "has another chat template" in str(ending.value.__context__)
+
+
+def test_a_private_file_behind_a_link_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from unit.tools.test_export import make_run
+
+    (tmp_path / "id_rsa").write_text("a secret")
+    folder = write_folder(tmp_path / "given", SPECIAL, {})
+    (folder / "vocab.json").symlink_to(tmp_path / "id_rsa")
+    make_run(tmp_path / "run", tokenizer_path=str(folder))
+    main(["export", str(tmp_path / "run"), str(tmp_path / "out")])  # without the tokenizer of the run
+    assert "vocab.json: leads out of its folder, to" in "".join(capsys.readouterr())
+    assert not (tmp_path / "out" / "vocab.json").exists()
+    for command in (["export", str(tmp_path / "run"), str(tmp_path / "other")], ["sample", str(tmp_path / "run")]):
+        with pytest.raises(SystemExit) as ending:
+            main([*command, f"--tokenizer_path={folder}"])
+        assert "leads out of its folder" in str(ending.value.__context__)
