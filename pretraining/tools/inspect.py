@@ -30,6 +30,7 @@ from pretraining.config.strategies import DimSizes, unsharded_sizes
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
 from pretraining.data.dataset import build_indices, build_loader, open_datasets, warn_about_datasets
+from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
@@ -158,7 +159,7 @@ def _print_slots(config: InspectConfig, inspector: Inspector) -> None:
         step = inspector.step_of_sample(options.sample_id)
     size = inspector.global_batch_size(step)
     share = None if options.rank is None else _plan_of(size, dims).share(dims.data_rank_of(options.rank))
-    decode, tokenizer_path = None, config.data.tokenizer_path
+    decode, tokenizer_path = None, recorded_tokenizer(config.data)
     if options.text and tokenizer_path is None:
         raise ConfigError("--text needs the tokenizer of the data: give --tokenizer_path")
     if tokenizer_path is not None and (options.text or (options.tokens and not options.json)):

@@ -15,6 +15,7 @@ from pretraining.cli import main
 from pretraining.config.recipes import load_config
 from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
+from pretraining.files import with_checksum
 
 MODEL = [flag for flag in TINY if not flag.startswith("vocab_size")]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -220,3 +221,26 @@ def test_a_private_file_behind_a_link_is_not_exported(tmp_path: Path, capsys: py
         with pytest.raises(SystemExit) as ending:
             main([*command, f"--tokenizer_path={folder}"])
         assert "leads out of its folder" in str(ending.value.__context__)
+
+
+@pytest.mark.parametrize("command", [["sample", "--prompt=some"], ["inspect", "--text=true"]])
+def test_no_command_asks_the_hub_for_a_folder_that_an_earlier_version_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name))
+    write_folder(tmp_path / "tok", SPECIAL, {})
+    (tmp_path / "web.jsonl").write_text('{"text": "some words of a text"}\n' * 200)
+    monkeypatch.chdir(tmp_path)
+    main(["prepare", "input_path=web.jsonl", "output_path=data", "tokenizer_path=tok"])
+    main(["train", *MODEL, "data_path=data", "logical_shards=8", "num_steps=1", "ckpt_save_path=run"])
+    (manifest,) = (tmp_path / "run").glob("checkpoints/*/manifest.json")
+    document = json.loads(manifest.read_text())
+    document["config"] = document["config"].replace(f"tokenizer_path: {tmp_path}/data", "tokenizer_path: data")
+    assert "tokenizer_path: data\n" in document["config"]
+    manifest.write_text(json.dumps(with_checksum({name: document[name] for name in document if name != "checksum"})))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit):
+        main([command[0], str(tmp_path / "run"), *command[1:]])
+    assert asked == []

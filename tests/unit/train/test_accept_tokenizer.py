@@ -131,7 +131,10 @@ def test_data_without_a_record_is_read_with_the_tokenizer_of_the_weights(places:
     foreign = places["new"].parent / "foreign"
     for name in ("web/prepare.json", "tokenizer.json"):
         (foreign / name).unlink()
-    start(places["new"], f"ckpt_load_path={places['weights']}", f"data_path={foreign}", *COMMON, model=MODEL)
+    flags = [f"ckpt_load_path={places['weights']}", f"data_path={foreign}", *COMMON]
+    error = refusal(places["new"], *flags, f"tokenizer_path={places['wrong']}", model=MODEL)
+    assert f"that of --tokenizer_path={places['wrong']} and that of the weights in" in str(error)
+    start(places["new"], *flags, model=MODEL)
     assert load_config(places["new"] / "config.yaml").data.tokenizer_path == str(places["weights"])
 
 
