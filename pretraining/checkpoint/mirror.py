@@ -36,7 +36,7 @@ from pretraining.checkpoint.object_store import (
 )
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
-from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_from, committed_checkpoints
+from pretraining.checkpoint.run_folder import CHECKPOINTS, ORIGIN_FILE, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.training import CheckpointConfig
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 MIRROR_FILE = "mirror.json"
 EVENTS = f"{LOGS}/{EVENTS_FILE}"
 LOG_FILES = (f"{LOGS}/{METRICS_FILE}", EVENTS)
-COPIED_FILES = (RUN_CONFIG_FILE, *LOG_FILES)
+COPIED_FILES = (RUN_CONFIG_FILE, ORIGIN_FILE, *LOG_FILES)
 LOG_FILES_SECONDS = 60.0
 """Time between two copies of the log files."""
 PREEMPTED_SECONDS = 20.0
