@@ -30,8 +30,7 @@ class Family:
         absent: values of other entries where they are absent.
         implied: fields of the shape that all models of the family have.
         entries: switches that config.json has entries for, under the names of the shape.
-        window: entry that must be true for `sliding_window` to count, in families with `layer_types`; "" = it always
-            counts, None = no window.
+        window: entry that must be true for `sliding_window` to count; "" = it always counts, None = no window.
     """
 
     architecture: str
@@ -153,8 +152,6 @@ def _read_window(document: Mapping[str, Any], family: Family) -> int:
     if len(layers_have_it) > 1:
         raise ConfigError("attention has a sliding window in some layers only, but here all layers are alike")
     if False in layers_have_it:
-        if family.window == "":  # transformers gives all layers the window, other programs none
-            raise ConfigError(f"layer_types has full_attention, but sliding_window is {shown(window)}: remove one")
         return 0
     if type(window) is not int or window < 1:
         raise ConfigError(f"sliding_window is {shown(window)}, not a whole number of at least 1")
@@ -164,7 +161,8 @@ def _read_window(document: Mapping[str, Any], family: Family) -> int:
 def _find_windows(document: Mapping[str, Any], family: Family) -> set[bool]:
     """Return whether layers have the sliding window: all (True), none (False) or some (both).
 
-    As in transformers, `layer_types` decides where it stands; else `max_window_layers` or the layers without rotation.
+    As in transformers, `layer_types` decides where it stands (it reads such a mistral as a ministral); else
+    `max_window_layers`, or the layers without rotation.
     """
     layers, types = document["num_hidden_layers"], document.get("layer_types")
     if types is not None:
