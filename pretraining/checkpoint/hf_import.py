@@ -26,7 +26,6 @@ from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.headers import StoredTensors, read_headers
 from pretraining.checkpoint.manifest import Manifest, describe_model
 from pretraining.checkpoint.reader import read_tensor
-from pretraining.checkpoint.run_folder import ORIGIN_FILE
 from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
@@ -45,6 +44,7 @@ from pretraining.model.hf import (
     GENERATION_CONFIG_FILE,
     INDEX_FILE,
     INNER_MODEL,
+    ORIGIN_FILE,
     TOKEN_ENTRIES,
     WEIGHTS_FILE,
     kept_entries,

@@ -36,7 +36,7 @@ from pretraining.checkpoint.object_store import (
 )
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
-from pretraining.checkpoint.run_folder import CHECKPOINTS, ORIGIN_FILE, checkpoint_from, committed_checkpoints
+from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.training import CheckpointConfig
@@ -45,6 +45,7 @@ from pretraining.distributed.processes import gather_from_every_rank, on_every_r
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import checked_values, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
+from pretraining.model.hf import ORIGIN_FILE
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 

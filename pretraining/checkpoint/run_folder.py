@@ -23,8 +23,6 @@ from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_file, is_folder
 
 CHECKPOINTS = "checkpoints"
-ORIGIN_FILE = "imported.json"
-"""File in a run's folder: what exports keep of the imported model that the run began with (`hf_import`)."""
 BEST = "best"
 PREEMPT_SUFFIX = ".preempt"
 UNFINISHED_SUFFIX = ".tmp"

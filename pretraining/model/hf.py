@@ -48,6 +48,8 @@ INDEX_FILE = "model.safetensors.index.json"
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md")
 """Files of a model and its tokenizer to download from the Hub."""
 GENERATION_CONFIG_FILE = "generation_config.json"
+ORIGIN_FILE = "imported.json"
+"""File in a run's folder: what exports keep of the model that the run began with."""
 
 INNER_MODEL = (
     "the inner model alone, without a head. If its head is the embedding, write it again: "

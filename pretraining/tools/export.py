@@ -31,7 +31,6 @@ from pretraining.checkpoint.hf_import import origin_file, read_origin
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import check_host_memory, write_full
 from pretraining.checkpoint.reader import open_tensors, read_tensor
-from pretraining.checkpoint.run_folder import ORIGIN_FILE
 from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
@@ -53,6 +52,7 @@ from pretraining.model.hf import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     INDEX_FILE,
+    ORIGIN_FILE,
     WEIGHTS_FILE,
     config_document,
     generation_document,
