@@ -300,7 +300,7 @@ def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Lay
         f"{cluster.gpu.peak_tflops:g} TFLOP/s"
     )
     yield f"run         {_run(config, chosen)}"
-    tokens, passes = _count_reads(config.data, _length(config, chosen)["tokens"] or 0)
+    tokens, passes = _count_reads(config.data, _length(config, chosen)["tokens"])
     lines = [*describe_passes(tokens, passes), describe_repeats(passes)] if tokens else []
     yield from (f"{'data' if number == 0 else '':11} {line}" for number, line in enumerate(filter(None, lines)))
     yield f"checkpoint  {format_gib(_checkpoint_bytes(config, shape))} each"
@@ -309,9 +309,9 @@ def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Lay
         yield "what fits   " + (_flags(config, fitting[0]) if fitting else _nothing_fits(config, shape, cluster))
 
 
-def _count_reads(data: DataConfig, tokens: int) -> tuple[dict[str, int], dict[str, float]]:
+def _count_reads(data: DataConfig, tokens: int | None) -> tuple[dict[str, int], dict[str, float]]:
     """Return how many tokens a run reads of each dataset, and how often; empty where no prepare.json says it."""
-    if data.data_path is None or data.use_dummy_dataset:
+    if data.data_path is None or tokens is None:
         return {}, {}
     from pretraining.tools.prepare.records import read_summary  # imports NumPy, which no other plan needs
 
