@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -37,6 +36,7 @@ from pretraining.files import (
     lfs_pointer_hint,
     read_file,
     read_json,
+    read_object,
     write_atomic,
 )
 from pretraining.model.hf import (
@@ -45,7 +45,6 @@ from pretraining.model.hf import (
     INDEX_FILE,
     INNER_MODEL,
     ORIGIN_FILE,
-    TOKEN_ENTRIES,
     WEIGHTS_FILE,
     kept_entries,
     shape_of_document,
@@ -198,17 +197,18 @@ def origin_of(path: Path, name: str) -> dict[str, Any]:
         name: path or Hub name that the user gave.
 
     Returns:
-        The tokens of config.json, its other entries that exports keep (`config`), those of generation_config.json
-        (`generation_config`), the license of README.md, and base_model, the name on the Hub.
+        bos_token_id and eos_token_id of config.json, license of README.md, base_model, the name on the Hub, and the
+        entries to keep of both files.
     """
-    config, generation = read_json_of(path, CONFIG_FILE), _read_generation_config(path)
+    config, generation = read_json_of(path, CONFIG_FILE), read_object(path / GENERATION_CONFIG_FILE)
+    if not generation and exists(path / GENERATION_CONFIG_FILE):
+        log.warning("exports do not keep %s: it is empty or no JSON object", path / GENERATION_CONFIG_FILE)
     return {
-        **dict.fromkeys(TOKEN_ENTRIES),
-        **token_ids(config),
+        **{name: token_ids(config).get(name) for name in ("bos_token_id", "eos_token_id")},
         "license": _license_of(path / "README.md"),
         "base_model": None if exists(Path(name).expanduser()) else name,
-        "config": kept_entries(config, str(path / CONFIG_FILE)),
-        "generation_config": kept_entries(generation, str(path / GENERATION_CONFIG_FILE)) | token_ids(generation),
+        "config": kept_entries(config, path / CONFIG_FILE),
+        "generation_config": kept_entries(generation, path / GENERATION_CONFIG_FILE),
     }
 
 
@@ -240,25 +240,10 @@ def read_origin(checkpoint: Path) -> dict[str, Any]:
         return {}
     try:
         origin = dict(read_json(path))
-        config, generation = (dict(origin.get(name) or {}) for name in ("config", "generation_config"))
+        kept = {part: kept_entries(dict(origin.get(part) or {}), path) for part in ("config", "generation_config")}
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"cannot be read ({error}). Delete it to go on without it", path=path) from error
-    kept = {
-        "config": kept_entries(config, str(path)),
-        "generation_config": kept_entries(generation, str(path)) | token_ids(generation),
-    }
-    return {"license": origin.get("license"), "base_model": origin.get("base_model")} | token_ids(origin) | kept
-
-
-def _read_generation_config(path: Path) -> Mapping[str, Any]:
-    """Return the generation_config.json of a folder; empty if there is none, or, with a warning, if it is damaged."""
-    if not exists(path / GENERATION_CONFIG_FILE):
-        return {}
-    try:
-        return dict(read_json_of(path, GENERATION_CONFIG_FILE))
-    except (CheckpointError, TypeError, ValueError) as error:
-        log.warning("exports do not keep %s: %s", path / GENERATION_CONFIG_FILE, error)
-        return {}
+    return {**origin, **kept}
 
 
 def _license_of(card: Path) -> str | None:

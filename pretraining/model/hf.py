@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,9 @@ def config_document(
     dimensions = {name: value for name, value in vars(shape).items() if name not in _NOT_WRITTEN}
     ends = (bos_token, *(eos_token if isinstance(eos_token, list) else [eos_token]))
     return {
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **kept,
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
         **dimensions,
@@ -126,14 +130,11 @@ def config_document(
         "rope_scaling": scaling,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
         "bos_token_id": bos_token,  # written even if None: LlamaConfig would assume 1 and 2
         "eos_token_id": eos_token,
         "pad_token_id": None if pad_token in ends else pad_token,
         "dtype": dtype,
         "torch_dtype": dtype,
-        **kept,
     }
 
 
@@ -159,29 +160,23 @@ def _scaling_entries(scaling: RopeScaling) -> dict[str, Any]:
 
 
 TOKEN_ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id")
-_OWN = {
-    *(each.name for each in fields(LlamaShape)),
-    *TOKEN_ENTRIES,
-    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "hidden_act", "attention_dropout"),
-    *("rope_parameters", "rope_scaling", "partial_rotary_factor", ORIGINAL_CONTEXT, "quantization_config"),
-    *("layer_types", "max_window_layers", "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
-    *("is_causal", "per_layer_config", "transformers_weights"),
-    *("seq_length", "max_seq_len", "max_sequence_length", "model_max_length"),  # vLLM takes the smallest
+_NOT_KEPT = {
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", ORIGINAL_CONTEXT),
+    *("seq_length", "max_seq_len", "max_sequence_length", "model_max_length", "transformers_version"),
 }
-"""Entries that an export writes itself, or does not have."""
+"""Entries that would contradict those of an export: of the shape, and other names of the context."""
 
 
-def kept_entries(document: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the entries of a config.json or generation_config.json that exports keep; log those that are dropped.
+def kept_entries(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the entries of a config.json or generation_config.json that exports keep, unless they write their own.
 
-    Args:
-        path: of the document, for messages.
+    A line names those that are dropped: names of code, and values that cannot be written again.
     """
-    others = {name: value for name, value in document.items() if name not in _OWN and not name.startswith("_")}
-    dropped = sorted(name for name, value in others.items() if name == "auto_map" or not _is_plain(value))
+    entries = {name: value for name, value in document.items() if name not in _NOT_KEPT and not name.startswith("_")}
+    dropped = sorted(name for name, value in entries.items() if name == "auto_map" or not _is_plain(value))
     if dropped:
         log.info("%s: exports do not keep %s", path, list_some([shown(name) for name in dropped], 4))
-    return {name: value for name, value in others.items() if name not in dropped}
+    return {name: value for name, value in entries.items() if name not in dropped}
 
 
 def _is_plain(value: Any) -> bool:
@@ -211,9 +206,7 @@ def generation_document(
     kept: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the generation_config.json: the tokens that begin, end and pad a text, and what the imported model had."""
-    return {"bos_token_id": bos_token, "eos_token_id": eos_token, "pad_token_id": pad_token} | {
-        name: value for name, value in kept.items() if name not in TOKEN_ENTRIES
-    }
+    return {**kept, "bos_token_id": bos_token, "eos_token_id": eos_token, "pad_token_id": pad_token}
 
 
 def shape_of_document(document: Any, path: str) -> LlamaShape:

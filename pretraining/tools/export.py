@@ -57,6 +57,7 @@ from pretraining.model.hf import (
     config_document,
     generation_document,
     parameter_shapes,
+    token_ids,
 )
 from pretraining.text import count_of, format_bytes
 from pretraining.tools.commands import ExportConfig
@@ -107,12 +108,13 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
     is_trained, origin = bool(manifest.data), read_origin(checkpoint.path)
     context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
     data, kept, generation = settings.data, origin.get("config", {}), origin.get("generation_config", {})
-    end_of_text = None if tokenizer is None else tokenizer.end_of_text
-    bos = _choose_token("bos_token_id", data.bos_token, origin.get("bos_token_id"))
-    eos = _choose_token("eos_token_id", data.sep_token, origin.get("eos_token_id"), end_of_text)
-    ends = _choose_token("eos_token_id of generation", data.sep_token, generation.get("eos_token_id", eos), end_of_text)
+    tokens, end_of_text = token_ids({**kept, **origin}), None if tokenizer is None else tokenizer.end_of_text
+    bos = _choose_token("bos_token_id", data.bos_token, tokens.get("bos_token_id"))
+    eos = _choose_token("eos_token_id", data.sep_token, tokens.get("eos_token_id"), end_of_text)
+    given = token_ids(generation)
+    ends = _choose_token("eos_token_id of generation", data.sep_token, given.get("eos_token_id", eos), end_of_text)
     end = _first_known(data.sep_token, eos[0] if isinstance(eos, list) else eos)
-    pad = _first_known(origin.get("pad_token_id"), generation.get("pad_token_id"))
+    pad = _first_known(tokens.get("pad_token_id"), given.get("pad_token_id"))
     if tokenizer is not None:
         pad = _first_known(tokenizer.pad_token, pad, end)
     if pad is not None and pad >= shape.vocab_size:  # transformers builds no embedding with such a padding row

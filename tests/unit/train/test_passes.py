@@ -87,8 +87,8 @@ def test_a_plan_knows_what_prepare_recorded(tmp_path: Path, capsys: pytest.Captu
     assert not reads(plan(capsys, data, "num_steps=2ep")) and not reads(plan(capsys, "data_path=/nowhere"))
     # Of a dataset without prepare.json, a weight gives the share alone.
     write_dataset(tmp_path / "data" / "other")
-    lines = plan(capsys, data, "datasets=small,other", "weights=1,3")
-    assert any("other  75.0%" in line and line.endswith("passes unknown") for line in lines)
+    weighted = plan(capsys, data, "datasets=small,other", "weights=1,3")
+    assert any("other  75.0%" in line and line.endswith("passes unknown") for line in weighted)
     assert not reads(plan(capsys, data, "datasets=small,other"))
 
 
