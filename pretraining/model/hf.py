@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -201,12 +201,13 @@ def token_ids(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def generation_document(
     bos_token: int | None,
-    eos_token: int | list[int] | None,
+    eos_tokens: Sequence[int],
     pad_token: int | None = None,
     kept: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the generation_config.json: the tokens that begin, end and pad a text, and what the imported model had."""
-    return {**kept, "bos_token_id": bos_token, "eos_token_id": eos_token, "pad_token_id": pad_token}
+    eos = list(eos_tokens) if len(eos_tokens) > 1 else next(iter(eos_tokens), None)
+    return {**kept, "bos_token_id": bos_token, "eos_token_id": eos, "pad_token_id": pad_token}
 
 
 def shape_of_document(document: Any, path: str) -> LlamaShape:

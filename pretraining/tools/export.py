@@ -108,12 +108,13 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
     is_trained, origin = bool(manifest.data), read_origin(checkpoint.path)
     context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
     data, kept, generation = settings.data, origin.get("config", {}), origin.get("generation_config", {})
-    tokens, end_of_text = token_ids({**kept, **origin}), None if tokenizer is None else tokenizer.end_of_text
-    bos = _choose_token("bos_token_id", data.bos_token, tokens.get("bos_token_id"))
-    eos = _choose_token("eos_token_id", data.sep_token, tokens.get("eos_token_id"), end_of_text)
-    given = token_ids(generation)
-    ends = _choose_token("eos_token_id of generation", data.sep_token, given.get("eos_token_id", eos), end_of_text)
-    end = _first_known(data.sep_token, eos[0] if isinstance(eos, list) else eos)
+    tokens, given = token_ids({**kept, **origin}), token_ids(generation)
+    bos = _choose_token("bos_token_id", data.bos_token, tokens)
+    eos = _choose_token("eos_token_id", data.sep_token, tokens, None if tokenizer is None else tokenizer.end_of_text)
+    end = _first_known(data.sep_token, *_listed(eos))
+    # Chat models end a text with several tokens: those of the imported model stay beside the run's.
+    ends = _listed(given.get("eos_token_id", tokens.get("eos_token_id", eos)))
+    ends = ends if end is None or end in ends else [end, *ends]
     pad = _first_known(tokens.get("pad_token_id"), given.get("pad_token_id"))
     if tokenizer is not None:
         pad = _first_known(tokenizer.pad_token, pad, end)
@@ -150,14 +151,19 @@ def _first_known(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _choose_token(name: str, own: int | None, theirs: Any, default: int | None = None) -> Any:
-    """Return the run's token, else that of the imported model, else a default.
+def _listed(ids: Any) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
-    A list of the imported model stays if it holds the run's token: chat models end a text with several.
+
+def _choose_token(name: str, own: int | None, imported: Mapping[str, Any], default: int | None = None) -> Any:
+    """Return a token of the run, else of the imported model, else a default; log one that is replaced.
+
+    A list of the imported model stays if it holds the run's token.
     """
-    if isinstance(theirs, list) and own in theirs:
+    theirs = imported.get(name)
+    if own is not None and own in _listed(theirs):
         return theirs
-    if None not in (own, theirs) and own != theirs:
+    if None not in (own, theirs):
         log.info("%s is %s, that of the run, in place of %s of the imported model", name, own, theirs)
     return _first_known(own, theirs, default)
 

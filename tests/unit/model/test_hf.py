@@ -52,7 +52,7 @@ def test_transformers_read_the_same_from_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     for shape in (TINY_SHAPE, replace(TINY_SHAPE, rope_scaling=SCALED, tie_word_embeddings=True, rope_theta=5e5)):
         (tmp_path / "config.json").write_text(json.dumps(document(shape)))
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation_document(None, 5)))
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation_document(None, [5])))
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         assert config.rope_parameters["rope_theta"] == shape.rope_theta
         expected = LLAMA3 if shape.rope_scaling else {"rope_type": "default"}

@@ -116,18 +116,22 @@ def test_the_record_outlives_the_disks_of_a_run_with_a_mirror(tmp_path: Path) ->
         assert exported(source, tmp_path / "out")[1]["temperature"] == 0.6
 
 
-def test_a_list_of_ends_of_text_stays_while_it_holds_the_run_s_and_a_line_names_one_that_goes(
+def test_ends_of_text_of_a_chat_model_stay_beside_the_run_s_and_a_line_names_one_that_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pretraining")
-    folder = model_folder(tmp_path / "m", {"eos_token_id": [3, 2]}, eos_token_id=2)
-    for token, ends, line in (
-        (3, (3, [3, 2]), "eos_token_id is 3, that of the run, in place of 2"),
-        (9, (9, 9), "of 2"),
-    ):
+    folder, line = (
+        model_folder(tmp_path / "m", {"eos_token_id": [3, 2]}, eos_token_id=2),
+        "in place of 2 of the imported",
+    )
+    for token, ends in ((2, [3, 2]), (3, [3, 2]), (9, [9, 3, 2])):
         start(tmp_path / f"run{token}", f"ckpt_load_path={folder}", *SHORT, f"sep_token={token}", model=MODEL)
         config, generation = exported(tmp_path / f"run{token}", tmp_path / "out")
-        assert (config["eos_token_id"], generation["eos_token_id"]) == ends and line in caplog.text
+        assert (config["eos_token_id"], generation["eos_token_id"]) == (token, ends)
+        assert (f"eos_token_id is {token}, that of the run, in place of 2 of" in caplog.text) is (token != 2)
+    (folder / "generation_config.json").unlink()  # then config.json alone says how its texts end
+    start(tmp_path / "run", f"ckpt_load_path={folder}", *SHORT, "sep_token=9", model=MODEL)
+    assert exported(tmp_path / "run", tmp_path / "out")[1]["eos_token_id"] == [9, 2]
 
 
 def test_what_is_not_kept_is_named_or_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
