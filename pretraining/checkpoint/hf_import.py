@@ -186,7 +186,7 @@ def read_json_of(path: Path, name: str) -> Any:
         raise CheckpointError(problem, path=path / name) from None
 
 
-# What exports keep
+# Origin of a run
 
 
 def origin_of(path: Path, name: str) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def read_origin(checkpoint: Path) -> dict[str, Any]:
         origin = dict(read_json(path))
         kept = {part: kept_entries(dict(origin.get(part) or {}), path) for part in ("config", "generation_config")}
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"cannot be read ({error}). Delete it to go on without it", path=path) from error
+        raise CheckpointError(f"cannot be read ({error}). Delete it to continue without it", path=path) from error
     return {**origin, **kept}
 
 

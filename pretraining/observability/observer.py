@@ -106,7 +106,7 @@ class Observer:
         values |= self.throughput.report(state, span)  # after the all-reduce, which waits for the device
         self.display.show(state.step, values)
         if self.collector.lacks_labels:
-            log.warning("step %d  no label in this report: %s", state.step, NO_LABELS)
+            log.info("step %d  no label in this report: %s", state.step, NO_LABELS)
         seconds: float = values["step_seconds"]
         for line in self.stragglers.report(seconds):
             log.info(line)

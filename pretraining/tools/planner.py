@@ -310,7 +310,7 @@ def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Lay
 
 
 def _count_reads(data: DataConfig, tokens: int | None) -> tuple[dict[str, int], dict[str, float]]:
-    """Return how many tokens a run reads of each dataset, and how often; empty where no prepare.json says it."""
+    """Return the tokens and the passes of a run per dataset; empty if no prepare.json has the sizes."""
     if data.data_path is None or tokens is None:
         return {}, {}
     from pretraining.tools.prepare.records import read_summary  # imports NumPy, which no other plan needs

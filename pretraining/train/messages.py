@@ -68,7 +68,7 @@ def log_plan(plan: Plan) -> None:
 
 
 def _count_reads(plan: Plan) -> tuple[dict[str, int], dict[str, float]]:
-    """Return how many tokens the whole run reads of each dataset, and how often; empty for dummy data."""
+    """Return the tokens and the passes of the whole run per dataset; empty for dummy data."""
     if plan.data is None:
         return {}, {}
     samples = plan.loader.reader.mixture.counts_before_step(plan.state.total_steps)

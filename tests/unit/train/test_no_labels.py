@@ -29,6 +29,7 @@ def write_documents(root: Path, length: int, token: int = 1) -> str:
 def test_three_reports_in_a_row_without_a_label_are_an_error_and_each_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "pretraining")
     data = write_documents(tmp_path, 1)
     error = refusal(tmp_path / "run", data, *FLAGS)
     assert isinstance(error, DataError) and "step 6: 3 reports in a row have no label" in str(error)
@@ -58,6 +59,7 @@ def test_documents_of_two_tokens_or_no_mask_have_labels(length: int, mask: str, 
 def test_skipped_updates_and_quarantined_samples_have_rules_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "pretraining")
     monkeypatch.setattr("pretraining.train.step.gradient_norm", lambda *given: torch.tensor(torch.nan))
     start(tmp_path / "skips", "num_steps=8", "report_interval=1", "max_skipped_steps=0", "grad_clip_thresh=0")
     monkeypatch.undo()

@@ -120,10 +120,7 @@ def test_ends_of_text_of_a_chat_model_stay_beside_the_run_s_and_a_line_names_one
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pretraining")
-    folder, line = (
-        model_folder(tmp_path / "m", {"eos_token_id": [3, 2]}, eos_token_id=2),
-        "in place of 2 of the imported",
-    )
+    folder = model_folder(tmp_path / "m", {"eos_token_id": [3, 2]}, eos_token_id=2)
     for token, ends in ((2, [3, 2]), (3, [3, 2]), (9, [9, 3, 2])):
         start(tmp_path / f"run{token}", f"ckpt_load_path={folder}", *SHORT, f"sep_token={token}", model=MODEL)
         config, generation = exported(tmp_path / f"run{token}", tmp_path / "out")
