@@ -397,6 +397,7 @@ class VerifyConfig:
     token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
         None, "type of the tokens in .bin and .npy files without a header"
     )
+    index_path: str | None = setting(None, "folder of the indices, as for training")
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one per core")
 
 

@@ -29,6 +29,7 @@ from pretraining.checkpoint.start_point import checkpoints_at
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
 from pretraining.data.storage.doubts import warn_about_splits
+from pretraining.data.storage.index_files import read_documents, recorded_indices
 from pretraining.data.storage.token_format import (
     DocumentLayout,
     TokenFormat,
@@ -47,7 +48,7 @@ from pretraining.tools.prepare.token_files import TokenFile
 FAULTS_SHOWN = 100
 """Rows reported per file. In a file of another tokenizer, nearly every row has a wrong token."""
 _TOKENS_AT_ONCE = 1 << 22
-_SHARED_SETTINGS = ("data_path", "datasets", "file_type", "col_name", "sep_token", "token_dtype")
+_SHARED_SETTINGS = ("data_path", "datasets", "file_type", "col_name", "sep_token", "token_dtype", "index_path")
 """Settings that VerifyConfig shares with DataConfig."""
 
 
@@ -69,11 +70,12 @@ def verify(config: VerifyConfig) -> None:
 
 @dataclass
 class FileReport:
-    """The size and the faults of a token file."""
+    """The size and the faults of a token file, and the record of its content."""
 
     faults: list[DataError] = field(default_factory=list)
     documents: int = 0
     tokens: int = 0
+    record: int | None = None
 
 
 def _verify_datasets(config: VerifyConfig, threads: int) -> None:
@@ -91,9 +93,12 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
         missing = [DataError(f"is missing: {MANIFEST_FILE} lists it", path=Path(files.folder, name)) for name in gone]
         faults += _print_faults([*damaged, *missing])
         documents = tokens = 0
+        records = []
         for report in check_files(files, load_format(files.file_type, data), written, vocab_size, threads):
             faults += _print_faults(report.faults)
             documents, tokens = documents + report.documents, tokens + report.tokens
+            records.append(None if report.faults else report.record)
+        faults += _print_faults(_changes_since_indexing(files, data, records))
         vocabulary = f"all below {vocab_size:,}" if vocab_size else "vocabulary not checked: set --vocab_size"
         compared = bool(written) and all(entry.crc32 for entry in written.values())
         checksums = f"checksums as in {MANIFEST_FILE}" if compared else f"no checksums in a {MANIFEST_FILE}"
@@ -107,6 +112,19 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
             f"{count_of(faults, 'fault')} in {count_of(file_count, 'file')} of {data.data_path}, listed above"
         )
     print_text(f"{count_of(file_count, 'file')}, {format_bytes(size)}: no faults")
+
+
+def _changes_since_indexing(files: DatasetFiles, data: DataConfig, records: list[int | None]) -> list[DataError]:
+    """Return an error per file whose content is that of no index; `records` has None for files with another fault."""
+    indices = recorded_indices(files, data)
+    changed = [
+        [number for number, now in enumerate(records) if now not in (None, int(index.records[number]))]
+        for index in indices
+    ]
+    if not changed or not all(changed):
+        return []
+    problem = f"has other content than in {indices[0].path}. If the change is meant, delete this index"
+    return [DataError(problem, path=files.path(number)) for number in changed[0]]
 
 
 def _print_faults(faults: list[DataError]) -> int:
@@ -166,7 +184,7 @@ def check_files(
             change = f"{entry.bytes:,} bytes of checksum {entry.crc32}; now {size:,} bytes of checksum {checksum}"
             report.faults.append(DataError(f"has changed since `pretrain prepare` wrote {change}", path=path))
         try:
-            layout = token_format.documents(path)
+            layout, report.record = read_documents(files, token_format, number)
         except DataError as error:
             report.faults.append(error)
             return report
