@@ -55,20 +55,21 @@ def content_record(read: ReadRange, begin: int, end: int, layout: DocumentLayout
         layout: documents of a whole token file; None = all bytes are read.
     """
     if layout is not None and layout.checksum is not None:
-        return _digest(end - begin, layout.checksum)
+        return combine(end - begin, layout.checksum)
     if layout is None or end - begin <= PARTS * PART_BYTES:
-        return _digest(end - begin, _checksum(read, range(begin, end, _BYTES_AT_ONCE), _BYTES_AT_ONCE, end))
+        return combine(end - begin, _checksum(read, range(begin, end, _BYTES_AT_ONCE), _BYTES_AT_ONCE, end))
     filled = layout.lengths > 0  # the place of an empty document is free
     borders = zlib.crc32(layout.lengths.astype("<i8").data, zlib.crc32(layout.offsets[filled].astype("<i8").data))
-    return _digest(end - begin, borders, _checksum(read, _keyed_places(end), PART_BYTES, end))
+    return combine(end - begin, borders, _checksum(read, _keyed_places(end), PART_BYTES, end))
 
 
 def digest_of_records(records: Iterable[int]) -> str:
     """Return the record of several files in order, 16 hexadecimal digits."""
-    return f"{_digest(*records):016x}"
+    return f"{combine(*records):016x}"
 
 
-def _digest(*numbers: int) -> int:
+def combine(*numbers: int) -> int:
+    """Return a hash of integers below 2**64 in order, below 2**64."""
     content = np.array(numbers, dtype="<u8").tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 

@@ -36,6 +36,7 @@ from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenize
 from pretraining.errors import DataError
 from pretraining.files import output_errors
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
+from pretraining.tools.prepare.input_content import read_content
 from pretraining.tools.prepare.records import (
     UNKNOWN_VOCABULARIES,
     Counts,
@@ -45,7 +46,7 @@ from pretraining.tools.prepare.records import (
     WorkFolder,
 )
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
-from pretraining.tools.prepare.units import Unit, read_part
+from pretraining.tools.prepare.units import Part, Unit, read_part
 
 if TYPE_CHECKING:
     import fastokens
@@ -179,8 +180,7 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
     """Write the token files of a unit, then its done file; return the counts."""
     work.clear(unit)
     record = UnitRecord(encoding.key(unit))
-    skip_bad = encoding.skip_bad
-    documents = chain.from_iterable(read_part(part, encoding.text_field, skip_bad=skip_bad) for part in unit.parts)
+    documents = chain.from_iterable(_read_recorded(part, encoding, record) for part in unit.parts)
     writer = TokenWriter(work.files, encoding.dtype, encoding.tokens_per_file, f"part_{unit.number:06d}_")
     begun: list[np.ndarray] = []  # tokens of the document that is not complete yet
     # One thread per batch, without the library's own threads, keeps the number of threads exact.
@@ -214,6 +214,12 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
     record.files = writer.files
     work.write_record(unit, record)
     return record.counts
+
+
+def _read_recorded(part: Part, encoding: Encoding, record: UnitRecord) -> Iterator[Document]:
+    """Record the content of a part, and yield its documents."""
+    record.contents.append(read_content(part))
+    yield from read_part(part, encoding.text_field, skip_bad=encoding.skip_bad)
 
 
 class _Batch(NamedTuple):
