@@ -147,7 +147,7 @@ def test_the_first_process_of_a_job_compares(config: PrepareConfig) -> None:
     write(path, TEXTS)
     prepare(config)
     exchange(path, CHANGED, write)
-    layouts = [ProcessLayout("torchrun", rank, 2, rank, 2, "localhost", 29500) for rank in range(2)]
+    layouts = [ProcessLayout(rank, 2, rank, 2, "torchrun", "", 0) for rank in range(2)]
     with pytest.raises(DataError, match="other text"):
         prepare(config, layouts[0])
     assert prepare(config, layouts[1]) is not None
