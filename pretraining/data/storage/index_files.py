@@ -3,8 +3,8 @@
     listing, settings --> names of possible indices --times of change, else records of content--> the valid index
 
 A listing has an index file per content of its files. The times of change that were seen with a content are noted beside
-its index, so the files are read again only after a change; one process of a job decides, and the listing that it
-broadcasts names the content. An index of an earlier version has no record of content, and is valid for its listing.
+its index, so that the files are read again only after a change. One process of a job decides, and broadcasts the
+content in its listing. An index of an earlier version has no record of content, and is valid for its listing.
 """
 
 from __future__ import annotations
@@ -67,10 +67,14 @@ def find_index(files: DatasetFiles, config: DataConfig, workers: int | None = No
 
 def _candidates(files: DatasetFiles, config: DataConfig) -> Iterator[Index]:
     """Yield the sound indices of a listing: those of earlier versions, then by age, the newest first."""
-    plain, stem = index_paths(files, config), _stem(files, config)
-    found = [path for folder in index_folders(files, config) for path in folder.glob(f"{stem}-*.index")]
-    by_age = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-    yield from filter(None, map(open_any_index, [*plain, *by_age]))
+    plain, recorded = index_paths(files, config), _files_by_age(files, config, f"{_stem(files, config)}-*.index")
+    yield from filter(None, map(open_any_index, [*plain, *recorded]))
+
+
+def _files_by_age(files: DatasetFiles, config: DataConfig, pattern: str) -> list[Path]:
+    """Return the index files with names of a pattern, the newest first."""
+    found = (path for folder in index_folders(files, config) for path in folder.glob(pattern))
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def open_any_index(path: Path) -> Index | None:
@@ -83,16 +87,13 @@ def open_any_index(path: Path) -> Index | None:
 
 def damaged_index(files: DatasetFiles, config: DataConfig) -> Path | None:
     """Return the path of an index file that cannot be used; None without any."""
-    stem = _stem(files, config)
-    found = (path for folder in index_folders(files, config) for path in folder.glob(f"{stem}*.index"))
+    found = _files_by_age(files, config, f"{_stem(files, config)}*.index")
     return next((path for path in found if open_any_index(path) is None), None)
 
 
 def recorded_indices(files: DatasetFiles, config: DataConfig) -> list[Index]:
     """Return the indices of a listing that have comparable records of content, of any other settings, newest first."""
-    found = (path for folder in index_folders(files, config) for path in folder.glob(f"*-{files.digest[:16]}-*.index"))
-    by_age = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-    indices = filter(None, map(open_any_index, by_age))
+    indices = filter(None, map(open_any_index, _files_by_age(files, config, f"*-{files.digest[:16]}-*.index")))
     return [index for index in indices if index.header["read_as"] == read_as(files, config)]
 
 
@@ -103,17 +104,14 @@ def read_as(files: DatasetFiles, config: DataConfig) -> str:
 
 def changes_since(files: DatasetFiles, config: DataConfig, records: Sequence[int]) -> str:
     """Return how the files, with these records of content, differ from those of the newest index; empty without one."""
-    for folder in index_folders(files, config):
-        found = folder.glob(f"{index_digest(files, config)}-*.index")
-        for path in sorted(found, key=lambda each: each.stat().st_mtime, reverse=True):
-            older = open_any_index(path)
-            if older is not None:
-                before, after = older.file_sizes, dict(zip(files.paths, files.sizes, strict=True))
-                known = dict(zip(before, older.records.tolist(), strict=True)) if older.content else {}
-                now = zip(files.paths, records, strict=True)
-                rewritten = [name for name, record in now if known.get(name, record) != record]
-                return describe_changes(before, after, rewritten)
-    return ""
+    indices = map(open_any_index, _files_by_age(files, config, f"{index_digest(files, config)}-*.index"))
+    older = next(filter(None, indices), None)
+    if older is None:
+        return ""
+    before, after = older.file_sizes, dict(zip(files.paths, files.sizes, strict=True))
+    known = dict(zip(before, older.records.tolist(), strict=True)) if older.content else {}
+    now = zip(files.paths, records, strict=True)
+    return describe_changes(before, after, [name for name, record in now if known.get(name, record) != record])
 
 
 # Content

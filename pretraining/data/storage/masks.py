@@ -64,7 +64,7 @@ def describe_masks(batches: Iterable[pa.RecordBatch], column: str, strip_tokens:
 
 @dataclass
 class _Mask:
-    """What a column masks: tokens, of `total` ones; whether all of them are at the ends of rows."""
+    """Number of tokens that a column masks, of `total`; whether all of them are at the ends of rows."""
 
     count: int = 0
     total: int = 0

@@ -83,7 +83,7 @@ def check_input(folder: Path, digest: str | None, parts: Sequence[Part]) -> None
 
 
 def remedy_for(folder: Path) -> str:
-    """Return how to go on if a dataset was made from something else."""
+    """Return the way on if a dataset was made from something else."""
     return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"
 
 
