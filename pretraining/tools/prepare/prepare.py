@@ -21,7 +21,7 @@ from typing import Any, Literal, overload
 
 from pretraining.config.rules import check_config
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
-from pretraining.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import DataError, PretrainError
 from pretraining.files import exists, flush_folder, output_errors, read_object, write_atomic, write_flushed
 from pretraining.launch.layout import ProcessLayout, resolve_layout
@@ -243,9 +243,10 @@ class _Job:
                 contents = [each for record in records for each in record.contents]
                 write_flushed(Path(own, INPUTS_FILE), inputs_document(contents))
                 Path(own, INPUTS_FILE).replace(work.files / INPUTS_FILE)
-                if tokenizer is not None and not exists(work.root / TOKENIZER_FILE):
+                if tokenizer is not None:
                     tokenizer.save(Path(own))
-                    for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE):
+                    for name in (each for each in tokenizer.contents() if not exists(work.root / each)):
+                        (work.root / name).parent.mkdir(exist_ok=True)
                         Path(own, name).replace(work.root / name)
             if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:
                 raise DataError(
