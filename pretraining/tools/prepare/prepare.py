@@ -29,6 +29,7 @@ from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.console import Progress, print_summary
+from pretraining.tools.prepare.copies import warn_of_copies
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
 from pretraining.tools.prepare.records import (
     UNKNOWN_VOCABULARIES,
@@ -84,6 +85,8 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
         tokenizer = find_tokenizer(config, work.root)
         finished = read_finished(work.dataset, found.settings, tokenizer)
         if finished is None:
+            if rank == 0:
+                warn_of_copies(found.files)
             try:
                 return _Job(config, found, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
             except PretrainError as error:

@@ -77,17 +77,19 @@ class Input:
     Attributes:
         token_type: type of the token ids; None if the input is text.
         settings: everything besides the tokenizer that the dataset depends on, for prepare.json.
+        files: input files; none for a Hugging Face dataset.
     """
 
     units: tuple[Unit, ...]
     size: int
     token_type: pa.DataType | None
     settings: dict[str, Any]
+    files: list[InputFile]
 
 
 def find_input(config: PrepareConfig) -> Input:
     """Find the input that the settings name and cut it into units; raise a DataError if it cannot be read."""
-    column = config.text_field or ""
+    column, files = config.text_field or "", list[InputFile]()
     if config.hf_dataset is not None:
         split = HubSplit(config.hf_dataset, config.hf_config, config.hf_split)
         ranges, recognised_by = shards_of(split, UNIT_BYTES)
@@ -112,7 +114,7 @@ def find_input(config: PrepareConfig) -> Input:
     }
     if tokens is not None:
         settings["vocab_size"] = config.vocab_size  # for text, the tokenizer determines it
-    return Input(tuple(cut_units(parts)), size, tokens, settings)
+    return Input(tuple(cut_units(parts)), size, tokens, settings, files)
 
 
 def read_part(part: Part, text_field: str, *, skip_bad: bool = False) -> Iterator[Document]:
