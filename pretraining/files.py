@@ -174,6 +174,17 @@ def read_file(path: Path, largest_bytes: int = _LARGEST_FILE_BYTES) -> bytes:
     return content
 
 
+def check_inside(folder: Path, name: str, problem: type[PretrainError]) -> None:
+    """Raise a `problem` if links lead a file of a stranger's folder out of it, such as to a private file.
+
+    The Hub's cache keeps the files of all revisions of a model in `blobs`, with links to them.
+    """
+    home, real = real_path(folder), real_path(folder / name)
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(real.is_relative_to(each) for each in homes):
+        raise problem(f"leads out of its folder, to {real}. Put the file itself there", path=folder / name)
+
+
 def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError]) -> Path:
     """Return a local path; download a model from the Hugging Face Hub if no such path exists and the name may be one.
 

@@ -23,7 +23,7 @@ from pretraining.checkpoint.manifest import Manifest, describe_model
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
-from pretraining.files import entries_of, exists, is_folder, lfs_pointer_hint, read_json, real_path
+from pretraining.files import check_inside, entries_of, exists, is_folder, lfs_pointer_hint, read_json
 from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, INNER_MODEL, WEIGHTS_FILE, shape_of_document
 from pretraining.text import list_some
 
@@ -140,18 +140,14 @@ def weight_files(path: Path) -> list[str]:
             path=path,
         )
     for name in names:
-        _check_inside(path, name)
+        _check_weight_file(path, name)
     return names
 
 
-def _check_inside(path: Path, name: str) -> None:
+def _check_weight_file(path: Path, name: str) -> None:
     if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
         raise CheckpointError(f"names {name!r}: only safetensors files of this folder are read", path=path / INDEX_FILE)
-    folder, real = real_path(path), real_path(path / name)
-    # The cache of Hugging Face keeps the files of all revisions in one folder, with links to them.
-    homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
-    if not any(real.is_relative_to(home) for home in homes):
-        raise CheckpointError(f"leads out of its folder, to {real}. Put the file itself there", path=path / name)
+    check_inside(path, name, CheckpointError)
 
 
 def read_json_of(path: Path, name: str) -> Any:

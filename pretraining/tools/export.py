@@ -16,7 +16,6 @@ import logging
 import math
 import re
 import shlex
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,18 +34,9 @@ from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
-from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_fitting_tokenizer
+from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.errors import CheckpointError, DataError
-from pretraining.files import (
-    atomic_folder,
-    from_hub,
-    is_address,
-    is_file,
-    is_folder,
-    read_json,
-    write_flushed,
-    write_json,
-)
+from pretraining.files import atomic_folder, is_address, read_json, write_flushed, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
     CONFIG_FILE,
@@ -64,11 +54,6 @@ log = logging.getLogger(__name__)
 
 ORIGIN_FILE = "imported.json"
 """File that `pretrain import` writes into a run's folder: data of the imported model that exports keep."""
-_MORE_TOKENIZER_FILES = (
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt"),
-)
-"""Files that AutoTokenizer reads besides tokenizer.json and tokenizer_config.json."""
 
 
 def export(config: ExportConfig) -> None:
@@ -126,7 +111,6 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
         write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, eos, pad))
         if tokenizer is not None:
             tokenizer.with_settings(context, pad).save(folder)
-            _copy_tokenizer_files(config.tokenizer_path or settings.data.tokenizer_path or "", folder)
         card = _model_card(output.name, manifest, settings, config.dtype, origin, tokenizer is not None)
         write_flushed(folder / "README.md", card)
     print_text(f"{output}: step {manifest.step} of {checkpoint.path}, {config.dtype}, {format_bytes(total)}")
@@ -189,14 +173,6 @@ def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaSha
     if tokenizer is None:
         log.warning("no tokenizer is exported: set --tokenizer_path to include one")
     return tokenizer
-
-
-def _copy_tokenizer_files(named: str, folder: Path) -> None:
-    path = from_hub(named, TOKENIZER_FILES, DataError)
-    source = path if is_folder(path) else path.parent
-    for name in _MORE_TOKENIZER_FILES:
-        if is_file(source / name):
-            shutil.copyfile(source / name, folder / name)
 
 
 def plan_files(kinds: Kinds, max_bytes: int) -> dict[str, Kinds]:

@@ -77,7 +77,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: Literal["auto"] | Encoder) -> E
     if wanted == "tokenizers":
         return wanted
     try:
-        _load_fastokens(tokenizer.definition)
+        _load_fastokens(tokenizer.definition_without_dropout)
         return "fastokens"
     except (ImportError, ValueError) as error:
         reason = f"does not support this tokenizer ({error})"
@@ -102,7 +102,7 @@ def text_encoder(tokenizer: Tokenizer, encoder: Encoder) -> TextEncoder:
 
     if encoder == "tokenizers":
         return by_library
-    fast = _load_fastokens(tokenizer.definition)
+    fast = _load_fastokens(tokenizer.definition_without_dropout)
     return by_fastokens
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, overload
 
 from pretraining.config.rules import check_config
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
-from pretraining.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import DataError, PretrainError
 from pretraining.files import exists, flush_folder, output_errors, read_object, write_atomic, write_flushed
 from pretraining.launch.layout import ProcessLayout, resolve_layout
@@ -226,7 +226,8 @@ class _Job:
                 Path(own, MANIFEST_FILE).replace(work.files / MANIFEST_FILE)
                 if tokenizer is not None and not exists(work.root / TOKENIZER_FILE):
                     tokenizer.save(Path(own))
-                    for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE):
+                    for name in tokenizer.contents():
+                        (work.root / name).parent.mkdir(exist_ok=True)
                         Path(own, name).replace(work.root / name)
             if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:
                 raise DataError(
