@@ -48,7 +48,8 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     if wrong:
         remedy = "All datasets of a root share one tokenizer: drop the flag, or set another --output_path"
         raise DataError(f"{wrong}. {remedy}", path=root / TOKENIZER_FILE)
-    return present
+    # Earlier versions copied no chat template into the root.
+    return given if given is not None and present.chat_template is None else present
 
 
 def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokenizer:
