@@ -23,11 +23,12 @@ from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.prepare.documents import Document, unicode_fault
 from pretraining.tools.prepare.marks import Marks
-from pretraining.tools.prepare.render_chats import MOST_SECONDS
 from pretraining.tools.prepare.units import Input
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a template sees."""
+MOST_SECONDS = 5.0
+"""Processor time for a chat; most need less than a millisecond."""
 _REMEDY = "Use a tokenizer with another template"
 
 
@@ -65,7 +66,9 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, now: str) -> None:
-        self._start = {"template": tokenizer.chat_template, "names": _names(tokenizer), "now": now}
+        self._start = json.dumps(
+            {"template": tokenizer.chat_template, "names": _names(tokenizer), "now": now, "seconds": MOST_SECONDS}
+        )
         self._marks = Marks(tokenizer.special_names)
 
     def __enter__(self) -> Self:
@@ -74,7 +77,7 @@ class ChatRenderer:
         command = [sys.executable, "-P", str(script)]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere)
-        answer = self._ask(json.dumps(self._start))
+        answer = self._ask(self._start)
         if "problem" in answer:
             raise DataError(f"the chat template of the tokenizer {answer['problem']}. {_REMEDY}")
         return self
@@ -84,11 +87,13 @@ class ChatRenderer:
         self._process.communicate()
 
     def render(self, document: Document) -> Document:
-        """Return a chat as text, or with the fault that its template finds; other documents as they are.
+        """Return a chat as text, or with the fault that its template finds; empty documents as they are.
 
         Raises:
             DataError: the template needs too much time or memory, or makes too much text.
         """
+        if isinstance(document.content, str) and document.content:
+            return document._replace(content="", fault="it holds text, but the first record holds a chat")
         if not isinstance(document.content, list):
             return document
         try:

@@ -296,8 +296,9 @@ def _remedy(value: Any, text_field: str) -> str:
         return "Token ids are read from Parquet and Arrow: pandas.read_json(…, lines=True).to_parquet(…) converts them"
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         return f"jq makes text of it: jq -c '{field} |= join(\" \")'"
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "A chat is a list of objects with role and content: set another --text_field, or name them so"
+    if isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys():
+        role = '{human: "user", gpt: "assistant"}[.from] // .from'
+        return f"jq makes a chat of it: jq -c '{field} |= map({{role: ({role}), content: .value}})'"
     if isinstance(value, dict) and (names := [name for name, each in value.items() if isinstance(each, str)]):
         return f"jq makes text of it: jq -c '{field} |= .[{json.dumps(names[0])}]'"
     return "Set another --text_field"

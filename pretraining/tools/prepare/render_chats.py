@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -22,8 +23,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MOST_SECONDS = 5.0
-"""Processor time for a chat; most need less than a millisecond."""
 MOST_MEMORY_BYTES = 1 << 31
 MOST_TEXT, MOST_TEXT_PER_INPUT = 1 << 20, 16
 """Longest text of a chat in characters, and in addition per character of its messages as JSON."""
@@ -133,18 +132,17 @@ def main() -> None:
         allowed = resource.getrlimit(limit)[1]
         most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
         resource.setrlimit(limit, (most, most))
-    start: dict[str, Any] = {}
+    start = json.loads(sys.stdin.buffer.readline())
     template = None
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
-        if template is None:
-            start, answer = json.loads(line), {"text": ""}
-            try:
-                template = compile_template(start["template"], start["now"])
-            except Exception as error:
-                answer = {"problem": f"cannot be read ({type(error).__name__}: {error})"[:300]}
-        else:
-            answer = _answer(template, line, start["names"])
+    for line in chain([b""], sys.stdin.buffer):
+        signal.setitimer(signal.ITIMER_PROF, start["seconds"])
+        try:
+            if template is None:
+                template, answer = compile_template(start["template"], start["now"]), {"text": ""}
+            else:
+                answer = _answer(template, line, start["names"])
+        except Exception as error:
+            answer = {"problem": f"cannot be read ({type(error).__name__}: {error})"[:300]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 

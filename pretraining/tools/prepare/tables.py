@@ -145,6 +145,9 @@ def _remedy(kind: pa.DataType, column: str, path: Path) -> str:
     made = ""
     if pa.types.is_struct(value):
         texts = [field.name for field in value if _is_text(field.type)]
+        if value is not kind and {"from", "value"} <= {*texts}:  # a chat under other names
+            role = '{"human": "user", "gpt": "assistant"}.get(each["from"], each["from"])'
+            made, texts = f'[{{"role": {role}, "content": each["value"]}} for each in {row}]', []
         for text in sorted(texts, key=lambda name: name not in _NAMES_OF_TEXT)[:1]:
             field = json.dumps(text)
             made = f"{row}[{field}]" if value is kind else f'"\\n".join(each[{field}] for each in {row})'
