@@ -178,14 +178,11 @@ class Tokenizer:
     def encodes_all(self) -> bool:
         """Whether any text has tokens: those of its bytes, if no others."""
         document = json.loads(self.definition)
-        model, before = document["model"], json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
-        if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-            return False
-        if '"ByteLevel"' in before and model.get("type", "BPE") in ("BPE", "Unigram"):
-            needed = set(pre_tokenizers.ByteLevel.alphabet())
-        else:
-            needed = {f"<0x{byte:02X}>" for byte in range(256)} if model.get("byte_fallback") else {""}
-        return needed <= self.library.get_vocab(with_added_tokens=False).keys()
+        is_of_bytes = '"ByteLevel"' in json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
+        is_of_parts = document["model"].get("type", "BPE") in ("BPE", "Unigram")
+        needed = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+        has_all = self.library.get_vocab(with_added_tokens=False).keys() >= set(needed)
+        return has_all and is_of_parts and (is_of_bytes or bool(document["model"].get("byte_fallback")))
 
     def drops(self, character: str) -> bool:
         """Return whether the model has no tokens for a character, or for a part of it."""

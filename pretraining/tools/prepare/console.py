@@ -111,16 +111,14 @@ def _describe_marks(summary: PrepareSummary) -> Iterator[str]:
 
 def _describe_losses(summary: PrepareSummary, tokenizer: Tokenizer | None) -> Iterator[str]:
     """Yield a line about text that the tokenizer cannot encode, if any; above 1%, also log a warning."""
-    lost, total = summary.dropped_characters, summary.characters
-    what = "characters have no token"
-    if summary.unknown_tokens and tokenizer is not None and tokenizer.unknown_token is not None:
-        lost, total = summary.unknown_tokens, summary.tokens
-        what = f"tokens are {tokenizer.named(tokenizer.unknown_token)}"
-    if not lost:
+    if not summary.lost or tokenizer is None:
         return
-    found = f"{lost:,} of {total:,} {what} ({lost / total:.1%}), the first in {summary.first_loss}"
+    unknown = tokenizer.unknown_token
+    total = summary.characters if unknown is None else summary.tokens
+    what = "characters have no token" if unknown is None else f"tokens are {tokenizer.named(unknown)}"
+    found = f"{summary.lost:,} of {total:,} {what} ({summary.lost / total:.1%}), the first in {summary.first_loss}"
     yield f"  lost       {found}"
-    if lost > LARGEST_LOSS * total:
+    if summary.lost > LARGEST_LOSS * total:
         log.warning("The tokenizer cannot encode this text: %s. Use one that encodes bytes.", found)
 
 

@@ -295,7 +295,7 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
     if encoding.encoder is None:
         return functools.partial(_convert_ids, encoding)
     assert encoding.tokenizer is not None
-    by_library, encode, losses = _text_encoders(
+    by_library, encode, count_losses = _text_encoders(
         work.path, encoding.tokenizer, encoding.encoder, encoding.special_tokens == "ids"
     )
 
@@ -317,9 +317,8 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
         text_bytes = sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
         counts = Counts(characters=sum(map(len, texts)), text_bytes=text_bytes, input_bytes=_bytes_read(batch))
         lost = None
-        if losses is not None and len(lossy := np.flatnonzero(found := losses.count(texts, ids, lengths))):
-            lost = batch.pieces[lossy[0]]
-            counts += Counts(**{losses.name: int(found.sum())})
+        if count_losses is not None and (losses := count_losses(texts, ids, lengths)).any():
+            counts.lost, lost = int(losses.sum()), batch.pieces[np.flatnonzero(losses)[0]]
         return batch, ids.astype(encoding.dtype), lengths, counts, lost
 
     return encode_batch

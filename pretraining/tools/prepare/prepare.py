@@ -228,7 +228,7 @@ class _Job:
             bad = sum(record.counts.bad_records for record in records)
             first = next((name for record in records for name in record.bad_records), "")
             left_out = f" or cannot be read ({count_of(bad, 'record')}; the first: {first})" if bad else ""
-            if any(record.counts.dropped_characters for record in records):
+            if any(record.counts.lost for record in records):
                 left_out += ", or hold only characters that the tokenizer cannot encode"
             raise DataError(f"all documents are empty{left_out}: there is nothing to train on", path=named)
         largest_token = max(record.largest_token for record in records)

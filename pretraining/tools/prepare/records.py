@@ -36,7 +36,7 @@ UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
 """Upper bound of ids of an unknown tokenizer, by the bits that hold them."""
 _RECORD_FORMAT = 4
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
-_LATER_NUMBERS = ("marked_documents", "unknown_tokens", "dropped_characters")
+_LATER_NUMBERS = ("marked_documents", "lost")
 """Numbers that older files do not have."""
 _MOST_BAD_RECORDS = 100
 """Bad records that prepare.json names; it counts all."""
@@ -54,7 +54,7 @@ class Counts:
         input_bytes: bytes read from disk.
         bad_records: records that cannot be read and were left out.
         marked_documents: documents that hold the name of a special token; of chats, in their messages.
-        unknown_tokens, dropped_characters: text that the tokenizer cannot encode.
+        lost: unknown tokens, or characters without a token: text that the tokenizer cannot encode.
     """
 
     documents: int = 0
@@ -65,8 +65,7 @@ class Counts:
     input_bytes: int = 0
     bad_records: int = 0
     marked_documents: int = 0
-    unknown_tokens: int = 0
-    dropped_characters: int = 0
+    lost: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -187,7 +186,8 @@ class PrepareSummary:
         vocab_size: upper bound of ids.
         bad_records: records that cannot be read and were left out; `bad_record_names` are the first of them.
         marked_documents: documents that hold the name of a special token; of chats, in their messages.
-        unknown_tokens, dropped_characters: text that the tokenizer cannot encode, for the first time at `first_loss`.
+        lost: unknown tokens, or characters without a token: text that the tokenizer cannot encode; `first_loss` names
+            the first place.
     """
 
     folder: Path
@@ -204,8 +204,7 @@ class PrepareSummary:
     bad_records: int = 0
     bad_record_names: tuple[str, ...] = ()
     marked_documents: int = 0
-    unknown_tokens: int = 0
-    dropped_characters: int = 0
+    lost: int = 0
     first_loss: str = ""
 
     @property

@@ -1,4 +1,4 @@
-"""Process that applies a chat template, a JSON object per line in and out; it runs as a script, without the package.
+"""Process that applies a chat template, a JSON value per line in and out; it runs as a script, without the package.
 
 A template is a stranger's program. A sandbox keeps it from all but its text, and the system's limits on the processor
 time and the memory of this process bound it, whatever it does. It sees what `apply_chat_template` of transformers
@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from itertools import chain
 from typing import Any
 
 import jinja2
@@ -56,18 +55,8 @@ class _SafeNamespace(Namespace):
         super().__setitem__(name, value)
 
 
-class _SafeDict:
-    """The constructor of dictionaries without the attributes of a class."""
-
-    def __call__(self, *given: Any, **named: Any) -> dict[Any, Any]:
-        return dict(*given, **named)
-
-    def fromkeys(self, *given: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*given)
-
-
 def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
+    if str(name).startswith("_"):
         raise jinja2.exceptions.SecurityError(f"it sets {name!r} in a namespace")
 
 
@@ -90,7 +79,7 @@ def compile_template(template: str, now: str) -> jinja2.Template:
     environment.globals |= {
         "raise_exception": _fail,
         "strftime_now": lambda form: datetime.fromisoformat(now).strftime(form),
-        "dict": _SafeDict(),
+        "dict": lambda *given, **named: dict(*given, **named),  # the class would show its attributes
         "namespace": _SafeNamespace,
     }
     return environment.from_string(template)
@@ -117,7 +106,7 @@ def _answer(template: jinja2.Template, line: bytes, names: dict[str, str]) -> di
         text = render(template, json.loads(line), names)
     except MemoryError:
         return {"problem": "needs too much memory"}
-    except Exception as error:  # any error that a program raises for data that it does not expect
+    except Exception as error:  # a program raises any error for data that it does not expect
         return {"fault": f"{type(error).__name__}: {error}"[:300]}
     if len(text) > MOST_TEXT + MOST_TEXT_PER_INPUT * len(line):
         return {"problem": f"makes {len(text):,} characters"}
@@ -128,13 +117,13 @@ def main() -> None:
     """Answer each line of the input; the first one has the template."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends this process, also within a call of a library
-    for limit, most in ((resource.RLIMIT_AS, MOST_MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0)):
-        allowed = resource.getrlimit(limit)[1]
-        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-        resource.setrlimit(limit, (most, most))
-    start = json.loads(sys.stdin.buffer.readline())
-    template = None
-    for line in chain([b""], sys.stdin.buffer):
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = MOST_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MOST_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    template, start = None, dict[str, Any]()
+    for line in sys.stdin.buffer:
+        start = start or json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, start["seconds"])
         try:
             if template is None:
