@@ -181,7 +181,7 @@ class Tokenizer:
         is_of_bytes = '"ByteLevel"' in json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
         is_of_parts = document["model"].get("type", "BPE") in ("BPE", "Unigram")
         needed = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
-        has_all = self.library.get_vocab(with_added_tokens=False).keys() >= set(needed)
+        has_all = all(self.library.token_to_id(each) is not None for each in needed)
         return has_all and is_of_parts and (is_of_bytes or bool(document["model"].get("byte_fallback")))
 
     def drops(self, character: str) -> bool:

@@ -69,7 +69,7 @@ class ChatRenderer:
         self._start = json.dumps(
             {"template": tokenizer.chat_template, "names": _names(tokenizer), "now": now, "seconds": MOST_SECONDS}
         )
-        self._marks = Marks(tokenizer.special_names)
+        self._marks = Marks(tokenizer)
 
     def __enter__(self) -> Self:
         script = Path(__file__).with_name("render_chats.py")
@@ -105,7 +105,7 @@ class ChatRenderer:
             raise document.error(f"for this chat, the chat template {answer['problem']}. {_REMEDY}")
         text, fault = answer.get("text", ""), answer.get("fault", "")
         fault = f"the chat template refuses it ({fault})" if fault else unicode_fault(text)
-        return document._replace(content="" if fault else text, fault=fault, is_marked=self._marks.are_in(line))
+        return document._replace(content="" if fault else text, fault=fault, is_marked=bool(self._marks.find([line])))
 
     def _ask(self, line: str) -> dict[str, str]:
         """Return the answer to a line; a process that ended is a problem of the template."""

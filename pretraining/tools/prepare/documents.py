@@ -46,7 +46,7 @@ class Document(NamedTuple):
         path, row: place for messages; lines count from 1, rows of tables from 0.
         is_last_part: whether the document ends here.
         fault: why the document cannot be read; empty = it can.
-        is_marked: whether the messages of a chat hold the name of a special token; None for other documents.
+        is_marked: whether the messages of a chat hold the name of a special token.
     """
 
     content: str | np.ndarray | list[Any]
@@ -55,7 +55,7 @@ class Document(NamedTuple):
     row: int | None = None
     is_last_part: bool = True
     fault: str = ""
-    is_marked: bool | None = None
+    is_marked: bool = False
 
     def error(self, text: str) -> DataError:
         """Return an error that names this document."""

@@ -188,14 +188,15 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
     work.clear(unit)
     record = UnitRecord(encoding.key(unit))
     writer = TokenWriter(work.files, encoding.dtype, encoding.tokens_per_file, f"part_{unit.number:06d}_")
-    marked = Counts()
     begun: list[np.ndarray] = []  # tokens of the document that is not complete yet
+    is_marked = False  # whether this document holds the name of a special token
     # One thread per batch, without the library's own threads, keeps the number of threads exact.
-    with writer, library_threads(False), closing(_read_pieces(unit, encoding, work, marked)) as pieces:
-        for batch, tokens, lengths, counts, lost in map_in_order(
+    with writer, library_threads(False), closing(_read_pieces(unit, encoding, work)) as pieces:
+        for batch, tokens, lengths, counts, marked, lost in map_in_order(
             _encoder(unit, encoding, work), _batches(pieces), threads
         ):
-            ends = np.cumsum(lengths)[[piece.is_last_part for piece in batch.pieces]] + sum(map(len, begun))
+            is_last = np.array([piece.is_last_part for piece in batch.pieces])
+            ends = np.cumsum(lengths)[is_last] + sum(map(len, begun))
             begun.append(tokens)
             held = sum(map(len, begun))
             lengths = np.diff(ends, prepend=0)
@@ -208,51 +209,51 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
                 tokens = np.concatenate(begun) if len(begun) > 1 else tokens
                 begun = [tokens[end:]] if end < held else []
             complete = tokens[:end]
+            is_marked, marks = _mark_documents(is_last, marked, is_marked)
             if faults := [piece.fault for piece in batch.pieces if piece.fault]:
                 is_good = np.array([not piece.fault for piece in batch.pieces if piece.is_last_part])
-                complete, lengths = complete[np.repeat(is_good, lengths)], lengths[is_good]
+                complete, lengths, marks = complete[np.repeat(is_good, lengths)], lengths[is_good], marks[is_good]
                 record.add_bad_records(faults)
             written = lengths[lengths > 0]
             writer.write(complete, written)
             counts += Counts(len(written), len(complete), len(lengths) - len(written))
+            counts.marked_documents = int(marks.sum())
             record.counts += counts
             record.largest_token = max(record.largest_token, int(complete.max(initial=0)) if len(complete) else -1)
             if lost is not None and not record.first_loss:
                 record.first_loss = place_of(unit, lost)
             report(counts)
-    record.counts += marked
     record.files = writer.files
     work.write_record(unit, record)
     return record.counts
 
 
-def _read_pieces(unit: Unit, encoding: Encoding, work: WorkFolder, counts: Counts) -> Generator[Document, None, None]:
-    """Yield the pieces of a unit's documents, with chats rendered; count the documents with special tokens."""
-    tokenizer = None if encoding.encoder is None else load_tokenizer(work.path)
-    marks = Marks(tokenizer.special_names if tokenizer else ())
+def _mark_documents(is_last: np.ndarray, marked: list[int], begun: bool) -> tuple[bool, np.ndarray]:
+    """Return whether the document that the last piece does not end is marked, and which of the complete ones are.
+
+    Args:
+        is_last: whether each piece ends its document.
+        marked: indices of marked pieces.
+        begun: whether the first document is marked in an earlier batch.
+    """
+    marks = np.zeros(int(is_last.sum()) + 1, bool)
+    marks[(np.cumsum(is_last) - is_last)[marked]] = True
+    marks[0] |= begun
+    return bool(marks[-1]), marks[:-1]
+
+
+def _read_pieces(unit: Unit, encoding: Encoding, work: WorkFolder) -> Generator[Document, None, None]:
+    """Yield the pieces of a unit's documents, with chats rendered, and with names of special tokens whole."""
     with ExitStack() as stack:
         render = None
-        if encoding.chat_template and tokenizer is not None:
-            render = stack.enter_context(ChatRenderer(tokenizer, encoding.now)).render
+        if encoding.chat_template:
+            render = stack.enter_context(ChatRenderer(load_tokenizer(work.path), encoding.now)).render
         documents = chain.from_iterable(
             read_part(part, encoding.text_field, skip_bad=encoding.skip_bad, render=render) for part in unit.parts
         )
-        pieces = chain.from_iterable(map(cut, _count_marked(documents, marks, counts)))
-        yield from marks.keep_whole(pieces) if encoding.special_tokens == "ids" else pieces
-
-
-def _count_marked(documents: Iterable[Document], marks: Marks, counts: Counts) -> Iterator[Document]:
-    """Yield documents, and count those that hold the name of a special token; of chats, in their messages."""
-    is_marked = False
-    for document in documents:
-        found = document.is_marked
-        if found is None and isinstance(document.content, str):
-            found = marks.are_in(document.content)
-        is_marked |= bool(found)
-        if document.is_last_part:
-            counts.marked_documents += is_marked and not document.fault
-            is_marked = False
-        yield document
+        pieces = chain.from_iterable(map(cut, documents))
+        are_ids = encoding.special_tokens == "ids"
+        yield from Marks(load_tokenizer(work.path)).keep_whole(pieces) if are_ids else pieces
 
 
 class _Batch(NamedTuple):
@@ -262,8 +263,22 @@ class _Batch(NamedTuple):
     pieces: list[Document]
 
 
-_Encoded = tuple[_Batch, np.ndarray, np.ndarray, Counts, Document | None]
-"""A batch, its tokens [T], the number of tokens of each piece [P], counts, and the first piece with a loss."""
+class _Encoded(NamedTuple):
+    """A batch and its tokens.
+
+    Attributes:
+        tokens: of all pieces [T].
+        lengths: number of tokens of each piece [P].
+        marked: indices of the pieces that hold the name of a special token; of chats, in their messages.
+        lost: first piece that the tokenizer cannot encode without a loss.
+    """
+
+    batch: _Batch
+    tokens: np.ndarray
+    lengths: np.ndarray
+    counts: Counts
+    marked: list[int]
+    lost: Document | None = None
 
 
 def _batches(pieces: Iterable[Document]) -> Iterator[_Batch]:
@@ -295,12 +310,14 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
     if encoding.encoder is None:
         return functools.partial(_convert_ids, encoding)
     assert encoding.tokenizer is not None
-    by_library, encode, count_losses = _text_encoders(
+    by_library, encode, count_losses, marks = _text_encoders(
         work.path, encoding.tokenizer, encoding.encoder, encoding.special_tokens == "ids"
     )
 
     def encode_batch(batch: _Batch) -> _Encoded:
         texts = [_content_as(piece, str, encoding) for piece in batch.pieces]
+        marked = [index for index, piece in enumerate(batch.pieces) if piece.is_marked]
+        marked = marked if encoding.chat_template else marks.find(texts)
         try:
             ids, lengths = encode(texts)
         except ValueError as error:
@@ -319,7 +336,7 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
         lost = None
         if count_losses is not None and (losses := count_losses(texts, ids, lengths)).any():
             counts.lost, lost = int(losses.sum()), batch.pieces[np.flatnonzero(losses)[0]]
-        return batch, ids.astype(encoding.dtype), lengths, counts, lost
+        return _Encoded(batch, ids.astype(encoding.dtype), lengths, counts, marked, lost)
 
     return encode_batch
 
@@ -327,14 +344,14 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
 @functools.lru_cache(maxsize=1)
 def _text_encoders(
     folder: Path, sha256: str, encoder: Encoder, special_tokens: bool
-) -> tuple[TextEncoder, TextEncoder, LossCounter | None]:
-    """Return the reference encoder, the chosen encoder, and the counter of what the tokenizer cannot encode."""
+) -> tuple[TextEncoder, TextEncoder, LossCounter | None, Marks]:
+    """Return the reference encoder, the chosen encoder, the counter of losses, and the names of special tokens."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer.sha256 == sha256
     reference = chosen = text_encoder(tokenizer, "tokenizers", special_tokens=special_tokens)
     if encoder != "tokenizers":
         chosen = text_encoder(tokenizer, encoder, special_tokens=special_tokens)
-    return reference, chosen, loss_counter(tokenizer)
+    return reference, chosen, loss_counter(tokenizer), Marks(tokenizer)
 
 
 def _texts_to_check(texts: Sequence[str], unit: int, number: int) -> list[int]:
@@ -359,7 +376,7 @@ def _convert_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
             raise piece.error(f"{found}, but {_describe_limit(encoding, int(ids[wrong]))}")
         tokens.append(ids.astype(encoding.dtype))
     lengths = np.array([len(ids) for ids in tokens])
-    return batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch)), None
+    return _Encoded(batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch)), [])
 
 
 def _describe_limit(encoding: Encoding, token: int) -> str:

@@ -14,6 +14,8 @@ LossCounter = Callable[[Sequence[str], np.ndarray, np.ndarray], np.ndarray]
 
 def loss_counter(tokenizer: Tokenizer) -> LossCounter | None:
     """Return a counter of unknown tokens, or of characters without a token; None if any text is encoded."""
+    if tokenizer.encodes_all:
+        return None
     unknown = tokenizer.unknown_token
     is_dropped: dict[str, bool] = {}
 
@@ -31,6 +33,4 @@ def loss_counter(tokenizer: Tokenizer) -> LossCounter | None:
                 losses[index] = sum(map(is_dropped.__getitem__, text))
         return losses
 
-    if tokenizer.encodes_all:
-        return None
     return count_dropped if unknown is None else count_unknown

@@ -6,21 +6,24 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from pretraining.data.tokenizer import Tokenizer
 from pretraining.tools.prepare.documents import Document
 
 
 class Marks:
     """The names of the special tokens of a tokenizer, to search for in texts."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        names = [name for name in tokenizer.special_names if name]
         self._longest = max(map(len, names), default=0)
         # An expression per first character: expressions with a common beginning are searched ten times as fast.
-        by_first = groupby(sorted(filter(None, names), key=lambda name: (name[0], -len(name))), lambda name: name[0])
+        by_first = groupby(sorted(names, key=lambda name: (name[0], -len(name))), lambda name: name[0])
         self._patterns = [re.compile("|".join(map(re.escape, group))) for _, group in by_first]
 
-    def are_in(self, text: str) -> bool:
-        """Return whether a text holds a name."""
-        return any(pattern.search(text) for pattern in self._patterns)
+    def find(self, texts: Sequence[str]) -> list[int]:
+        """Return the indices of the texts that hold a name."""
+        searches = [pattern.search for pattern in self._patterns]
+        return sorted({index for search in searches for index, text in enumerate(texts) if search(text)})
 
     def keep_whole(self, pieces: Iterable[Document]) -> Iterator[Document]:
         """Yield the pieces of documents, with no name cut in two: its beginning moves to the next piece."""
