@@ -83,9 +83,8 @@ class PrepareConfig:
     hf_split: str = setting("train", "split of hf_dataset")
     text_field: str | None = setting(
         "text",
-        "field or column with the text; a column of integer lists is taken as token ids, and lists of messages (role "
-        "and content) as chats, which need a tokenizer with a chat template; none = each file of JSON or CSV is a "
-        "document",
+        "field or column with the text; a column of integer lists is taken as token ids, lists of messages (role and "
+        "content) as chats, for the tokenizer's chat template; none = each file of JSON or CSV is a document",
     )
     extensions: tuple[str, ...] = setting(
         ("txt", "text", "md", "jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"),
