@@ -84,7 +84,7 @@ class PrepareConfig:
     text_field: str | None = setting(
         "text",
         "field or column with the text; a column of integer lists is taken as token ids, lists of messages (role and "
-        "content) as chats, for the tokenizer's chat template; none = each file of JSON or CSV is a document",
+        "content) as chats; none = each file of JSON or CSV is a document",
     )
     extensions: tuple[str, ...] = setting(
         ("txt", "text", "md", "jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"),
