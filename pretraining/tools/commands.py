@@ -399,9 +399,11 @@ class VerifyConfig:
     )
     col_name: str = setting("tokens", "column of the token files with the token ids")
     sep_token: NonNegativeInt | None = setting(None, "token id at the end of documents, for files that need it")
+    strip_tokens: tuple[NonNegativeInt, ...] = setting((), "token ids that training removes at both ends of documents")
     token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
         None, "type of the tokens in .bin and .npy files without a header"
     )
+    index_path: str | None = setting(None, "folder of the indices, as for training")
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one per core")
 
 

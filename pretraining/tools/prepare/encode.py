@@ -38,6 +38,7 @@ from pretraining.errors import DataError
 from pretraining.files import output_errors
 from pretraining.tools.prepare.chats import ChatRenderer
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
+from pretraining.tools.prepare.input_content import read_content
 from pretraining.tools.prepare.losses import LossCounter, loss_counter
 from pretraining.tools.prepare.marks import Marks
 from pretraining.tools.prepare.records import (
@@ -49,7 +50,7 @@ from pretraining.tools.prepare.records import (
     WorkFolder,
 )
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
-from pretraining.tools.prepare.units import Unit, place_of, read_part
+from pretraining.tools.prepare.units import Part, Render, Unit, place_of, read_part
 
 if TYPE_CHECKING:
     import fastokens
@@ -191,7 +192,7 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
     begun: list[np.ndarray] = []  # tokens of the document that is not complete yet
     is_marked = False  # whether this document holds the name of a special token
     # One thread per batch, without the library's own threads, keeps the number of threads exact.
-    with writer, library_threads(False), closing(_read_pieces(unit, encoding, work)) as pieces:
+    with writer, library_threads(False), closing(_read_pieces(unit, encoding, work, record)) as pieces:
         for batch, tokens, lengths, counts, marked, lost in map_in_order(
             _encoder(unit, encoding, work), _batches(pieces), threads
         ):
@@ -242,18 +243,24 @@ def _mark_documents(is_last: np.ndarray, marked: list[int], begun: bool) -> tupl
     return bool(marks[-1]), marks[:-1]
 
 
-def _read_pieces(unit: Unit, encoding: Encoding, work: WorkFolder) -> Generator[Document, None, None]:
+def _read_pieces(
+    unit: Unit, encoding: Encoding, work: WorkFolder, record: UnitRecord
+) -> Generator[Document, None, None]:
     """Yield the pieces of a unit's documents, with chats rendered, and with names of special tokens whole."""
     with ExitStack() as stack:
         render = None
         if encoding.chat_template:
             render = stack.enter_context(ChatRenderer(load_tokenizer(work.path), encoding.now)).render
-        documents = chain.from_iterable(
-            read_part(part, encoding.text_field, skip_bad=encoding.skip_bad, render=render) for part in unit.parts
-        )
+        documents = chain.from_iterable(_read_recorded(part, encoding, record, render) for part in unit.parts)
         pieces = chain.from_iterable(map(cut, documents))
         are_ids = encoding.special_tokens == "ids"
         yield from Marks(load_tokenizer(work.path)).keep_whole(pieces) if are_ids else pieces
+
+
+def _read_recorded(part: Part, encoding: Encoding, record: UnitRecord, render: Render | None) -> Iterator[Document]:
+    """Record the content of a part, and yield its documents."""
+    record.contents.append(read_content(part))
+    yield from read_part(part, encoding.text_field, skip_bad=encoding.skip_bad, render=render)
 
 
 class _Batch(NamedTuple):

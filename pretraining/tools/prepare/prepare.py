@@ -32,6 +32,13 @@ from pretraining.tools.prepare.chats import time_for, with_template
 from pretraining.tools.prepare.console import Progress, print_summary
 from pretraining.tools.prepare.copies import warn_of_copies
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
+from pretraining.tools.prepare.input_content import (
+    INPUTS_FILE,
+    changed_parts,
+    check_input,
+    inputs_document,
+    times_of,
+)
 from pretraining.tools.prepare.records import (
     UNKNOWN_VOCABULARIES,
     Encoder,
@@ -43,7 +50,7 @@ from pretraining.tools.prepare.records import (
     read_finished,
     read_summary,
 )
-from pretraining.tools.prepare.units import Input, find_input
+from pretraining.tools.prepare.units import Input, Unit, find_input
 from pretraining.tools.prepare.vocabulary import find_tokenizer, trained_tokenizer
 
 log = logging.getLogger(__name__)
@@ -95,6 +102,7 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
                 error.rank = rank or None  # other processes do not report this error
                 raise
         if rank == 0:
+            check_input(work.dataset, finished.input_content, found.parts)
             work.remove()
             log.info("%s is already prepared: nothing to do.", work.dataset)
             print_summary(finished)
@@ -125,7 +133,7 @@ class _Job:
         encoding = self._plan() if share else None
         if encoding is None:
             return None
-        left = [unit for unit in share if work.read_record(unit, encoding) is None]
+        left = [unit for unit in share if not self._is_done(unit, encoding)]
         if left and exists(work.dataset / MANIFEST_FILE):  # another process finished it and removed the done files
             return None
         done = f" ({len(share) - len(left):,} are done)" if len(left) < len(share) else ""
@@ -144,6 +152,14 @@ class _Job:
         done = f"{len(complete):,} of {count_of(len(records), 'unit')} are done"
         log.info("%s: the last process finishes the dataset. If none does, run the same command again.", done)
         return None
+
+    def _is_done(self, unit: Unit, encoding: Encoding) -> bool:
+        """Return whether a unit was encoded, from the input as it is now."""
+        record = self.work.read_record(unit, encoding)
+        changed = changed_parts(unit.parts, record.contents) if record is not None else []
+        for part in changed:
+            log.info("%s has changed since it was encoded: encoding it again", part.source_name)
+        return record is not None and not changed
 
     def _plan(self) -> Encoding | None:
         """Return the encoding, which rank 0 chooses and writes; None if the dataset was finished meanwhile.
@@ -177,6 +193,7 @@ class _Job:
             self.tokenizer.save(work.path)
         decided = {"asked": wanted, "tokenizer": encoding.tokenizer, "encoder": encoding.encoder or "auto"}
         decided["now"] = self.now
+        decided["input_times"] = times_of(self.found.parts)
         write_atomic(work.plan, json.dumps(decided))
         return encoding
 
@@ -184,6 +201,8 @@ class _Job:
         """Return the encoder of the plan, and load its tokenizer; None if no plan has these settings."""
         plan = read_object(self.work.plan)
         if plan.get("asked") != wanted:
+            return None
+        if self.rank == 0 and plan.get("input_times") != times_of(self.found.parts):  # train on the text as it is now
             return None
         if plan["tokenizer"] is not None:
             try:
@@ -234,13 +253,16 @@ class _Job:
         largest_token = max(record.largest_token for record in records)
         vocab_size = tokenizer.vocab_size if tokenizer else self.config.vocab_size or largest_token + 1
         content = manifest(self.found.settings, tokenizer, vocab_size, encoding.dtype.name, records)
-        kept = {MANIFEST_FILE, *(file.name for record in records for file in record.files)}
+        kept = {MANIFEST_FILE, INPUTS_FILE, *(file.name for record in records for file in record.files)}
         try:
             for leftover in {path.name for path in work.files.iterdir()} - kept:  # from other settings, or incomplete
                 (work.files / leftover).unlink(missing_ok=True)
             with TemporaryDirectory(dir=work.path, ignore_cleanup_errors=True) as own:
                 write_flushed(Path(own, MANIFEST_FILE), content)
                 Path(own, MANIFEST_FILE).replace(work.files / MANIFEST_FILE)
+                contents = [each for record in records for each in record.contents]
+                write_flushed(Path(own, INPUTS_FILE), inputs_document(contents))
+                Path(own, INPUTS_FILE).replace(work.files / INPUTS_FILE)
                 if tokenizer is not None and not exists(work.root / TOKENIZER_FILE):
                     tokenizer.save(Path(own))
                     for name in tokenizer.contents():

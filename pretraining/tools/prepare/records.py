@@ -23,10 +23,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pretraining.data.storage.content import digest_of_records
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
 from pretraining.files import entries_of, exists, is_folder, read_json, read_object, write_atomic
+from pretraining.tools.prepare.input_content import Content, remedy_for
 from pretraining.tools.prepare.token_files import COLUMN, TokenFile, token_dtype
 from pretraining.tools.prepare.units import Unit
 
@@ -119,6 +121,7 @@ class UnitRecord:
         largest_token: -1 without tokens.
         bad_records: the first bad records, with file, row and fault.
         first_loss: place of the first text that the tokenizer cannot encode.
+        contents: of the parts; empty in an earlier version.
     """
 
     key: str
@@ -127,6 +130,7 @@ class UnitRecord:
     files: list[TokenFile] = field(default_factory=list)
     bad_records: list[str] = field(default_factory=list)
     first_loss: str = ""
+    contents: list[Content] = field(default_factory=list)
 
     def add_bad_records(self, named: Sequence[str]) -> None:
         """Add bad records, of which the first are named."""
@@ -188,6 +192,7 @@ class PrepareSummary:
         marked_documents: documents that hold the name of a special token; of chats, in their messages.
         lost: unknown tokens, or characters without a token: text that the tokenizer cannot encode; `first_loss` names
             the first place.
+        input_content: digest of the records of the input; None in an earlier version.
     """
 
     folder: Path
@@ -206,6 +211,7 @@ class PrepareSummary:
     marked_documents: int = 0
     lost: int = 0
     first_loss: str = ""
+    input_content: str | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -218,9 +224,12 @@ def manifest(
 ) -> str:
     """Return the content of prepare.json; `tokenizer` is None for token ids of an unknown tokenizer."""
     counts = sum((record.counts for record in records), Counts())
+    contents = [each for record in records for each in record.contents]
+    is_recorded = all(record.contents for record in records)  # an interrupted call of an earlier version
     content = {
         "format_version": FORMAT_VERSION,
         "settings": dict(settings),
+        "input_content": digest_of_records(record for _, record in contents) if is_recorded else None,
         "tokenizer": {
             "sha256": tokenizer and tokenizer.sha256,
             "vocab_size": vocab_size,
@@ -266,6 +275,7 @@ def read_summary(folder: Path) -> PrepareSummary:
             bad_records=content.get("bad_records", 0),  # older files have none
             bad_record_names=tuple(content.get("bad_record_names", ())),
             first_loss=content.get("first_loss", ""),
+            input_content=content.get("input_content"),
             **{name: content[name] for name in _NUMBERS},
             **{name: content.get(name, 0) for name in _LATER_NUMBERS},
         )
@@ -277,7 +287,7 @@ def read_summary(folder: Path) -> PrepareSummary:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"it cannot be read ({type(error).__name__}: {error})"
-        raise DataError(f"{problem}. {_remedy(folder)}", path=file) from error
+        raise DataError(f"{problem}. {remedy_for(folder)}", path=file) from error
 
 
 def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> PrepareSummary | None:
@@ -305,11 +315,11 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
     ]
     if differences:
         problem = "it was prepared from other text or with other settings:"
-        raise DataError("\n".join([problem, *differences, _remedy(folder)]), path=folder)
+        raise DataError("\n".join([problem, *differences, remedy_for(folder)]), path=folder)
     for file in summary.files:
         if _size(folder / file.name) != file.bytes:
             raise DataError(
-                f"it is missing, or does not have the {file.bytes:,} bytes that were written. {_remedy(folder)}",
+                f"it is missing, or does not have the {file.bytes:,} bytes that were written. {remedy_for(folder)}",
                 path=folder / file.name,
             )
     return summary
@@ -317,7 +327,3 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if exists(path) else None
-
-
-def _remedy(folder: Path) -> str:
-    return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"

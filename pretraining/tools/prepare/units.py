@@ -10,22 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare.documents import Document
+from pretraining.tools.prepare.documents import Document, even_cuts
 from pretraining.tools.prepare.formats import format_of
-from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
+from pretraining.tools.prepare.hub import HubSplit, column_type_of, local_files, read_shards, shards_of
 from pretraining.tools.prepare.inputs import Selection, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.packed_files import InputFile
 from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, holds_chats, token_type
 
 _LEAVE_OUT = "To leave out what cannot be read, give --bad_records=skip"
+Render = Callable[[Document], Document]
+"""Makes text of a chat."""
 UNIT_BYTES = 1 << 28
 """Input of a unit in bytes on disk; eight cores encode a unit in about ten seconds."""
+
+
+class RawRange(NamedTuple):
+    """Bytes [begin, end) of a file on disk."""
+
+    path: Path
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class Part:
         end: end of the range, excluded; None = end of the source.
         size: bytes on disk; 0 if unknown.
         version: hash of the version of a Hugging Face dataset.
+        raw: its share of the bytes of the input, whose content is recorded; none for a dataset on the Hub.
     """
 
     source: InputFile | HubSplit
@@ -44,6 +57,12 @@ class Part:
     end: int | None
     size: int
     version: str = ""
+    raw: tuple[RawRange, ...] = ()
+
+    @property
+    def source_name(self) -> str:
+        """Name of the file or split for messages."""
+        return self.source.name if isinstance(self.source, InputFile) else str(self.source)
 
     @property
     def name(self) -> str:
@@ -89,6 +108,11 @@ class Input:
     files: list[InputFile]
     is_chat: bool = False
 
+    @property
+    def parts(self) -> list[Part]:
+        """All parts, in the order of the input."""
+        return [part for unit in self.units for part in unit.parts]
+
 
 def find_input(config: PrepareConfig) -> Input:
     """Find the input that the settings name and cut it into units.
@@ -100,7 +124,8 @@ def find_input(config: PrepareConfig) -> Input:
     if config.hf_dataset is not None:
         split = HubSplit(config.hf_dataset, config.hf_config, config.hf_split)
         ranges, recognised_by = shards_of(split, UNIT_BYTES)
-        parts = [Part(split, *bounds, recognised_by) for bounds in ranges]
+        raw = _shares(local_files(split), len(ranges))
+        parts = [Part(split, *bounds, recognised_by, own) for bounds, own in zip(ranges, raw, strict=True)]
         count, has_fields = len(parts), True
         kind = column_type_of(split, column)
         tokens, is_chat = token_type(kind, column, str(split)), holds_chats(kind)
@@ -146,7 +171,7 @@ def read_part(
     text_field: str,
     *,
     skip_bad: bool = False,
-    render: Callable[[Document], Document] | None = None,
+    render: Render | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of a part.
 
@@ -210,9 +235,20 @@ def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
 def _parts_of(file: InputFile) -> list[Part]:
     """Cut a file into ranges if it is large and its format allows it."""
     ranges = format_of(file).ranges
-    if ranges is None or file.size <= UNIT_BYTES or file.compression is not None:
-        return [Part(file, 0, None, file.size)]
-    return [Part(file, *bounds) for bounds in ranges(file, UNIT_BYTES)]
+    bounds: list[tuple[int, int | None, int]] = [(0, None, file.size)]
+    if ranges is not None and file.size > UNIT_BYTES and file.compression is None:
+        bounds = ranges(file, UNIT_BYTES)
+    raw = even_cuts(file.size, len(bounds))
+    return [Part(file, *each, raw=(RawRange(file.path, *cut),)) for each, cut in zip(bounds, raw, strict=True)]
+
+
+def _shares(files: list[Path], count: int) -> list[tuple[RawRange, ...]]:
+    """Divide whole files among `count` parts, in order."""
+    shares: list[tuple[RawRange, ...]] = [()] * count
+    numbered = ((number * count // len(files), path) for number, path in enumerate(files))
+    for share, own in groupby(numbered, key=lambda each: each[0]):
+        shares[share] = tuple(RawRange(path, 0, path.stat().st_size) for _, path in own)
+    return shares
 
 
 def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:
