@@ -11,12 +11,12 @@ from functools import partial
 
 from pretraining.text import count_of
 from pretraining.tools.commands import COMPRESSED_ENDINGS
-from pretraining.tools.prepare.formats import FORMATS, format_of
+from pretraining.tools.prepare.formats import FORMATS
 from pretraining.tools.prepare.packed_files import InputFile
 
 log = logging.getLogger(__name__)
 
-_RECORD_ENDINGS = tuple(ending for row in FORMATS if row.has_fields for ending in row.endings)
+_ENDINGS = (".txt", ".text", *(ending for row in FORMATS if row.has_fields for ending in row.endings))
 _READ_BYTES = 1 << 12
 _READS = 16
 """Reads of a file, spread evenly: all of a small one."""
@@ -45,9 +45,9 @@ def _groups(files: Iterable[InputFile], key: Callable[[InputFile], Hashable]) ->
 
 
 def _plain_path(file: InputFile) -> str:
-    """Return the path of a file without the endings of compressions and, for records, of formats."""
+    """Return the path of a file without the endings of compressions, and of formats of records or plain text."""
     path = str(file.path)
-    for endings in (COMPRESSED_ENDINGS, _RECORD_ENDINGS if format_of(file).has_fields else ()):
+    for endings in (COMPRESSED_ENDINGS, _ENDINGS):
         if path.lower().endswith(endings):
             path = path[: -max(len(ending) for ending in endings if path.lower().endswith(ending))]
     return path

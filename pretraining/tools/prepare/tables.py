@@ -120,7 +120,25 @@ def token_type(kind: pa.DataType, column: str, path: str | Path) -> pa.DataType 
 def holds_chats(kind: pa.DataType) -> bool:
     """Return whether a column of this type holds lists of messages, objects with a role."""
     kind = _stored_type(kind)
-    return _is_list(kind) and pa.types.is_struct(kind.value_type) and kind.value_type.get_field_index("role") >= 0
+    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return _is_list(kind) and _is_json(kind.value_type)
+    return bool(kind.value_type.get_field_index("role") >= 0)
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    """Return whether values are JSON, in which `datasets` keeps messages of unlike types."""
+    return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
+
+
+def _parse_json(value: Any, kind: pa.DataType) -> Any:
+    """Return a value of a column with all JSON in it parsed."""
+    if value is not None and _is_json(kind):
+        return json.loads(value)
+    if value is not None and _is_list(kind):
+        return [_parse_json(each, kind.value_type) for each in value]
+    if value is not None and pa.types.is_struct(kind):
+        return {field.name: _parse_json(value[field.name], field.type) for field in kind}
+    return value
 
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:
@@ -195,10 +213,14 @@ def _texts(rows: pa.Array) -> Iterator[tuple[str | np.ndarray | list[Any], str]]
     for content in contents:
         try:
             text = content.as_py() if isinstance(content, pa.Scalar) else content
+            if isinstance(text, list):
+                text = _parse_json(text, _stored_type(rows.type))
             text = text.decode("utf-8") if isinstance(text, bytes) else text
             yield text or "", "a chat without messages" if text == [] else ""
         except UnicodeDecodeError as error:
             yield "", f"not UTF-8 ({error}). Write the file again with valid text"
+        except (ValueError, RecursionError) as error:
+            yield "", f"not valid JSON ({error})"
 
 
 def _token_lists(rows: pa.Array) -> Iterator[tuple[str | np.ndarray | list[Any], str]]:

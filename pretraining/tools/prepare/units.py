@@ -8,6 +8,8 @@ depend only on names and sizes of the input, so the token files of a unit are th
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +27,9 @@ from pretraining.tools.prepare.inputs import Selection, fingerprint, list_files,
 from pretraining.tools.prepare.packed_files import InputFile
 from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, holds_chats, token_type
 
+log = logging.getLogger(__name__)
+
+_JSON_OF_CHAT = re.compile(r'\s*\[\s*\{\s*"(role|content|from|value)"\s*:')
 _LEAVE_OUT = "To leave out what cannot be read, give --bad_records=skip"
 Render = Callable[[Document], Document]
 """Makes text of a chat."""
@@ -162,6 +167,8 @@ def _begins_with_chat(parts: list[Part], config: PrepareConfig) -> bool:
     for part in parts:
         for document in read_part(part, config.text_field or "", skip_bad=config.bad_records == "skip"):
             if len(document.content):
+                if isinstance(document.content, str) and _JSON_OF_CHAT.match(document.content):
+                    log.warning("%s holds chats as strings of JSON, which are encoded as text.", document.path)
                 return isinstance(document.content, list)
     return False
 

@@ -158,6 +158,29 @@ def test_chats_are_read_from_every_format(tmp_path: Path, name: str) -> None:
     assert (summary.documents, summary.empty_documents, summary.marked_documents) == (3, 1, 1)
 
 
+@pytest.mark.parametrize("name", ["hub", "in.parquet"])
+def test_messages_that_the_datasets_library_keeps_as_json_are_parsed(tmp_path: Path, name: str) -> None:
+    calls = [{"name": "f", "arguments": {"x": 1}}], [{"name": "g", "arguments": {"y": ["s", None], "z": None}}]
+    conversations = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": each}] for each in calls
+    ]
+    saved = datasets.Dataset.from_dict({"messages": conversations}, on_mixed_types="use_json")
+    config, path = config_for(tmp_path, LLAMA3_LIKE, []), tmp_path / name
+    if name == "hub":
+        saved.save_to_disk(str(path))
+        config = replace(config, input_path=(), hf_dataset=str(path))
+    else:
+        saved.to_parquet(str(path))
+        config = replace(config, input_path=(str(path),))
+    assert rows(prepare(config).folder) == wanted_of(tmp_path / "tokenizer", conversations)
+
+
+def test_json_in_a_string_is_text_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_for(tmp_path, CHATML, [json.dumps(CHATS[0])])
+    assert prepare(config).settings["special_tokens"] == "text"
+    assert "holds chats as strings of JSON, which are encoded as text" in caplog.text
+
+
 def test_the_date_of_a_template_is_that_of_the_first_start_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def records(path: Path, seed: int = 0) -> None:
         ("train.jsonl", "train.parquet"),
         ("train-0.csv.xz", "train-0.ndjson"),
         ("A.JSONL", "A.jsonl.bz2"),
+        ("web.parquet", "web.txt"),
     ],
 )
 def test_one_name_with_two_known_endings_in_a_folder_is_named(
