@@ -28,7 +28,9 @@ from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
 from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.prepare.chats import time_for, with_template
 from pretraining.tools.prepare.console import Progress, print_summary
+from pretraining.tools.prepare.copies import warn_of_copies
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
 from pretraining.tools.prepare.input_content import (
     INPUTS_FILE,
@@ -89,8 +91,11 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
     with output_errors(work.root):
         found = find_input(config)
         tokenizer = find_tokenizer(config, work.root)
+        found = with_template(found, tokenizer)
         finished = read_finished(work.dataset, found.settings, tokenizer)
         if finished is None:
+            if rank == 0:
+                warn_of_copies(found.files)
             try:
                 return _Job(config, found, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
             except PretrainError as error:
@@ -106,7 +111,12 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
 
 @dataclass
 class _Job:
-    """The work of one of `size` processes; `tokenizer` is given or found in the root, else set from the plan."""
+    """The work of one of `size` processes.
+
+    Attributes:
+        tokenizer: given or found in the root, else set from the plan.
+        now: time that a chat template writes; from the plan, so that it is the same everywhere.
+    """
 
     config: PrepareConfig
     found: Input
@@ -114,6 +124,7 @@ class _Job:
     work: WorkFolder
     rank: int
     size: int
+    now: str = ""
 
     def run(self, cores: int) -> PrepareSummary | None:
         """Encode the remaining units of this process, and finish the dataset if all units are done."""
@@ -175,10 +186,13 @@ class _Job:
         work.files.mkdir(parents=True, exist_ok=True)
         if self.tokenizer is None and self.found.token_type is None:
             self.tokenizer = trained_tokenizer(config, self.found, work.root)
+        if encoder is None and self.tokenizer is not None and self.found.is_chat:
+            self.now = time_for(self.tokenizer)
         encoding = self._encoding(config.encoder)
         if self.tokenizer is not None:
             self.tokenizer.save(work.path)
         decided = {"asked": wanted, "tokenizer": encoding.tokenizer, "encoder": encoding.encoder or "auto"}
+        decided["now"] = self.now
         decided["input_times"] = times_of(self.found.parts)
         write_atomic(work.plan, json.dumps(decided))
         return encoding
@@ -199,6 +213,7 @@ class _Job:
                 return None
             self.tokenizer = tokenizer
         encoder: Literal["auto"] | Encoder = plan["encoder"]
+        self.now = plan.get("now", "")
         return encoder
 
     def _encoding(self, encoder: Literal["auto"] | Encoder) -> Encoding:
@@ -214,6 +229,9 @@ class _Job:
             tokenizer=None if tokenizer is None else tokenizer.sha256,
             encoder=choose_encoder(tokenizer, encoder) if tokenizer and is_text else None,
             skip_bad=self.config.bad_records == "skip",
+            special_tokens=self.found.settings.get("special_tokens", "text"),
+            chat_template=self.found.settings.get("chat_template", ""),
+            now=self.now,
         )
 
     def _finish(self, encoding: Encoding, records: list[UnitRecord]) -> PrepareSummary | None:
@@ -229,6 +247,8 @@ class _Job:
             bad = sum(record.counts.bad_records for record in records)
             first = next((name for record in records for name in record.bad_records), "")
             left_out = f" or cannot be read ({count_of(bad, 'record')}; the first: {first})" if bad else ""
+            if any(record.counts.lost for record in records):
+                left_out += ", or hold only characters that the tokenizer cannot encode"
             raise DataError(f"all documents are empty{left_out}: there is nothing to train on", path=named)
         largest_token = max(record.largest_token for record in records)
         vocab_size = tokenizer.vocab_size if tokenizer else self.config.vocab_size or largest_token + 1

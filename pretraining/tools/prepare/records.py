@@ -38,6 +38,8 @@ UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
 """Upper bound of ids of an unknown tokenizer, by the bits that hold them."""
 _RECORD_FORMAT = 4
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
+_LATER_NUMBERS = ("marked_documents", "lost")
+"""Numbers that older files do not have."""
 _MOST_BAD_RECORDS = 100
 """Bad records that prepare.json names; it counts all."""
 
@@ -53,6 +55,8 @@ class Counts:
         characters, text_bytes: size of the encoded text, and as UTF-8.
         input_bytes: bytes read from disk.
         bad_records: records that cannot be read and were left out.
+        marked_documents: documents that hold the name of a special token; of chats, in their messages.
+        lost: unknown tokens, or characters without a token: text that the tokenizer cannot encode.
     """
 
     documents: int = 0
@@ -62,6 +66,8 @@ class Counts:
     text_bytes: int = 0
     input_bytes: int = 0
     bad_records: int = 0
+    marked_documents: int = 0
+    lost: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -76,6 +82,9 @@ class Encoding:
         tokenizer: hash of the tokenizer; None if the input holds token ids of an unknown tokenizer.
         encoder: None if the input holds token ids. Units of one encoder are not reused for the other.
         skip_bad: whether to leave out records that cannot be read; tokens of a unit without any do not depend on it.
+        special_tokens: what names of special tokens in texts become.
+        chat_template: hash of the chat template; empty for other texts.
+        now: time that the chat template writes; empty if it writes none.
     """
 
     text_field: str
@@ -84,6 +93,9 @@ class Encoding:
     tokenizer: str | None
     encoder: Encoder | None
     skip_bad: bool = False
+    special_tokens: Literal["text", "ids"] = "text"
+    chat_template: str = ""
+    now: str = ""
 
     @property
     def dtype(self) -> np.dtype:
@@ -93,6 +105,9 @@ class Encoding:
     def key(self, unit: Unit) -> str:
         """Return a hash of everything that the unit's token files depend on."""
         own = asdict(replace(self, skip_bad=False))
+        for name, default in (("special_tokens", "text"), ("chat_template", ""), ("now", "")):
+            if own[name] == default:  # units of earlier versions keep their keys
+                del own[name]
         text = json.dumps([_RECORD_FORMAT, own, [(part.name, part.size) for part in unit.parts]])
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -105,6 +120,7 @@ class UnitRecord:
         key: hash of the unit and its encoding.
         largest_token: -1 without tokens.
         bad_records: the first bad records, with file, row and fault.
+        first_loss: place of the first text that the tokenizer cannot encode.
         contents: of the parts; empty in an earlier version.
     """
 
@@ -113,6 +129,7 @@ class UnitRecord:
     largest_token: int = -1
     files: list[TokenFile] = field(default_factory=list)
     bad_records: list[str] = field(default_factory=list)
+    first_loss: str = ""
     contents: list[Content] = field(default_factory=list)
 
     def add_bad_records(self, named: Sequence[str]) -> None:
@@ -172,6 +189,9 @@ class PrepareSummary:
         tokenizer: hash of the tokenizer; None if the input was token ids of an unknown tokenizer.
         vocab_size: upper bound of ids.
         bad_records: records that cannot be read and were left out; `bad_record_names` are the first of them.
+        marked_documents: documents that hold the name of a special token; of chats, in their messages.
+        lost: unknown tokens, or characters without a token: text that the tokenizer cannot encode; `first_loss` names
+            the first place.
         input_content: digest of the records of the input; None in an earlier version.
     """
 
@@ -188,6 +208,9 @@ class PrepareSummary:
     end_of_text: int | None
     bad_records: int = 0
     bad_record_names: tuple[str, ...] = ()
+    marked_documents: int = 0
+    lost: int = 0
+    first_loss: str = ""
     input_content: str | None = None
 
     @property
@@ -222,6 +245,8 @@ def manifest(
         "text_bytes": counts.text_bytes,
         "bad_records": counts.bad_records,
         "bad_record_names": [name for record in records for name in record.bad_records][:_MOST_BAD_RECORDS],
+        **{name: getattr(counts, name) for name in _LATER_NUMBERS},
+        "first_loss": next((record.first_loss for record in records if record.first_loss), ""),
         "files": [asdict(file) for record in records for file in record.files],
     }
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -249,8 +274,10 @@ def read_summary(folder: Path) -> PrepareSummary:
             end_of_text=content["tokenizer"]["end_of_text"],
             bad_records=content.get("bad_records", 0),  # older files have none
             bad_record_names=tuple(content.get("bad_record_names", ())),
+            first_loss=content.get("first_loss", ""),
             input_content=content.get("input_content"),
             **{name: content[name] for name in _NUMBERS},
+            **{name: content.get(name, 0) for name in _LATER_NUMBERS},
         )
         numbers = [*(content[name] for name in _NUMBERS), summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
@@ -277,7 +304,7 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
             return None
         problem = f"it exists and was not made by `pretrain prepare` (it has no {MANIFEST_FILE})"
         raise DataError(f"{problem}. Choose another --dataset or --output_path", path=folder) from None
-    made, wanted = dict(summary.settings), dict(settings)
+    made, wanted = {"special_tokens": "text", **summary.settings}, dict(settings)
     if summary.tokenizer is not None:
         made["tokenizer"] = summary.tokenizer
         wanted["tokenizer"] = None if tokenizer is None else tokenizer.sha256
