@@ -54,7 +54,7 @@ def parse_value(setting: Setting, raw: Raw) -> Any:
     if setting.many:
         value = tuple(_parse_one(setting, text) for text in split_list(raw))
     elif setting.optional and _is_none(raw):
-        value = None
+        value = setting.typed_none if isinstance(raw, str) and raw.strip() else None
     elif isinstance(raw, str):
         value = _parse_one(setting, raw)
     else:

@@ -1,21 +1,32 @@
-"""Tokenizers: text to token ids and back, with the `tokenizers` library.
+"""Tokenizers: text to token ids and back, with the `tokenizers` library. This module alone reads their files.
 
-A tokenizer is a folder in the Hugging Face layout, or the `tokenizer.json` in it. `train_tokenizer` makes a byte-level
-BPE as GPT-2's, which encodes any text and decodes it exactly. Its end-of-text token has id 0.
+    folder, tokenizer.json or Hub name -> load_tokenizer -> Tokenizer -> ids, text, special tokens, chat template
+                                                                      -> save: the same files elsewhere
 
-Encoding adds no special tokens and finds none: `<|endoftext|>` in an article about language models is encoded as its
-characters.
+A tokenizer is a folder in the Hugging Face layout, or the `tokenizer.json` in it. `prepare`, a run, `sample` and
+`export` ask a `Tokenizer` for everything they need to know. It keeps all files that AutoTokenizer reads: they travel
+whole from an imported model through prepared data to the export. The folder may be a stranger's: sizes are bounded, and
+a link that leads out of it is refused.
+
+Encoding adds no special tokens. In data, it finds none either: `<|endoftext|>` in an article about language models is
+encoded as its characters. In prompts and chats, names of special tokens become their ids. The same text always gives
+the same ids: dropout of a BPE is off.
+
+`train_tokenizer` makes a byte-level BPE as GPT-2's, which encodes any text and decodes it exactly. Its end-of-text
+token has id 0.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +34,34 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import from_hub, is_folder, lfs_pointer_hint, read_file, read_json, write_atomic
+from pretraining.files import (
+    check_inside,
+    entries_of,
+    from_hub,
+    is_file,
+    is_folder,
+    lfs_pointer_hint,
+    parse_json,
+    read_file,
+    write_atomic,
+)
+from pretraining.text import count_of
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-
-TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json")
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_TEMPLATE_FILE, _TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+_PROCESSOR_TEMPLATE_FILE = "chat_template.json"
+_KEPT_FILES = (
+    *(SPECIAL_TOKENS_FILE, "added_tokens.json", _TEMPLATE_FILE, _PROCESSOR_TEMPLATE_FILE),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
+)
+"""Files beside tokenizer.json and tokenizer_config.json that transformers reads for some class of tokenizers."""
+TOKENIZER_FILES = ("tokenizer*.json", *_KEPT_FILES, f"{_TEMPLATE_FOLDER}/*.jinja")
 """Files of a tokenizer to download from the Hub."""
+_LARGEST_FILE_BYTES, _LARGEST_TEMPLATE_BYTES, _MOST_TEMPLATES = 2**26, 2**20, 64
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 """Names of the end-of-text token to try if no file beside tokenizer.json names it."""
 
@@ -41,6 +72,8 @@ class Tokenizer:
 
     Attributes:
         definition, config: contents of tokenizer.json and tokenizer_config.json.
+        files: contents of its other files, by name.
+        path: tokenizer.json that was read; None for a tokenizer that was trained.
         end_of_text: id of the token that ends a document.
         vocab_size: largest id plus one, the rows that an embedding needs.
         pad_token: id of the padding token.
@@ -52,6 +85,8 @@ class Tokenizer:
     end_of_text: int | None
     vocab_size: int
     pad_token: int | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    path: Path | None = None
 
     def fits(self, rows: int) -> bool:
         """Return whether a model with this many rows can have been trained with this tokenizer.
@@ -59,23 +94,75 @@ class Tokenizer:
         Tokens that were added to its vocabulary, such as one for padding, may lie beyond the rows: they count only
         where they occur.
         """
-        added = self.library.get_added_tokens_decoder()
-        numbers = self.library.get_vocab(with_added_tokens=True).values()
-        return all(number < rows or number in added for number in numbers)
+        added = self.added_tokens
+        return all(number < rows or token in added for token, number in self._ids().items())
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens; raise a DataError if the tokenizer fails."""
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text, without tokens around it; raise a DataError if the tokenizer fails.
+
+        Args:
+            special_tokens: whether names of special tokens in the text become their ids.
+        """
         with _panics_as_errors():
-            return self.library.encode(text, add_special_tokens=False).ids
+            return self._library(special_tokens).encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
         """Return the token ids of several texts, encoded on all cores (see `library_threads`), as `encode` does."""
+        library = self._library(special_tokens)
         with _panics_as_errors():
-            return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _library(self, special_tokens: bool) -> tokenizers.Tokenizer:
+        """Return one of two instances of the library: how it treats special tokens is an attribute of an instance."""
+        return _parse(self.definition, special_tokens=True)[0] if special_tokens else self.library
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""
         return self.library.decode(list(ids), skip_special_tokens=False)
+
+    def difference(self, other: Tokenizer) -> str | None:
+        """Return how the ids of two tokenizers differ; None if one vocabulary has those of the other, and maybe more.
+
+        How a file writes a vocabulary does not count, nor do added tokens, padding and truncation.
+        """
+        if self.sha256 == other.sha256:
+            return None
+        kinds = [type(each.library.model).__name__ for each in (self, other)]
+        if kinds[0] != kinds[1]:
+            return f"one is a {kinds[0]}, the other a {kinds[1]}"
+        added = self.added_tokens | other.added_tokens
+        ours, theirs = ({token: n for token, n in each._ids().items() if token not in added} for each in (self, other))
+        fewer, more = (ours, theirs) if len(ours) <= len(theirs) else (theirs, ours)
+        if wrong := sorted(number for token, number in fewer.items() if more.get(token) != number):
+            tokens = " and ".join(repr(each.library.id_to_token(wrong[0])) for each in (self, other))
+            return f"{count_of(len(wrong), 'token')} differ, the first is {wrong[0]}: {tokens}"
+        merges = sorted((self._merges(), other._merges()), key=len)
+        if merges[0] != merges[1][: None if len(fewer) == len(more) else len(merges[0])]:
+            return "their merges differ"
+        return None
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary, special ones among them."""
+        return {token.content: number for number, token in self.library.get_added_tokens_decoder().items()}
+
+    def _ids(self) -> dict[str, int]:
+        return self.library.get_vocab(with_added_tokens=True)
+
+    def _merges(self) -> list[tuple[str, ...]]:
+        merges = json.loads(self.definition)["model"].get("merges") or []
+        return [tuple(each.split(" ") if isinstance(each, str) else each) for each in merges]
+
+    def check_added_around(self) -> None:
+        """Raise a DataError if a token that the tokenizer puts around a text is not in its vocabulary under this id."""
+        around = self.library.encode("a", add_special_tokens=True)
+        for text, number, is_special in zip(around.tokens, around.ids, around.special_tokens_mask, strict=True):
+            if is_special and self.library.id_to_token(number) != text:
+                raise DataError(
+                    f"its post_processor puts {text!r} around texts with the id {number}, which its vocabulary of "
+                    f"{self.vocab_size} entries has as {self.library.id_to_token(number)!r}: correct or remove it",
+                    path=self.path,
+                )
 
     def byte_lengths(self) -> list[int] | None:
         """Return the UTF-8 bytes of text per id: 0 for special tokens and unused ids.
@@ -91,7 +178,7 @@ class Tokenizer:
             return None
         added = self.library.get_added_tokens_decoder()
         lengths = [0] * self.vocab_size
-        for text, number in self.library.get_vocab(with_added_tokens=True).items():
+        for text, number in self._ids().items():
             if number not in added:
                 lengths[number] = of_token(text)
             elif not added[number].special:
@@ -116,20 +203,92 @@ class Tokenizer:
         return with_special[0] if own and with_special[0] != own[0] else None
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the special tokens with a name, such as bos_token, as transformers knows them."""
+        config, own = json.loads(self.config), parse_json(self.files.get(SPECIAL_TOKENS_FILE, b"{}"))
+        return _named_tokens(config, own)
+
+    @property
+    def special_names(self) -> list[str]:
+        """Texts of all special tokens, which become ids in prompts and chats."""
+        return [token.content for token in self.library.get_added_tokens_decoder().values() if token.special]
+
+    @property
+    def unknown_token(self) -> int | None:
+        """Id of the token for what is not in the vocabulary; None = it is dropped, or an error of the library."""
+        model = json.loads(self.definition)["model"]
+        unknown = model.get("unk_id")
+        return self.library.token_to_id(model.get("unk_token") or "") if unknown is None else unknown
+
+    @property
+    def encodes_all(self) -> bool:
+        """Whether any text has tokens: those of its bytes, if no others."""
+        document = json.loads(self.definition)
+        is_of_bytes = '"ByteLevel"' in json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
+        is_of_parts = document["model"].get("type", "BPE") in ("BPE", "Unigram")
+        needed = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+        has_all = all(self.library.token_to_id(each) is not None for each in needed)
+        return has_all and is_of_parts and (is_of_bytes or bool(document["model"].get("byte_fallback")))
+
+    def drops(self, character: str) -> bool:
+        """Return whether the model has no tokens for a character, or for a part of it."""
+        library = self.library
+        text = character if library.normalizer is None else library.normalizer.normalize_str(character)
+        words = [(text, (0, 1))] if library.pre_tokenizer is None else library.pre_tokenizer.pre_tokenize_str(text)
+        offsets = [token.offsets for word, _ in words for token in library.model.tokenize(word)]
+        covered = sum(int(end - begin) for begin, end in offsets)
+        return covered < sum(len(word.encode()) for word, _ in words)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template that `apply_chat_template` of transformers uses by default; None if there is none."""
+        named = {
+            "default" if name == _TEMPLATE_FILE else Path(name).stem: io.StringIO(content.decode(), newline=None).read()
+            for name, content in self.files.items()
+            if name == _TEMPLATE_FILE or name.startswith(_TEMPLATE_FOLDER)
+        }
+        found = named or json.loads(self.config).get("chat_template")
+        if found is None and _PROCESSOR_TEMPLATE_FILE in self.files:
+            document = _object_in(self.files[_PROCESSOR_TEMPLATE_FILE], Path(_PROCESSOR_TEMPLATE_FILE))
+            found = document.get("chat_template")
+        if isinstance(found, list):
+            found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        template = found.get("default") if isinstance(found, dict) else found
+        return template if isinstance(template, str) else None
+
+    @property
+    def definition_without_dropout(self) -> bytes:
+        """Content of a tokenizer.json that always gives the same ids, as this tokenizer does."""
+        if not re.search(rb'"dropout"\s*:\s*[0-9]', self.definition):
+            return self.definition
+        document = json.loads(self.definition)
+        document["model"]["dropout"] = None
+        return json.dumps(document, ensure_ascii=False).encode("utf-8")
+
+    @property
     def sha256(self) -> str:
         """Hash of tokenizer.json; tokenizers with equal hashes encode alike."""
         return hashlib.sha256(self.definition).hexdigest()
 
     def with_settings(self, context: int, pad_token: int | None) -> Tokenizer:
-        """Return a copy with a model's context length and padding token."""
-        settings = {**json.loads(self.config), "model_max_length": context}
-        if pad_token is not None:
+        """Return a copy for an export, with a model's context length and padding token, and without dropout."""
+        settings, files = {**json.loads(self.config), "model_max_length": context}, dict(self.files)
+        if pad_token not in (None, self.pad_token):
             settings["pad_token"] = self.library.id_to_token(pad_token)
-        return replace(self, config=_as_json(settings), pad_token=pad_token)
+            own = parse_json(files.get(SPECIAL_TOKENS_FILE, b"{}"))
+            if "pad_token" in own:
+                files[SPECIAL_TOKENS_FILE] = _as_json({**own, "pad_token": settings["pad_token"]})
+        definition = self.definition_without_dropout
+        return replace(self, definition=definition, config=_as_json(settings), pad_token=pad_token, files=files)
+
+    def contents(self) -> dict[str, bytes]:
+        """Return the contents of all files by name; tokenizer.json, the last one, completes the others."""
+        return {**self.files, TOKENIZER_CONFIG_FILE: self.config, TOKENIZER_FILE: self.definition}
 
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer` and AutoTokenizer read."""
-        for name, content in ((TOKENIZER_CONFIG_FILE, self.config), (TOKENIZER_FILE, self.definition)):
+        for name, content in self.contents().items():
+            (folder / name).parent.mkdir(exist_ok=True)
             write_atomic(folder / name, content)
 
 
@@ -140,13 +299,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     a usual name.
 
     Raises:
-        DataError: the tokenizer is missing or unreadable, or its end-of-text token is not in its vocabulary.
+        DataError: the tokenizer is missing or unreadable, a link leads out of its folder, or its end-of-text token is
+            not in its vocabulary.
     """
     file = from_hub(path, TOKENIZER_FILES, DataError)
+    if is_folder(file):
+        check_inside(file, TOKENIZER_FILE, DataError)
+        file = file / TOKENIZER_FILE
     try:
-        file = file / TOKENIZER_FILE if is_folder(file) else file
         definition = read_file(file)
-        library, vocab_size = _parse(definition)
+        library, vocab_size = _parse(definition, special_tokens=False)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
             lfs_pointer_hint(file)
@@ -155,20 +317,43 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "fast tokenizer (transformers converts a tokenizer.model), or let `pretrain prepare` train one",
             path=file,
         ) from error
-    config = _read_object(file.parent / TOKENIZER_CONFIG_FILE)
-    special_tokens = _read_object(file.parent / "special_tokens_map.json")
-    name = _token_name(config, "eos_token") or _token_name(special_tokens, "eos_token")
-    if name is None:
-        name = next(iter(_usual_ends(library)), None)
+    files = _read_files(file.parent)
+    config = _object_in(files.pop(TOKENIZER_CONFIG_FILE, b"{}"), file.parent / TOKENIZER_CONFIG_FILE)
+    named = _named_tokens(config, _object_in(files.get(SPECIAL_TOKENS_FILE, b"{}"), file.parent / SPECIAL_TOKENS_FILE))
+    name = named.get("eos_token") or next(iter(_usual_ends(library)), None)
     if name is not None and library.token_to_id(name) is None:
         raise DataError(
             f"eos_token {name!r} is not in the vocabulary of {file.name}: the files belong to different tokenizers. "
             "Download the tokenizer again",
             path=file.parent,
         )
-    padding = _token_name(config, "pad_token") or _token_name(special_tokens, "pad_token")
+    padding = library.token_to_id(named["pad_token"]) if "pad_token" in named else None
     tokenizer = _make_tokenizer(library, vocab_size, definition, config, name)
-    return tokenizer if padding is None else replace(tokenizer, pad_token=library.token_to_id(padding))
+    return replace(tokenizer, pad_token=padding, files=files, path=file)
+
+
+def _read_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files beside a tokenizer.json, by name."""
+    templates, names = folder / _TEMPLATE_FOLDER, [TOKENIZER_CONFIG_FILE, *_KEPT_FILES]
+    if is_folder(templates):
+        check_inside(folder, _TEMPLATE_FOLDER, DataError)
+        found = sorted(each.name for each in entries_of(templates) if each.suffix == ".jinja")
+        if len(found) > _MOST_TEMPLATES:
+            raise DataError(f"has more than {_MOST_TEMPLATES} chat templates: remove some", path=templates)
+        names += [f"{_TEMPLATE_FOLDER}/{name}" for name in found]
+    contents = {}
+    for name in names:
+        if not is_file(folder / name):
+            continue
+        check_inside(folder, name, DataError)
+        try:
+            is_template = name.endswith(".jinja")
+            contents[name] = read_file(folder / name, _LARGEST_TEMPLATE_BYTES if is_template else _LARGEST_FILE_BYTES)
+            if is_template:
+                contents[name].decode()
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot be read: {error}. Fix or remove the file", path=folder / name) from error
+    return contents
 
 
 def _usual_ends(library: tokenizers.Tokenizer) -> list[str]:
@@ -176,11 +361,25 @@ def _usual_ends(library: tokenizers.Tokenizer) -> list[str]:
     return [usual for usual in _USUAL_END_OF_TEXT if usual in special]
 
 
-@functools.lru_cache(maxsize=1)
-def _parse(definition: bytes) -> tuple[tokenizers.Tokenizer, int]:
-    """Return the library's tokenizer and its `vocab_size`; cached, because commands load it several times."""
-    library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
+@functools.lru_cache(maxsize=2)
+def _parse(definition: bytes, *, special_tokens: bool) -> tuple[tokenizers.Tokenizer, int]:
+    """Return the library's tokenizer and its `vocab_size`; cached, because commands load it several times.
+
+    Args:
+        special_tokens: whether names of special tokens in a text become their ids.
+    """
+    library = _plain(tokenizers.Tokenizer.from_str(definition.decode("utf-8")))
+    library.encode_special_tokens = not special_tokens  # the library means: as text
     return library, _vocab_size(library)
+
+
+def _plain(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Disable truncation, padding and dropout, whatever the file says."""
+    library.no_truncation()
+    library.no_padding()
+    if isinstance(library.model, models.BPE):
+        library.model.dropout = None
+    return library
 
 
 def _vocab_size(library: tokenizers.Tokenizer) -> int:
@@ -218,16 +417,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(iter(texts), trainer)
+    library.encode_special_tokens = True
     return _make_tokenizer(library, _vocab_size(library), library.to_str(pretty=True).encode("utf-8"), {}, END_OF_TEXT)
 
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """Turn a panic of the library into a DataError. A regular expression in tokenizer.json may fail on a text."""
+    """Turn a failure of the library at a text into a DataError: a panic, or an error of the vocabulary."""
     try:
         yield
     except BaseException as error:  # a panic is no Exception, and its class cannot be imported
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise DataError(f"the tokenizer fails on a text ({error}): use another tokenizer, or remove the text") from None
 
@@ -249,10 +449,7 @@ def library_threads(enabled: bool) -> Iterator[None]:
 def _make_tokenizer(
     library: tokenizers.Tokenizer, vocab_size: int, definition: bytes, config: dict[str, Any], end_of_text: str | None
 ) -> Tokenizer:
-    """Disable truncation, padding and special tokens, whatever the file says, and complete the config."""
-    library.no_truncation()
-    library.no_padding()
-    library.encode_special_tokens = True
+    """Complete the config."""
     if "tokenizer_class" not in config:
         config = {**config, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if end_of_text is not None and "eos_token" not in config:
@@ -270,21 +467,26 @@ def _as_json(document: dict[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; {} if there is no file."""
+def _object_in(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the JSON object in the content of a file."""
     try:
-        content = read_json(path)
-        if not isinstance(content, dict):
+        found = parse_json(content)
+        if not isinstance(found, dict):
             raise ValueError("it has no object")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         problem = lfs_pointer_hint(path) or f"is not valid JSON ({error}): fix or remove the file"
         raise DataError(problem, path=path) from error
-    return content
+    return found
 
 
-def _token_name(config: dict[str, Any], name: str) -> str | None:
+def _named_tokens(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens by name; special_tokens_map.json counts less if the config lists its added tokens."""
+    both = (special_tokens, config) if "added_tokens_decoder" in config else (config, special_tokens)
+    named = ((key, _token_name(each, key)) for each in both for key in each if key.endswith("_token"))
+    return {key: token for key, token in named if token is not None}
+
+
+def _token_name(config: Mapping[str, Any], name: str) -> str | None:
     """Return a special token of a Hugging Face file: a string, or the `content` of an object."""
     token = config.get(name)
     if isinstance(token, dict):

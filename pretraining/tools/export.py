@@ -36,17 +36,10 @@ from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
-from pretraining.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_fitting_tokenizer
+from pretraining.data.prepared import recorded_tokenizer
+from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.errors import CheckpointError, DataError
-from pretraining.files import (
-    atomic_folder,
-    from_hub,
-    is_address,
-    is_file,
-    is_folder,
-    write_flushed,
-    write_json,
-)
+from pretraining.files import atomic_folder, is_address, write_flushed, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
     CONFIG_FILE,
@@ -63,12 +56,6 @@ from pretraining.text import count_of, format_bytes
 from pretraining.tools.commands import ExportConfig
 
 log = logging.getLogger(__name__)
-
-_MORE_TOKENIZER_FILES = (
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt"),
-)
-"""Files that AutoTokenizer reads besides tokenizer.json and tokenizer_config.json."""
 
 
 def export(config: ExportConfig) -> None:
@@ -109,9 +96,9 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
     context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
     data, kept, generation = settings.data, origin.get("config", {}), origin.get("generation_config", {})
     tokens, given = token_ids({**kept, **origin}), token_ids(generation)
-    bos = _choose_token("bos_token_id", data.bos_token, tokens)
-    eos = _choose_token("eos_token_id", data.sep_token, tokens, None if tokenizer is None else tokenizer.end_of_text)
-    end = _first_known(data.sep_token, *_listed(eos))
+    bos = _choose_token("bos_token_id", data.bos, tokens)
+    eos = _choose_token("eos_token_id", data.sep, tokens, None if tokenizer is None else tokenizer.end_of_text)
+    end = _first_known(data.sep, *_listed(eos))
     # Chat models end a text with several tokens: those of the imported model stay beside the run's.
     ends = _listed(given.get("eos_token_id", tokens.get("eos_token_id", eos)))
     ends = ends if end is None or end in ends else [end, *ends]
@@ -132,14 +119,13 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
         write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, ends, pad, generation))
         if tokenizer is not None:
             tokenizer.with_settings(context, pad).save(folder)
-            _copy_tokenizer_files(config.tokenizer_path or settings.data.tokenizer_path or "", folder)
         card = _model_card(output.name, manifest, settings, config.dtype, origin, tokenizer is not None)
         write_flushed(folder / "README.md", card)
     print_text(f"{output}: step {manifest.step} of {checkpoint.path}, {config.dtype}, {format_bytes(total)}")
     print_text(f"  weights    {count_of(len(files), 'safetensors file')}")
     print_text(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
     begin = None if tokenizer is None else tokenizer.begin_of_text
-    if begin is not None and settings.data.bos_token is None and is_trained:
+    if begin is not None and settings.data.bos is None and is_trained:
         log.warning(
             "the tokenizer puts token %d before every text, but the run had no bos_token: unless the token files "
             "contain it, the model has never seen it. Call tokenizers of transformers with add_special_tokens=False",
@@ -192,7 +178,7 @@ def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaSha
     Raises:
         ConfigError, DataError: the tokenizer of `config` cannot be read, or the tokenizer does not fit the model.
     """
-    named = config.tokenizer_path or settings.data.tokenizer_path
+    named = config.tokenizer_path or recorded_tokenizer(settings.data)
     try:
         tokenizer = None if named is None else load_fitting_tokenizer(named, shape.vocab_size)
     except DataError as error:
@@ -203,14 +189,6 @@ def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaSha
     if tokenizer is None:
         log.warning("no tokenizer is exported: set --tokenizer_path to include one")
     return tokenizer
-
-
-def _copy_tokenizer_files(named: str, folder: Path) -> None:
-    path = from_hub(named, TOKENIZER_FILES, DataError)
-    source = path if is_folder(path) else path.parent
-    for name in _MORE_TOKENIZER_FILES:
-        if is_file(source / name):
-            shutil.copyfile(source / name, folder / name)
 
 
 def plan_files(kinds: Kinds, max_bytes: int) -> dict[str, Kinds]:

@@ -41,7 +41,7 @@ FAULTS = {
     "faults/test_data_threads.py": ("a data thread dies",),
     "faults/test_data_faults.py": (
         "a negative token, or one beyond the vocabulary; a short or foreign token file",
-        "a dataset changed between starts",
+        "a dataset changed between starts, also if names, sizes and times stay",
     ),
     "faults/test_resuming.py": (
         "another number of processes, data threads or batches read ahead",

@@ -162,3 +162,162 @@ def test_a_regular_expression_that_gives_up_is_an_error() -> None:
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with pytest.raises(DataError, match="retry-limit"):
             encode("a" * 100 + "!")
+
+
+def test_all_files_of_a_tokenizer_travel_whole(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    files = {
+        "special_tokens_map.json": b'{"unk_token": "?"}',
+        "added_tokens.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+        "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+        "tokenizer.model": bytes(range(256)),
+        "vocab.txt": b"a",
+    }
+    write_word_tokenizer(source, {"?": 0, "a": 1}, [])
+    (source / "additional_chat_templates").mkdir()
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    (source / "notes.txt").write_text("of the user")
+    copy.mkdir()
+    load_tokenizer(source).save(copy)
+    assert load_tokenizer(copy).files == load_tokenizer(source).files == files
+    assert not (copy / "notes.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "template"),
+    [
+        ({}, None),
+        ({"tokenizer_config.json": {"chat_template": "a"}}, "a"),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [{"name": "default", "template": "a"}, {"name": "b", "template": "b"}]
+                }
+            },
+            "a",
+        ),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "a"}]}}, None),
+        ({"tokenizer_config.json": {"chat_template": "a"}, "chat_template.jinja": "j\r\n"}, "j\n"),
+        ({"tokenizer_config.json": {"chat_template": "a"}, "additional_chat_templates/rag.jinja": "r"}, None),
+        ({"chat_template.jinja": "j", "additional_chat_templates/default.jinja": "d"}, "d"),
+        ({"chat_template.json": {"chat_template": "p"}}, "p"),
+        ({"chat_template.json": {"chat_template": ["p"]}}, None),
+        ({"tokenizer_config.json": {"chat_template": "a"}, "chat_template.json": {"chat_template": "p"}}, "a"),
+    ],
+)
+def test_the_chat_template_is_the_one_that_transformers_takes(
+    tmp_path: Path, files: dict[str, object], template: str | None
+) -> None:
+    TRAINED.save(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps({"eos_token": END_OF_TEXT, **dict(content)})  # type: ignore[call-overload]
+        (tmp_path / name).write_bytes(text.encode())
+    assert load_tokenizer(tmp_path).chat_template == template
+    if "chat_template.json" not in files:
+        loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path).chat_template
+        assert (loaded.get("default") if isinstance(loaded, dict) else loaded) == template
+
+
+def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    secret, folder = tmp_path / "id_rsa", tmp_path / "model"
+    secret.write_text("{}")
+    for name in ("vocab.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        folder.mkdir()
+        TRAINED.save(folder)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(secret)
+        with pytest.raises(DataError, match=f"{name}: leads out of its folder, to {secret}"):
+            load_tokenizer(folder)
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+
+def test_a_folder_of_templates_elsewhere_is_refused_and_links_inside_are_read(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    for each in (folder, elsewhere):
+        each.mkdir()
+    TRAINED.save(folder)
+    (folder / "kept").write_text("{{ messages }}")
+    (folder / "chat_template.jinja").symlink_to("kept")
+    assert load_tokenizer(folder).chat_template == "{{ messages }}"
+    (folder / "additional_chat_templates").symlink_to(elsewhere)
+    with pytest.raises(DataError, match="additional_chat_templates: leads out of its folder"):
+        load_tokenizer(folder)
+
+
+def test_links_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "1", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    TRAINED.save(blobs)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).symlink_to(Path("../../blobs") / name)
+    assert load_tokenizer(snapshot).sha256 == TRAINED.sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("chat_template.jinja", b"x" * (2**20 + 1), "it has more than 1,048,576 bytes"),
+        ("chat_template.jinja", b"\xff", "invalid start byte"),
+    ],
+)
+def test_a_file_of_a_tokenizer_that_cannot_be_kept_is_named(
+    tmp_path: Path, name: str, content: bytes, problem: str
+) -> None:
+    TRAINED.save(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name}: cannot be read: .*{problem}"):
+        load_tokenizer(tmp_path)
+
+
+def test_too_many_templates_are_refused(tmp_path: Path) -> None:
+    TRAINED.save(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for number in range(65):
+        (tmp_path / "additional_chat_templates" / f"{number}.jinja").touch()
+    with pytest.raises(DataError, match="has more than 64 chat templates: remove some"):
+        load_tokenizer(tmp_path)
+
+
+def test_names_of_special_tokens_are_text_in_data_and_ids_in_prompts() -> None:
+    text = f"a{END_OF_TEXT}b"
+    ids = TRAINED.encode(text, special_tokens=True)
+    assert ids == [*TRAINED.encode("a"), 0, *TRAINED.encode("b")]
+    assert TRAINED.encode_batch([text], special_tokens=True) == [ids]
+    assert 0 not in TRAINED.encode(text)
+
+
+def test_dropout_is_off_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
+    document = json.loads(TRAINED.definition)
+    document["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    loaded = load_tokenizer(tmp_path)
+    for special_tokens in (False, True):
+        assert loaded.encode_batch([TEXTS[0]] * 5, special_tokens=special_tokens) == [TRAINED.encode(TEXTS[0])] * 5
+    assert loaded.definition == (tmp_path / "tokenizer.json").read_bytes()
+    assert json.loads(loaded.definition_without_dropout)["model"]["dropout"] is None
+    assert TRAINED.definition_without_dropout == TRAINED.definition
+
+
+def test_a_damaged_template_of_a_processor_is_named(tmp_path: Path) -> None:
+    TRAINED.save(tmp_path)
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(DataError, match=r"chat_template\.json: is not valid JSON"):
+        _ = load_tokenizer(tmp_path).chat_template
+
+
+def test_names_of_special_tokens_are_those_that_transformers_knows(tmp_path: Path) -> None:
+    load = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"content": "<|endoftext|>"}, "eos_token": "a"}
+    (tmp_path / "tokenizer.json").write_bytes(TRAINED.definition)
+    extras: list[tuple[dict[str, object], str]] = [({}, "b"), ({"added_tokens_decoder": {}}, "a")]
+    for extra, eos in extras:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": END_OF_TEXT, **extra}))
+        (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "b", "unk_token": null}')
+        expected = {"bos_token": END_OF_TEXT, "eos_token": eos}
+        assert load_tokenizer(tmp_path).special_tokens == load(tmp_path).special_tokens_map == expected
