@@ -32,6 +32,7 @@ setup(
         "pyyaml>=6.0,!=6.0.4",
         "rich>=13.7",
         "tokenizers>=0.20",
+        "jinja2>=3.1.6",  # chat templates; earlier versions let templates out of the sandbox
         "matplotlib>=3.9",  # the curves of `pretrain report`
     ],
     extras_require={

@@ -1,7 +1,7 @@
 """The steps from data settings to a loader, in the order in which a training program calls them.
 
     listing = list_datasets(config)             once per job, then broadcast
-    build_indices(listing, config)              once per file system, then a barrier
+    listing = build_indices(listing, config)    once per job, then broadcast; then once per file system, then a barrier
     opened = open_datasets(listing, config)     every process
     loader = build_loader(opened, config, plan, rank, seed, vocab_size)
 
@@ -11,6 +11,7 @@ With `use_dummy_dataset`, skip the first three calls and pass `opened=None`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.context import ContextGroup
@@ -23,24 +24,38 @@ from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skip
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.doubts import warn_about_splits, warn_about_tokens
-from pretraining.data.storage.index import find_index, index_paths
 from pretraining.data.storage.index_build import build_index
+from pretraining.data.storage.index_files import find_index, index_paths
 from pretraining.errors import ConfigError, DataError
 
 
-def build_indices(listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None) -> None:
+def build_indices(
+    listing: Sequence[DatasetFiles], config: DataConfig, workers: int | None = None
+) -> tuple[DatasetFiles, ...]:
     """Build missing indices and, for packed datasets, missing bin counts. Several processes may call it at once.
 
     Args:
         workers: maximum number of indexing threads and of packing processes.
 
+    Returns:
+        The listing with the content of each dataset, by which other processes find the same indices.
+
     Raises:
         DataError: a file is unusable (`pretrain verify` lists all such files), or an index cannot be written.
     """
+    indexed = []
     for files in listing:
         index = build_index(files, config, workers)
         if config.packing != "stream":
             build_bin_counts(files, index, config, workers)
+        indexed.append(replace(files, content=index.content))
+    return tuple(indexed)
+
+
+def with_content(files: DatasetFiles, config: DataConfig) -> DatasetFiles:
+    """Return a listing with the content of its index; unchanged without a valid index."""
+    index = find_index(files, config)
+    return files if index is None else replace(files, content=index.content)
 
 
 def is_indexed(files: DatasetFiles, config: DataConfig) -> bool:
@@ -106,11 +121,12 @@ def build_loader(
         ConfigError: bos_token or sep_token is not in the vocabulary.
         DataError: a dataset has too few tokens for one sample.
     """
-    sources, weights, changes = _open_sources(opened, config, seed, split, vocab_size)
+    sources, weights = _open_sources(opened, config, seed, split, vocab_size)
     phase = Phase.first(plan.global_batch_size, weights)
-    order = describe_order({source.name: source.fingerprint for source in sources}, phase, config, seed, split)
+    order = describe_order(sources, phase, config, seed, split)
     mixture = Mixture([phase], Skipped(order["skipped"]))
     reader = BatchReader(sources, mixture, plan, rank, config, vocab_size, group)
+    changes = {source.name: source.changes for source in sources}
     return Loader(reader, order, num_workers=config.num_workers, changes=changes)
 
 
@@ -139,7 +155,7 @@ def build_evaluation_loader(
     Returns:
         The loader, the sequences of each dataset, and the weights of the datasets in training.
     """
-    sources, weights, _ = _open_sources(opened, config, seed, split, vocab_size)
+    sources, weights = _open_sources(opened, config, seed, split, vocab_size)
     shares = (
         (number + 1) * sequences // len(sources) - number * sequences // len(sources) for number in range(len(sources))
     )
@@ -153,16 +169,15 @@ def build_evaluation_loader(
 
 def _open_sources(
     opened: OpenedDatasets | None, config: DataConfig, seed: int, split: SplitName, vocab_size: int
-) -> tuple[list[Samples], dict[str, int], dict[str, str]]:
-    """Return the samples and the integer weights of all datasets, and the files that changed, by dataset."""
+) -> tuple[list[Samples], dict[str, int]]:
+    """Return the samples and the integer weights of all datasets."""
     _check_virtual_tokens(config, vocab_size)
     if opened is None:
         source = dummy_samples(config.seq_length, config.logical_shards, seed, split, vocab_size)
-        return [source], {source.name: 1}, {}
+        return [source], {source.name: 1}
     used, weights = _weighted_datasets(opened, config, split)
     sources = [stored_samples(dataset, opened, config, seed, split, vocab_size) for dataset in used]
-    changes = {dataset.files.name: dataset.index.header["changes"] for dataset in used}
-    return sources, {source.name: weights[source.name] for source in sources}, changes
+    return sources, {source.name: weights[source.name] for source in sources}
 
 
 def _check_virtual_tokens(config: DataConfig, vocab_size: int) -> None:

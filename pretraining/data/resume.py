@@ -23,6 +23,7 @@ from typing import Any
 
 from pretraining.config.fields import settings_of
 from pretraining.config.training import DataConfig
+from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture, Phase, Range, Skipped
 from pretraining.data.sampling.token_stream import ORDER_VERSIONS
 from pretraining.errors import DamagedError, DataError
@@ -33,6 +34,8 @@ ORDER_VERSION = ORDER_VERSIONS[-1]
 """Version of the order of samples in new runs."""
 SKIPPED_LATER = "skipped_later"
 """Key of skipped samples of datasets that the last phase does not read: by dataset, ranges of numbers within it."""
+CONTENTS = "contents"
+"""Key of the records of content, by dataset. It is compared where both sides have one."""
 RENUMBERED = "renumbered"
 """Key of skipped ranges in the numbers of earlier phases, which a start may repeat as `--skip_samples`."""
 _MOST_RENUMBERED = 1 << 20
@@ -41,12 +44,11 @@ _LARGEST_TOTAL = 1 << 41  # of weights; above any total that `integer_weights` r
 
 
 def describe_order(
-    sources: Mapping[str, Mapping[str, Any]], phase: Phase, config: DataConfig, seed: int, split: str
+    sources: Iterable[Samples], phase: Phase, config: DataConfig, seed: int, split: str
 ) -> dict[str, Any]:
     """Return everything that determines the order of samples, as JSON values.
 
     Args:
-        sources: fingerprints by dataset.
         phase: first phase of a new run.
         split: "train" or "held_out"; skipped ranges apply to "train" only.
     """
@@ -58,10 +60,15 @@ def describe_order(
         "seq_length": config.seq_length,
         "logical_shards": config.logical_shards,
         **({} if config.use_dummy_dataset else _reading_settings(config)),
-        "datasets": {name: dict(fingerprint) for name, fingerprint in sources.items()},
+        "datasets": {source.name: dict(source.fingerprint) for source in sources},
+        **_contents({source.name: source.content for source in sources if source.content}),
         "phases": [asdict(phase)],
         "skipped": [list(each) for each in config.skipped_ranges] if split == "train" else [],
     }
+
+
+def _contents(records: Mapping[str, str]) -> dict[str, Any]:
+    return {CONTENTS: dict(records)} if records else {}
 
 
 def _reading_settings(config: DataConfig) -> dict[str, Any]:
@@ -156,6 +163,7 @@ def _continue_run(before: Mixture, step: int, state: Mapping[str, Any], order: M
     order = {
         **{key: value for key, value in order.items() if key != "order_version"},
         "datasets": {name: known[name] for name in mixture.names},
+        **_contents(state.get(CONTENTS, {}) | order.get(CONTENTS, {})),
         "phases": [asdict(phase) for phase in phases],
         "skipped": _lists(before.skipped),
         **{key: state[key] for key in ("version", "order_version", SKIPPED_LATER, RENUMBERED) if key in state},
@@ -290,6 +298,13 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
     for name in sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
         if before[name].get("files") != now[name].get("files") or not reading:
             problems.append(_describe_change(name, before[name], now[name], changes.get(name)))
+    then, today = saved.get(CONTENTS, {}), order.get(CONTENTS, {})
+    for name in sorted(name for name in then.keys() & today.keys() if then[name] != today[name]):
+        if before[name] == now[name]:
+            problems.append(
+                f"dataset '{name}' has files of equal names and sizes with other content"
+                f"{f' ({changes[name]})' if changes.get(name) else ''}. Put new files into a new dataset"
+            )
     return problems
 
 

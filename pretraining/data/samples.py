@@ -41,7 +41,8 @@ class Samples:
     Attributes:
         name: name of the dataset.
         shards: number of logical shards.
-        fingerprint: JSON values that identify the samples; different samples have different fingerprints.
+        fingerprint: JSON values that identify the samples; different samples have different fingerprints, unless files
+            of equal names and sizes differ.
         samples: (begin, end) -> shards of samples [begin, end), and their numbers within these shards, both
             [end - begin] int64.
         spans: (shards, numbers), both [rows] -> pieces of documents for each row. A dummy sample is one document.
@@ -49,6 +50,8 @@ class Samples:
             It raises a DataError if a file is unreadable or has a token outside the vocabulary.
         pass_samples: number of samples of the first pass.
         spans_of_version: `spans` in each version of the order; empty if all are the same.
+        content: record of the content of the files; empty if it is unknown.
+        changes: how the files differ from those that were indexed before; empty if unknown.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Samples:
     read: Callable[[Spans, np.ndarray, np.ndarray], None]
     pass_samples: int = 1 << 40  # of endless data
     spans_of_version: Mapping[int, Callable[[np.ndarray, np.ndarray], Spans]] = field(default_factory=dict)
+    content: str = ""
+    changes: str = ""
 
     def in_order(self, version: int) -> Samples:
         """Return the samples in a version of the order."""
@@ -145,6 +150,8 @@ def stored_samples(
         reader.read,
         order.samples_before_pass(1),
         spans,
+        index.content,
+        index.header["changes"],
     )
 
 

@@ -209,6 +209,37 @@ class Tokenizer:
         return _named_tokens(config, own)
 
     @property
+    def special_names(self) -> list[str]:
+        """Texts of all special tokens, which become ids in prompts and chats."""
+        return [token.content for token in self.library.get_added_tokens_decoder().values() if token.special]
+
+    @property
+    def unknown_token(self) -> int | None:
+        """Id of the token for what is not in the vocabulary; None = it is dropped, or an error of the library."""
+        model = json.loads(self.definition)["model"]
+        unknown = model.get("unk_id")
+        return self.library.token_to_id(model.get("unk_token") or "") if unknown is None else unknown
+
+    @property
+    def encodes_all(self) -> bool:
+        """Whether any text has tokens: those of its bytes, if no others."""
+        document = json.loads(self.definition)
+        is_of_bytes = '"ByteLevel"' in json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
+        is_of_parts = document["model"].get("type", "BPE") in ("BPE", "Unigram")
+        needed = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+        has_all = all(self.library.token_to_id(each) is not None for each in needed)
+        return has_all and is_of_parts and (is_of_bytes or bool(document["model"].get("byte_fallback")))
+
+    def drops(self, character: str) -> bool:
+        """Return whether the model has no tokens for a character, or for a part of it."""
+        library = self.library
+        text = character if library.normalizer is None else library.normalizer.normalize_str(character)
+        words = [(text, (0, 1))] if library.pre_tokenizer is None else library.pre_tokenizer.pre_tokenize_str(text)
+        offsets = [token.offsets for word, _ in words for token in library.model.tokenize(word)]
+        covered = sum(int(end - begin) for begin, end in offsets)
+        return covered < sum(len(word.encode()) for word, _ in words)
+
+    @property
     def chat_template(self) -> str | None:
         """The template that `apply_chat_template` of transformers uses by default; None if there is none."""
         named = {
@@ -392,11 +423,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """Turn a panic of the library into a DataError. A regular expression in tokenizer.json may fail on a text."""
+    """Turn a failure of the library at a text into a DataError: a panic, or an error of the vocabulary."""
     try:
         yield
     except BaseException as error:  # a panic is no Exception, and its class cannot be imported
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise DataError(f"the tokenizer fails on a text ({error}): use another tokenizer, or remove the text") from None
 

@@ -6,9 +6,9 @@ The best checkpoint has the lowest loss on the set `--best_by`, or the lowest me
 the mean by the weights of training, and a set of `--eval_datasets` by its tokens. Evaluations are comparable along a
 run and between runs, and do not depend on the batch size and the number of processes.
 
-The sets are defined at the first start of a run: the number of sequences, and the weights. A checkpoint records this
-(`EvaluationRecord`), and the definition that its loss belongs to. If the data, the sequence length or the document mask
-change, later losses have another definition, and are not compared with earlier ones.
+The sets are defined at the first start of a run: the number of sequences, the weights, and the content of the files. A
+checkpoint records this (`EvaluationRecord`), and the definition that its loss belongs to. If the data, the sequence
+length or the document mask change, later losses have another definition, and are not compared with earlier ones.
 
 A run that must stop skips an evaluation, or stops it between two batches, and the evaluation stays pending. The next
 start runs it first, with the same weights, so its losses are those of a run without the stop.
@@ -78,16 +78,18 @@ def definition_of(sources: Sequence[EvaluationSource], best_by: str | None) -> s
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Number of sequences and weights of the held-out sets, of the first start; part of checkpoints.
+    """Number of sequences, and weights and content of sets, of the first start; part of checkpoints.
 
     Attributes:
         sequences: of the held-out sets together, and of each set of `--eval_datasets`; None before the first
             evaluation sets.
         weights: of the held-out sets.
+        contents: record of the content of each set's files, from the first start that knew it.
     """
 
     sequences: int | None = None
     weights: dict[str, int] = field(default_factory=dict)
+    contents: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of_state(state: Mapping[str, Any]) -> EvaluationRecord:
@@ -96,11 +98,14 @@ class EvaluationRecord:
         numbers = [*weights.values(), *([] if sequences is None else [sequences])]
         if not all(type(number) is int and 0 < number < 2**62 for number in numbers):
             raise TypeError(f"sequences are {sequences!r}, weights are {weights!r}")
-        return EvaluationRecord(sequences, weights)
+        return EvaluationRecord(sequences, weights, dict(state.get("contents", {})))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        return {} if self.sequences is None else {"sequences": self.sequences, "weights": self.weights}
+        if self.sequences is None:
+            return {}
+        contents = {"contents": self.contents} if self.contents else {}
+        return {"sequences": self.sequences, "weights": self.weights, **contents}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing: a plan reads the record earlier, to open the sets."""

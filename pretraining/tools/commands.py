@@ -83,12 +83,17 @@ class PrepareConfig:
     hf_split: str = setting("train", "split of hf_dataset")
     text_field: str | None = setting(
         "text",
-        "field or column with the text; a column of integer lists is taken as token ids; none = each file of JSON or "
-        "CSV is a document",
+        "field or column with the text; a column of integer lists is taken as token ids, lists of messages (role and "
+        "content) as chats; none = each file of JSON or CSV is a document",
     )
     extensions: tuple[str, ...] = setting(
         ("txt", "text", "md", "jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather"),
         "endings of the files to read in folders, also with .gz, .zst, .bz2, .xz or .lz4; globs take any ending",
+    )
+    special_tokens: Literal["text", "ids"] | None = setting(
+        None,
+        "what names of special tokens in the text, such as <|im_start|>, become: text = ordinary characters, ids = "
+        "their ids; none = text, but ids in chats",
     )
     bad_records: Literal["stop", "skip"] = setting(
         "stop", "if a record cannot be read: stop; or skip: leave it out, count and name it in prepare.json"
@@ -397,9 +402,11 @@ class VerifyConfig:
     )
     col_name: str = setting("tokens", "column of the token files with the token ids")
     sep_token: NonNegativeInt | None = setting(None, "token id at the end of documents, for files that need it")
+    strip_tokens: tuple[NonNegativeInt, ...] = setting((), "token ids that training removes at both ends of documents")
     token_dtype: Literal["uint16", "uint32", "uint64"] | None = setting(
         None, "type of the tokens in .bin and .npy files without a header"
     )
+    index_path: str | None = setting(None, "folder of the indices, as for training")
     num_workers: NonNegativeInt | None = setting(None, "threads that read files; none or 0 = one per core")
 
 

@@ -141,7 +141,7 @@ def _open(config: InspectConfig, state: Mapping[str, Any] | None, restored_batch
     opened = None
     if not config.data.use_dummy_dataset:
         listing = list_datasets(config.data)
-        build_indices(listing, config.data)
+        listing = build_indices(listing, config.data)
         opened = open_datasets(listing, config.data)
         warn_about_datasets(opened, config.data)
     vocab_size = resolve_shape(config.model).vocab_size

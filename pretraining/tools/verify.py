@@ -10,6 +10,7 @@ checks its checkpoint with the functions used here.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,9 +30,10 @@ from pretraining.checkpoint.start_point import checkpoints_at
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
 from pretraining.data.storage.doubts import warn_about_splits
+from pretraining.data.storage.index_files import read_documents, recorded_indices
+from pretraining.data.storage.masks import describe_masks, rows_of
 from pretraining.data.storage.token_format import (
     DocumentLayout,
-    TokenFormat,
     contiguous_bytes,
     load_format,
     width_problem,
@@ -44,10 +46,15 @@ from pretraining.tools.commands import VerifyConfig
 from pretraining.tools.prepare.records import read_summary
 from pretraining.tools.prepare.token_files import TokenFile
 
+log = logging.getLogger(__name__)
+
 FAULTS_SHOWN = 100
 """Rows reported per file. In a file of another tokenizer, nearly every row has a wrong token."""
 _TOKENS_AT_ONCE = 1 << 22
-_SHARED_SETTINGS = ("data_path", "datasets", "file_type", "col_name", "sep_token", "token_dtype")
+_SHARED_SETTINGS = (
+    *("data_path", "datasets", "file_type", "col_name", "sep_token", "strip_tokens", "token_dtype"),
+    "index_path",
+)
 """Settings that VerifyConfig shares with DataConfig."""
 
 
@@ -69,11 +76,13 @@ def verify(config: VerifyConfig) -> None:
 
 @dataclass
 class FileReport:
-    """The size and the faults of a token file."""
+    """The size and the faults of a token file, the record of its content, and how a column masks its tokens."""
 
     faults: list[DataError] = field(default_factory=list)
     documents: int = 0
     tokens: int = 0
+    record: int | None = None
+    masks: str | None = None
 
 
 def _verify_datasets(config: VerifyConfig, threads: int) -> None:
@@ -91,9 +100,16 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
         missing = [DataError(f"is missing: {MANIFEST_FILE} lists it", path=Path(files.folder, name)) for name in gone]
         faults += _print_faults([*damaged, *missing])
         documents = tokens = 0
-        for report in check_files(files, load_format(files.file_type, data), written, vocab_size, threads):
+        reports = []
+        for report in check_files(files, data, written, vocab_size, threads):
             faults += _print_faults(report.faults)
             documents, tokens = documents + report.documents, tokens + report.tokens
+            reports.append(report)
+        faults += _print_faults(_changes_since_indexing(files, data, reports))
+        masked = [(number, report.masks) for number, report in enumerate(reports) if report.masks is not None]
+        if masked:
+            number, masks = masked[0]
+            log.warning("%s: %s (%s)", files.path(number), masks, f"{len(masked)} of {count_of(len(reports), 'file')}")
         vocabulary = f"all below {vocab_size:,}" if vocab_size else "vocabulary not checked: set --vocab_size"
         compared = bool(written) and all(entry.crc32 for entry in written.values())
         checksums = f"checksums as in {MANIFEST_FILE}" if compared else f"no checksums in a {MANIFEST_FILE}"
@@ -107,6 +123,20 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
             f"{count_of(faults, 'fault')} in {count_of(file_count, 'file')} of {data.data_path}, listed above"
         )
     print_text(f"{count_of(file_count, 'file')}, {format_bytes(size)}: no faults")
+
+
+def _changes_since_indexing(files: DatasetFiles, data: DataConfig, reports: list[FileReport]) -> list[DataError]:
+    """Return an error per file without another fault whose content is that of no index."""
+    records = [None if report.faults else report.record for report in reports]
+    indices = recorded_indices(files, data)
+    changed = [
+        [number for number, now in enumerate(records) if now not in (None, int(index.records[number]))]
+        for index in indices
+    ]
+    if not changed or not all(changed):
+        return []
+    problem = f"has other content than in {indices[0].path}. If the change is meant, delete this index"
+    return [DataError(problem, path=files.path(number)) for number in changed[0]]
 
 
 def _print_faults(faults: list[DataError]) -> int:
@@ -136,7 +166,7 @@ def _read_record(files: DatasetFiles) -> tuple[dict[str, TokenFile], int | None,
 
 def check_files(
     files: DatasetFiles,
-    token_format: TokenFormat,
+    data: DataConfig,
     written: Mapping[str, TokenFile],
     vocab_size: int | None,
     threads: int,
@@ -147,6 +177,7 @@ def check_files(
         written: files listed in prepare.json; empty without prepare.json.
         vocab_size: upper bound of tokens; None = only negative tokens are faults.
     """
+    token_format = load_format(files.file_type, data)
 
     def check(number: int) -> FileReport:
         path, name, report = files.path(number), files.paths[number], FileReport()
@@ -166,11 +197,13 @@ def check_files(
             change = f"{entry.bytes:,} bytes of checksum {entry.crc32}; now {size:,} bytes of checksum {checksum}"
             report.faults.append(DataError(f"has changed since `pretrain prepare` wrote {change}", path=path))
         try:
-            layout = token_format.documents(path)
+            layout, report.record = read_documents(files, token_format, number)
         except DataError as error:
             report.faults.append(error)
             return report
         report.documents, report.tokens = len(layout.lengths), int(layout.lengths.sum())
+        if files.file_type in ("arrow", "arrow_stream"):
+            report.masks = describe_masks(rows_of(path), data.col_name, data.strip_tokens)
         wrong_type = width_problem(_sample(layout))
         if wrong_type is not None:  # then each of its tokens is wrong
             report.faults.append(DataError(wrong_type, path=path))

@@ -25,10 +25,11 @@ from pretraining.data.dataset import (
     is_indexed,
     open_datasets,
     warn_about_datasets,
+    with_content,
 )
 from pretraining.data.evaluation_sets import EvaluationFolder, find_evaluation_folders
 from pretraining.data.loader import Loader
-from pretraining.data.samples import OpenedDatasets, SplitName
+from pretraining.data.samples import OpenedDatasets, Samples, SplitName
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.tokenizer import load_fitting_tokenizer
 from pretraining.distributed.dims import Dims
@@ -83,12 +84,13 @@ def _open_datasets(
     listing: tuple[DatasetFiles, ...], config: DataConfig, processes: Processes, index_folder: str | None
 ) -> OpenedDatasets:
     if index_folder is not None:
+        listing = on_rank_zero(lambda: tuple(with_content(files, config) for files in listing))
         indexed_by_rank = gather_from_every_rank(lambda: [is_indexed(files, config) for files in listing])
         elsewhere = replace(config, index_path=index_folder)
         configs = [config if all(indexed) else elsewhere for indexed in zip(*indexed_by_rank, strict=True)]
         parts = [_open_datasets((files,), each, processes, None) for files, each in zip(listing, configs, strict=True)]
         return OpenedDatasets(tuple(dataset for part in parts for dataset in part.datasets))
-    on_rank_zero(lambda: build_indices(listing, config))
+    listing = on_rank_zero(lambda: build_indices(listing, config))
     # Nodes may not share the cache folder of the indices. If they do, this call finds the indices of rank 0.
     is_first_of_node = processes.local_rank == 0
     on_every_rank(lambda: build_indices(listing, config) if is_first_of_node else None)
@@ -124,6 +126,7 @@ def open_evaluation_sources(
     weights, vocab_size = record.weights, resolve_shape(config.model).vocab_size
     sources: list[EvaluationSource] = []
     counts: dict[str, int] = {}
+    contents = dict(record.contents)
 
     def add(opened: OpenedDatasets | None, settings: DataConfig, split: SplitName, name: str | None) -> dict[str, int]:
         seed, rank, group = config.run.seed, dims.data_rank, dims.context_group
@@ -136,8 +139,11 @@ def open_evaluation_sources(
         kept = weights if weights.keys() == weights_now.keys() else weights_now
         # The sequences of a set are the first of its order, so these values determine them.
         common = {"seq_length": settings.seq_length, "document_mask": settings.document_mask, "order": order}
-        definitions = ({**common, "data": each.fingerprint, "sequences": found[each.name]} for each in sets)
         names = tuple(name or each.name for each in sets)
+        definitions = (
+            {**common, "data": each.fingerprint, "sequences": found[each.name], **_other_content(contents, name, each)}
+            for name, each in zip(names, sets, strict=True)
+        )
         counts.update(zip(names, (found[each.name] for each in sets), strict=True))
         shares = tuple(kept[each.name] for each in sets)
         sources.append(EvaluationSource(names, _batch_opener(loader, processes), shares, tuple(definitions)))
@@ -161,7 +167,20 @@ def open_evaluation_sources(
             config.evaluation.eval_batches,
             asked,
         )
-    return sources, EvaluationRecord(sequences, weights)
+    return sources, EvaluationRecord(sequences, weights, contents)
+
+
+def _other_content(contents: dict[str, str], name: str, samples: Samples) -> dict[str, str]:
+    """Return the content of a set as a part of its definition, if it was another one at the first start.
+
+    Args:
+        contents: of the sets at the first start; a set that is not in it is added.
+    """
+    if not samples.content or contents.setdefault(name, samples.content) == samples.content:
+        return {}
+    changes = f" ({samples.changes})" if samples.changes else ""
+    log.info("evaluation set %s has other files than at the first start%s: it is another set", name, changes)
+    return {"content": samples.content}
 
 
 def _check_best_by(config: TrainConfig, counts: dict[str, int]) -> None:

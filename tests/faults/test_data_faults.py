@@ -142,7 +142,16 @@ def rewritten(root: Path) -> None:
     write_part(root, 1, read_part(root, 1)[::-1][:19])
 
 
+def exchanged(root: Path) -> None:
+    """Rewrite a file with other documents, but its size and its time."""
+    before = part(root, 1).stat()
+    write_part(root, 1, read_part(root, 1)[::-1])
+    os.utime(part(root, 1), ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert part(root, 1).stat().st_size == before.st_size
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
+    "other documents": exchanged,
     "a new file": lambda root: shutil.copy(part(root, 0), part(root, 2)),
     "a file less": lambda root: part(root, 1).unlink(),
     "a rewritten file": rewritten,
@@ -160,7 +169,7 @@ def test_a_changed_dataset_is_refused_with_the_difference_and_resumes_when_resto
     CHANGES[change](data)
     ended = run_job([flags], check=False)
     assert [process.status for process in ended] == [1, 1]
-    assert "dataset 'first'" in ended[0].output
+    assert "dataset 'first'" in ended[0].output and "part-" in ended[0].output
     shutil.rmtree(data)
     kept.rename(data)
     run_job([flags])

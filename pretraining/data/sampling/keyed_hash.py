@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     BINS = 6
     CHECKED_TEXTS = 7
     PLACES = 8
+    CONTENT = 9
 
 
 def mix64(value: int) -> int:

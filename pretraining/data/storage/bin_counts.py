@@ -25,8 +25,9 @@ import numpy as np
 
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
-from pretraining.data.storage.dataset_files import DatasetFiles
-from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index, index_paths, write_once
+from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
+from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
+from pretraining.data.storage.index_files import write_once
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
 from pretraining.files import check_regular, exists, parse_json
@@ -68,16 +69,17 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
     documents = f"{len(index.documents):,}"
     log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
 
-    def write(file: IO[bytes]) -> None:
+    def write(file: IO[bytes]) -> str:
         counts = _count_in_processes(name, index, seq_length, packing, workers)
         bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
         np.cumsum(counts, axis=1, out=bounds[:, 1:])
         content = bounds.tobytes()
         line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
         file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # aligns the numbers
+        return _name(index, config)
 
     find = partial(find_bin_counts, files, index, config)
-    return write_once(_paths(files, index, config), f"the counts of dataset '{name}'", write, find)
+    return write_once(index_folders(files, config), f"the counts of dataset '{name}'", write, find)
 
 
 def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
@@ -129,8 +131,11 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packi
 
 def _paths(files: DatasetFiles, index: Index, config: DataConfig) -> list[Path]:
     """Return possible paths of the counts, beside the possible paths of the index."""
-    name = f"{index.path.stem}-{config.packing}-{config.seq_length}.bins"
-    return [path.with_name(name) for path in index_paths(files, config)]
+    return [folder / _name(index, config) for folder in index_folders(files, config)]
+
+
+def _name(index: Index, config: DataConfig) -> str:
+    return f"{index.path.stem}-{config.packing}-{config.seq_length}.bins"
 
 
 def _header(index: Index, config: DataConfig) -> dict[str, Any]:

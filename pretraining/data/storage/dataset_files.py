@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
+from pretraining.data.storage.content import time_of_change
 from pretraining.data.storage.token_format import TokenFormat, format_class
 from pretraining.errors import DataError
 from pretraining.files import entries_of, exists, is_file, is_folder, read_json
@@ -46,6 +47,8 @@ class DatasetFiles:
         paths: relative to the folder, with forward slashes, sorted by code points.
         sizes: bytes of each file.
         digest: hexadecimal 128-bit hash of paths and sizes.
+        times: time of change of each file; empty if unknown.
+        content: record of the content of all files, that of their index; "" = their index has none, None = not asked.
     """
 
     name: str
@@ -55,6 +58,8 @@ class DatasetFiles:
     digest: str
     file_type: str
     is_file: bool = False
+    times: tuple[int, ...] = ()
+    content: str | None = None
 
     def path(self, number: int) -> str:
         """Return the absolute path of a file by its number."""
@@ -102,12 +107,17 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
 
 
-def describe_changes(before: dict[str, int], after: dict[str, int]) -> str:
-    """Return the differences between two listings (path -> bytes); empty if they are equal."""
+def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: Collection[str] = ()) -> str:
+    """Return the differences between two listings (path -> bytes); empty if they are equal.
+
+    Args:
+        rewritten: paths in both whose content differs.
+    """
     added = sorted(after.keys() - before.keys())
     removed = sorted(before.keys() - after.keys())
     resized = sorted(path for path in before.keys() & after.keys() if before[path] != after[path])
-    changes = (("added", added), ("removed", removed), ("changed in size", resized))
+    others = sorted(set(rewritten) - set(resized))
+    changes = (("added", added), ("removed", removed), ("changed in size", resized), ("changed in content", others))
     return "; ".join(f"{what}: {list_some(paths, 12)}" for what, paths in changes if paths)
 
 
@@ -133,7 +143,7 @@ def _dataset(root: Path, name: str, scan: _Scan, formats: Formats, config: DataC
         # An earlier version listed a folder under each of its paths. A listing that it has indexed stays.
         earlier = _scan(place, _suffixes_of(formats[kind]), once=False)
         before = _listing(place, name, earlier, kind, formats)
-        if any(any(folder.glob(f"*-{before.digest[:16]}.index")) for folder in index_folders(before, config)):
+        if any(any(folder.glob(f"*-{before.digest[:16]}*.index")) for folder in index_folders(before, config)):
             return before
         log.warning(
             "dataset '%s': %s lead to folders that are read already, and are left out. To read files twice, link the "
@@ -180,12 +190,13 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
         prefixes = [state.removesuffix(STATE_FILE) for state in scan.states]
         left_out = {path for prefix in prefixes for path in _unsaved_files(place, prefix, by_folder.get(prefix, set()))}
         paths = tuple(path for path in paths if path not in left_out)
-    sizes = tuple(scan.sizes[path] for path in paths)
+    sizes, times = (tuple(values[path] for path in paths) for values in (scan.sizes, scan.times))
     digest = hashlib.blake2b(digest_size=16)
     for path, size in zip(paths, sizes, strict=True):
         digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
     alone = is_file(place)
-    return DatasetFiles(name, str(place.parent if alone else place), paths, sizes, digest.hexdigest(), kind, alone)
+    folder = str(place.parent if alone else place)
+    return DatasetFiles(name, folder, paths, sizes, digest.hexdigest(), kind, alone, times)
 
 
 def _unsaved_files(place: Path, prefix: str, own: set[str]) -> list[str]:
@@ -227,13 +238,19 @@ class _Scan:
 
     Attributes:
         sizes: bytes by relative path.
+        times: time of change by relative path.
         states: relative paths of `STATE_FILE`s.
         repeated: relative paths of folders that were found under another path before.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)
     states: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
+
+    def add(self, path: str, status: os.stat_result) -> None:
+        """Add a file."""
+        self.sizes[path], self.times[path] = status.st_size, time_of_change(status)
 
 
 def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] = (), once: bool = True) -> _Scan:
@@ -248,7 +265,8 @@ def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] =
     if is_file(folder):
         beside = [folder.with_suffix(suffix) for suffix in companions]
         paths = [folder, *beside] if folder.name.endswith(suffixes) else []
-        found.sizes.update((path.name, path.stat().st_size) for path in paths if is_file(path))
+        for each in filter(is_file, paths):
+            found.add(each.name, each.stat())
         return found
     seen: set[tuple[int, int]] = set()
     visits, kept = 0, (*suffixes, *companions)
@@ -285,7 +303,7 @@ def _list_folder(folder: str, prefix: str, suffixes: tuple[str, ...], found: _Sc
                 folders.append((entry.name, entry.is_symlink()))
             elif entry.name.endswith(suffixes):
                 # Follows links, so that a broken link is an error, not a missing file.
-                found.sizes[prefix + entry.name] = entry.stat().st_size
+                found.add(prefix + entry.name, entry.stat())
             elif entry.name == STATE_FILE:
                 found.states.append(prefix + entry.name)
     return folders

@@ -2,6 +2,7 @@
 
     names of files     -> files of other splits (train, validation, test) in one training set
     tokens of a sample -> a type of another width; documents that run together
+    columns of Arrow   -> masks of tokens, which training does not read
 
 Leaving such files out would change the order of runs that have begun with them.
 """
@@ -13,14 +14,18 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, Index
+from pretraining.data.storage.masks import describe_masks, rows_of
 from pretraining.data.storage.megatron import MegatronFormat
 from pretraining.data.storage.token_format import contiguous_bytes, width_problem
 from pretraining.text import list_some
@@ -81,6 +86,7 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
 
     The beginnings of a few files are read.
     """
+    _warn_about_masks(files, config)
     filled = np.flatnonzero(np.diff(index.first_documents))
     if not len(filled):
         return
@@ -107,6 +113,18 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
             "and type. A new run should leave out --token_dtype",
             files.name,
         )
+
+
+def _warn_about_masks(files: DatasetFiles, config: DataConfig) -> None:
+    """Log a warning if a column masks tokens in the first rows of a few files."""
+    if files.file_type not in ("arrow", "arrow_stream"):
+        return
+    for number in np.unique(np.linspace(0, len(files.paths) - 1, _SAMPLED_FILES, dtype=np.int64)).tolist():
+        with suppress(OSError, pa.ArrowException):  # training names the file when it reads it
+            found = describe_masks(islice(rows_of(files.path(number)), 1), config.col_name, config.strip_tokens)
+            if found is not None:
+                log.warning("%s: %s", files.path(number), found)
+                return
 
 
 class _Beginning:

@@ -6,6 +6,7 @@ these equal the documents of an Arrow file.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -125,20 +126,22 @@ class BinFormat:
         return _documents(path, _BIN_HEADER_BYTES, count, np.dtype(f"<u{width}"), self._separator)
 
 
-def find_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
+def find_documents(tokens: np.ndarray, separator: int, checksum: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the starts of documents, and their lengths without the separators that end them, both [n] int64.
 
-    Tokens after the last separator are a document too.
+    Tokens after the last separator are a document too. The third value is the CRC-32 of the tokens, which continues
+    `checksum`.
     """
-    found = [
-        begin + np.flatnonzero(tokens[begin : begin + _TOKENS_AT_ONCE] == separator)
-        for begin in range(0, len(tokens), _TOKENS_AT_ONCE)
-    ]
-    separators = np.concatenate([np.zeros(0, dtype=np.int64), *found])
+    found = [np.zeros(0, dtype=np.int64)]
+    for begin in range(0, len(tokens), _TOKENS_AT_ONCE):
+        piece = tokens[begin : begin + _TOKENS_AT_ONCE]
+        checksum = zlib.crc32(piece.data, checksum)
+        found.append(begin + np.flatnonzero(piece == separator))
+    separators = np.concatenate(found)
     begins, ends = np.concatenate(([0], separators + 1)), np.append(separators, len(tokens))
     if begins[-1] == len(tokens):
         begins, ends = begins[:-1], ends[:-1]
-    return begins, ends - begins
+    return begins, ends - begins, checksum
 
 
 def _raw_documents(path: str, content: np.ndarray, name: str, separator: int) -> DocumentLayout:
@@ -167,14 +170,14 @@ def _documents(path: str, offset: int, count: int, dtype: np.dtype[Any], separat
         raise DataError(f"truncated or damaged: its size does not fit {count:,} tokens of {width} bytes", path=path)
     whole = as_tokens(content, width, signed=dtype.kind == "i")
     tokens = whole[offset // width :]
-    begins, lengths = find_documents(tokens, separator)
+    begins, lengths, checksum = find_documents(tokens, separator, zlib.crc32(content[:offset].data))
     if len(tokens) and lengths[0] == len(tokens):
         problem = width_problem(tokens[: SAMPLE_BYTES // width])
         hint = f". It {problem}" if problem else ""
         raise DataError(
             f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token{hint}", path=path
         )
-    return DocumentLayout(offset + begins * width, lengths, width, whole)
+    return DocumentLayout(offset + begins * width, lengths, width, whole, checksum)
 
 
 def _separator(config: DataConfig, suffix: str) -> int:

@@ -5,6 +5,7 @@
                 negative for signed types
     bounds      tokens before each block of `BLOCK_DOCUMENTS` documents, per split
     checksums   CRC-32 of each block of documents                           blocks * 4 bytes
+    records     record of each file's content (content.py)                  files * 8 bytes; earlier versions: none
     names       JSON: path -> bytes of every file, only used to describe changes
     header      JSON: digests of settings and files, and offsets of the parts above
     trailer     length of the documents and of the header, CRC-32 of all between documents and trailer, magic number
@@ -14,8 +15,8 @@ held-out documents, so new files or rows move no other document. In one split, d
 Virtual tokens (bos_token, sep_token) are not stored: they count in lengths, and the reader adds them. A document
 without stored tokens has length 0 and no virtual tokens.
 
-An index is valid for one listing and one `settings_digest`. It is checked completely when it is opened;
-`index_build.py` rebuilds a damaged one.
+An index is valid for one listing, one content of its files and one `settings_digest`. It is checked completely when it
+is opened; `index_build.py` rebuilds a damaged one.
 """
 
 from __future__ import annotations
@@ -25,24 +26,20 @@ import json
 import mmap
 import os
 import struct
-import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
+from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.token_format import load_format
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
-from pretraining.files import check_regular, parse_json, reason_of
+from pretraining.files import check_regular, parse_json
 from pretraining.launch.machine import usable_cores
-
-Made = TypeVar("Made")
 
 BLOCK_DOCUMENTS = 1024
 """Documents per block, a power of two. Documents are shuffled inside blocks."""
@@ -91,6 +88,7 @@ class Index:
         first_documents: [files + 1], number of each file's first document, then n.
         token_bytes: [files], bytes per token.
         is_signed: [files], whether the type of tokens is signed.
+        content: record of the content of all files; empty in an index of an earlier version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,6 +107,7 @@ class Index:
             if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != checksum:
                 raise DataError("the index is damaged", path=path)
         self.header: dict[str, Any] = parse_json(self._content[header_end - header_bytes : header_end])
+        self.content: str = self.header.get("content", "")
         self.documents = self._part("documents", DOCUMENT)
         files = self._part("files", FILE)
         self.first_documents = np.ascontiguousarray(files["first_document"])
@@ -166,6 +165,11 @@ class Index:
         return Split(self, name, self._part(f"bounds_{name}", np.dtype("<i8")))
 
     @property
+    def records(self) -> np.ndarray:
+        """Records of the content of each file, [files] uint64; only if `content` is known."""
+        return self._part("records", np.dtype("<u8"))
+
+    @property
     def file_sizes(self) -> dict[str, int]:
         """Sizes in bytes of the indexed files, by path."""
         part = self.header["parts"]["names"]
@@ -204,66 +208,3 @@ def split_lengths(documents: np.ndarray, held_out: int) -> np.ndarray:
     lengths += (flags & VIRTUAL_SEP) // VIRTUAL_SEP + (flags & VIRTUAL_BOS) // VIRTUAL_BOS
     lengths[(flags & HELD_OUT) != held_out] = 0
     return lengths
-
-
-def index_paths(files: DatasetFiles, config: DataConfig) -> list[Path]:
-    """Return possible paths of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
-    # Each listing has its own file, so no job replaces an index that a running job has mapped.
-    name = f"{index_digest(files, config)}-{files.digest[:16]}.index"
-    return [folder / name for folder in index_folders(files, config)]
-
-
-def find_index(files: DatasetFiles, config: DataConfig) -> Index | None:
-    """Open the valid index of a dataset; None without any."""
-    found = map(open_any_index, index_paths(files, config))  # the file name has the digests
-    return next((index for index in found if index is not None), None)
-
-
-def open_any_index(path: Path) -> Index | None:
-    """Open the index at a path; None if it is missing or damaged."""
-    try:
-        return Index(path)
-    except (OSError, DataError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write_once(
-    paths: Sequence[Path], what: str, write: Callable[[IO[bytes]], None], find: Callable[[], Made | None]
-) -> Made:
-    """Write a file atomically to the first writable of several paths, and open it.
-
-    Args:
-        what: the file, for messages: "the index of dataset 'web'".
-        find: opens a valid file at any of the paths; None without any.
-
-    Raises:
-        DataError: no path is writable, or the disk is full.
-    """
-    refused = []
-    for path in paths:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-            break
-        except OSError as error:
-            refused.append(f"{path.parent} ({error.strerror})")
-    else:
-        raise DataError(f"{what} cannot be written: {'; '.join(refused)}. Give --index_path")
-    try:
-        with os.fdopen(descriptor, "w+b") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        # Keep a file that another job has written meanwhile: it may be mapped on another machine.
-        made = find()
-        if made is None:
-            Path(temporary).chmod(0o644)  # temporary files are private
-            Path(temporary).replace(path)
-            made = find()
-    except OSError as error:
-        raise DataError(f"{what} cannot be written: {reason_of(error)}", path=path) from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    if made is None:
-        raise DataError(f"{what} was written here, but is unreadable", path=path)
-    return made

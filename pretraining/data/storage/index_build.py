@@ -14,15 +14,16 @@ import os
 import zlib
 from collections.abc import Collection, Iterable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import IO
 
 import numpy as np
 
-from pretraining.config.plugins import plugin_errors
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.keyed_hash import Purpose, derive_key, hash64, text_key
-from pretraining.data.storage.dataset_files import DatasetFiles, describe_changes
+from pretraining.data.storage.content import digest_of_records
+from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.index import (
     BLOCK_DOCUMENTS,
     DOCUMENT,
@@ -34,25 +35,30 @@ from pretraining.data.storage.index import (
     VIRTUAL_BOS,
     VIRTUAL_SEP,
     Index,
-    find_index,
     index_digest,
-    index_paths,
-    open_any_index,
     settings_digest,
     split_lengths,
+)
+from pretraining.data.storage.index_files import (
+    changes_since,
+    damaged_index,
+    find_index,
+    index_paths,
+    note_times,
+    read_as,
+    read_documents,
     write_once,
 )
 from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
-from pretraining.files import exists
 from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of, format_bytes
 
 log = logging.getLogger(__name__)
 
-_FileDocuments = tuple[np.ndarray, int]
-"""Documents of a file, [rows] `DOCUMENT`, and its bytes per token, negative for signed types."""
+_FileDocuments = tuple[np.ndarray, int, int]
+"""Documents of a file, [rows] `DOCUMENT`; its bytes per token, negative for signed types; record of its content."""
 
 _BLOCKS_AT_ONCE = 4096
 _LARGEST_LENGTH = 2**32 - 3  # lengths have 32 bits and may include two virtual tokens
@@ -65,29 +71,37 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
         workers: threads; None = one per core, at most 32.
 
     Raises:
-        DataError: a file is unusable, or the index cannot be written.
+        DataError: a file is unusable, or has another content than `files.content`; the index cannot be written.
     """
-    index = find_index(files, config)
+    index = find_index(files, config, workers)
     if index is not None:
         return index
-    damaged = next((path for path in index_paths(files, config) if exists(path)), None)
-    change = _changes_since_last_index(files, config)
+    damaged = damaged_index(files, config)
     if damaged is not None:
         log.warning("index %s is damaged: rebuilding it", damaged)
-    elif change:
-        log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     log.info(
         "indexing dataset '%s': %s, %s", files.name, count_of(len(files.paths), "file"), format_bytes(sum(files.sizes))
     )
+    indexed = files
 
-    def write(file: IO[bytes]) -> None:
+    def write(file: IO[bytes]) -> str:
+        nonlocal indexed
         read = partial(_read_file, files, config, load_format(files.file_type, config))
         threads = workers or min(32, usable_cores())
         with closing(map_in_order(read, range(len(files.paths)), threads)) as documents_of_files:
-            _write_index(file, files, config, change, documents_of_files)
+            indexed = replace(files, content=_write_index(file, files, config, documents_of_files))
+        if files.content not in (None, indexed.content):
+            raise DataError(
+                f"dataset '{files.name}' has other files on this machine than on that of rank 0, of equal names and "
+                "sizes: copy them again",
+                path=files.folder,
+            )
+        name = index_paths(indexed, config)[0].name
+        note_times(name, files, config)
+        return name
 
-    find = partial(find_index, files, config)
-    return write_once(index_paths(files, config), f"the index of dataset '{files.name}'", write, find)
+    what = f"the index of dataset '{files.name}'"
+    return write_once(index_folders(files, config), what, write, lambda: find_index(indexed, config))
 
 
 def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:
@@ -99,20 +113,10 @@ def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.nda
     return hash64(key, np.arange(rows)) < np.uint64(threshold)
 
 
-def _changes_since_last_index(files: DatasetFiles, config: DataConfig) -> str:
-    """Return how the files differ from those of the newest older index; empty without one."""
-    for path in index_paths(files, config):
-        found = path.parent.glob(f"{index_digest(files, config)}-*.index")
-        for older_path in sorted(found, key=lambda found_path: found_path.stat().st_mtime, reverse=True):
-            older = open_any_index(older_path)
-            if older is not None:
-                return describe_changes(older.file_sizes, dict(zip(files.paths, files.sizes, strict=True)))
-    return ""
-
-
 def _write_index(
-    file: IO[bytes], files: DatasetFiles, config: DataConfig, change: str, documents_of_files: Iterable[_FileDocuments]
-) -> None:
+    file: IO[bytes], files: DatasetFiles, config: DataConfig, documents_of_files: Iterable[_FileDocuments]
+) -> str:
+    """Write an index, and return the record of the content of all files."""
     parts: dict[str, dict[str, int]] = {}
 
     def write(name: str, content: bytes, count: int) -> None:
@@ -122,10 +126,12 @@ def _write_index(
 
     first_documents: list[int] = [0]
     token_bytes: list[int] = []
-    for documents, width in documents_of_files:
+    records: list[int] = []
+    for documents, width, record in documents_of_files:
         file.write(documents.tobytes())
         first_documents.append(first_documents[-1] + len(documents))
         token_bytes.append(width)
+        records.append(record)
     count = first_documents[-1]
     parts["documents"] = {"offset": 0, "count": count}
     file.flush()
@@ -138,13 +144,19 @@ def _write_index(
     for split, bounds_of_split in zip(SPLITS, bounds, strict=True):
         write(f"bounds_{split}", bounds_of_split.tobytes(), len(bounds_of_split))
     write("checksums", checksums.tobytes(), len(checksums))
+    write("records", np.array(records, dtype="<u8").tobytes(), len(records))
     names = json.dumps(dict(zip(files.paths, files.sizes, strict=True))).encode()
     write("names", names, len(names))
+    content, change = digest_of_records(records), changes_since(files, config, records)
+    if change:
+        log.info("dataset '%s': files changed since it was indexed (%s)", files.name, change)
     header = {
         "index": index_digest(files, config),
         "settings": settings_digest(files, config),
         "files": files.digest,
         "changes": change,
+        "content": content,
+        "read_as": read_as(files, config),
         "parts": parts,
     }
     text = json.dumps(header).encode()
@@ -153,26 +165,25 @@ def _write_index(
     documents_end = count * DOCUMENT.itemsize
     checksum = zlib.crc32(os.pread(file.fileno(), file.tell() - documents_end, documents_end))
     file.write(TRAILER.pack(documents_end, len(text), checksum, MAGIC))
+    return content
 
 
 def _read_file(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> _FileDocuments:
     """Find the documents of a file; raise a DataError if it is unusable."""
-    path = files.path(number)
-    with plugin_errors("file_type", files.file_type):
-        layout = token_format.documents(path)
+    layout, record = read_documents(files, token_format, number)
     too_long = np.flatnonzero(layout.lengths > _LARGEST_LENGTH)
     if len(too_long):
         row = int(too_long[0])
         raise DataError(
             f"a document of {layout.lengths[row]:,} tokens is too long (at most {_LARGEST_LENGTH:,})",
-            path=path,
+            path=files.path(number),
             row=row,
         )
     documents = documents_as_trained(layout, config)
     held_out = held_out_mask(files.name, config.held_out_fraction, files.paths[number], len(documents))
     documents["flags"][held_out] |= HELD_OUT
     width = -layout.width if layout.tokens.dtype.kind == "i" else layout.width
-    return documents, width
+    return documents, width, record
 
 
 def _summarize_blocks(file: IO[bytes], count: int) -> tuple[list[np.ndarray], np.ndarray]:
@@ -199,7 +210,7 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
     kept tokens, if any --bos_token, sep_token: added as virtual tokens if missing--> the document
     """
     tokens, begins = layout.tokens, layout.offsets // layout.width
-    begins, ends = _strip(tokens, begins, begins + layout.lengths, set(config.strip_tokens))
+    begins, ends = strip_ends(tokens, begins, begins + layout.lengths, set(config.strip_tokens))
     kept = np.flatnonzero(ends - begins >= config.min_length)
     documents = np.zeros(len(begins), dtype=DOCUMENT)
     documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
@@ -209,7 +220,7 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
     return documents
 
 
-def _strip(
+def strip_ends(
     tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, strip_tokens: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Strip tokens of a set from both ends of every document, and return the new starts and ends in `tokens`."""

@@ -20,6 +20,8 @@ LINE_INTERVAL_SECONDS = 15.0
 _BAD_RECORDS_SHOWN = 10
 SUGGESTED_VARIANTS = ("1b", "760m", "350m", "125m", "tiny")
 TOKENS_PER_PARAMETER = 20
+LARGEST_LOSS = 0.01
+"""Share of the text that a tokenizer may lose without a warning."""
 
 
 class Progress:
@@ -77,6 +79,7 @@ def print_summary(summary: PrepareSummary, done: Counts | None = None, seconds: 
         named = "".join(f"\n    {name}" for name in summary.bad_record_names[:_BAD_RECORDS_SHOWN])
         lines.append(f"  left out   {count_of(summary.bad_records, 'record')} that cannot be read, the first:{named}")
     tokenizer = None if summary.tokenizer is None else load_tokenizer(summary.folder.parent)
+    lines += [*_describe_marks(summary), *_describe_losses(summary, tokenizer)]
     lines += _describe_ends(tokenizer)
     begin = None if tokenizer is None else tokenizer.begin_of_text
     command = ["pretrain", "train", *training_flags(summary, begin)]
@@ -92,6 +95,31 @@ def _describe_ends(tokenizer: Tokenizer | None) -> Iterator[str]:
     yield f"  separator  {tokenizer.named(end)}" + ("" if begin is None else f", and {tokenizer.named(begin)} in front")
     if usual is not None and usual != end:
         yield f"  This tokenizer also has {tokenizer.named(usual)}, a usual end of text: --sep_token={usual} takes it."
+
+
+def _describe_marks(summary: PrepareSummary) -> Iterator[str]:
+    """Yield a line about documents that hold names of special tokens, if any."""
+    if not summary.marked_documents:
+        return
+    share = summary.marked_documents / (summary.documents + summary.empty_documents)
+    are_ids = summary.settings.get("special_tokens") == "ids"
+    kept = "as ids" if are_ids else "as ordinary characters (--special_tokens=ids)"
+    held = "in their messages, " if "chat_template" in summary.settings else ""
+    documents = count_of(summary.marked_documents, "document")
+    yield f"  marks      {documents} ({share:.1%}) with names of special tokens {held}encoded {kept}"
+
+
+def _describe_losses(summary: PrepareSummary, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Yield a line about text that the tokenizer cannot encode, if any; above 1%, also log a warning."""
+    if not summary.lost or tokenizer is None:
+        return
+    unknown = tokenizer.unknown_token
+    total = summary.characters if unknown is None else summary.tokens
+    what = "characters have no token" if unknown is None else f"tokens are {tokenizer.named(unknown)}"
+    found = f"{summary.lost:,} of {total:,} {what} ({summary.lost / total:.1%}), the first in {summary.first_loss}"
+    yield f"  lost       {found}"
+    if summary.lost > LARGEST_LOSS * total:
+        log.warning("The tokenizer cannot encode this text: %s. Use one that encodes bytes.", found)
 
 
 def suggested_variant(tokens: int, vocab_size: int) -> str:

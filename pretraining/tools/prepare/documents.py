@@ -33,6 +33,7 @@ _LARGEST_CSV_FIELD = 2**31 - 1
 # no word continues from a letter or digit into white space, and no rule looks back.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=\s)")
 _CUT_SEARCH_CHARACTERS = (1 << 8, 1 << 16)
+_NO_TEXT: str | list[Any] = ""
 _BETWEEN_VALUES = re.compile(r"[\s,]*")
 
 
@@ -40,19 +41,21 @@ class Document(NamedTuple):
     """A document, or a part of a long text file.
 
     Attributes:
-        content: text, or token ids [T] of any integer type.
+        content: text, token ids [T] of any integer type, or the messages of a chat.
         bytes_read: bytes read from disk for this document.
         path, row: place for messages; lines count from 1, rows of tables from 0.
         is_last_part: whether the document ends here.
         fault: why the document cannot be read; empty = it can.
+        is_marked: whether the messages of a chat hold the name of a special token.
     """
 
-    content: str | np.ndarray
+    content: str | np.ndarray | list[Any]
     bytes_read: int
     path: str
     row: int | None = None
     is_last_part: bool = True
     fault: str = ""
+    is_marked: bool = False
 
     def error(self, text: str) -> DataError:
         """Return an error that names this document."""
@@ -99,11 +102,11 @@ def read_lines(file: InputFile, text_field: str, begin: int = 0, end: int | None
         for number, line in enumerate(stream, start=1):
             if end is not None and offset >= end:
                 return
-            text = fault = ""
+            text, fault = _NO_TEXT, ""
             try:
                 decoded = line.decode("utf-8").removeprefix("\ufeff")
                 is_blank = not decoded or decoded.isspace()
-                text = "" if is_blank else text_of(json.loads(decoded), text_field)
+                text = _NO_TEXT if is_blank else text_of(json.loads(decoded), text_field)
             except UnicodeDecodeError as error:
                 is_blank, fault = False, _not_utf8(error, offset, file)
             except (json.JSONDecodeError, RecursionError) as error:
@@ -143,7 +146,7 @@ def read_json_values(file: InputFile, text_field: str) -> Iterator[Document]:
                 return
             except ValueError as error:
                 raise DataError(f"not valid JSON ({error})", path=path, row=number) from error
-            text = fault = ""
+            text, fault = _NO_TEXT, ""
             try:
                 text = text_of(value, text_field)
             except ValueError as error:
@@ -193,10 +196,11 @@ def end_of_piece(text: str, begin: int, longest: int) -> int:
     return end
 
 
-def no_field(kind: str, text_field: str, names: Sequence[str]) -> str:
-    """Return the problem of records that have no field of text, or several of that name."""
+def no_field(kind: str, text_field: str, names: Sequence[str], chats: Sequence[str] = ()) -> str:
+    """Return the problem of records that have no field of text, or several of that name; `chats` hold chats."""
     found = f"several {kind}s" if text_field in names else f"no {kind}"
-    return f"{found} {text_field!r}. The {kind}s are: {', '.join(map(repr, names))[:400]}; set --text_field"
+    remedy = f"--text_field={chats[0]} reads chats" if chats else "set --text_field"
+    return f"{found} {text_field!r}. The {kind}s are: {', '.join(map(repr, names))[:400]}; {remedy}"
 
 
 def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile) -> str:
@@ -209,24 +213,38 @@ def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile) -> str:
 # JSON
 
 
-def text_of(record: Any, text_field: str) -> str:
-    """Return the text in a JSON object, empty for null; raise a ValueError if there is none."""
+def text_of(record: Any, text_field: str) -> str | list[Any]:
+    """Return the text or the chat in a JSON object, empty for null; raise a ValueError if there is none."""
     if not isinstance(record, dict):
         raise ValueError(f"it is {_describe(record)}, not a JSON object with a field of text")
     text = record.get(text_field, record)
     if text is None:
         return ""
     if text is record:
-        raise ValueError(no_field("field", text_field, list(record)))
+        chats = [name for name, value in record.items() if is_chat(value)]
+        raise ValueError(no_field("field", text_field, list(record), chats))
+    if is_chat(text):
+        return list(text)
     if not isinstance(text, str):
         raise ValueError(f"field {text_field!r} holds {_describe(text)}, not text. {_remedy(text, text_field)}")
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            half = f"\\u{ord(text[error.start]):04x}"
-            raise ValueError(f"its text has half of a surrogate pair ({half}), which is not Unicode") from None
+    if fault := unicode_fault(text):
+        raise ValueError(fault)
     return text
+
+
+def is_chat(value: Any) -> bool:
+    """Return whether a JSON value is a list of messages, objects with a role."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
+def unicode_fault(text: str) -> str:
+    """Return what is wrong with a text that has no form in UTF-8; empty for others."""
+    try:
+        if not text.isascii():
+            text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"its text has half of a surrogate pair (\\u{ord(text[error.start]):04x}), which is not Unicode"
+    return ""
 
 
 def _json_values(read: Callable[[int], str]) -> Iterator[Any]:
@@ -278,6 +296,9 @@ def _remedy(value: Any, text_field: str) -> str:
         return "Token ids are read from Parquet and Arrow: pandas.read_json(…, lines=True).to_parquet(…) converts them"
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         return f"jq makes text of it: jq -c '{field} |= join(\" \")'"
+    if isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys():
+        role = '{human: "user", gpt: "assistant"}[.from] // .from'
+        return f"jq makes a chat of it: jq -c '{field} |= map({{role: ({role}), content: .value}})'"
     if isinstance(value, dict) and (names := [name for name, each in value.items() if isinstance(each, str)]):
         return f"jq makes text of it: jq -c '{field} |= .[{json.dumps(names[0])}]'"
     return "Set another --text_field"

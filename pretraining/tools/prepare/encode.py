@@ -19,9 +19,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -35,7 +36,11 @@ from pretraining.data.threads import map_in_order
 from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenizer
 from pretraining.errors import DataError
 from pretraining.files import output_errors
+from pretraining.tools.prepare.chats import ChatRenderer
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
+from pretraining.tools.prepare.input_content import read_content
+from pretraining.tools.prepare.losses import LossCounter, loss_counter
+from pretraining.tools.prepare.marks import Marks
 from pretraining.tools.prepare.records import (
     UNKNOWN_VOCABULARIES,
     Counts,
@@ -45,7 +50,7 @@ from pretraining.tools.prepare.records import (
     WorkFolder,
 )
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
-from pretraining.tools.prepare.units import Unit, read_part
+from pretraining.tools.prepare.units import Part, Render, Unit, place_of, read_part
 
 if TYPE_CHECKING:
     import fastokens
@@ -89,15 +94,19 @@ def choose_encoder(tokenizer: Tokenizer, wanted: Literal["auto"] | Encoder) -> E
         return "tokenizers"
 
 
-def text_encoder(tokenizer: Tokenizer, encoder: Encoder) -> TextEncoder:
-    """Return a function that encodes texts on the calling thread; fastokens may raise a ValueError."""
+def text_encoder(tokenizer: Tokenizer, encoder: Encoder, *, special_tokens: bool = False) -> TextEncoder:
+    """Return a function that encodes texts on the calling thread; fastokens may raise a ValueError.
+
+    Args:
+        special_tokens: whether names of special tokens in the texts become their ids.
+    """
 
     def by_library(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        ids = [np.array(one, np.uint32) for one in tokenizer.encode_batch(texts)]
+        ids = [np.array(one, np.uint32) for one in tokenizer.encode_batch(texts, special_tokens=special_tokens)]
         return np.concatenate(ids), np.array([len(one) for one in ids])
 
     def by_fastokens(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        ids, ends = fast.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=True)
+        ids, ends = fast.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=not special_tokens)
         return np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(ends, "<u8").astype(np.int64))
 
     if encoder == "tokenizers":
@@ -179,16 +188,16 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
     """Write the token files of a unit, then its done file; return the counts."""
     work.clear(unit)
     record = UnitRecord(encoding.key(unit))
-    skip_bad = encoding.skip_bad
-    documents = chain.from_iterable(read_part(part, encoding.text_field, skip_bad=skip_bad) for part in unit.parts)
     writer = TokenWriter(work.files, encoding.dtype, encoding.tokens_per_file, f"part_{unit.number:06d}_")
     begun: list[np.ndarray] = []  # tokens of the document that is not complete yet
+    is_marked = False  # whether this document holds the name of a special token
     # One thread per batch, without the library's own threads, keeps the number of threads exact.
-    with writer, library_threads(False):
-        for batch, tokens, lengths, counts in map_in_order(
-            _encoder(unit, encoding, work), _batches(documents), threads
+    with writer, library_threads(False), closing(_read_pieces(unit, encoding, work, record)) as pieces:
+        for batch, tokens, lengths, counts, marked, lost in map_in_order(
+            _encoder(unit, encoding, work), _batches(pieces), threads
         ):
-            ends = np.cumsum(lengths)[[piece.is_last_part for piece in batch.pieces]] + sum(map(len, begun))
+            is_last = np.array([piece.is_last_part for piece in batch.pieces])
+            ends = np.cumsum(lengths)[is_last] + sum(map(len, begun))
             begun.append(tokens)
             held = sum(map(len, begun))
             lengths = np.diff(ends, prepend=0)
@@ -201,19 +210,57 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
                 tokens = np.concatenate(begun) if len(begun) > 1 else tokens
                 begun = [tokens[end:]] if end < held else []
             complete = tokens[:end]
+            is_marked, marks = _mark_documents(is_last, marked, is_marked)
             if faults := [piece.fault for piece in batch.pieces if piece.fault]:
                 is_good = np.array([not piece.fault for piece in batch.pieces if piece.is_last_part])
-                complete, lengths = complete[np.repeat(is_good, lengths)], lengths[is_good]
+                complete, lengths, marks = complete[np.repeat(is_good, lengths)], lengths[is_good], marks[is_good]
                 record.add_bad_records(faults)
             written = lengths[lengths > 0]
             writer.write(complete, written)
             counts += Counts(len(written), len(complete), len(lengths) - len(written))
+            counts.marked_documents = int(marks.sum())
             record.counts += counts
             record.largest_token = max(record.largest_token, int(complete.max(initial=0)) if len(complete) else -1)
+            if lost is not None and not record.first_loss:
+                record.first_loss = place_of(unit, lost)
             report(counts)
     record.files = writer.files
     work.write_record(unit, record)
     return record.counts
+
+
+def _mark_documents(is_last: np.ndarray, marked: list[int], begun: bool) -> tuple[bool, np.ndarray]:
+    """Return whether the document that the last piece does not end is marked, and which of the complete ones are.
+
+    Args:
+        is_last: whether each piece ends its document.
+        marked: indices of marked pieces.
+        begun: whether the first document is marked in an earlier batch.
+    """
+    marks = np.zeros(int(is_last.sum()) + 1, bool)
+    marks[(np.cumsum(is_last) - is_last)[marked]] = True
+    marks[0] |= begun
+    return bool(marks[-1]), marks[:-1]
+
+
+def _read_pieces(
+    unit: Unit, encoding: Encoding, work: WorkFolder, record: UnitRecord
+) -> Generator[Document, None, None]:
+    """Yield the pieces of a unit's documents, with chats rendered, and with names of special tokens whole."""
+    with ExitStack() as stack:
+        render = None
+        if encoding.chat_template:
+            render = stack.enter_context(ChatRenderer(load_tokenizer(work.path), encoding.now)).render
+        documents = chain.from_iterable(_read_recorded(part, encoding, record, render) for part in unit.parts)
+        pieces = chain.from_iterable(map(cut, documents))
+        are_ids = encoding.special_tokens == "ids"
+        yield from Marks(load_tokenizer(work.path)).keep_whole(pieces) if are_ids else pieces
+
+
+def _read_recorded(part: Part, encoding: Encoding, record: UnitRecord, render: Render | None) -> Iterator[Document]:
+    """Record the content of a part, and yield its documents."""
+    record.contents.append(read_content(part))
+    yield from read_part(part, encoding.text_field, skip_bad=encoding.skip_bad, render=render)
 
 
 class _Batch(NamedTuple):
@@ -223,23 +270,35 @@ class _Batch(NamedTuple):
     pieces: list[Document]
 
 
-_Encoded = tuple[_Batch, np.ndarray, np.ndarray, Counts]
-"""A batch, its tokens [T], the number of tokens of each piece [P], and counts of the input."""
+class _Encoded(NamedTuple):
+    """A batch and its tokens.
+
+    Attributes:
+        tokens: of all pieces [T].
+        lengths: number of tokens of each piece [P].
+        marked: indices of the pieces that hold the name of a special token; of chats, in their messages.
+        lost: first piece that the tokenizer cannot encode without a loss.
+    """
+
+    batch: _Batch
+    tokens: np.ndarray
+    lengths: np.ndarray
+    counts: Counts
+    marked: list[int]
+    lost: Document | None = None
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[_Batch]:
+def _batches(pieces: Iterable[Document]) -> Iterator[_Batch]:
     """Group pieces into batches of about `BATCH_CHARACTERS`."""
     batch: list[Document] = []
     number = characters = 0
-    for document in documents:
-        is_text = isinstance(document.content, str)
-        for piece in cut(document):
-            batch.append(piece)
-            # 1 per document, so that empty documents fill a batch, too.
-            characters += 1 + len(piece.content) * (1 if is_text else _CHARACTERS_PER_TOKEN)
-            if characters >= BATCH_CHARACTERS:
-                yield _Batch(number, batch)
-                number, batch, characters = number + len(batch), [], 0
+    for piece in pieces:
+        batch.append(piece)
+        # 1 per document, so that empty documents fill a batch, too.
+        characters += 1 + len(piece.content) * (1 if isinstance(piece.content, str) else _CHARACTERS_PER_TOKEN)
+        if characters >= BATCH_CHARACTERS:
+            yield _Batch(number, batch)
+            number, batch, characters = number + len(batch), [], 0
     if batch:
         yield _Batch(number, batch)
 
@@ -258,10 +317,14 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
     if encoding.encoder is None:
         return functools.partial(_convert_ids, encoding)
     assert encoding.tokenizer is not None
-    by_library, encode = _text_encoders(work.path, encoding.tokenizer, encoding.encoder)
+    by_library, encode, count_losses, marks = _text_encoders(
+        work.path, encoding.tokenizer, encoding.encoder, encoding.special_tokens == "ids"
+    )
 
     def encode_batch(batch: _Batch) -> _Encoded:
         texts = [_content_as(piece, str, encoding) for piece in batch.pieces]
+        marked = [index for index, piece in enumerate(batch.pieces) if piece.is_marked]
+        marked = marked if encoding.chat_template else marks.find(texts)
         try:
             ids, lengths = encode(texts)
         except ValueError as error:
@@ -277,18 +340,25 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
                 )
         text_bytes = sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
         counts = Counts(characters=sum(map(len, texts)), text_bytes=text_bytes, input_bytes=_bytes_read(batch))
-        return batch, ids.astype(encoding.dtype), lengths, counts
+        lost = None
+        if count_losses is not None and (losses := count_losses(texts, ids, lengths)).any():
+            counts.lost, lost = int(losses.sum()), batch.pieces[np.flatnonzero(losses)[0]]
+        return _Encoded(batch, ids.astype(encoding.dtype), lengths, counts, marked, lost)
 
     return encode_batch
 
 
 @functools.lru_cache(maxsize=1)
-def _text_encoders(folder: Path, sha256: str, encoder: Encoder) -> tuple[TextEncoder, TextEncoder]:
-    """Return the reference encoder and the chosen encoder."""
+def _text_encoders(
+    folder: Path, sha256: str, encoder: Encoder, special_tokens: bool
+) -> tuple[TextEncoder, TextEncoder, LossCounter | None, Marks]:
+    """Return the reference encoder, the chosen encoder, the counter of losses, and the names of special tokens."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer.sha256 == sha256
-    reference = text_encoder(tokenizer, "tokenizers")
-    return reference, reference if encoder == "tokenizers" else text_encoder(tokenizer, encoder)
+    reference = chosen = text_encoder(tokenizer, "tokenizers", special_tokens=special_tokens)
+    if encoder != "tokenizers":
+        chosen = text_encoder(tokenizer, encoder, special_tokens=special_tokens)
+    return reference, chosen, loss_counter(tokenizer), Marks(tokenizer)
 
 
 def _texts_to_check(texts: Sequence[str], unit: int, number: int) -> list[int]:
@@ -313,7 +383,7 @@ def _convert_ids(encoding: Encoding, batch: _Batch) -> _Encoded:
             raise piece.error(f"{found}, but {_describe_limit(encoding, int(ids[wrong]))}")
         tokens.append(ids.astype(encoding.dtype))
     lengths = np.array([len(ids) for ids in tokens])
-    return batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch))
+    return _Encoded(batch, np.concatenate(tokens), lengths, Counts(input_bytes=_bytes_read(batch)), [])
 
 
 def _describe_limit(encoding: Encoding, token: int) -> str:
@@ -331,7 +401,7 @@ def _content_as(piece: Document, kind: type, encoding: Encoding) -> Any:
     if isinstance(piece.content, kind):
         return piece.content
     raise piece.error(
-        f"{encoding.text_field!r} holds text in some inputs and token ids in others: prepare two datasets"
+        f"{encoding.text_field!r} holds text in some inputs, and chats or token ids in others: prepare two datasets"
     )
 
 

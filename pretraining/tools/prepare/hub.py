@@ -63,6 +63,14 @@ def shards_of(split: HubSplit, wanted_bytes: int) -> tuple[list[tuple[int, int, 
     return [(i, i + 1, sizes[i]) for i in range(shards)], fingerprint(files)
 
 
+def local_files(split: HubSplit) -> list[Path]:
+    """Return the files of a split of a local folder; none on the Hub."""
+    opened, folder = _open_split(split), Path(split.path).expanduser()
+    if not _is_streamed(opened):
+        return [Path(file["filename"]) for file in opened.cache_files]
+    return [folder.absolute() / name for name, _ in _data_files(split)] if is_folder(folder) else []
+
+
 def column_type_of(split: HubSplit, column: str) -> pa.DataType:
     """Return the type of a split's column; null if the split has no rows."""
     return next((rows.type for rows in _columns(split, _open_split(split), column, 1)), pa.null())

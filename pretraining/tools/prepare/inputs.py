@@ -99,6 +99,8 @@ def list_files(inputs: Sequence[str], selection: Selection) -> list[InputFile]:
             ) from error
         if is_named and selection.split is not None:
             raise DataError(f"--split={selection.split} selects files of a folder; leave it out here", path=path)
+        if not found and any(is_file(place) for place, _ in places):
+            raise DataError("--input_path: no new file in it: earlier inputs hold them all. Leave it out", path=given)
         if not is_named:
             found = _of_split(_without_descriptions(found, left_out), path, selection.split, left_out)
         for reason, names in left_out.items():
@@ -107,7 +109,7 @@ def list_files(inputs: Sequence[str], selection: Selection) -> list[InputFile]:
             raise DataError("--input_path: all files in it are left out, for the reasons above", path=given)
         if not found:
             raise DataError(
-                "--input_path: no such file or folder, or no new file in it. Folders are searched for "
+                "--input_path: no such file or folder, or no file in it. Folders are searched for "
                 f"{', '.join(selection.dotted)} (--extensions); for a comma in a name write ?",
                 path=given,
             )

@@ -28,8 +28,17 @@ from pretraining.launch.layout import ProcessLayout, resolve_layout
 from pretraining.launch.machine import usable_cores
 from pretraining.text import count_of
 from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.prepare.chats import time_for, with_template
 from pretraining.tools.prepare.console import Progress, print_summary
+from pretraining.tools.prepare.copies import warn_of_copies
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
+from pretraining.tools.prepare.input_content import (
+    INPUTS_FILE,
+    changed_parts,
+    check_input,
+    inputs_document,
+    times_of,
+)
 from pretraining.tools.prepare.records import (
     UNKNOWN_VOCABULARIES,
     Encoder,
@@ -41,7 +50,7 @@ from pretraining.tools.prepare.records import (
     read_finished,
     read_summary,
 )
-from pretraining.tools.prepare.units import Input, find_input
+from pretraining.tools.prepare.units import Input, Unit, find_input
 from pretraining.tools.prepare.vocabulary import find_tokenizer, trained_tokenizer
 
 log = logging.getLogger(__name__)
@@ -82,14 +91,18 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
     with output_errors(work.root):
         found = find_input(config)
         tokenizer = find_tokenizer(config, work.root)
+        found = with_template(found, tokenizer)
         finished = read_finished(work.dataset, found.settings, tokenizer)
         if finished is None:
+            if rank == 0:
+                warn_of_copies(found.files)
             try:
                 return _Job(config, found, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
             except PretrainError as error:
                 error.rank = rank or None  # other processes do not report this error
                 raise
         if rank == 0:
+            check_input(work.dataset, finished.input_content, found.parts)
             work.remove()
             log.info("%s is already prepared: nothing to do.", work.dataset)
             print_summary(finished)
@@ -98,7 +111,12 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
 
 @dataclass
 class _Job:
-    """The work of one of `size` processes; `tokenizer` is given or found in the root, else set from the plan."""
+    """The work of one of `size` processes.
+
+    Attributes:
+        tokenizer: given or found in the root, else set from the plan.
+        now: time that a chat template writes; from the plan, so that it is the same everywhere.
+    """
 
     config: PrepareConfig
     found: Input
@@ -106,6 +124,7 @@ class _Job:
     work: WorkFolder
     rank: int
     size: int
+    now: str = ""
 
     def run(self, cores: int) -> PrepareSummary | None:
         """Encode the remaining units of this process, and finish the dataset if all units are done."""
@@ -114,7 +133,7 @@ class _Job:
         encoding = self._plan() if share else None
         if encoding is None:
             return None
-        left = [unit for unit in share if work.read_record(unit, encoding) is None]
+        left = [unit for unit in share if not self._is_done(unit, encoding)]
         if left and exists(work.dataset / MANIFEST_FILE):  # another process finished it and removed the done files
             return None
         done = f" ({len(share) - len(left):,} are done)" if len(left) < len(share) else ""
@@ -133,6 +152,14 @@ class _Job:
         done = f"{len(complete):,} of {count_of(len(records), 'unit')} are done"
         log.info("%s: the last process finishes the dataset. If none does, run the same command again.", done)
         return None
+
+    def _is_done(self, unit: Unit, encoding: Encoding) -> bool:
+        """Return whether a unit was encoded, from the input as it is now."""
+        record = self.work.read_record(unit, encoding)
+        changed = changed_parts(unit.parts, record.contents) if record is not None else []
+        for part in changed:
+            log.info("%s has changed since it was encoded: encoding it again", part.source_name)
+        return record is not None and not changed
 
     def _plan(self) -> Encoding | None:
         """Return the encoding, which rank 0 chooses and writes; None if the dataset was finished meanwhile.
@@ -159,10 +186,14 @@ class _Job:
         work.files.mkdir(parents=True, exist_ok=True)
         if self.tokenizer is None and self.found.token_type is None:
             self.tokenizer = trained_tokenizer(config, self.found, work.root)
+        if encoder is None and self.tokenizer is not None and self.found.is_chat:
+            self.now = time_for(self.tokenizer)
         encoding = self._encoding(config.encoder)
         if self.tokenizer is not None:
             self.tokenizer.save(work.path)
         decided = {"asked": wanted, "tokenizer": encoding.tokenizer, "encoder": encoding.encoder or "auto"}
+        decided["now"] = self.now
+        decided["input_times"] = times_of(self.found.parts)
         write_atomic(work.plan, json.dumps(decided))
         return encoding
 
@@ -170,6 +201,8 @@ class _Job:
         """Return the encoder of the plan, and load its tokenizer; None if no plan has these settings."""
         plan = read_object(self.work.plan)
         if plan.get("asked") != wanted:
+            return None
+        if self.rank == 0 and plan.get("input_times") != times_of(self.found.parts):  # train on the text as it is now
             return None
         if plan["tokenizer"] is not None:
             try:
@@ -180,6 +213,7 @@ class _Job:
                 return None
             self.tokenizer = tokenizer
         encoder: Literal["auto"] | Encoder = plan["encoder"]
+        self.now = plan.get("now", "")
         return encoder
 
     def _encoding(self, encoder: Literal["auto"] | Encoder) -> Encoding:
@@ -195,6 +229,9 @@ class _Job:
             tokenizer=None if tokenizer is None else tokenizer.sha256,
             encoder=choose_encoder(tokenizer, encoder) if tokenizer and is_text else None,
             skip_bad=self.config.bad_records == "skip",
+            special_tokens=self.found.settings.get("special_tokens", "text"),
+            chat_template=self.found.settings.get("chat_template", ""),
+            now=self.now,
         )
 
     def _finish(self, encoding: Encoding, records: list[UnitRecord]) -> PrepareSummary | None:
@@ -210,17 +247,22 @@ class _Job:
             bad = sum(record.counts.bad_records for record in records)
             first = next((name for record in records for name in record.bad_records), "")
             left_out = f" or cannot be read ({count_of(bad, 'record')}; the first: {first})" if bad else ""
+            if any(record.counts.lost for record in records):
+                left_out += ", or hold only characters that the tokenizer cannot encode"
             raise DataError(f"all documents are empty{left_out}: there is nothing to train on", path=named)
         largest_token = max(record.largest_token for record in records)
         vocab_size = tokenizer.vocab_size if tokenizer else self.config.vocab_size or largest_token + 1
         content = manifest(self.found.settings, tokenizer, vocab_size, encoding.dtype.name, records)
-        kept = {MANIFEST_FILE, *(file.name for record in records for file in record.files)}
+        kept = {MANIFEST_FILE, INPUTS_FILE, *(file.name for record in records for file in record.files)}
         try:
             for leftover in {path.name for path in work.files.iterdir()} - kept:  # from other settings, or incomplete
                 (work.files / leftover).unlink(missing_ok=True)
             with TemporaryDirectory(dir=work.path, ignore_cleanup_errors=True) as own:
                 write_flushed(Path(own, MANIFEST_FILE), content)
                 Path(own, MANIFEST_FILE).replace(work.files / MANIFEST_FILE)
+                contents = [each for record in records for each in record.contents]
+                write_flushed(Path(own, INPUTS_FILE), inputs_document(contents))
+                Path(own, INPUTS_FILE).replace(work.files / INPUTS_FILE)
                 if tokenizer is not None:
                     tokenizer.save(Path(own))
                     for name in (each for each in tokenizer.contents() if not exists(work.root / each)):

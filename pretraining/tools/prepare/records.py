@@ -23,10 +23,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pretraining.data.storage.content import digest_of_records
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
 from pretraining.files import entries_of, exists, is_folder, read_json, read_object, write_atomic
+from pretraining.tools.prepare.input_content import Content, remedy_for
 from pretraining.tools.prepare.token_files import COLUMN, TokenFile, token_dtype
 from pretraining.tools.prepare.units import Unit
 
@@ -36,6 +38,8 @@ UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
 """Upper bound of ids of an unknown tokenizer, by the bits that hold them."""
 _RECORD_FORMAT = 4
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
+_LATER_NUMBERS = ("marked_documents", "lost")
+"""Numbers that older files do not have."""
 _MOST_BAD_RECORDS = 100
 """Bad records that prepare.json names; it counts all."""
 
@@ -51,6 +55,8 @@ class Counts:
         characters, text_bytes: size of the encoded text, and as UTF-8.
         input_bytes: bytes read from disk.
         bad_records: records that cannot be read and were left out.
+        marked_documents: documents that hold the name of a special token; of chats, in their messages.
+        lost: unknown tokens, or characters without a token: text that the tokenizer cannot encode.
     """
 
     documents: int = 0
@@ -60,6 +66,8 @@ class Counts:
     text_bytes: int = 0
     input_bytes: int = 0
     bad_records: int = 0
+    marked_documents: int = 0
+    lost: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -74,6 +82,9 @@ class Encoding:
         tokenizer: hash of the tokenizer; None if the input holds token ids of an unknown tokenizer.
         encoder: None if the input holds token ids. Units of one encoder are not reused for the other.
         skip_bad: whether to leave out records that cannot be read; tokens of a unit without any do not depend on it.
+        special_tokens: what names of special tokens in texts become.
+        chat_template: hash of the chat template; empty for other texts.
+        now: time that the chat template writes; empty if it writes none.
     """
 
     text_field: str
@@ -82,6 +93,9 @@ class Encoding:
     tokenizer: str | None
     encoder: Encoder | None
     skip_bad: bool = False
+    special_tokens: Literal["text", "ids"] = "text"
+    chat_template: str = ""
+    now: str = ""
 
     @property
     def dtype(self) -> np.dtype:
@@ -91,6 +105,9 @@ class Encoding:
     def key(self, unit: Unit) -> str:
         """Return a hash of everything that the unit's token files depend on."""
         own = asdict(replace(self, skip_bad=False))
+        for name, default in (("special_tokens", "text"), ("chat_template", ""), ("now", "")):
+            if own[name] == default:  # units of earlier versions keep their keys
+                del own[name]
         text = json.dumps([_RECORD_FORMAT, own, [(part.name, part.size) for part in unit.parts]])
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -103,6 +120,8 @@ class UnitRecord:
         key: hash of the unit and its encoding.
         largest_token: -1 without tokens.
         bad_records: the first bad records, with file, row and fault.
+        first_loss: place of the first text that the tokenizer cannot encode.
+        contents: of the parts; empty in an earlier version.
     """
 
     key: str
@@ -110,6 +129,8 @@ class UnitRecord:
     largest_token: int = -1
     files: list[TokenFile] = field(default_factory=list)
     bad_records: list[str] = field(default_factory=list)
+    first_loss: str = ""
+    contents: list[Content] = field(default_factory=list)
 
     def add_bad_records(self, named: Sequence[str]) -> None:
         """Add bad records, of which the first are named."""
@@ -168,6 +189,10 @@ class PrepareSummary:
         tokenizer: hash of the tokenizer; None if the input was token ids of an unknown tokenizer.
         vocab_size: upper bound of ids.
         bad_records: records that cannot be read and were left out; `bad_record_names` are the first of them.
+        marked_documents: documents that hold the name of a special token; of chats, in their messages.
+        lost: unknown tokens, or characters without a token: text that the tokenizer cannot encode; `first_loss` names
+            the first place.
+        input_content: digest of the records of the input; None in an earlier version.
     """
 
     folder: Path
@@ -183,6 +208,10 @@ class PrepareSummary:
     end_of_text: int | None
     bad_records: int = 0
     bad_record_names: tuple[str, ...] = ()
+    marked_documents: int = 0
+    lost: int = 0
+    first_loss: str = ""
+    input_content: str | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -195,9 +224,12 @@ def manifest(
 ) -> str:
     """Return the content of prepare.json; `tokenizer` is None for token ids of an unknown tokenizer."""
     counts = sum((record.counts for record in records), Counts())
+    contents = [each for record in records for each in record.contents]
+    is_recorded = all(record.contents for record in records)  # an interrupted call of an earlier version
     content = {
         "format_version": FORMAT_VERSION,
         "settings": dict(settings),
+        "input_content": digest_of_records(record for _, record in contents) if is_recorded else None,
         "tokenizer": {
             "sha256": tokenizer and tokenizer.sha256,
             "vocab_size": vocab_size,
@@ -213,6 +245,8 @@ def manifest(
         "text_bytes": counts.text_bytes,
         "bad_records": counts.bad_records,
         "bad_record_names": [name for record in records for name in record.bad_records][:_MOST_BAD_RECORDS],
+        **{name: getattr(counts, name) for name in _LATER_NUMBERS},
+        "first_loss": next((record.first_loss for record in records if record.first_loss), ""),
         "files": [asdict(file) for record in records for file in record.files],
     }
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -240,7 +274,10 @@ def read_summary(folder: Path) -> PrepareSummary:
             end_of_text=content["tokenizer"]["end_of_text"],
             bad_records=content.get("bad_records", 0),  # older files have none
             bad_record_names=tuple(content.get("bad_record_names", ())),
+            first_loss=content.get("first_loss", ""),
+            input_content=content.get("input_content"),
             **{name: content[name] for name in _NUMBERS},
+            **{name: content.get(name, 0) for name in _LATER_NUMBERS},
         )
         numbers = [*(content[name] for name in _NUMBERS), summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
@@ -250,7 +287,7 @@ def read_summary(folder: Path) -> PrepareSummary:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"it cannot be read ({type(error).__name__}: {error})"
-        raise DataError(f"{problem}. {_remedy(folder)}", path=file) from error
+        raise DataError(f"{problem}. {remedy_for(folder)}", path=file) from error
 
 
 def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> PrepareSummary | None:
@@ -267,7 +304,7 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
             return None
         problem = f"it exists and was not made by `pretrain prepare` (it has no {MANIFEST_FILE})"
         raise DataError(f"{problem}. Choose another --dataset or --output_path", path=folder) from None
-    made, wanted = dict(summary.settings), dict(settings)
+    made, wanted = {"special_tokens": "text", **summary.settings}, dict(settings)
     if summary.tokenizer is not None:
         made["tokenizer"] = summary.tokenizer
         wanted["tokenizer"] = None if tokenizer is None else tokenizer.sha256
@@ -278,11 +315,11 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
     ]
     if differences:
         problem = "it was prepared from other text or with other settings:"
-        raise DataError("\n".join([problem, *differences, _remedy(folder)]), path=folder)
+        raise DataError("\n".join([problem, *differences, remedy_for(folder)]), path=folder)
     for file in summary.files:
         if _size(folder / file.name) != file.bytes:
             raise DataError(
-                f"it is missing, or does not have the {file.bytes:,} bytes that were written. {_remedy(folder)}",
+                f"it is missing, or does not have the {file.bytes:,} bytes that were written. {remedy_for(folder)}",
                 path=folder / file.name,
             )
     return summary
@@ -290,7 +327,3 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if exists(path) else None
-
-
-def _remedy(folder: Path) -> str:
-    return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"

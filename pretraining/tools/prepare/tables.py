@@ -100,19 +100,45 @@ def field_type(schema: pa.Schema, column: str, path: str | Path) -> pa.DataType:
     if schema.names.count(column) != 1:
         columns = ", ".join(f"{field.name!r} ({field.type})" for field in schema) or "none"
         count = "several columns" if column in schema.names else "no column"
-        raise DataError(f"{count} {column!r}. The columns are: {columns}; set --text_field", path=path)
+        chats = [field.name for field in schema if holds_chats(field.type)]
+        remedy = f"--text_field={chats[0]} reads chats" if chats else "set --text_field"
+        raise DataError(f"{count} {column!r}. The columns are: {columns}; {remedy}", path=path)
     return schema.field(column).type
 
 
 def token_type(kind: pa.DataType, column: str, path: str | Path) -> pa.DataType | None:
-    """Return the type of the token ids in a column, or None for text; raise a DataError for other types."""
+    """Return the type of the token ids in a column, or None for text and chats; raise a DataError for other types."""
     kind = _stored_type(kind)
-    if _is_text(kind):
+    if _is_text(kind) or holds_chats(kind):
         return None
     if _is_list(kind) and pa.types.is_integer(kind.value_type):
         return kind.value_type
     problem = f"column {column!r} holds {kind}, neither text (string, binary) nor token ids (lists of integers)"
     raise DataError(f"{problem}. {_remedy(kind, column, Path(path))}", path=path)
+
+
+def holds_chats(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds lists of messages, objects with a role."""
+    kind = _stored_type(kind)
+    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return _is_list(kind) and _is_json(kind.value_type)
+    return bool(kind.value_type.get_field_index("role") >= 0)
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    """Return whether values are JSON, in which `datasets` keeps messages of unlike types."""
+    return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
+
+
+def _parse_json(value: Any, kind: pa.DataType) -> Any:
+    """Return a value of a column with all JSON in it parsed."""
+    if value is not None and _is_json(kind):
+        return json.loads(value)
+    if value is not None and _is_list(kind):
+        return [_parse_json(each, kind.value_type) for each in value]
+    if value is not None and pa.types.is_struct(kind):
+        return {field.name: _parse_json(value[field.name], field.type) for field in kind}
+    return value
 
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:
@@ -137,6 +163,9 @@ def _remedy(kind: pa.DataType, column: str, path: Path) -> str:
     made = ""
     if pa.types.is_struct(value):
         texts = [field.name for field in value if _is_text(field.type)]
+        if value is not kind and {"from", "value"} <= {*texts}:  # a chat under other names
+            role = '{"human": "user", "gpt": "assistant"}.get(each["from"], each["from"])'
+            made, texts = f'[{{"role": {role}, "content": each["value"]}} for each in {row}]', []
         for text in sorted(texts, key=lambda name: name not in _NAMES_OF_TEXT)[:1]:
             field = json.dumps(text)
             made = f"{row}[{field}]" if value is kind else f'"\\n".join(each[{field}] for each in {row})'
@@ -169,27 +198,32 @@ def documents_of_rows(rows: pa.Array, column: str, path: str, first_row: int, by
     """
     is_text = token_type(rows.type, column, path) is None
     rows = rows.storage if isinstance(rows, pa.ExtensionArray) else rows
-    contents: Iterator[tuple[str | np.ndarray, str]] = _texts(rows) if is_text else _token_lists(rows)
+    contents: Iterator[tuple[str | np.ndarray | list[Any], str]] = _texts(rows) if is_text else _token_lists(rows)
     for row, (content, fault) in enumerate(contents, start=first_row):
         yield Document(content, bytes_read, path, row, True, fault)
         bytes_read = 0
 
 
-def _texts(rows: pa.Array) -> Iterator[tuple[str | np.ndarray, str]]:
-    """Yield the text of each row and its fault, one of them empty."""
+def _texts(rows: pa.Array) -> Iterator[tuple[str | np.ndarray | list[Any], str]]:
+    """Yield the text or the chat of each row and its fault, one of them empty."""
     try:
         contents = rows.to_pylist()
     except UnicodeDecodeError:
         contents = rows  # scalars, of which some fail below
     for content in contents:
         try:
-            text = (content.as_py() if isinstance(content, pa.Scalar) else content) or ""
-            yield text if isinstance(text, str) else text.decode("utf-8"), ""
+            text = content.as_py() if isinstance(content, pa.Scalar) else content
+            if isinstance(text, list):
+                text = _parse_json(text, _stored_type(rows.type))
+            text = text.decode("utf-8") if isinstance(text, bytes) else text
+            yield text or "", "a chat without messages" if text == [] else ""
         except UnicodeDecodeError as error:
             yield "", f"not UTF-8 ({error}). Write the file again with valid text"
+        except (ValueError, RecursionError) as error:
+            yield "", f"not valid JSON ({error})"
 
 
-def _token_lists(rows: pa.Array) -> Iterator[tuple[str | np.ndarray, str]]:
+def _token_lists(rows: pa.Array) -> Iterator[tuple[str | np.ndarray | list[Any], str]]:
     """Yield the token ids of each row and its fault, one of them empty."""
     lengths = pc.fill_null(pc.list_value_length(rows), 0).to_numpy(zero_copy_only=False)
     values = rows.flatten()  # skips values under null rows

@@ -8,23 +8,41 @@ depend only on names and sizes of the input, so the token files of a unit are th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare.documents import Document
+from pretraining.tools.prepare.documents import Document, even_cuts
 from pretraining.tools.prepare.formats import format_of
-from pretraining.tools.prepare.hub import HubSplit, column_type_of, read_shards, shards_of
+from pretraining.tools.prepare.hub import HubSplit, column_type_of, local_files, read_shards, shards_of
 from pretraining.tools.prepare.inputs import Selection, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.packed_files import InputFile
-from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, token_type
+from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, holds_chats, token_type
 
+log = logging.getLogger(__name__)
+
+_JSON_OF_CHAT = re.compile(r'\s*\[\s*\{\s*"(role|content|from|value)"\s*:')
 _LEAVE_OUT = "To leave out what cannot be read, give --bad_records=skip"
+Render = Callable[[Document], Document]
+"""Makes text of a chat."""
 UNIT_BYTES = 1 << 28
 """Input of a unit in bytes on disk; eight cores encode a unit in about ten seconds."""
+
+
+class RawRange(NamedTuple):
+    """Bytes [begin, end) of a file on disk."""
+
+    path: Path
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class Part:
         end: end of the range, excluded; None = end of the source.
         size: bytes on disk; 0 if unknown.
         version: hash of the version of a Hugging Face dataset.
+        raw: its share of the bytes of the input, whose content is recorded; none for a dataset on the Hub.
     """
 
     source: InputFile | HubSplit
@@ -43,6 +62,12 @@ class Part:
     end: int | None
     size: int
     version: str = ""
+    raw: tuple[RawRange, ...] = ()
+
+    @property
+    def source_name(self) -> str:
+        """Name of the file or split for messages."""
+        return self.source.name if isinstance(self.source, InputFile) else str(self.source)
 
     @property
     def name(self) -> str:
@@ -77,23 +102,38 @@ class Input:
     Attributes:
         token_type: type of the token ids; None if the input is text.
         settings: everything besides the tokenizer that the dataset depends on, for prepare.json.
+        files: input files; none for a Hugging Face dataset.
+        is_chat: whether the input holds chats.
     """
 
     units: tuple[Unit, ...]
     size: int
     token_type: pa.DataType | None
     settings: dict[str, Any]
+    files: list[InputFile]
+    is_chat: bool = False
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts, in the order of the input."""
+        return [part for unit in self.units for part in unit.parts]
 
 
 def find_input(config: PrepareConfig) -> Input:
-    """Find the input that the settings name and cut it into units; raise a DataError if it cannot be read."""
-    column = config.text_field or ""
+    """Find the input that the settings name and cut it into units.
+
+    Raises:
+        DataError: it cannot be read, or does not fit --special_tokens.
+    """
+    column, files = config.text_field or "", list[InputFile]()
     if config.hf_dataset is not None:
         split = HubSplit(config.hf_dataset, config.hf_config, config.hf_split)
         ranges, recognised_by = shards_of(split, UNIT_BYTES)
-        parts = [Part(split, *bounds, recognised_by) for bounds in ranges]
+        raw = _shares(local_files(split), len(ranges))
+        parts = [Part(split, *bounds, recognised_by, own) for bounds, own in zip(ranges, raw, strict=True)]
         count, has_fields = len(parts), True
-        tokens = token_type(column_type_of(split, column), column, str(split))
+        kind = column_type_of(split, column)
+        tokens, is_chat = token_type(kind, column, str(split)), holds_chats(kind)
     else:
         stdlib = config.source == "stdlib"
         selection = Selection(config.extensions, config.split, as_text=config.text_field is None)
@@ -102,6 +142,7 @@ def find_input(config: PrepareConfig) -> Input:
         tokens = _token_type_of(files, column)
         count, recognised_by = len(files), fingerprint([(file.name, file.size) for file in files])
         has_fields = any(format_of(file).has_fields for file in files)
+        is_chat = has_fields and tokens is None and _begins_with_chat(parts, config)
     size = sum(part.size for part in parts)
     settings: dict[str, Any] = {
         "input_files": count,
@@ -112,13 +153,37 @@ def find_input(config: PrepareConfig) -> Input:
     }
     if tokens is not None:
         settings["vocab_size"] = config.vocab_size  # for text, the tokenizer determines it
-    return Input(tuple(cut_units(parts)), size, tokens, settings)
+    else:
+        settings["special_tokens"] = config.special_tokens or ("ids" if is_chat else "text")
+    if (config.special_tokens == "text" and is_chat) or (config.special_tokens is not None and tokens is not None):
+        held = "chats, whose templates write special tokens as ids" if is_chat else "token ids"
+        problem = f"--special_tokens={config.special_tokens}: --text_field={column} holds {held}. Drop the flag"
+        raise DataError(problem)
+    return Input(tuple(cut_units(parts)), size, tokens, settings, files, is_chat)
 
 
-def read_part(part: Part, text_field: str, *, skip_bad: bool = False) -> Iterator[Document]:
+def _begins_with_chat(parts: list[Part], config: PrepareConfig) -> bool:
+    """Return whether the first document that is not empty is a chat."""
+    for part in parts:
+        for document in read_part(part, config.text_field or "", skip_bad=config.bad_records == "skip"):
+            if len(document.content):
+                if isinstance(document.content, str) and _JSON_OF_CHAT.match(document.content):
+                    log.warning("%s holds chats as strings of JSON, which are encoded as text.", document.path)
+                return isinstance(document.content, list)
+    return False
+
+
+def read_part(
+    part: Part,
+    text_field: str,
+    *,
+    skip_bad: bool = False,
+    render: Render | None = None,
+) -> Iterator[Document]:
     """Yield the documents of a part.
 
     Args:
+        render: makes text of chats.
         skip_bad: yield a record that cannot be read, too, as an empty document; its `fault` names file and row.
 
     Raises:
@@ -132,7 +197,7 @@ def read_part(part: Part, text_field: str, *, skip_bad: bool = False) -> Iterato
         reader = format_of(source).read
         assert reader is not None
         documents = reader(source, text_field, part.begin, part.end)
-    for document in documents:
+    for document in documents if render is None else map(render, documents):
         if document.fault:
             if not skip_bad:
                 raise document.error(f"{document.fault}. {_LEAVE_OUT}")
@@ -141,11 +206,22 @@ def read_part(part: Part, text_field: str, *, skip_bad: bool = False) -> Iterato
 
 
 def _named_fault(source: InputFile | HubSplit, document: Document) -> str:
-    """Return the fault of a record with the name of its file, which is the same on every machine."""
+    return f"{_place_in(source, document)}: {document.fault}"
+
+
+def place_of(unit: Unit, document: Document) -> str:
+    """Return the file and row of a document of a unit, the same on every machine."""
+    sources = [part.source for part in unit.parts if isinstance(part.source, InputFile)]
+    path = document.path.rpartition(" from ")[0]
+    found = (source for source in sources if str(source.path) in (document.path, path))
+    return _place_in(next(found, unit.parts[0].source), document)
+
+
+def _place_in(source: InputFile | HubSplit, document: Document) -> str:
     place = document.path
     if isinstance(source, InputFile):
         place = source.name + place.removeprefix(str(source.path))
-    return f"{place}: {document.fault}" if document.row is None else f"{place}, row {document.row}: {document.fault}"
+    return place if document.row is None else f"{place}, row {document.row}"
 
 
 def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
@@ -166,9 +242,20 @@ def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:
 def _parts_of(file: InputFile) -> list[Part]:
     """Cut a file into ranges if it is large and its format allows it."""
     ranges = format_of(file).ranges
-    if ranges is None or file.size <= UNIT_BYTES or file.compression is not None:
-        return [Part(file, 0, None, file.size)]
-    return [Part(file, *bounds) for bounds in ranges(file, UNIT_BYTES)]
+    bounds: list[tuple[int, int | None, int]] = [(0, None, file.size)]
+    if ranges is not None and file.size > UNIT_BYTES and file.compression is None:
+        bounds = ranges(file, UNIT_BYTES)
+    raw = even_cuts(file.size, len(bounds))
+    return [Part(file, *each, raw=(RawRange(file.path, *cut),)) for each, cut in zip(bounds, raw, strict=True)]
+
+
+def _shares(files: list[Path], count: int) -> list[tuple[RawRange, ...]]:
+    """Divide whole files among `count` parts, in order."""
+    shares: list[tuple[RawRange, ...]] = [()] * count
+    numbered = ((number * count // len(files), path) for number, path in enumerate(files))
+    for share, own in groupby(numbered, key=lambda each: each[0]):
+        shares[share] = tuple(RawRange(path, 0, path.stat().st_size) for _, path in own)
+    return shares
 
 
 def _token_type_of(files: list[InputFile], column: str) -> pa.DataType | None:

@@ -91,7 +91,7 @@ def training_sample(
 
     Texts are cut into pieces as for encoding.
     """
-    parts = [part for unit in found.units for part in unit.parts]
+    parts = found.parts
     everything_fits = found.size <= characters and all(part.is_plain for part in parts)
     share = characters if everything_fits else max(characters // len(parts), PIECE_CHARACTERS)
     left = characters

@@ -70,9 +70,7 @@ NOTICED: dict[Fault, tuple[str, ...]] = {
     use_other_tokenizer: ("start", "restart", "open", "read"),
 }
 # Found when a sample is read; the others when the whole file is read.
-OF_A_SAMPLE = {(fault, "restart") for fault in (flip_footer, zero, use_other_tokenizer)} | {
-    (use_other_tokenizer, "start")
-}
+OF_A_SAMPLE = {(use_other_tokenizer, stage) for stage in ("start", "restart")}
 CASES = [(fault, stage) for fault, stages in NOTICED.items() for stage in stages]
 
 
@@ -130,6 +128,7 @@ def test_a_fault_is_named_at_its_first_sample(config: DataConfig, bad: Path, fau
 
 # In quarantine: a slot without labels in place of the error
 IN_A_RUN = [(fault, stage) for fault, stage in CASES if stage in ("open", "read")]
+IN_A_RUN += [(fault, "restart") for fault in (flip_footer, zero)]
 
 
 @pytest.mark.parametrize(("fault", "stage"), IN_A_RUN, ids=[f"{fault.__name__}-{stage}" for fault, stage in IN_A_RUN])

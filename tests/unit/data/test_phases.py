@@ -54,8 +54,7 @@ def numbers_loader(
     phase = Phase.first(batch, weights)
     mixture = Mixture([phase], Skipped(skip))
     reader = BatchReader(sources, mixture, plan(batch, ranks), rank, CONFIG, vocab_size=1 << 20)
-    fingerprints = {source.name: source.fingerprint for source in sources}
-    order = describe_order(fingerprints, phase, CONFIG, seed=0, split="train")
+    order = describe_order(sources, phase, CONFIG, seed=0, split="train")
     return Loader(reader, order | {"skipped": [list(each) for each in skip]})
 
 

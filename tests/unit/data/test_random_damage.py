@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import first_quick
-from unit.data.storage.test_token_formats import write_megatron
-from unit.data.token_files import loader, make_root, plan, random_documents, rows, write_documents
+from unit.data.token_files import loader, make_root, plan, random_documents, rows, write_documents, write_megatron
 
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.storage.dataset_files import MANIFEST_FILE

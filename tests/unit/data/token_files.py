@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +17,11 @@ from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import list_datasets
+from pretraining.data.storage.flat_files import BIN_MAGIC
+
+SEP = 999
+Documents = Sequence[Sequence[int]]
+MEGATRON_TYPES = {"<u1": 1, "<i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u2": 8}
 
 
 def write_documents(
@@ -77,3 +84,64 @@ def rows(batch: StepBatch) -> list[list[int]]:
         filled = len(micro_batch.tokens_BT) if lengths is None else int((lengths > 0).sum())
         found += micro_batch.tokens_BT[:filled].tolist()
     return found
+
+
+def header(version: int, tokens: int) -> bytes:
+    """The header of llm.c."""
+    return np.array([BIN_MAGIC, version, tokens, *[0] * 253], "<i4").tobytes()
+
+
+def ended(documents: Documents, dtype: str) -> np.ndarray:
+    """Documents end to end, with a separator after each except the last."""
+    return np.array([token for document in documents for token in (*document, SEP)][:-1], dtype)
+
+
+def write_flat(path: Path, documents: Documents, dtype: str = "<u2", version: int | None = None) -> None:
+    """Write an array or a .bin file, with a header of a version or without one as nanoGPT."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokens = ended(documents, dtype)
+    if path.name.endswith(".idx.bin"):
+        write_megatron(path, documents, dtype)
+    elif path.name.endswith(".raw.npy"):
+        tokens.tofile(path)
+    elif path.suffix == ".npy":
+        np.save(path, tokens)
+    else:
+        path.write_bytes((b"" if version is None else header(version, len(tokens))) + tokens.tobytes())
+
+
+def write_megatron(
+    path: Path,
+    documents: Documents,
+    dtype: str = "<u2",
+    borders: Sequence[int] | None = None,
+    version: int = 1,
+    magic: bytes = b"MMIDIDX\0\0",
+    modes: bytes = b"",
+) -> None:
+    """Write x.bin and x.idx as Megatron-LM does: the sequences, and the borders of documents among them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sequences = [np.array(each, dtype) for each in documents]
+    path.write_bytes(b"".join(each.tobytes() for each in sequences))
+    lengths = np.array([len(each) for each in sequences], "<i4")
+    pointers = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(dtype).itemsize
+    indices = np.array(range(len(sequences) + 1) if borders is None else borders, "<i8")
+    head = struct.pack("<9sQBQQ", magic, version, MEGATRON_TYPES[dtype], len(lengths), len(indices))
+    index = head + lengths.tobytes() + pointers.tobytes() + indices.tobytes() + modes
+    path.with_suffix(".idx").write_bytes(index)
+
+
+# Suffix, writer and settings of each format.
+FLAT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "npy": (".npy", {}, {}),
+    "npy int32": (".npy", {"dtype": "<i4"}, {"file_type": "npy"}),
+    "llm.c": (".bin", {"version": 1}, {}),
+    "llm.c, Llama 3": (".bin", {"dtype": "<u4", "version": 7}, {"file_type": "bin"}),
+    "nanoGPT": (".bin", {}, {"token_dtype": "uint16"}),
+    "nanoGPT, uint32": (".bin", {"dtype": "<u4"}, {"token_dtype": "uint32"}),
+    "uint64": (".bin", {"dtype": "<u8"}, {"token_dtype": "uint64"}),
+    "Dolma": (".raw.npy", {"dtype": "<u2"}, {"token_dtype": "uint16"}),
+    "OLMo": (".raw.npy", {"dtype": "<u4"}, {"token_dtype": "uint32", "file_type": "npy_raw"}),
+    "Megatron": (".idx.bin", {"dtype": "<u2"}, {}),
+    "Megatron, int32": (".idx.bin", {"dtype": "<i4"}, {"file_type": "megatron"}),
+}

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from golden_runs import continuation, copy_of_golden, manifest_at
 from training_runs import metrics_of, status_of, write_dataset, write_two_datasets
@@ -242,6 +243,33 @@ def test_row_56_the_sets_of_the_first_start_stay_and_losses_of_others_are_not_co
     else:
         for name in ("", "/first", "/second", "/books"):
             assert last[f"evaluation_loss{name}"] == pytest.approx(first[f"evaluation_loss{name}"], rel=1e-6)
+
+
+def test_an_evaluation_set_with_other_content_is_another_set(
+    unchanged: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with the size and the time of before; the first content is found again."""
+    run = shutil.copytree(unchanged, tmp_path / "run", symlinks=True)
+    books = tmp_path / "books"
+    flags = [*STILL, "weights=9,1", "document_mask=true", f"eval_datasets={books}"]
+    definitions, said = [], []
+    for steps, seed in ((3, 2), (4, 3), (5, 3), (6, 2)):
+        shutil.rmtree(books, ignore_errors=True)
+        write_dataset(books, documents=50, seed=2)
+        (path,) = books.iterdir()
+        if seed != 2:
+            rows = pa.ipc.open_file(path).read_all()["tokens"].to_pylist()[::-1]
+            with pa.ipc.new_file(path, pa.schema([("tokens", pa.list_(pa.uint16()))])) as writer:
+                writer.write_table(pa.table({"tokens": pa.array(rows, pa.list_(pa.uint16()))}))
+        capsys.readouterr()
+        start(run, data, *flags, f"num_steps={steps}", f"index_path={tmp_path / 'index'}")
+        said.append(capsys.readouterr().out)
+        definitions.append(read_manifest(checkpoint(run, steps)).losses_of)
+    assert definitions[0] == definitions[3] != definitions[1] == definitions[2]
+    assert [AGAIN in text for text in said] == [False, True, False, True]
+    assert "evaluation set books has other files than at the first start (changed in content: part-0.arrow)" in said[1]
+    losses = [line["evaluation_loss/books"] for line in evaluations(run)[1:]]
+    assert losses[0] == losses[3] != losses[1] == losses[2]
 
 
 def test_an_evaluation_reads_each_sequence_of_a_set_at_most_once_for_any_batch(

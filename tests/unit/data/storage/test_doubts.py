@@ -10,8 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pytest
-from unit.data.storage.test_token_formats import write_megatron
-from unit.data.token_files import opened, random_documents, write_documents
+from unit.data.token_files import opened, random_documents, write_documents, write_megatron
 
 from pretraining.config.training import DataConfig
 from pretraining.data.dataset import warn_about_datasets

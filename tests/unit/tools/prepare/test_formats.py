@@ -226,6 +226,8 @@ BAD: list[tuple[str, str, int, str]] = [
     ("a.json", '{\n "data": [{"text": "a"}]\n}', 1, "The fields are: 'data'"),
     ("a.jsonl", '{"text": ["a", "b"]}', 1, """jq -c '.["text"] |= join(" ")'"""),
     ("a.jsonl", '{"text": {"id": 1, "body": "a"}}', 1, """jq -c '.["text"] |= .["body"]'"""),
+    ("a.jsonl", '{"text": [{"from": "gpt", "value": "a"}]}', 1, """jq -c '.["text"] |= map({role: ({human: """),
+    ("a.jsonl", '{"chat": [{"role": "user", "content": "a"}]}', 1, "--text_field=chat reads chats"),
     ("a.jsonl", '{"text": [1, 2]}', 1, "Token ids are read from Parquet and Arrow"),
     ("a.jsonl", '{"text": true}', 1, "holds true"),
     ("a.csv", "id,body\n1,a", 1, "The columns are: 'id', 'body'"),

@@ -1,0 +1,253 @@
+"""The index files of a dataset: which one is of the files as they are now, and how a new one is written.
+
+    listing, settings --> names of possible indices --times of change, else records of content--> the valid index
+
+A listing has an index file per content of its files. The times of change that were seen with a content are noted beside
+its index, so that the files are read again only after a change. One process of a job decides, and broadcasts the
+content in its listing. An index of an earlier version has no record of content, and is valid for its listing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TypeVar
+
+import numpy as np
+
+from pretraining.config.plugins import plugin_errors
+from pretraining.config.training import DataConfig
+from pretraining.data.storage.content import content_record, open_ranges
+from pretraining.data.storage.dataset_files import DatasetFiles, describe_changes, index_folders
+from pretraining.data.storage.index import Index, index_digest
+from pretraining.data.storage.token_format import DocumentLayout, TokenFormat, load_format
+from pretraining.data.threads import map_in_order
+from pretraining.errors import DataError
+from pretraining.files import reason_of
+from pretraining.launch.machine import usable_cores
+from pretraining.text import count_of, format_bytes
+
+log = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
+_MOST_THREADS = 32
+
+
+def index_paths(files: DatasetFiles, config: DataConfig) -> list[Path]:
+    """Return possible paths of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
+    # Each listing and content has its own file, so no job replaces an index that a running job has mapped.
+    content = f"-{files.content}" if files.content else ""
+    name = f"{_stem(files, config)}{content}.index"
+    return [folder / name for folder in index_folders(files, config)]
+
+
+def _stem(files: DatasetFiles, config: DataConfig) -> str:
+    return f"{index_digest(files, config)}-{files.digest[:16]}"
+
+
+def find_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index | None:
+    """Open the valid index of a dataset; None without any.
+
+    If `files.content` is not known, files with a new time of change are read, by at most `workers` threads.
+
+    Raises:
+        DataError: such a file is unusable.
+    """
+    if files.content:
+        return next(filter(None, map(open_any_index, index_paths(files, config))), None)
+    if files.content is not None:  # one process has found an index without a record
+        return next(_candidates(files, config), None)
+    now = CurrentRecords(files, config, workers)
+    return next((index for index in _candidates(files, config) if _is_current(index, files, config, now)), None)
+
+
+def _candidates(files: DatasetFiles, config: DataConfig) -> Iterator[Index]:
+    """Yield the sound indices of a listing: those of earlier versions, then by age, the newest first."""
+    plain, recorded = index_paths(files, config), _files_by_age(files, config, f"{_stem(files, config)}-*.index")
+    yield from filter(None, map(open_any_index, [*plain, *recorded]))
+
+
+def _files_by_age(files: DatasetFiles, config: DataConfig, pattern: str) -> list[Path]:
+    """Return the index files with names of a pattern, the newest first."""
+    found = (path for folder in index_folders(files, config) for path in folder.glob(pattern))
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def open_any_index(path: Path) -> Index | None:
+    """Open the index at a path; None if it is missing or damaged."""
+    try:
+        return Index(path)
+    except (OSError, DataError, ValueError, KeyError, TypeError):
+        return None
+
+
+def damaged_index(files: DatasetFiles, config: DataConfig) -> Path | None:
+    """Return the path of an index file that cannot be used; None without any."""
+    found = _files_by_age(files, config, f"{_stem(files, config)}*.index")
+    return next((path for path in found if open_any_index(path) is None), None)
+
+
+def recorded_indices(files: DatasetFiles, config: DataConfig) -> list[Index]:
+    """Return the indices of a listing that have comparable records of content, of any other settings, newest first."""
+    indices = filter(None, map(open_any_index, _files_by_age(files, config, f"*-{files.digest[:16]}-*.index")))
+    return [index for index in indices if index.header["read_as"] == read_as(files, config)]
+
+
+def read_as(files: DatasetFiles, config: DataConfig) -> str:
+    """Return the settings that records of content depend on."""
+    return f"{files.file_type} {config.col_name}"
+
+
+def changes_since(files: DatasetFiles, config: DataConfig, records: Sequence[int]) -> str:
+    """Return how the files, with these records of content, differ from those of the newest index; empty without one."""
+    indices = map(open_any_index, _files_by_age(files, config, f"{index_digest(files, config)}-*.index"))
+    older = next(filter(None, indices), None)
+    if older is None:
+        return ""
+    before, after = older.file_sizes, dict(zip(files.paths, files.sizes, strict=True))
+    known = dict(zip(before, older.records.tolist(), strict=True)) if older.content else {}
+    now = zip(files.paths, records, strict=True)
+    return describe_changes(before, after, [name for name, record in now if known.get(name, record) != record])
+
+
+# Content
+
+
+def read_documents(files: DatasetFiles, token_format: TokenFormat, number: int) -> tuple[DocumentLayout, int]:
+    """Return the documents of a file, and the record of its content; raise a DataError if it is unusable."""
+    path = files.path(number)
+    with plugin_errors("file_type", files.file_type):
+        layout = token_format.documents(path)
+    try:
+        with open_ranges(path) as read:
+            return layout, content_record(read, 0, files.sizes[number], layout)
+    except OSError as error:
+        raise DataError(f"cannot be read: {reason_of(error)}", path=path) from error
+
+
+class CurrentRecords:
+    """Records of the content of a dataset's files as they are now, each made at most once."""
+
+    def __init__(self, files: DatasetFiles, config: DataConfig, workers: int | None = None) -> None:
+        self._files, self._config = files, config
+        self._workers = workers or min(_MOST_THREADS, usable_cores())
+        self._known: dict[int, int | None] = {}
+
+    def differ(self, index: Index, numbers: Sequence[int]) -> bool:
+        """Return whether a file, of those with these numbers, has another content than in an index.
+
+        Raises:
+            DataError: a file is unusable. With quarantine, it counts as unchanged: its samples are found later.
+        """
+        missing = [number for number in numbers if number not in self._known]
+        if missing:
+            size = format_bytes(sum(self._files.sizes[number] for number in missing))
+            log.info(
+                "dataset '%s': looking for changes in %s (%s)", self._files.name, count_of(len(missing), "file"), size
+            )
+        token_format = load_format(self._files.file_type, self._config)
+
+        def read(number: int) -> int | None:
+            try:
+                return read_documents(self._files, token_format, number)[1]
+            except DataError as error:
+                if self._config.bad_documents == "stop":
+                    raise
+                log.warning("%s", error)
+                return None
+
+        self._known.update(zip(missing, map_in_order(read, missing, self._workers), strict=True))
+        return any(self._known[number] not in (None, int(index.records[number])) for number in numbers)
+
+
+def _is_current(index: Index, files: DatasetFiles, config: DataConfig, now: CurrentRecords) -> bool:
+    """Return whether an index is of the content that the files have now; note their times if it is."""
+    if not index.content:
+        return True
+    times = np.array(files.times, dtype="<i8")
+    notes = (_read_note(path) for path in _notes(index.path.name, files, config))
+    stale = min((np.flatnonzero(note != times) for note in notes if len(note) == len(times)), key=len, default=None)
+    stale = np.arange(len(times)) if stale is None else stale
+    if now.differ(index, stale.tolist()):
+        return False
+    if len(stale):
+        note_times(index.path.name, files, config)
+    return True
+
+
+def note_times(name: str, files: DatasetFiles, config: DataConfig) -> None:
+    """Note the times of change of files that have the content of the index with this name, if a folder is writable."""
+    times, paths = np.array(files.times, dtype="<i8"), _notes(name, files, config)
+
+    def write(file: IO[bytes]) -> str:
+        file.write(times.tobytes())
+        return paths[0].name
+
+    def find() -> bool | None:
+        return any(np.array_equal(_read_note(path), times) for path in paths) or None
+
+    with suppress(DataError):  # then the next start looks at the files again
+        write_once(index_folders(files, config), "the times of change", write, find)
+
+
+def _notes(name: str, files: DatasetFiles, config: DataConfig) -> list[Path]:
+    """Return possible paths of the noted times of the index with this name."""
+    return [(folder / name).with_suffix(".times") for folder in index_folders(files, config)]
+
+
+def _read_note(path: Path) -> np.ndarray:
+    """Return noted times of change, [files] int64; empty if there are none. A damaged note makes the files be read."""
+    try:
+        return np.fromfile(path, dtype="<i8")
+    except OSError:
+        return np.zeros(0, dtype="<i8")
+
+
+# Writing
+
+
+def write_once(
+    folders: Sequence[Path], what: str, write: Callable[[IO[bytes]], str], find: Callable[[], Made | None]
+) -> Made:
+    """Write a file atomically to the first writable of several folders, and open it.
+
+    Args:
+        what: the file, for messages: "the index of dataset 'web'".
+        write: writes the file, and returns its name.
+        find: opens a valid file in any of the folders; None without any. It is called after `write`.
+
+    Raises:
+        DataError: no folder is writable, or the disk is full.
+    """
+    refused = []
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")
+            break
+        except OSError as error:
+            refused.append(f"{folder} ({error.strerror})")
+    else:
+        raise DataError(f"{what} cannot be written: {'; '.join(refused)}. Give --index_path")
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            path = folder / write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        # Keep a file that another job has written meanwhile: it may be mapped on another machine.
+        made = find()
+        if made is None:
+            Path(temporary).chmod(0o644)  # temporary files are private
+            Path(temporary).replace(path)
+            made = find()
+    except OSError as error:
+        raise DataError(f"{what} cannot be written: {reason_of(error)}", path=folder) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    if made is None:
+        raise DataError(f"{what} was written here, but is unreadable", path=path)
+    return made

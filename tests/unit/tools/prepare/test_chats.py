@@ -1,0 +1,310 @@
+"""Chats: the ids that `apply_chat_template` of transformers gives, and templates that are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from transformers import AutoTokenizer
+from unit.tools.prepare.prepare_files import packed, rows
+
+from pretraining.cli import main
+from pretraining.data.tokenizer import train_tokenizer
+from pretraining.errors import DataError
+from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.prepare import chats as module
+from pretraining.tools.prepare import encode, units
+from pretraining.tools.prepare.prepare import prepare
+from pretraining.tools.prepare.records import PrepareSummary
+
+MARKS = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<think>"]
+CHATML = (
+    "{% for message in messages %}\n    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim }}\n"
+    "    {%- if message.thinking %}{{ '<think>' ~ message.thinking }}{% endif %}\n"
+    "{{ '<|im_end|>' }}\n{% endfor %}\n{% if add_generation_prompt %}never{% endif %}"
+)
+LLAMA3_LIKE = (
+    "{{- bos_token }}{%- if tools is not none %}never{% endif %}\n"
+    "{%- set ns = namespace(system='', count=0) -%}\n"
+    "{%- if messages[0].role == 'system' -%}{%- set ns.system = messages[0].content -%}"
+    "{%- set messages = messages[1:] -%}{%- endif -%}\n"
+    "{{ '<|im_start|>system\n\n' + ns.system + '<|im_end|>' }}"
+    "{%- for message in messages -%}\n"
+    "  {%- if 'tool_calls' in message -%}{{ message.tool_calls | tojson }}{{ eos_token }}"
+    "  {%- elif message.role == 'tool' -%}{{ {'output': message.content} | tojson(indent=2) }}\n"
+    "  {%- elif message.content is string -%}{{ message.role }}: {{ message.content }}\n"
+    "  {%- else -%}{% for part in message.content if part.type == 'text' %}{{ part.text }}{% break %}{% endfor %}"
+    "  {%- endif -%}{%- set ns.count = ns.count + 1 -%}\n"
+    "{%- endfor -%}{{ ns.count }}{{ dict(a=1) }}{{ unknown_name }}"
+)
+STRICT = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate: ' + message.role) }}{% endif %}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}[{{ message.content }}]{% endif %}{% endfor %}"
+)
+TODAY = "{{ strftime_now('%Y-%m-%d') }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": " Hi <b>größe</b> & 'it' "}, {"role": "assistant", "content": "Hello."}],
+    [{"role": "user", "content": "Write <|im_end|> and <think>."}, {"role": "assistant", "content": "<|im_end|>"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "漢字\n\nend"}],
+    [
+        {"role": "user", "content": "What is 1+1?", "name": None},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning": "adding",
+            "tool_calls": [{"name": "add", "arguments": [1, 1.5]}],
+        },
+        {"role": "tool", "content": "2"},
+    ],
+    [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "parts"}]},
+        {"role": "assistant", "content": ""},
+    ],
+    [{"role": "assistant", "content": "I begin."}, {"role": "user"}],
+]
+
+
+def tokenizer_with(folder: Path, template: str | None) -> Path:
+    """Write a byte-level BPE with special tokens and a chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train_tokenizer(["one two three größe role content"], 300).save(folder)
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.add_special_tokens(MARKS[:3])
+    library.add_tokens(MARKS[3:])
+    library.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def wanted_of(folder: Path, chats: list[Any]) -> list[list[int] | None]:
+    """Return the ids that transformers gives for each chat; None if it refuses it."""
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    found: list[list[int] | None] = []
+    for chat in chats:
+        try:
+            ids = tokenizer.apply_chat_template(chat, tokenize=True, add_generation_prompt=False, return_dict=False)
+            found.append(list(ids))
+        except Exception:
+            found.append(None)
+    return found
+
+
+def config_for(tmp_path: Path, template: str | None, chats: list[Any], **changes: Any) -> PrepareConfig:
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"id": 1, "messages": chat}) + "\n" for chat in chats))
+    config = PrepareConfig(
+        input_path=(str(tmp_path / "in.jsonl"),),
+        text_field="messages",
+        output_path=str(tmp_path / "out"),
+        tokenizer_path=str(tokenizer_with(tmp_path / "tokenizer", template)),
+        num_workers=1,
+    )
+    return replace(config, **changes)
+
+
+@pytest.mark.parametrize("encoder", ["tokenizers", "auto"])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3_LIKE, STRICT], ids=["chatml", "llama3", "strict"])
+def test_the_ids_are_those_of_transformers_and_refused_rows_are_bad_records(
+    tmp_path: Path, template: str, encoder: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_for(tmp_path, template, CHATS, bad_records="skip", encoder=encoder)
+    wanted = wanted_of(tmp_path / "tokenizer", CHATS)
+    summary = prepare(config)
+    assert rows(summary.folder) == [ids for ids in wanted if ids]
+    assert len(summary.bad_record_names) == wanted.count(None) == summary.bad_records
+    if template is STRICT:
+        assert "in.jsonl, row 3: the chat template refuses it (TemplateError: roles must alternate: system)" in (
+            summary.bad_record_names
+        )
+        with pytest.raises(DataError, match=r"row 3: the chat template refuses it .*--bad_records=skip"):
+            prepare(replace(config, bad_records="stop", output_path=str(tmp_path / "stop")))
+    assert "1 document (" in capsys.readouterr().out.partition("special tokens in their messages")[0]
+    assert summary.settings["special_tokens"] == "ids"
+    assert prepare(config) == summary
+
+
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.json", "in.parquet", "in.arrow", "hub"])
+def test_chats_are_read_from_every_format(tmp_path: Path, name: str) -> None:
+    marked = [{"role": "user", "content": "q", "n": 1}, {"role": "assistant", "content": "<|bos|>"}]
+    conversations: list[Any] = [CHATS[0], CHATS[2], marked]
+    config, path = config_for(tmp_path, CHATML, []), tmp_path / name
+    columns: dict[str, list[Any]] = {"id": [1, 2, 3, 4], "messages": [*conversations, None]}
+    if name == "hub":
+        datasets.Dataset.from_dict(columns).save_to_disk(str(path))
+        config = replace(config, input_path=(), hf_dataset=str(path))
+    elif name == "in.parquet":
+        pq.write_table(pa.table(columns), path, row_group_size=2)
+    elif name == "in.arrow":
+        with pa.ipc.new_file(str(path), pa.table(columns).schema) as writer:
+            writer.write_table(pa.table(columns), max_chunksize=2)
+    else:
+        records = [json.dumps({"messages": chat}) for chat in columns["messages"]]
+        path.write_bytes(packed(name, (f"[{','.join(records)}]" if name == "in.json" else "\n".join(records)).encode()))
+    summary = prepare(config if name == "hub" else replace(config, input_path=(str(path),)))
+    assert rows(summary.folder) == wanted_of(tmp_path / "tokenizer", conversations)
+    assert (summary.documents, summary.empty_documents, summary.marked_documents) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["hub", "in.parquet"])
+def test_messages_that_the_datasets_library_keeps_as_json_are_parsed(tmp_path: Path, name: str) -> None:
+    calls = [{"name": "f", "arguments": {"x": 1}}], [{"name": "g", "arguments": {"y": ["s", None], "z": None}}]
+    conversations = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": each}] for each in calls
+    ]
+    saved = datasets.Dataset.from_dict({"messages": conversations}, on_mixed_types="use_json")
+    config, path = config_for(tmp_path, LLAMA3_LIKE, []), tmp_path / name
+    if name == "hub":
+        saved.save_to_disk(str(path))
+        config = replace(config, input_path=(), hf_dataset=str(path))
+    else:
+        saved.to_parquet(str(path))
+        config = replace(config, input_path=(str(path),))
+    assert rows(prepare(config).folder) == wanted_of(tmp_path / "tokenizer", conversations)
+
+
+def test_json_in_a_string_is_text_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_for(tmp_path, CHATML, [json.dumps(CHATS[0])])
+    assert prepare(config).settings["special_tokens"] == "text"
+    assert "holds chats as strings of JSON, which are encoded as text" in caplog.text
+
+
+def test_the_date_of_a_template_is_that_of_the_first_start_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 200)
+    config = config_for(tmp_path, TODAY, [CHATS[0]] * 4)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer/tokenizer.json"))
+
+    def dates(summary: PrepareSummary) -> set[str]:
+        return {tokenizer.decode(row, skip_special_tokens=False)[:10] for row in rows(summary.folder)}
+
+    before = datetime.now()
+    assert dates(prepare(config)) in ({f"{before:%Y-%m-%d}"}, {f"{before + timedelta(days=1):%Y-%m-%d}"})
+    config, encode_unit = replace(config, dataset="again"), encode.encode_unit
+
+    def stop_at_second(unit: units.Unit, *rest: Any) -> Any:
+        if unit.number == 1:
+            raise DataError("stopped")
+        return encode_unit(unit, *rest)
+
+    monkeypatch.setattr(encode, "encode_unit", stop_at_second)
+    with pytest.raises(DataError, match="stopped"):
+        prepare(config)
+    monkeypatch.setattr(encode, "encode_unit", encode_unit)
+    plan = tmp_path / "out/.again.preparing/plan.json"
+    document = json.loads(plan.read_text())
+    assert document["now"] >= before.isoformat()
+    plan.write_text(json.dumps(document | {"now": "2020-02-02T20:20:20"}))
+    assert dates(prepare(config)) == {"2020-02-02"}, "units with another date are made again"
+
+
+# A template of a stranger
+
+HOSTILE = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "computes": "{{ (9 ** (9 ** 9)) | string | length }}",
+    "grows": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "repeats": "{{ 'a' * 10 ** 10 }}",
+    "pads": "{{ '%09999999999d' % 1 }}",
+    "writes much": "{{ messages[0].content * 9999999 }}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(80) }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_that_loops_or_grows_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(module, "MOST_SECONDS", 1.0)
+    config = config_for(tmp_path, HOSTILE[name], [CHATS[0]] * 50, bad_records="skip")
+    with pytest.raises(DataError, match=r"the chat template .*Use a tokenizer with another template"):
+        prepare(config)
+
+
+ESCAPES = [
+    "{{ messages.__class__.__mro__ }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{% set ns = namespace(__class__=1) %}{% set ns._x = 1 %}",
+    "{{ messages.append(1) }}",
+    "{{ dict.__base__.__subclasses__() }}",
+    "{% include '/etc/passwd' %}",
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_a_template_reaches_nothing_but_its_text(tmp_path: Path, template: str) -> None:
+    config = config_for(tmp_path, template, [CHATS[0]] * 2)
+    with pytest.raises(DataError, match=r"in\.jsonl, row 1: the chat template refuses it \("):
+        prepare(config)
+
+
+def test_a_template_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
+    for number, template in enumerate(("{% if %}", "{{ " + "(" * 500_000, "{% for a in b %}" * 30_000)):
+        config = config_for(tmp_path, template, [CHATS[0]] * 2, output_path=str(tmp_path / f"out{number}"))
+        with pytest.raises(DataError, match="the chat template of the tokenizer"):
+            prepare(config)
+
+
+# Ways on
+
+
+def test_without_a_template_one_error_leads_to_a_tokenizer_that_has_one(tmp_path: Path) -> None:
+    config = config_for(tmp_path, None, CHATS[:1])
+    for tokenizer in (config.tokenizer_path, None):
+        with pytest.raises(DataError, match="the tokenizer has no chat template") as error:
+            prepare(replace(config, tokenizer_path=tokenizer))
+        assert {"text_field", "tokenizer_path"} <= set(error.value.settings)
+    with pytest.raises(DataError, match="--text_field=messages reads chats"):
+        prepare(replace(config, text_field="text"))
+
+
+def test_a_root_without_the_template_takes_it_from_the_same_tokenizer(tmp_path: Path) -> None:
+    config = config_for(tmp_path, CHATML, CHATS[:1])
+    tokenizer_with(tmp_path / "out", None)
+    assert rows(prepare(config).folder) == wanted_of(tmp_path / "tokenizer", CHATS[:1])
+
+
+def test_another_template_and_an_explicit_text_are_refused(tmp_path: Path) -> None:
+    config = config_for(tmp_path, CHATML, CHATS[:1])
+    with pytest.raises(DataError, match="--special_tokens=text: --text_field=messages holds chats"):
+        prepare(replace(config, special_tokens="text"))
+    summary = prepare(replace(config, special_tokens="ids"))
+    assert prepare(config) == summary
+    (tmp_path / "out/chat_template.jinja").write_text(TODAY)
+    with pytest.raises(DataError, match="chat_template: it has"):
+        prepare(replace(config, tokenizer_path=None))
+
+
+def test_chats_beside_texts_are_refused(tmp_path: Path) -> None:
+    config = config_for(tmp_path, CHATML, CHATS[:1])
+    problems = ("row 2: it holds text, but the first", "'messages' holds text in some inputs, and chats or token ids")
+    for contents, problem in zip(((CHATS[0], "text"), ("text", CHATS[0])), problems, strict=True):
+        lines = [json.dumps({"messages": content}) + "\n" for content in contents]
+        (tmp_path / "in.jsonl").write_text("".join(lines))
+        with pytest.raises(DataError, match=problem):
+            prepare(config)
+
+
+def test_the_command_prepares_chats_and_says_how_many_hold_marks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_for(tmp_path, CHATML, [CHATS[0], CHATS[1], CHATS[2]])
+    flags = [f"--tokenizer_path={config.tokenizer_path}", f"--output_path={tmp_path / 'made'}"]
+    main(["prepare", f"--input_path={tmp_path / 'in.jsonl'}", "--text_field=messages", *flags])
+    printed = capsys.readouterr().out
+    assert "marks      1 document (33.3%) with names of special tokens in their messages, encoded as ids" in printed
+    assert (tmp_path / "made/chat_template.jinja").read_text() == CHATML
