@@ -208,6 +208,7 @@ class Trainer:
         *,
         temperature: float = 0.8,
         top_k: int = 50,
+        top_p: float = 1.0,
         seed: int = 0,
         path: str | Path | None = None,
     ) -> Prompt:
@@ -219,7 +220,8 @@ class Trainer:
             prompt: text (needs the run's tokenizer), or token ids.
             max_new_tokens: most tokens to generate; the end-of-text token stops earlier.
             temperature: divides the logits: higher values give more varied text; 0 = always the likeliest token.
-            top_k: sample among this many of the likeliest tokens.
+            top_k: sample among this many of the likeliest tokens; 0 = all.
+            top_p: sample among the likeliest tokens that have this share of the probability together.
             seed: the same seed gives the same tokens.
             path: checkpoint, run, or Hugging Face folder to use instead.
 
@@ -233,7 +235,7 @@ class Trainer:
         tokens = () if isinstance(prompt, str) else tuple(int(token) for token in prompt)
         if text is None and not tokens:
             raise ConfigError("generate needs a text, which may be empty, or at least one token id")
-        config = SampleConfig(self._source(path), text, tokens, None, max_new_tokens, temperature, top_k, seed)
+        config = SampleConfig(self._source(path), text, tokens, None, max_new_tokens, temperature, top_k, top_p, seed)
         check_config(config)
         import torch
 

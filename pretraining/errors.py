@@ -11,6 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_USER = re.compile(r"\b((?!file:|abfss?:)[a-z][\w+.-]*:/{1,2}|abfss?:/{1,2}[^\s/:@]*:)\S*@", re.IGNORECASE)
+_PARAMETERS = re.compile(r"(\b[a-z][\w+.-]*:/{1,2}[^\s?]*\?)\S*?(?=[:;,.)'\"]*(?:\s|$))", re.IGNORECASE)
+
+
+def without_credentials(text: str) -> str:
+    """Return a text whose addresses, such as s3://KEY:SECRET@bucket?secret_key=…, show no user and no parameters."""
+    return _PARAMETERS.sub(r"\1***", _USER.sub(r"\1***@", text))
+
 
 class PretrainError(Exception):
     """Base of all errors that a user can fix.
@@ -32,7 +40,7 @@ class PretrainError(Exception):
 
     def __init__(self, text: str = "", *, path: str | Path | None = None, row: int | None = None) -> None:
         place = "" if path is None else f"{path}: " if row is None else f"{path}, row {row}: "
-        super().__init__(place + text)
+        super().__init__(without_credentials(place + text))
         self.path = None if path is None else Path(path)
         self.row = row
 
@@ -50,7 +58,8 @@ class ConfigError(PretrainError):
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        listed = (problems,) if isinstance(problems, str) else problems
+        self.problems: tuple[str, ...] = tuple(map(without_credentials, listed))
         if len(self.problems) == 1:
             text = self.problems[0]
         else:

@@ -209,6 +209,11 @@ def from_hub(name: str | Path, files: Sequence[str], problem: type[PretrainError
         ) from error
 
 
+def absolute_if_local(path: str | None) -> str | None:
+    """Return the absolute path of a file or folder that exists; other text, such as a name on the Hub, as it is."""
+    return str(Path(path).absolute()) if path is not None and exists(Path(path)) else path
+
+
 def is_address(path: str | None) -> bool:
     """Return whether a path is an object store address, such as s3://bucket/runs/mine."""
     return path is not None and "://" in path

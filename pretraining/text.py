@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def count_of(number: int, noun: str) -> str:
@@ -15,6 +15,43 @@ def list_some(items: Sequence[object], most: int, separator: str = ", ") -> str:
     """Return the first items and the number of the rest: a, b and 3 more."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return separator.join(map(str, items[:most])) + more
+
+
+MOST_PASSES = 4
+"""Passes over a dataset up to which repeated tokens teach almost as much as new ones (Muennighoff et al. 2023)."""
+_MOST_DATASETS = 8
+
+
+def describe_passes(tokens: Mapping[str, int], passes: Mapping[str, float]) -> list[str]:
+    """Return a line per dataset of a run: share, tokens and passes; the most read first, the rest in one line.
+
+    Args:
+        tokens: of the whole run, by dataset.
+        passes: over each dataset whose size is known.
+    """
+    total, names = sum(tokens.values()) or 1, sorted(tokens, key=lambda name: (-passes.get(name, 0), name))
+    lines = format_table(
+        [
+            (name, f"{tokens[name] / total:.1%}", f"{tokens[name]:,} tokens", _format_passes(passes.get(name)))
+            for name in names[:_MOST_DATASETS]
+        ],
+        right=(1, 2, 3),
+    )
+    if more := names[_MOST_DATASETS:]:
+        lines.append(f"and {len(more)} more, at most {_format_passes(passes.get(more[0]))} each")
+    return lines
+
+
+def describe_repeats(passes: Mapping[str, float]) -> str:
+    """Return a warning about datasets that a run reads more than `MOST_PASSES` times; empty if there is none."""
+    often = sorted((name for name, count in passes.items() if count > MOST_PASSES), key=lambda name: -passes[name])
+    listed = list_some([f"{name} ({_format_passes(passes[name])})" for name in often], 4)
+    advice = "give a smaller weight, fewer steps or more data"
+    return (often and f"after {MOST_PASSES} passes a dataset teaches less and less: {listed}; {advice}") or ""
+
+
+def _format_passes(count: float | None) -> str:
+    return "passes unknown" if count is None else f"{count:.2g} passes" if count < 1 else f"{count:,.1f} passes"
 
 
 def format_bytes(size: float) -> str:

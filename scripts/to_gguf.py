@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from pretraining.config.variants import NEUTRAL, LlamaShape
+from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import PretrainError
 from pretraining.files import read_json
 from pretraining.model.frequencies import rotary_frequencies
@@ -102,9 +103,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any])
     if config["eos_token_id"] is not None:
         writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(config["bos_token_id"] is not None)
-    template = folder / "chat_template.jinja"
-    if template.exists():
-        writer.add_chat_template(template.read_text())
+    template = load_tokenizer(folder).chat_template
+    if template is not None:
+        writer.add_chat_template(template)
 
 
 def split_of(pre_tokenizer: dict[str, Any]) -> str:

@@ -30,8 +30,8 @@ FLAGS=(
     #--file_type=auto
     #--col_name=tokens
     #--seq_length=4096
-    #--bos_token=none
-    #--sep_token=none                 # the id that ends documents; of `pretrain prepare`, prepare.json says it
+    #--bos_token=                     # not given: that of prepare.json; none = no token
+    #--sep_token=                     # not given: that of prepare.json; none = no token
     #--strip_tokens=
     #--logical_shards=1024
     #--num_workers=1

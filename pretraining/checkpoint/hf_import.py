@@ -2,35 +2,61 @@
 
     config.json                                                  -> LlamaShape, or an error
     model.safetensors | model.safetensors.index.json + its files -> exactly the tensors of that shape
+    config.json, generation_config.json, README.md               -> origin: what exports of the run keep
 
-Only JSON and safetensors files of the folder are opened. An index that points elsewhere, and pickled weights, are
-refused. The files are those that transformers reads; a line names other files of weights in the folder.
+Only JSON and safetensors files of the folder, and README.md, are opened. An index that points elsewhere, and pickled
+weights, are refused. The files are those that transformers reads; a line names other files of weights in the folder.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.headers import StoredTensors, read_headers
 from pretraining.checkpoint.manifest import Manifest, describe_model
 from pretraining.checkpoint.reader import read_tensor
+from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
 from pretraining.errors import CheckpointError
-from pretraining.files import check_inside, entries_of, exists, is_folder, lfs_pointer_hint, read_json
-from pretraining.model.hf import CONFIG_FILE, INDEX_FILE, INNER_MODEL, WEIGHTS_FILE, shape_of_document
+from pretraining.files import (
+    check_inside,
+    entries_of,
+    exists,
+    is_folder,
+    lfs_pointer_hint,
+    read_file,
+    read_json,
+    read_object,
+    write_atomic,
+)
+from pretraining.model.hf import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    INDEX_FILE,
+    INNER_MODEL,
+    ORIGIN_FILE,
+    WEIGHTS_FILE,
+    kept_entries,
+    shape_of_document,
+    token_ids,
+)
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ADAPTER_FILE = "adapter_config.json"
+_WORD = re.compile(r"[\w.-]+")
 _WEIGHTS = ("*.safetensors", "*_model*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5")
 _RESAVE = "load it with transformers, and save it with save_pretrained"
 _OTHER_FORMS = (
@@ -59,6 +85,7 @@ def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
     """
     if not exists(path / CONFIG_FILE):
         raise CheckpointError(f"is missing{describe_other_weights(path)}", path=path / CONFIG_FILE)
+    check_inside(path, GENERATION_CONFIG_FILE, CheckpointError)  # an export would publish another file's entries
     shape = shape_of_document(read_json_of(path, CONFIG_FILE), str(path / CONFIG_FILE))
     files = weight_files(path)
     weights = read_headers(path, files)
@@ -157,3 +184,72 @@ def read_json_of(path: Path, name: str) -> Any:
     except (OSError, ValueError) as error:
         problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
         raise CheckpointError(problem, path=path / name) from None
+
+
+# What exports keep
+
+
+def origin_of(path: Path, name: str) -> dict[str, Any]:
+    """Return what exports keep of a model; None = not known.
+
+    Args:
+        path: folder of the model.
+        name: path or Hub name that the user gave.
+
+    Returns:
+        bos_token_id and eos_token_id of config.json, license of README.md, base_model, the name on the Hub, and the
+        entries to keep of both files.
+    """
+    config, generation = read_json_of(path, CONFIG_FILE), read_object(path / GENERATION_CONFIG_FILE)
+    if not generation and exists(path / GENERATION_CONFIG_FILE):
+        log.warning("exports do not keep %s: it is empty or no JSON object", path / GENERATION_CONFIG_FILE)
+    return {
+        **{name: token_ids(config).get(name) for name in ("bos_token_id", "eos_token_id")},
+        "license": _license_of(path / "README.md"),
+        "base_model": None if exists(Path(name).expanduser()) else name,
+        "config": kept_entries(config, path / CONFIG_FILE),
+        "generation_config": kept_entries(generation, path / GENERATION_CONFIG_FILE),
+    }
+
+
+def record_origin(run: Path, path: Path | None, name: str) -> None:
+    """Write what exports of a new run keep of the model that it starts from, in place of an earlier record.
+
+    Args:
+        path: Hugging Face folder, or checkpoint of a run that may have such a record; None = initial weights.
+        name: path or Hub name that the user gave.
+    """
+    origin = {} if path is None else origin_of(path, name) if exists(path / CONFIG_FILE) else read_origin(path)
+    if origin:
+        write_atomic(run / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
+    else:
+        (run / ORIGIN_FILE).unlink(missing_ok=True)
+
+
+def origin_file(checkpoint: Path) -> Path | None:
+    """Return the record of the model that the run of a checkpoint began with, if there is one."""
+    # An export has it itself; a run may have set the checkpoint aside.
+    places = (checkpoint, *checkpoint.absolute().parents[1:3])
+    return next((place / ORIGIN_FILE for place in places if exists(place / ORIGIN_FILE)), None)
+
+
+def read_origin(checkpoint: Path) -> dict[str, Any]:
+    """Return what exports keep of the model that the run of a checkpoint began with; empty if nothing."""
+    path = origin_file(checkpoint)
+    if path is None:
+        return {}
+    try:
+        origin = dict(read_json(path))
+        kept = {part: kept_entries(dict(origin.get(part) or {}), path) for part in ("config", "generation_config")}
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"cannot be read ({error}). Delete it to go on without it", path=path) from error
+    return {**origin, **kept}
+
+
+def _license_of(card: Path) -> str | None:
+    try:
+        _, header, _ = read_file(card).decode().split("---\n", 2)
+        found = read_yaml(header).get("license")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None  # no card, or no valid header
+    return found if isinstance(found, str) and _WORD.fullmatch(found) else None

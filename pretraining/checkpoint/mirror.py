@@ -45,6 +45,7 @@ from pretraining.distributed.processes import gather_from_every_rank, on_every_r
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import checked_values, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
+from pretraining.model.hf import ORIGIN_FILE
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 MIRROR_FILE = "mirror.json"
 EVENTS = f"{LOGS}/{EVENTS_FILE}"
 LOG_FILES = (f"{LOGS}/{METRICS_FILE}", EVENTS)
-COPIED_FILES = (RUN_CONFIG_FILE, *LOG_FILES)
+COPIED_FILES = (RUN_CONFIG_FILE, ORIGIN_FILE, *LOG_FILES)
 LOG_FILES_SECONDS = 60.0
 """Time between two copies of the log files."""
 PREEMPTED_SECONDS = 20.0

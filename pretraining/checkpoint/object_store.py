@@ -34,7 +34,8 @@ from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32
 from pretraining.checkpoint.own_checkpoints import Copies, Copy
 from pretraining.checkpoint.run_folder import CHECKPOINTS, temporary_name
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import address_problem, exists, flush_folder, parse_json
+from pretraining.files import address_problem, exists, flush_folder, parse_json, write_atomic
+from pretraining.model.hf import ORIGIN_FILE
 
 T = TypeVar("T")
 
@@ -264,7 +265,7 @@ def read_copies(address: str) -> Copies:
 
 
 def fetch_copy(copy: Copy, path: Path) -> None:
-    """Fetch a checkpoint to a path, in place of a damaged one if any.
+    """Fetch a checkpoint to a path of a run, in place of a damaged one if any, and the origin of its run.
 
     Raises:
         DamagedError: a file does not have the checksum in the manifest.
@@ -273,10 +274,20 @@ def fetch_copy(copy: Copy, path: Path) -> None:
     log.info("fetching %s to %s", copy, path)
     try:
         fault = _fetch(Store(copy.address), copy.folder, copy.manifest, path)
+        _fetch_origin(copy, path.parents[1])
     except OSError as error:
         raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from None
     if fault is not None:
         raise DamagedError(f"damaged: {fault}", path=str(copy))
+
+
+def _fetch_origin(copy: Copy, run: Path) -> None:
+    """Fetch the record of the model that the run of a copy began with, if only the store has it."""
+    address, _, query = copy.address.partition("?")
+    root = address.rstrip("/") if copy.folder else address.rstrip("/").rsplit("/", 2)[0]
+    content = None if exists(run / ORIGIN_FILE) else Store(f"{root}?{query}" if query else root).read(ORIGIN_FILE)
+    if content is not None:
+        write_atomic(run / ORIGIN_FILE, content)
 
 
 def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | None:

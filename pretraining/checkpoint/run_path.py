@@ -15,7 +15,7 @@ from pretraining.config.fields import values_of
 from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import is_folder, write_atomic, writing_into
+from pretraining.files import absolute_if_local, is_folder, write_atomic, writing_into
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -86,6 +86,7 @@ def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) ->
         saved = values_of(load_config(folder / RUN_CONFIG_FILE))
     except ConfigError:
         return False  # there is no file, or a version with other settings wrote it
+    saved["tokenizer_path"] = absolute_if_local(saved["tokenizer_path"])  # earlier versions recorded it as typed
     return all(value == saved[name] for name, value in values_of(config).items() if name not in ignored)
 
 

@@ -92,6 +92,7 @@ class Setting:
         first_word: whether the value may stand alone before the flags: `pretrain verify runs/a`.
         second_word: whether the value may follow that of the first word: `pretrain export runs/a out`.
         may_be_address: whether the path may be an object store address.
+        typed_none: value of a typed none, if it means something else than a setting that is not given.
         decides: "documents" if the setting decides the documents of a dataset, and so what its index holds; "samples"
             if it decides only how documents become samples. Neither may change during a run.
     """
@@ -113,6 +114,7 @@ class Setting:
     first_word: bool = False
     second_word: bool = False
     may_be_address: bool = False
+    typed_none: Any = None
     decides: Literal["", "documents", "samples"] = ""
 
     @property

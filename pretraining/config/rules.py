@@ -20,7 +20,7 @@ from pretraining.config.training import ALL_BLOCKS, OptimizerConfig, ScheduleCon
 from pretraining.config.values import format_value, limit_problem
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import ConfigError
-from pretraining.files import address_problem, is_address
+from pretraining.files import absolute_if_local, is_address
 
 FLOAT8_MULTIPLE = 16
 """Divides every dimension of a matrix in a float8 product."""
@@ -201,11 +201,17 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
 def resolve_run_folder(config: T, given: Collection[str]) -> T:
     """Remove the default run folder with generated data, and the default tracker without a run folder.
 
+    The path of a local tokenizer becomes absolute: read from another folder, a relative one could be a name on the Hub.
+
     Args:
         config: settings; only a `TrainConfig` changes.
         given: names of the settings that the user gave.
     """
-    if not isinstance(config, TrainConfig) or config.evaluation.eval_only:
+    if not isinstance(config, TrainConfig):
+        return config
+    tokenizer = absolute_if_local(config.data.tokenizer_path)
+    config = replace(config, data=replace(config.data, tokenizer_path=tokenizer))
+    if config.evaluation.eval_only:
         return config
     checkpoint, report = config.checkpoint, config.report
     if config.data.use_dummy_dataset and "ckpt_save_path" not in given:
@@ -333,10 +339,6 @@ def _check_float8(config: TrainConfig) -> Problems:
 
 
 def _check_addresses(config: TrainConfig) -> Problems:
-    values = values_of(config)
-    for name in ("ckpt_mirror_path", "ckpt_load_path"):
-        if is_address(values[name]) and (problem := address_problem(values[name])) is not None:
-            yield f"--{name} {problem}"
     mirror = config.checkpoint.ckpt_mirror_path
     if mirror is not None and not is_address(mirror):
         yield f"--ckpt_mirror_path={mirror} is not an address: write s3://bucket/runs/mine, gs://, abfss:// or file://"

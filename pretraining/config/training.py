@@ -40,6 +40,8 @@ ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", 
 Float8Scaling = Literal["tensorwise", "rowwise"]
 DecayFactor = Annotated[float, Ge(0), Lt(1)]
 
+NO_TOKEN = -1
+"""Value of `bos_token` or `sep_token` for no such token, whatever prepare.json says."""
 IGNORED_LABEL = -100
 """Label of a token without a loss, such as padding; the convention of PyTorch and Hugging Face."""
 
@@ -152,14 +154,18 @@ class DataConfig:
         "with greedy, least with best_fit",
         decides="samples",
     )
-    bos_token: NonNegativeInt | None = setting(
+    bos_token: Annotated[int, Ge(NO_TOKEN)] | None = setting(
         None,
-        "token id to add before every document that lacks it; none = begin_of_text of prepare.json, if any",
+        "token id to add before every document that lacks it; not given = begin_of_text of prepare.json, if any; none "
+        "or -1 = no token",
+        typed_none=NO_TOKEN,
         decides="documents",
     )
-    sep_token: NonNegativeInt | None = setting(
+    sep_token: Annotated[int, Ge(NO_TOKEN)] | None = setting(
         None,
-        "token id to add after every document that lacks it; none = end_of_text of prepare.json, if any",
+        "token id to add after every document that lacks it; not given = end_of_text of prepare.json, if any; none or "
+        "-1 = no token",
+        typed_none=NO_TOKEN,
         decides="documents",
     )
     strip_tokens: tuple[NonNegativeInt, ...] = setting(
@@ -190,9 +196,14 @@ class DataConfig:
     tokenizer_path: str | None = setting(
         None,
         "tokenizer for generated text and bits per byte: folder, tokenizer.json or name on the Hugging Face Hub; none "
-        "= that of the prepared data, if any",
+        "= that of the prepared data, else that of the weights, if any",
         silent_change=True,
         per_node=True,
+    )
+    accept_tokenizer: bool = setting(
+        False,
+        "start a new run although the tokenizers of weights, data and tokenizer_path differ",
+        silent_change=True,
     )
     held_out_fraction: Annotated[float, Ge(0), Lt(1)] = setting(
         0.0, "fraction of documents kept for evaluation only", decides="documents"
@@ -214,11 +225,21 @@ class DataConfig:
     )
     use_dummy_dataset: bool = setting(False, "generated tokens instead of data_path, for tests and benchmarks")
 
+    @property
+    def bos(self) -> int | None:
+        """Token before every document; None = no token."""
+        return None if self.bos_token == NO_TOKEN else self.bos_token
+
+    @property
+    def sep(self) -> int | None:
+        """Token after every document; None = no token."""
+        return None if self.sep_token == NO_TOKEN else self.sep_token
+
     def values_that_decide(self, *what: str) -> dict[str, Any]:
         """Return the settings whose `decides` is one of `what`, which includes "documents", as JSON values by name."""
         values = {name: getattr(self, name) for name, each in settings_of(DataConfig).items() if each.decides in what}
-        lists = {"strip_tokens": sorted(set(self.strip_tokens))}
-        return {**values, **lists, "held_out_fraction": float(self.held_out_fraction)}
+        as_used = {"bos_token": self.bos, "sep_token": self.sep, "strip_tokens": sorted(set(self.strip_tokens))}
+        return {**values, **as_used, "held_out_fraction": float(self.held_out_fraction)}
 
     @property
     def skipped_ranges(self) -> list[tuple[int, int]]:

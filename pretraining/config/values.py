@@ -21,7 +21,7 @@ from annotated_types import Ge, Le, Lt
 from pretraining.config.fields import Setting
 from pretraining.config.plugins import PLUGIN_PATH
 from pretraining.errors import ConfigError
-from pretraining.files import is_address
+from pretraining.files import address_problem, is_address
 from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
 
 Raw = str | list[str] | None
@@ -54,7 +54,7 @@ def parse_value(setting: Setting, raw: Raw) -> Any:
     if setting.many:
         value = tuple(_parse_one(setting, text) for text in split_list(raw))
     elif setting.optional and _is_none(raw):
-        value = None
+        value = setting.typed_none if isinstance(raw, str) and raw.strip() else None
     elif isinstance(raw, str):
         value = _parse_one(setting, raw)
     else:
@@ -204,6 +204,8 @@ def _item_problem(setting: Setting, value: Any) -> str | None:
         return f"{_NOUNS[setting.base]}{hint} is needed"
     if setting.base is Duration and value.unit not in setting.units:
         return f"{value.unit} are not allowed here, give {' or '.join(setting.units)}"
+    if setting.is_path and is_address(value) and (problem := address_problem(value)) is not None:
+        return f"the address {problem}"
     looks_like_address = setting.is_path and _ADDRESS.match(value) is not None
     if looks_like_address and not (setting.may_be_address and is_address(value)):
         return "this setting takes no address: copy the files to a disk first (aws s3 sync), or give a mounted path"

@@ -181,7 +181,7 @@ def _open_sources(
 
 
 def _check_virtual_tokens(config: DataConfig, vocab_size: int) -> None:
-    for name, token in (("bos_token", config.bos_token), ("sep_token", config.sep_token)):
+    for name, token in (("bos_token", config.bos), ("sep_token", config.sep)):
         if token is not None and token >= vocab_size:
             raise ConfigError(
                 f"{name}={token} is not in the vocabulary of {vocab_size} tokens: give a smaller --{name}"

@@ -1,5 +1,8 @@
 """Settings that a new run takes from prepare.json beside its data: the ends of documents, and the tokenizer.
 
+    prepare.json of each dataset -> `prepared_token`
+    tokenizers of data, weights and --tokenizer_path -> `choose_tokenizer`: one of them; an error if their ids differ
+
 A resumed run takes what its checkpoint recorded. A prepare.json of an older version lacks the begin-of-text token, and
 a run on it has none.
 """
@@ -7,16 +10,16 @@ a run on it has none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
-from pretraining.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists, is_file, read_json, read_object
-from pretraining.text import list_some
+from pretraining.text import count_of, list_some
 
 log = logging.getLogger(__name__)
 
@@ -62,38 +65,115 @@ def prepared_token(name: TokenSetting, config: DataConfig, eval_datasets: Iterab
     return token
 
 
-def prepared_tokenizer(
-    config: DataConfig, eval_datasets: Iterable[str] = (), most_entries: int | None = None
+class KnownTokenizer(NamedTuple):
+    """A tokenizer of data, weights or a flag.
+
+    Attributes:
+        what: words for it.
+        tokenizer: None if only its hash is known.
+        remedy: what to do if it differs from that of the data.
+        problem: why the tokenizer cannot be read, if it should be there.
+    """
+
+    what: str
+    path: Path | str
+    sha256: str
+    tokenizer: Tokenizer | None
+    remedy: str
+    problem: str = ""
+
+
+def choose_tokenizer(
+    config: DataConfig, eval_datasets: Iterable[str], weights: KnownTokenizer | None = None, rows: int | None = None
 ) -> str | None:
-    """Return and log the folder of the tokenizer that encoded the prepared data; None without one.
+    """Compare the tokenizers of data, weights and --tokenizer_path; return the path of the one to use, and log it.
+
+    It is the one given, else that of the prepared data, else that of the weights; None without any.
 
     Args:
-        most_entries: rows of the embedding, if they are known; a larger tokenizer is not taken.
+        weights: tokenizer of the weights to start from; None if unknown.
+        rows: rows of the embedding, if they are known; a larger tokenizer is not taken.
+
+    Raises:
+        ConfigError: token ids differ, and `accept_tokenizer` is false.
+        DataError: the tokenizer of --tokenizer_path cannot be read.
     """
-    hashes = {place: _recorded(place).get("sha256") for place in _places(config, eval_datasets)}
-    encoded = {place: sha256 for place, sha256 in hashes.items() if sha256 is not None}
-    if len(set(encoded.values())) > 1:
-        log.warning("datasets were encoded by different tokenizers: %s", list_some(list(encoded), _MOST_NAMED))
-        return None
-    for place, sha256 in encoded.items():
-        root = place.parent
-        if not exists(root / TOKENIZER_FILE):
-            continue
-        problem = ""
-        try:
-            tokenizer = load_tokenizer(root)
-            if tokenizer.sha256 != sha256:
-                problem = f"{root / TOKENIZER_FILE} is not the one that encoded {place}"
-            elif most_entries is not None and not tokenizer.fits(most_entries):
-                problem = f"that of {root} has {tokenizer.vocab_size:,} entries, and the model {most_entries:,}"
-        except DataError as error:
-            problem = str(error)
+    prepared, given = _tokenizers_of_data(config, eval_datasets), config.tokenizer_path
+    known = prepared if weights is None else [*prepared, weights]
+    if given is not None:
+        tokenizer = load_tokenizer(given)
+        what = f"that of --tokenizer_path={given}"
+        known = [*known, KnownTokenizer(what, given, tokenizer.sha256, tokenizer, "Drop the flag")]
+    problems = list(_compare(known, rows))
+    if problems and not config.accept_tokenizer:
+        raise ConfigError([f"{each}, or accept it: --accept_tokenizer=true" for each in problems])
+    for problem in problems:
+        log.warning("accepted: %s", problem.partition(". ")[0])
+    if given is not None or any(_compare(prepared, rows)):
+        return given
+    for each in known:
+        problem = each.problem
+        if each.tokenizer is not None and rows is not None and not each.tokenizer.fits(rows):
+            problem = f"that of {each.path} has {each.tokenizer.vocab_size:,} entries, and the model {rows:,}"
         if problem:
             log.warning("no tokenizer is used: %s", problem)
             return None
-        log.info("tokenizer   %s, that of %s in %s", root, MANIFEST_FILE, list_some(list(encoded), _MOST_NAMED))
-        return str(root)
+        if each.tokenizer is not None:
+            log.info("tokenizer   %s, %s", each.path, each.what)
+            return str(Path(each.path).absolute())
     return None
+
+
+def _compare(known: Sequence[KnownTokenizer], rows: int | None) -> Iterator[str]:
+    """Yield how token ids differ from those of the first tokenizer, and the remedy; log what else differs."""
+    by_hash = {each.sha256: each for each in reversed(known)}  # several may name one tokenizer
+    different = [each for each in known if by_hash[each.sha256] is each]
+    for first, other in [(different[0], each) for each in different[1:]]:
+        both = f"{other.what} and {first.what}"
+        if first.tokenizer is None or other.tokenizer is None:
+            problem: str | None = f"their hashes differ, and {first.problem or other.problem or 'a file is missing'}"
+        else:
+            problem = other.tokenizer.difference(first.tokenizer)
+            changed = dict(other.tokenizer.added_tokens.items() ^ first.tokenizer.added_tokens.items())
+            lacking = [f"{name!r} ({number})" for name, number in changed.items() if rows and number >= rows]
+            if problem is None and changed:
+                without = (
+                    f"without a row in the model: {list_some(lacking, _MOST_NAMED)}" if lacking else "all have rows"
+                )
+                log.info("tokenizer   %s differ in %s; %s", both, count_of(len(changed), "added token"), without)
+        if problem is not None:
+            yield f"tokenizers differ, {both}: {problem}. {other.remedy}"
+
+
+def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> list[KnownTokenizer]:
+    """Return the tokenizers that encoded the prepared data, by hash, as they are in the roots of the datasets."""
+    places_of: dict[str, list[Path]] = {}
+    for place in _places(config, eval_datasets):
+        if isinstance(sha256 := _recorded(place).get("sha256"), str):
+            places_of.setdefault(sha256, []).append(place)
+    known = []
+    for sha256, places in places_of.items():
+        root = next((each.parent for each in places if exists(each.parent / TOKENIZER_FILE)), None)
+        what = f"that of {MANIFEST_FILE} in {list_some(places, _MOST_NAMED)}"
+        remedy, tokenizer, problem = "Prepare all datasets with one tokenizer", None, ""
+        try:
+            tokenizer = None if root is None else load_tokenizer(root)
+            if root is not None and tokenizer is not None and tokenizer.sha256 != sha256:
+                problem, tokenizer = f"{root / TOKENIZER_FILE} is not the one that encoded {places[0]}", None
+        except DataError as error:
+            problem = str(error)
+        known.append(KnownTokenizer(what, root or "", sha256, tokenizer, remedy, problem))
+    return known
+
+
+def recorded_tokenizer(config: DataConfig) -> str | None:
+    """Return the `tokenizer_path` of a run's settings.
+
+    Earlier versions recorded a folder beside the data as typed, which must not become a name on the Hub.
+    """
+    path, data = config.tokenizer_path, config.data_path
+    is_beside = path is not None and data is not None and Path(path).is_relative_to(data)
+    return str(Path(path).absolute()) if path is not None and is_beside else path
 
 
 def _places(config: DataConfig, eval_datasets: Iterable[str]) -> list[Path]:

@@ -3,10 +3,10 @@
     folder, tokenizer.json or Hub name -> load_tokenizer -> Tokenizer -> ids, text, special tokens, chat template
                                                                       -> save: the same files elsewhere
 
-A tokenizer is a folder in the Hugging Face layout, or the `tokenizer.json` in it. Whoever needs to know something of a
-tokenizer (`prepare`, a run, `sample`, `export`) asks a `Tokenizer`, which keeps all files that AutoTokenizer reads, so
-that they travel whole from the imported model through prepared data to the export. The folder may be a stranger's:
-sizes are bounded, and a link that leads out of it is refused.
+A tokenizer is a folder in the Hugging Face layout, or the `tokenizer.json` in it. `prepare`, a run, `sample` and
+`export` ask a `Tokenizer` for everything they need to know. It keeps all files that AutoTokenizer reads: they travel
+whole from an imported model through prepared data to the export. The folder may be a stranger's: sizes are bounded, and
+a link that leads out of it is refused.
 
 Encoding adds no special tokens. In data, it finds none either: `<|endoftext|>` in an article about language models is
 encoded as its characters. In prompts and chats, names of special tokens become their ids. The same text always gives
@@ -45,6 +45,7 @@ from pretraining.files import (
     read_file,
     write_atomic,
 )
+from pretraining.text import count_of
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -72,6 +73,7 @@ class Tokenizer:
     Attributes:
         definition, config: contents of tokenizer.json and tokenizer_config.json.
         files: contents of its other files, by name.
+        path: tokenizer.json that was read; None for a tokenizer that was trained.
         end_of_text: id of the token that ends a document.
         vocab_size: largest id plus one, the rows that an embedding needs.
         pad_token: id of the padding token.
@@ -84,6 +86,7 @@ class Tokenizer:
     vocab_size: int
     pad_token: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    path: Path | None = None
 
     def fits(self, rows: int) -> bool:
         """Return whether a model with this many rows can have been trained with this tokenizer.
@@ -91,9 +94,8 @@ class Tokenizer:
         Tokens that were added to its vocabulary, such as one for padding, may lie beyond the rows: they count only
         where they occur.
         """
-        added = self.library.get_added_tokens_decoder()
-        numbers = self.library.get_vocab(with_added_tokens=True).values()
-        return all(number < rows or number in added for number in numbers)
+        added = self.added_tokens
+        return all(number < rows or token in added for token, number in self._ids().items())
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text, without tokens around it; raise a DataError if the tokenizer fails.
@@ -118,6 +120,50 @@ class Tokenizer:
         """Return the text of token ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""
         return self.library.decode(list(ids), skip_special_tokens=False)
 
+    def difference(self, other: Tokenizer) -> str | None:
+        """Return how the ids of two tokenizers differ; None if one vocabulary has those of the other, and maybe more.
+
+        How a file writes a vocabulary does not count, nor do added tokens, padding and truncation.
+        """
+        if self.sha256 == other.sha256:
+            return None
+        kinds = [type(each.library.model).__name__ for each in (self, other)]
+        if kinds[0] != kinds[1]:
+            return f"one is a {kinds[0]}, the other a {kinds[1]}"
+        added = self.added_tokens | other.added_tokens
+        ours, theirs = ({token: n for token, n in each._ids().items() if token not in added} for each in (self, other))
+        fewer, more = (ours, theirs) if len(ours) <= len(theirs) else (theirs, ours)
+        if wrong := sorted(number for token, number in fewer.items() if more.get(token) != number):
+            tokens = " and ".join(repr(each.library.id_to_token(wrong[0])) for each in (self, other))
+            return f"{count_of(len(wrong), 'token')} differ, the first is {wrong[0]}: {tokens}"
+        merges = sorted((self._merges(), other._merges()), key=len)
+        if merges[0] != merges[1][: None if len(fewer) == len(more) else len(merges[0])]:
+            return "their merges differ"
+        return None
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary, special ones among them."""
+        return {token.content: number for number, token in self.library.get_added_tokens_decoder().items()}
+
+    def _ids(self) -> dict[str, int]:
+        return self.library.get_vocab(with_added_tokens=True)
+
+    def _merges(self) -> list[tuple[str, ...]]:
+        merges = json.loads(self.definition)["model"].get("merges") or []
+        return [tuple(each.split(" ") if isinstance(each, str) else each) for each in merges]
+
+    def check_added_around(self) -> None:
+        """Raise a DataError if a token that the tokenizer puts around a text is not in its vocabulary under this id."""
+        around = self.library.encode("a", add_special_tokens=True)
+        for text, number, is_special in zip(around.tokens, around.ids, around.special_tokens_mask, strict=True):
+            if is_special and self.library.id_to_token(number) != text:
+                raise DataError(
+                    f"its post_processor puts {text!r} around texts with the id {number}, which its vocabulary of "
+                    f"{self.vocab_size} entries has as {self.library.id_to_token(number)!r}: correct or remove it",
+                    path=self.path,
+                )
+
     def byte_lengths(self) -> list[int] | None:
         """Return the UTF-8 bytes of text per id: 0 for special tokens and unused ids.
 
@@ -132,7 +178,7 @@ class Tokenizer:
             return None
         added = self.library.get_added_tokens_decoder()
         lengths = [0] * self.vocab_size
-        for text, number in self.library.get_vocab(with_added_tokens=True).items():
+        for text, number in self._ids().items():
             if number not in added:
                 lengths[number] = of_token(text)
             elif not added[number].special:
@@ -283,7 +329,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     padding = library.token_to_id(named["pad_token"]) if "pad_token" in named else None
     tokenizer = _make_tokenizer(library, vocab_size, definition, config, name)
-    return replace(tokenizer, pad_token=padding, files=files)
+    return replace(tokenizer, pad_token=padding, files=files, path=file)
 
 
 def _read_files(folder: Path) -> dict[str, bytes]:

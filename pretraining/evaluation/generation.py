@@ -1,6 +1,7 @@
 """Text generation, token by token.
 
-    prompt -> logits of the next token -> draw a token -> prompt and this token -> …
+    text -> `encode_prompt`: begin-of-text as in training, special tokens as ids -> `draw_tokens` -> `stream_text`
+    prompt -> logits of the next token -> draw a token -> prompt and this token -> …, until the text ends
 
 `TextSampler` samples from a model in training. Every rank runs every forward, because sharded parameters are gathered
 by all ranks together, and all ranks draw the same tokens from the same seed. Each forward runs over all tokens, which
@@ -9,7 +10,8 @@ is slow but simple. `CachedModel` runs each token once, in one process, for `pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +29,30 @@ from pretraining.model.cache import KeyValueCache
 from pretraining.model.llama import Llama
 from pretraining.model.rope import compute_rotation
 
-TEMPERATURE, TOP_K = 0.8, 50
-"""Sampling settings for a model in training."""
+log = logging.getLogger(__name__)
+
+UNFINISHED_CHARACTER = "\ufffd"
+"""Replacement character that tokenizers return for bytes that do not form a character yet."""
 LARGEST_LOGIT = 1e30
 """Bound of logits; divided by a temperature, they stay finite in float32."""
 MIN_TEMPERATURE = 1e-6
 """Below this temperature only the likeliest token is ever drawn, and logits divided by it overflow float32."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the defaults are those of a model in training.
+
+    Attributes:
+        temperature: 0 takes the likeliest token each time.
+        top_k: number of likeliest tokens to draw from; 0 = all.
+        top_p: share of the probability that the likeliest tokens to draw from have together (Holtzman et al. 2019).
+    """
+
+    seed: int
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,13 +77,15 @@ class TextSampler:
 
     Attributes:
         prompt_tokens: token ids of the prompt, at least one.
-        count: tokens to draw.
+        ends: token ids that end a text.
+        count: most tokens to draw.
         context: largest number of tokens in a forward.
         tokenizer: decodes tokens; None on ranks other than 0.
     """
 
     prompt: str
     prompt_tokens: list[int]
+    ends: tuple[int, ...]
     count: int
     context: int
     seed: int
@@ -79,39 +101,76 @@ class TextSampler:
             return logits_V
 
         with without_compiling():  # the length changes with every token
-            drawn = list(draw_tokens(next_logits, self.prompt_tokens, self.count, self.seed, TEMPERATURE, TOP_K))
+            drawn = list(draw_tokens(next_logits, self.prompt_tokens, self.count, Sampling(self.seed), self.ends))
         reshard_model(model)
-        return Sample(self.prompt, self.tokenizer.decode(drawn) if self.tokenizer is not None else "")
+        if self.tokenizer is None:
+            return Sample(self.prompt, "")
+        return Sample(self.prompt, "".join(stream_text(self.tokenizer.decode, self.prompt_tokens, drawn)))
 
 
-def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
+def open_sampler(config: TrainConfig, processes: Processes, is_resumed: bool) -> TextSampler | None:
     """Return the sampler of the settings; None if they ask for no text. A collective call that raises as `read_prompt`.
 
     Rank 0 keeps the tokenizer in memory, since its files may move during a long run.
     """
-    read = on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
-    tokens = on_rank_zero(lambda: read and read[1])
-    if tokens is None:
+    read = on_every_rank(lambda: read_prompt(config, is_resumed) if processes.is_main else None)
+    shared = on_rank_zero(lambda: read and read[1:])
+    if shared is None:
         return None
     prompt, count = config.evaluation.sample_prompt, config.evaluation.sample_tokens
     tokenizer = read[0] if read else None
-    return TextSampler(prompt, tokens, count, config.data.seq_length, config.run.seed, tokenizer)
+    return TextSampler(prompt, *shared, count, config.data.seq_length, config.run.seed, tokenizer)
 
 
-def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int]] | None:
-    """Return the tokenizer and the prompt's tokens for generated text; None if the settings ask for no text.
+def read_prompt(config: TrainConfig, is_resumed: bool) -> tuple[Tokenizer, list[int], tuple[int, ...]] | None:
+    """Return tokenizer, prompt and ends of generated text; None if the settings ask for no text.
+
+    A resumed run leaves out what the model cannot take of a prompt, with a warning.
 
     Raises:
-        DataError, ConfigError: the tokenizer cannot be read, or has more tokens than the model.
+        DataError, ConfigError: the tokenizer cannot be read, or has more tokens than the model, or the prompt is longer
+            than the context.
     """
-    if config.data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
+    data = config.data
+    if data.tokenizer_path is None or config.evaluation.sample_tokens == 0:
         return None
     rows = resolve_shape(config.model).vocab_size
-    tokenizer = load_fitting_tokenizer(config.data.tokenizer_path, rows)
-    prompt = tokenizer.encode(config.evaluation.sample_prompt) or [tokenizer.end_of_text or 0]
-    if max(prompt) >= rows:
-        raise ConfigError(f"--sample_prompt gives token {tokenizer.named(max(prompt))}, and the model has {rows} rows")
-    return tokenizer, prompt
+    tokenizer = load_fitting_tokenizer(data.tokenizer_path, rows)
+    ends = tuple(each for each in (data.sep, tokenizer.end_of_text) if each is not None)[:1]
+    prompt = encode_prompt(tokenizer, config.evaluation.sample_prompt, data.bos, ends)
+    problem = prompt_problem("--sample_prompt", prompt, tokenizer, rows, data.seq_length)
+    if problem and not is_resumed:
+        raise ConfigError(problem)
+    if problem:
+        log.warning("%s", problem)
+        prompt = [token for token in prompt if token < rows][-data.seq_length :]
+    return tokenizer, prompt, ends
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, begin: int | None, ends: Sequence[int]) -> list[int]:
+    """Return the tokens of a prompt, in which names of special tokens are ids: its user typed them.
+
+    Args:
+        begin: token at the beginning of each document, unless the text has it; None = no such token.
+        ends: tokens that end a document; an empty prompt is the first of them, which stands before a document.
+    """
+    tokens = tokenizer.encode(text, special_tokens=True)
+    if begin is not None and tokens[:1] != [begin]:
+        tokens = [begin, *tokens]
+    return tokens or [next(iter(ends), 0)]
+
+
+def prompt_problem(
+    source: str, tokens: Sequence[int], tokenizer: Tokenizer | None, rows: int, context: int
+) -> str | None:
+    """Return why a model with this many rows cannot continue a prompt from this source; None if it can."""
+    largest = max(tokens)
+    if largest >= rows:
+        named = str(largest) if tokenizer is None else tokenizer.named(largest)
+        return f"{source} gives token {named}, and the model has {rows} rows"
+    if len(tokens) > context:
+        return f"{source} gives {len(tokens)} tokens, and the model has a context of {context}: give a shorter prompt"
+    return None
 
 
 class CachedModel:
@@ -164,33 +223,51 @@ def draw_tokens(
     next_logits: Callable[[Sequence[int]], torch.Tensor],
     prompt: Sequence[int],
     count: int,
-    seed: int,
-    temperature: float,
-    top_k: int,
+    sampling: Sampling,
+    ends: Sequence[int] = (),
 ) -> Iterator[int]:
-    """Yield drawn tokens that continue a prompt; each token is a collective call.
+    """Yield drawn tokens that continue a prompt, until the text ends; each token is a collective call.
 
     Args:
         next_logits: returns the logits [V] after its tokens.
         prompt: token ids, at least one.
-        temperature: 0 takes the likeliest token each time.
-        top_k: number of likeliest tokens to draw from.
+        count: most tokens to draw.
+        ends: tokens that end a text; they are not yielded.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sampling.seed)
     tokens = list(prompt)
     for _ in range(count):
-        token = _draw(next_logits(tokens).float().cpu(), temperature, top_k, generator)
+        token = _draw(next_logits(tokens).float().cpu(), sampling, generator)
         if dist.is_initialized():  # logits of different hardware may differ in the last bit; the token must not
             dist.broadcast(token, src=0)
+        if int(token) in ends:
+            return
         tokens.append(int(token))
         yield tokens[-1]
 
 
-def _draw(logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> torch.Tensor:
+def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
     # Logits that are not finite give nonsense text, but must not stop the run.
     logits_V = logits_V.nan_to_num(nan=0.0).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
-    if temperature < MIN_TEMPERATURE:
+    if sampling.temperature < MIN_TEMPERATURE:
         return logits_V.argmax()
-    best = logits_V.topk(min(top_k, logits_V.numel()))
-    choice = torch.multinomial(torch.softmax(best.values / temperature, dim=-1), 1, generator=generator)
+    best = logits_V.topk(min(sampling.top_k or logits_V.numel(), logits_V.numel()))
+    probabilities = torch.softmax(best.values / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        likelier = probabilities.cumsum(-1) - probabilities
+        probabilities[1:] *= likelier[1:] < sampling.top_p
+    choice = torch.multinomial(probabilities, 1, generator=generator)
     return best.indices[choice].squeeze()
+
+
+def stream_text(decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of tokens that follow a prompt; a character is yielded when all of its bytes are there."""
+    known, new = list(prompt[-1:]), []  # the text of a token may depend on the previous token
+    for token in tokens:
+        new.append(token)
+        text = decode([*known, *new])[len(decode(known)) :]
+        if not text.endswith(UNFINISHED_CHARACTER):
+            yield text
+            known, new = [token], []
+    if new:
+        yield decode([*known, *new])[len(decode(known)) :]

@@ -47,16 +47,26 @@ class Family:
 
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_WINDOW = {"sliding_window": 4096}
+_LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
+"""Whether a type of layers has the sliding window; `attention` is an earlier name."""
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", 2048, entries=("attention_bias", "mlp_bias")),
-    "mistral": Family("MistralForCausalLM", 131072, 8, window=""),
-    "qwen2": Family("Qwen2ForCausalLM", 32768, 32, implied={"attention_bias": "qkv"}, window="use_sliding_window"),
+    "mistral": Family("MistralForCausalLM", 131072, 8, absent=_WINDOW, window=""),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        32768,
+        32,
+        absent=_WINDOW,
+        implied={"attention_bias": "qkv"},
+        window="use_sliding_window",
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         32768,
         32,
-        absent={"head_dim": 128},
+        absent={"head_dim": 128, **_WINDOW},
         implied={"qk_norm": "head"},
         entries=("attention_bias",),
         window="use_sliding_window",
@@ -74,6 +84,7 @@ FAMILIES: dict[str, Family] = {
         4,
         absent={"rope_theta": 2e6, "tie_word_embeddings": True},
         entries=("attention_bias", "mlp_bias", "no_rope_interval"),
+        window="use_sliding_window",
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -131,17 +142,43 @@ def has_window(document: Mapping[str, Any], family: Family) -> bool:
 
 def _read_window(document: Mapping[str, Any], family: Family) -> int:
     """Return the sliding window that all layers have; 0 = none."""
-    layers, kinds = document["num_hidden_layers"], document.get("layer_types")
-    window = document.get("sliding_window") if "sliding_window" in document else 4096  # in all families that have one
-    first = document.get("max_window_layers", 28) if family.window else 0
-    is_off = family.window is None or (family.window and not document.get(family.window))
-    if is_off or window is None or first >= layers or kinds == ["full_attention"] * layers:
+    layers_have_it = _find_windows(document, family)
+    is_on = family.window == "" or bool(family.window and document.get(family.window))
+    window = document.get("sliding_window", family.default("sliding_window")) if is_on else None
+    if window is None:
+        if document.get("layer_types") is not None and True in layers_have_it:
+            raise ConfigError("layer_types has sliding_attention, but no sliding_window is switched on")
         return 0
-    if first or kinds not in (None, ["sliding_attention"] * layers):
+    if len(layers_have_it) > 1:
         raise ConfigError("attention has a sliding window in some layers only, but here all layers are alike")
+    if False in layers_have_it:
+        return 0
     if type(window) is not int or window < 1:
         raise ConfigError(f"sliding_window is {shown(window)}, not a whole number of at least 1")
     return window
+
+
+def _find_windows(document: Mapping[str, Any], family: Family) -> set[bool]:
+    """Return whether layers have the sliding window: all (True), none (False) or some (both).
+
+    As in transformers, `layer_types` decides where it stands (it reads such a mistral as a ministral); else
+    `max_window_layers`, or the layers without rotation.
+    """
+    layers, types = document["num_hidden_layers"], document.get("layer_types")
+    if types is not None:
+        known = isinstance(types, list) and all(isinstance(each, str) and each in _LAYER_TYPES for each in types)
+        if not known or len(types) != layers:
+            raise ConfigError(
+                f"layer_types is {shown(types)}, not full or sliding_attention for each of {layers} layers"
+            )
+        return {_LAYER_TYPES[each] for each in types}
+    if not family.window:
+        return {family.window is not None}
+    if "no_rope_interval" in family.entries:
+        interval = _read_no_rope(document)
+        return {False} if interval == 0 else {True} if interval == 1 else {False, True}
+    first = document.get("max_window_layers", 28)
+    return {False} if first >= layers else {True} if first <= 0 else {False, True}
 
 
 # Writing
@@ -194,7 +231,11 @@ def switch_entries(shape: LlamaShape, name: str) -> dict[str, Any]:
     if family.window is not None:
         entries["sliding_window"] = shape.sliding_window
     if family.window:
-        entries |= {family.window: shape.sliding_window is not None, "max_window_layers": 0}
-        if shape.sliding_window is None:
-            entries["max_window_layers"] = shape.num_hidden_layers
+        has_window, layers = shape.sliding_window is not None, shape.num_hidden_layers
+        entries |= {
+            family.window: has_window,
+            "layer_types": layers * [f"{'sliding' if has_window else 'full'}_attention"],
+        }
+        if "no_rope_layers" not in entries:
+            entries["max_window_layers"] = 0 if has_window else layers
     return entries

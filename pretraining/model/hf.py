@@ -1,15 +1,22 @@
-"""Hugging Face's config.json and generation_config.json of the families of models (`families`).
+"""Door to models of Hugging Face: the only module that knows config.json and generation_config.json.
 
-    LlamaShape  <->  config.json of a family
+    config.json                         -> LlamaShape, or an error with every entry that is not computed here
+    config.json, generation_config.json -> what an export keeps: entries that no setting of the model stands for
+    LlamaShape, kept entries            -> config.json and generation_config.json of an export
 
-A config.json with features that no switch stands for (another activation, dropout, experts, …) is refused: the weights
-would load, but give wrong results. The error names the entries.
+`families` knows what differs between families. `checkpoint.hf_import` reads the files of a folder, and asks here;
+starts, `pretrain import` and `pretrain export` ask `hf_import`. Entries of the shape are read as transformers reads
+them. Everything else is kept as it is, unless it names files or code of the folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pretraining.config.plugins import plugin_errors
@@ -29,16 +36,21 @@ from pretraining.config.variants import (
 )
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.model.families import FAMILIES, family_for, has_window, read_switches, switch_entries
+from pretraining.text import list_some
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MODEL_FILES = ("*.json", "*.safetensors")
-"""Files of a model to download from the Hub."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md")
+"""Files of a model and its tokenizer to download from the Hub."""
 GENERATION_CONFIG_FILE = "generation_config.json"
+ORIGIN_FILE = "imported.json"
+"""File in a run's folder: what exports keep of the model that the run began with."""
 
 INNER_MODEL = (
     "the inner model alone, without a head. If its head is the embedding, write it again: "
@@ -55,6 +67,9 @@ _SUPPORTED: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0, "there is no dropout; set it to 0 to train without"),
     "partial_rotary_factor": (1, "the rotary embedding covers the whole head"),
     "quantization_config": (None, "weights are plain floating-point numbers"),
+    "is_causal": (True, "attention sees no later tokens"),
+    "per_layer_config": ({}, "all layers are alike"),
+    "transformers_weights": (None, f"weights are those of {WEIGHTS_FILE}"),
 }
 _WITHOUT_ENTRY = {
     "attention_bias": (False, "attention has biases as its family has them"),
@@ -82,6 +97,7 @@ def config_document(
     bos_token: int | None,
     eos_token: int | list[int] | None,
     pad_token: int | None = None,
+    kept: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the config.json of a model, in the form of its family; raise a ConfigError if no family can hold it.
 
@@ -94,12 +110,17 @@ def config_document(
         bos_token, eos_token: ids that begin and end a document; None = no such token.
         pad_token: padding id. It is left out if it equals bos_token or eos_token, because transformers gives the
             embedding of a padding token no gradient.
+        kept: entries of the imported model (`kept_entries`).
     """
     if shape.block is not None:
         return _document_of_block(shape, shape.block)
     scaling, family = None if shape.rope_scaling is None else _scaling_entries(shape.rope_scaling), family_for(shape)
     dimensions = {name: value for name, value in vars(shape).items() if name not in _NOT_WRITTEN}
+    ends = (bos_token, *(eos_token if isinstance(eos_token, list) else [eos_token]))
     return {
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **kept,
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
         **dimensions,
@@ -109,11 +130,9 @@ def config_document(
         "rope_scaling": scaling,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
         "bos_token_id": bos_token,  # written even if None: LlamaConfig would assume 1 and 2
         "eos_token_id": eos_token,
-        "pad_token_id": None if pad_token in (bos_token, eos_token) else pad_token,
+        "pad_token_id": None if pad_token in ends else pad_token,
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -140,11 +159,55 @@ def _scaling_entries(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in names}}
 
 
+TOKEN_ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NOT_KEPT = {
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", ORIGINAL_CONTEXT),
+    *("seq_length", "max_seq_len", "max_sequence_length", "model_max_length", "transformers_version"),
+}
+"""Entries that would contradict those of an export: of the shape, and other names of the context."""
+
+
+def kept_entries(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the entries of a config.json or generation_config.json that exports keep, unless they write their own.
+
+    A line names those that are dropped: names of code, and values that cannot be written again.
+    """
+    entries = {name: value for name, value in document.items() if name not in _NOT_KEPT and not name.startswith("_")}
+    dropped = sorted(name for name, value in entries.items() if name == "auto_map" or not _is_plain(value))
+    if dropped:
+        log.info("%s: exports do not keep %s", path, list_some([shown(name) for name in dropped], 4))
+    return {name: value for name, value in entries.items() if name not in dropped}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value of a JSON file can be written again: NaN and Infinity cannot."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def token_ids(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokens that begin, end and pad a text in a config.json or generation_config.json, where valid.
+
+    A text may end with one of several tokens; then the entry is a list.
+    """
+    given = {name: document.get(name) for name in TOKEN_ENTRIES}
+    several = {name: ids if isinstance(ids, list) and name == "eos_token_id" else [ids] for name, ids in given.items()}
+    valid = {name for name, ids in several.items() if ids and all(type(each) is int and each >= 0 for each in ids)}
+    return {name: ids for name, ids in given.items() if name in valid}
+
+
 def generation_document(
-    bos_token: int | None, eos_token: int | list[int] | None, pad_token: int | None = None
+    bos_token: int | None,
+    eos_tokens: Sequence[int],
+    pad_token: int | None = None,
+    kept: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the generation_config.json: the tokens that begin, end and pad a text."""
-    return {"bos_token_id": bos_token, "eos_token_id": eos_token, "pad_token_id": pad_token}
+    """Return the generation_config.json: the tokens that begin, end and pad a text, and what the imported model had."""
+    eos = list(eos_tokens) if len(eos_tokens) > 1 else next(iter(eos_tokens), None)
+    return {**kept, "bos_token_id": bos_token, "eos_token_id": eos, "pad_token_id": pad_token}
 
 
 def shape_of_document(document: Any, path: str) -> LlamaShape:
@@ -188,9 +251,9 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     entries = (*family.entries, *(["sliding_window"] if has_window(document, family) else []))
     without_entry = {name: each for name, each in _WITHOUT_ENTRY.items() if name not in entries}
     for name, (supported, reason) in {**_SUPPORTED, **without_entry}.items():
-        value = document.get(name, rope.get(name))
-        if value is not None and value != supported:
-            yield f"{name} is {shown(value)}, but here {reason}"
+        for value in (document.get(name), rope.get(name)):
+            if value is not None and value != supported:
+                yield f"{name} is {shown(value)}, but here {reason}"
     kind = rope.get("rope_type", rope.get("type", "default"))
     needed = {**SCALING_FIELDS, "default": (), "yarn": ("factor",)}.get(str(kind))
     if needed is None:

@@ -25,6 +25,7 @@ from pretraining.observability.step_outcome import StepOutcome
 
 BUILTIN_COLUMNS = 4
 """Number of label columns in every run; checkpoints name the columns if there are more."""
+_NO_SUMS = {"steps": 0, "loss_sum": 0.0, "z_loss_sum": 0.0, "valid_tokens": 0, "skipped_updates": 0}
 
 
 class Collector:
@@ -34,6 +35,10 @@ class Collector:
         datasets: names of the datasets, in the order of `StepBatch.datasets`.
         optimizer: source of parameters and learning rates.
         shard_group: processes that shard one copy of the parameters.
+
+    Attributes:
+        lacks_labels: whether the last report had no label, though no update was skipped and no sample quarantined.
+        reports_without_labels: number of finished intervals in a row without a label.
     """
 
     def __init__(
@@ -47,21 +52,24 @@ class Collector:
         self._datasets, self._optimizer, self._shard_group = datasets, optimizer, shard_group
         self._restored: Mapping[str, Any] = {}
         self._step: dict[str, Tensor] = {}
+        self.lacks_labels, self.reports_without_labels = False, 0
         self.clear()
 
     def clear(self) -> None:
         """Begin a new interval."""
+        self.reports_without_labels = self.reports_without_labels + 1 if self.lacks_labels else 0
         self._steps = 0
         # Sums of this rank, and sums of all ranks; float64. The first step creates them, when all columns are known.
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
-        self._spans, self._micro_batches = 0.0, 0
+        self._spans, self._micro_batches, self._unreadable = 0.0, 0, 0
 
     def add(self, outputs: HeadLoss, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
         """Add the outputs of a micro-batch to the step; the first call is collective."""
         table = self.metrics.measure(outputs, inputs, micro_batch, len(self._datasets))
         _add(self._step, {"z_loss": outputs.z_loss_sum, "metrics": table})
         self._spans += inputs.attention_span
+        self._unreadable += 0 if micro_batch.unreadable_B is None else int(micro_batch.unreadable_B.sum())
         self._micro_batches += 1
 
     def end_step(self, outcome: StepOutcome) -> None:
@@ -86,7 +94,9 @@ class Collector:
         """
         span = torch.full_like(outcome.loss_sum, self._spans / self._micro_batches, dtype=torch.float64)
         norms = {"grad_norm": outcome.grad_norm, "param_norm": self._parameter_norm()}
-        found = sum_over_ranks({**self._sums, "span": span}, self._counts | norms)
+        unreadable = torch.full_like(span, self._unreadable)
+        found = sum_over_ranks({**self._sums, "span": span, "unreadable": unreadable}, self._counts | norms)
+        self.lacks_labels = not found["tokens"] and not found["unreadable"] and found["skipped"] < self._steps
         rows, counts = found["metrics"], Counts(found["tokens"], 0)
         values: dict[str, float | None] = {
             **self.metrics.values([sum(column) for column in zip(*rows, strict=True)]),
@@ -129,8 +139,9 @@ class Collector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of all ranks in this interval, or {} without a step; collective after a step."""
+        lacking = {"reports_without_labels": self.reports_without_labels} if self.reports_without_labels else {}
         if not self._sums:
-            return dict(self._restored)
+            return {**_NO_SUMS, **self._restored, **lacking} if lacking else dict(self._restored)
         found = sum_over_ranks(self._sums, self._counts)
         columns, rows = self.metrics.label_columns, found["metrics"]
         custom = map(_finite, rows[0][len(columns) :])
@@ -145,10 +156,12 @@ class Collector:
             },
             "custom": {name: [next(custom), next(custom)] for name in self.metrics.pairs},
             **({} if len(columns) == BUILTIN_COLUMNS else {"score_columns": list(columns)}),
+            **lacking,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the interval of a checkpoint, unless its loss is not finite."""
+        self.reports_without_labels = state.get("reports_without_labels", 0)
         if state["loss_sum"] is not None and state["z_loss_sum"] is not None:
             self._restored, self._steps = state, state["steps"]
 

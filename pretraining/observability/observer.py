@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pretraining.errors import DataError
 from pretraining.observability.collector import Collector
 from pretraining.observability.display import Display
 from pretraining.observability.events import Events
@@ -24,6 +25,10 @@ from pretraining.observability.trackers import Trackers
 from pretraining.progress import Interval, Progress, TrainState
 
 log = logging.getLogger(__name__)
+
+MAX_WITHOUT_LABELS = 3
+"""Reports in a row without a label that stop the run: its weights only decay."""
+NO_LABELS = "with --document_mask=true a token predicts the next one of its document, and these have one token each"
 
 
 @dataclass
@@ -68,7 +73,11 @@ class Observer:
         self.trackers.close()
 
     def after_step(self, state: TrainState, outcome: StepOutcome) -> None:
-        """Add a step to the sums; report if a report is due or the run stops."""
+        """Add a step to the sums; report if a report is due or the run stops.
+
+        Raises:
+            DataError: several reports in a row had no label; the same on all ranks.
+        """
         self.collector.end_step(outcome)
         self.display.advance(state.step)
         is_due = self.interval.is_due(state)
@@ -77,6 +86,11 @@ class Observer:
             self._report(state, outcome)
         if is_due:  # an early report at the end of an invocation keeps the sums for the next invocation
             self.collector.clear()
+            if (count := self.collector.reports_without_labels) == MAX_WITHOUT_LABELS:
+                raise DataError(
+                    f"step {state.step}: {count} reports in a row have no label: {NO_LABELS}. Start a new run with "
+                    "--document_mask=false, or with a --sep_token, which ends each document"
+                )
 
     def after_evaluation(self, progress: Progress, values: Mapping[str, float], lines: Sequence[str]) -> None:
         """Track the values of an evaluation, and log its lines."""
@@ -91,6 +105,8 @@ class Observer:
         values: dict[str, Any] = found
         values |= self.throughput.report(state, span)  # after the all-reduce, which waits for the device
         self.display.show(state.step, values)
+        if self.collector.lacks_labels:
+            log.warning("step %d  no label in this report: %s", state.step, NO_LABELS)
         seconds: float = values["step_seconds"]
         for line in self.stragglers.report(seconds):
             log.info(line)

@@ -213,7 +213,10 @@ class SampleConfig:
     )
     max_new_tokens: PositiveInt = setting(128, "most tokens to generate; the end-of-text token stops earlier")
     temperature: NonNegativeFloat = setting(0.8, "higher values give more varied text; 0 = always the likeliest token")
-    top_k: PositiveInt = setting(50, "sample among this many of the likeliest tokens")
+    top_k: NonNegativeInt = setting(50, "sample among this many of the likeliest tokens; 0 = all")
+    top_p: Annotated[float, Ge(0), Le(1)] = setting(
+        1.0, "sample among the likeliest tokens that have this share of the probability together"
+    )
     seed: NonNegativeInt = setting(0, "seed of the sampling; the same seed gives the same text")
     block: str | None = setting(None, _BLOCK)
 

@@ -16,6 +16,7 @@ import logging
 import math
 import re
 import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
 from pretraining.checkpoint.forms import files_of
 from pretraining.checkpoint.headers import StoredTensors
+from pretraining.checkpoint.hf_import import origin_file, read_origin
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
 from pretraining.checkpoint.pt_files import check_host_memory, write_full
 from pretraining.checkpoint.reader import open_tensors, read_tensor
@@ -34,26 +36,26 @@ from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, parameter_count
+from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.errors import CheckpointError, DataError
-from pretraining.files import atomic_folder, is_address, read_json, write_flushed, write_json
+from pretraining.files import atomic_folder, is_address, write_flushed, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     INDEX_FILE,
+    ORIGIN_FILE,
     WEIGHTS_FILE,
     config_document,
     generation_document,
     parameter_shapes,
+    token_ids,
 )
 from pretraining.text import count_of, format_bytes
 from pretraining.tools.commands import ExportConfig
 
 log = logging.getLogger(__name__)
-
-ORIGIN_FILE = "imported.json"
-"""File that `pretrain import` writes into a run's folder: data of the imported model that exports keep."""
 
 
 def export(config: ExportConfig) -> None:
@@ -90,13 +92,19 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     kinds = {name: (dtype, tuple(size)) for name, size in parameter_shapes(shape).items()}
     files = plan_files(kinds, max_bytes)
-    is_trained, origin = bool(manifest.data), _read_origin(checkpoint)
+    is_trained, origin = bool(manifest.data), read_origin(checkpoint.path)
     context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
-    end_of_text = None if tokenizer is None else tokenizer.end_of_text
-    bos = _first_known(settings.data.bos_token, origin.get("bos_token_id"))
-    eos = _first_known(settings.data.sep_token, origin.get("eos_token_id"), end_of_text)
-    end = eos[0] if isinstance(eos, list) else eos
-    pad = None if tokenizer is None else _first_known(tokenizer.pad_token, end)
+    data, kept, generation = settings.data, origin.get("config", {}), origin.get("generation_config", {})
+    tokens, given = token_ids({**kept, **origin}), token_ids(generation)
+    bos = _choose_token("bos_token_id", data.bos, tokens)
+    eos = _choose_token("eos_token_id", data.sep, tokens, None if tokenizer is None else tokenizer.end_of_text)
+    end = _first_known(data.sep, *_listed(eos))
+    # Chat models end a text with several tokens: those of the imported model stay beside the run's.
+    ends = _listed(given.get("eos_token_id", tokens.get("eos_token_id", eos)))
+    ends = ends if end is None or end in ends else [end, *ends]
+    pad = _first_known(tokens.get("pad_token_id"), given.get("pad_token_id"))
+    if tokenizer is not None:
+        pad = _first_known(tokenizer.pad_token, pad, end)
     if pad is not None and pad >= shape.vocab_size:  # transformers builds no embedding with such a padding row
         pad = end
     output = Path(config.output_path)
@@ -107,8 +115,8 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
             write_tensors(folder / name, content, weights)
         if len(files) > 1:
             write_json(folder / INDEX_FILE, _index_document(files))
-        write_json(folder / CONFIG_FILE, config_document(shape, config.dtype, context, bos, eos, pad))
-        write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, eos, pad))
+        write_json(folder / CONFIG_FILE, config_document(shape, config.dtype, context, bos, eos, pad, kept))
+        write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, ends, pad, generation))
         if tokenizer is not None:
             tokenizer.with_settings(context, pad).save(folder)
         card = _model_card(output.name, manifest, settings, config.dtype, origin, tokenizer is not None)
@@ -117,7 +125,7 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
     print_text(f"  weights    {count_of(len(files), 'safetensors file')}")
     print_text(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
     begin = None if tokenizer is None else tokenizer.begin_of_text
-    if begin is not None and settings.data.bos_token is None and is_trained:
+    if begin is not None and settings.data.bos is None and is_trained:
         log.warning(
             "the tokenizer puts token %d before every text, but the run had no bos_token: unless the token files "
             "contain it, the model has never seen it. Call tokenizers of transformers with add_special_tokens=False",
@@ -129,15 +137,21 @@ def _first_known(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _read_origin(checkpoint: CheckpointRef) -> dict[str, Any]:
-    """Return what `pretrain import` stored about the model that the run began with; empty if nothing."""
-    path = checkpoint.path.parent.parent / ORIGIN_FILE
-    try:
-        return dict(read_json(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"cannot be read ({error}). Delete it to export without it", path=path) from error
+def _listed(ids: Any) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def _choose_token(name: str, own: int | None, imported: Mapping[str, Any], default: int | None = None) -> Any:
+    """Return a token of the run, else of the imported model, else a default; log one that is replaced.
+
+    A list of the imported model stays if it holds the run's token.
+    """
+    theirs = imported.get(name)
+    if own is not None and own in _listed(theirs):
+        return theirs
+    if None not in (own, theirs):
+        log.info("%s is %s, that of the run, in place of %s of the imported model", name, own, theirs)
+    return _first_known(own, theirs, default)
 
 
 def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors) -> None:
@@ -151,6 +165,8 @@ def _export_full(config: ExportConfig, checkpoint: CheckpointRef, tensors: Store
             check_finite(checkpoint.path, name, held[name])
         files = write_full(folder, held, checkpoint.manifest)
         write_json(folder / MANIFEST, replace(checkpoint.manifest, files=files).document())
+        if (origin := origin_file(checkpoint.path)) is not None:
+            shutil.copyfile(origin, folder / ORIGIN_FILE)
     print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {format_bytes(total)}")
     print_text("  files      " + ", ".join(FULL_FILES))
     print_text(f"  resume     pretrain train {shlex.quote(f'--ckpt_load_path={output}')} …")
@@ -162,7 +178,7 @@ def _find_tokenizer(config: ExportConfig, settings: TrainConfig, shape: LlamaSha
     Raises:
         ConfigError, DataError: the tokenizer of `config` cannot be read, or the tokenizer does not fit the model.
     """
-    named = config.tokenizer_path or settings.data.tokenizer_path
+    named = config.tokenizer_path or recorded_tokenizer(settings.data)
     try:
         tokenizer = None if named is None else load_fitting_tokenizer(named, shape.vocab_size)
     except DataError as error:

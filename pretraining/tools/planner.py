@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES, DimSizes, dim_sizes, unsharded_sizes
-from pretraining.config.training import ALL_BLOCKS, OptimizerConfig, ParallelConfig, ShardingStrategy
+from pretraining.config.training import ALL_BLOCKS, DataConfig, OptimizerConfig, ParallelConfig, ShardingStrategy
 from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.estimate.advice import memory_advice
@@ -28,7 +30,7 @@ from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
-from pretraining.text import count_of, format_gib, format_seconds, format_table
+from pretraining.text import count_of, describe_passes, describe_repeats, format_gib, format_seconds, format_table
 from pretraining.tools.commands import PlanConfig
 
 USABLE_FRACTION = 0.9
@@ -298,10 +300,33 @@ def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Lay
         f"{cluster.gpu.peak_tflops:g} TFLOP/s"
     )
     yield f"run         {_run(config, chosen)}"
+    tokens, passes = _count_reads(config.data, _length(config, chosen)["tokens"])
+    lines = [*describe_passes(tokens, passes), describe_repeats(passes)] if tokens else []
+    yield from (f"{'data' if number == 0 else '':11} {line}" for number, line in enumerate(filter(None, lines)))
     yield f"checkpoint  {format_gib(_checkpoint_bytes(config, shape))} each"
     if not chosen.fits:
         fitting = search(config, shape, cluster)
         yield "what fits   " + (_flags(config, fitting[0]) if fitting else _nothing_fits(config, shape, cluster))
+
+
+def _count_reads(data: DataConfig, tokens: int | None) -> tuple[dict[str, int], dict[str, float]]:
+    """Return how many tokens a run reads of each dataset, and how often; empty where no prepare.json says it."""
+    if data.data_path is None or tokens is None:
+        return {}, {}
+    from pretraining.tools.prepare.records import read_summary  # imports NumPy, which no other plan needs
+
+    root, sizes = Path(data.data_path), dict[str, float]()
+    names = [name.strip("/") for name in data.datasets] or sorted(each.name for each in root.glob("[!.]*"))
+    for name in names:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            summary = read_summary(root / name)
+            # The end of text is a token of each document.
+            sizes[name] = (summary.tokens + summary.documents) * (1 - data.held_out_fraction)
+    if not data.weights and data.datasets and len(sizes) < len(names):
+        return {}, {}
+    weights = dict(zip(names, data.weights, strict=True)) if data.weights else sizes
+    read = {name: round(tokens * weight / sum(weights.values())) for name, weight in weights.items() if weight}
+    return read, {name: count / sizes[name] for name, count in read.items() if sizes.get(name)}
 
 
 def _run(config: PlanConfig, chosen: LayoutEstimate) -> str:

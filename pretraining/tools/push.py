@@ -29,10 +29,13 @@ def push(config: PushConfig) -> None:
             the end, a checkpoint is damaged.
     """
     run = Path(config.paths[0])
+    misnamed = ConfigError("name the run's folder and an address: `pretrain push runs/mine s3://bucket/runs/mine`")
+    if is_address(config.paths[0]) or len(config.paths) > 2:
+        raise misnamed
     settings = load_config(run / RUN_CONFIG_FILE).checkpoint
     address = config.paths[1] if len(config.paths) == 2 else settings.ckpt_mirror_path
-    if is_address(config.paths[0]) or not is_address(address) or len(config.paths) > 2:
-        raise ConfigError("name the run's folder and an address: `pretrain push runs/mine s3://bucket/runs/mine`")
+    if not is_address(address):
+        raise misnamed
     settings = replace(settings, ckpt_save_path=str(run), ckpt_mirror_path=address)
     store, lease = str(address).partition("?")[0].rstrip("/"), Lease(run)
     lease.acquire()

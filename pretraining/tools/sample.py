@@ -6,9 +6,9 @@ prompt -> token ids -> new tokens, one by one, until the text ends -> stdout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,21 @@ from pretraining.checkpoint.completeness import check_finite
 from pretraining.checkpoint.restore import load_model
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import DataConfig
+from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError
-from pretraining.evaluation.generation import CachedModel, draw_tokens
+from pretraining.evaluation.generation import (
+    CachedModel,
+    Sampling,
+    draw_tokens,
+    encode_prompt,
+    prompt_problem,
+    stream_text,
+)
 from pretraining.files import is_file, read_object
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import CONFIG_FILE, GENERATION_CONFIG_FILE
 from pretraining.tools.commands import SampleConfig
-
-UNFINISHED_CHARACTER = "\ufffd"
-"""Replacement character that tokenizers return for bytes that do not form a character yet."""
 
 
 def sample(config: SampleConfig) -> None:
@@ -76,50 +81,42 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
     is_trained_here = bool(checkpoint.manifest.data)
     settings = settings_in(checkpoint.manifest.config, f"config of {checkpoint.path}").data
     tokenizer = _find_tokenizer(config, checkpoint.path, settings)
-    begin = settings.bos_token if is_trained_here or tokenizer is None else tokenizer.begin_of_text
+    begin = settings.bos if is_trained_here or tokenizer is None else tokenizer.begin_of_text
     ends = _ends_of_text(checkpoint.path, settings, tokenizer)
     prompt = list(config.prompt_tokens)
     if tokenizer is not None and not prompt:
-        prompt = [*([] if begin is None else [begin]), *tokenizer.encode(config.prompt or "")]
-        prompt = prompt or [next(iter(ends), 0)]  # the token before a document
+        prompt = encode_prompt(tokenizer, config.prompt or "", begin, ends)
     if not prompt:
         raise ConfigError(
             f"{config.ckpt_load_path} has no tokenizer: set --tokenizer_path, or give the prompt as token ids "
             "(--prompt_tokens=1,2,3)"
         )
-    if max(prompt) >= model.shape.vocab_size:
-        source = "--prompt_tokens" if config.prompt_tokens else "the tokenizer"
-        limit = f"the model of {checkpoint.path} has tokens 0 to {model.shape.vocab_size - 1}"
-        raise ConfigError(f"{source} gives {max(prompt)}, and {limit}")
+    context = max(model.shape.max_position_embeddings, settings.seq_length if is_trained_here else 0)
+    source = "--prompt_tokens" if config.prompt_tokens else "--prompt"
+    if problem := prompt_problem(source, prompt, tokenizer, model.shape.vocab_size, context):
+        raise ConfigError(problem)
     window, length = model.shape.sliding_window, len(prompt) + config.max_new_tokens
     if window is not None and length > window:
         raise ConfigError(
             f"prompt and new tokens are {length} tokens, but the model of {checkpoint.path} has a sliding window of "
             f"{window}, and here attention covers all tokens: give a smaller --max_new_tokens or a shorter prompt"
         )
-    context = max(model.shape.max_position_embeddings, settings.seq_length if is_trained_here else 0)
-    drawn = draw_tokens(
-        CachedModel(model, context, place),
-        prompt,
-        config.max_new_tokens,
-        seed=config.seed,
-        temperature=config.temperature,
-        top_k=config.top_k,
-    )
-    return Continuation(prompt, takewhile(lambda token: token not in ends, drawn), tokenizer)
+    sampling = Sampling(config.seed, config.temperature, config.top_k, config.top_p)
+    drawn = draw_tokens(CachedModel(model, context, place), prompt, config.max_new_tokens, sampling, ends)
+    return Continuation(prompt, drawn, tokenizer)
 
 
 def _find_tokenizer(config: SampleConfig, path: Path, settings: DataConfig) -> Tokenizer | None:
     """Return the tokenizer of `config`; else, if the prompt is text, that of the folder or of the run."""
-    own = str(path) if is_file(path / TOKENIZER_FILE) else settings.tokenizer_path
+    own = str(path) if is_file(path / TOKENIZER_FILE) else recorded_tokenizer(settings)
     named = config.tokenizer_path or (own if not config.prompt_tokens else None)
     return None if named is None else load_tokenizer(named)
 
 
 def _ends_of_text(path: Path, settings: DataConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the tokens that end a text: from the run's settings, the Hugging Face folder or the tokenizer."""
-    if settings.sep_token is not None:
-        return (settings.sep_token,)
+    if settings.sep is not None:
+        return (settings.sep,)
     for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         ids: Any = read_object(path / name).get("eos_token_id")
         found = tuple(each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int)
@@ -127,16 +124,3 @@ def _ends_of_text(path: Path, settings: DataConfig, tokenizer: Tokenizer | None)
             return found
     end = None if tokenizer is None else tokenizer.end_of_text
     return () if end is None else (end,)
-
-
-def stream_text(decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens that follow a prompt; a character is yielded when all of its bytes are there."""
-    known, new = list(prompt[-1:]), []  # the text of a token may depend on the previous token
-    for token in tokens:
-        new.append(token)
-        text = decode([*known, *new])[len(decode(known)) :]
-        if not text.endswith(UNFINISHED_CHARACTER):
-            yield text
-            known, new = [token], []
-    if new:
-        yield decode([*known, *new])[len(decode(known)) :]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pretraining.checkpoint.hf_import import record_origin
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
 from pretraining.checkpoint.manifest import (
@@ -42,6 +43,7 @@ from pretraining.distributed.watchdog import collective_timeout
 from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import Evaluator, definition_of
+from pretraining.files import writing_into
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama
 from pretraining.observability.collector import Collector
@@ -113,7 +115,7 @@ def build_run(
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
     context = _build_context(plan, model, optimizer, hook)
     run = _assemble(plan, context, stop_requests, status.events, lease, sampler)
-    on_rank_zero(lambda: write_config(plan.config))
+    on_rank_zero(lambda: _write_records(plan))
     on_every_rank(stop_requests.raise_if_pending)
     if plan.start is not None and plan.start.newer:  # last: nothing refuses the start any more
         on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, plan.start.newer))
@@ -133,6 +135,16 @@ def _fetch_start(plan: Plan, events: Events) -> None:
         events.open(config.folder)  # the file may be a new one
 
     on_rank_zero(fetch)
+
+
+def _write_records(plan: Plan) -> None:
+    """Write the settings of an accepted start, and what exports of a new run keep of the model it starts from."""
+    start, config = plan.start, plan.config.checkpoint
+    write_config(plan.config)
+    if config.ckpt_save_path is not None and (start is None or not start.is_own):
+        named = config.ckpt_load_path or config.resume_from_checkpoint or ""
+        with writing_into(config.folder):
+            record_origin(config.folder, None if start is None else start.path, named)
 
 
 def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Optimizer]:

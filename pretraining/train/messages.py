@@ -26,7 +26,7 @@ from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.horizon import describe_schedule
 from pretraining.optim.muon import RMS_OF_ADAMW
 from pretraining.optim.registry import user_defined_arguments
-from pretraining.text import count_of, format_seconds
+from pretraining.text import count_of, describe_passes, describe_repeats, format_seconds
 from pretraining.train.loop import Run
 from pretraining.train.plan import Plan
 
@@ -40,13 +40,14 @@ def log_plan(plan: Plan) -> None:
     number = torch.get_num_threads()
     threads = f", {count_of(number, 'thread')} each" if processes.device.type == "cpu" else ""
     compiled = "compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
+    reads = _count_reads(plan)
     lines_of = {
         "model": [
             f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
             f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}"
         ],
         "blocks": [compiled] if config.parallel.use_torch_compile else [],
-        "data": [_describe_data(plan)],
+        "data": [_describe_data(plan), *describe_passes(*reads)],
         "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"],
         "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
         "optimizer": [_describe_optimizer(config.optimizer, plan.shape.hidden_size)],
@@ -62,6 +63,18 @@ def log_plan(plan: Plan) -> None:
     for name, lines in lines_of.items():
         for index, line in enumerate(lines):
             log.info("%-11s %s", "" if index else name, line)
+    if processes.is_main and (repeats := describe_repeats(reads[1])):
+        log.warning("%s", repeats)
+
+
+def _count_reads(plan: Plan) -> tuple[dict[str, int], dict[str, float]]:
+    """Return how many tokens the whole run reads of each dataset, and how often; empty for dummy data."""
+    if plan.data is None:
+        return {}, {}
+    samples = plan.loader.reader.mixture.counts_before_step(plan.state.total_steps)
+    sources = plan.loader.reader.sources
+    tokens = {name: count * plan.config.data.seq_length for name, count in samples.items()}
+    return tokens, {each.name: samples[each.name] / each.pass_samples for each in sources}
 
 
 def _describe_data(plan: Plan) -> str:

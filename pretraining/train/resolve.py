@@ -18,7 +18,7 @@ from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.fields import values_of
 from pretraining.config.rules import check_config
-from pretraining.config.training import DataConfig, ModelConfig, TrainConfig
+from pretraining.config.training import NO_TOKEN, DataConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import (
     DEFAULT_VARIANT,
     LlamaShape,
@@ -28,10 +28,10 @@ from pretraining.config.variants import (
     rounded_vocabulary,
 )
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import exists, is_file
+from pretraining.files import exists, is_file, is_folder
 
 if TYPE_CHECKING:
-    from pretraining.data.prepared import TokenSetting
+    from pretraining.data.prepared import KnownTokenizer, TokenSetting
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -78,6 +78,24 @@ def resolve_from(config: TrainConfig, start: CheckpointRef | None) -> Resolved:
         if start.weights_only:
             _check_and_log_changes(start, shape, adopted.data.tokenizer_path)
     return Resolved(adopted, start)
+
+
+def _tokenizer_of_weights(start: CheckpointRef) -> KnownTokenizer | None:
+    """Return the tokenizer in a Hugging Face folder or of the run that saved a checkpoint; None if unknown."""
+    from pretraining.data.prepared import KnownTokenizer, recorded_tokenizer
+    from pretraining.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+
+    own = recorded_tokenizer(start.config.data)
+    path = start.path if is_file(start.path / TOKENIZER_FILE) or own is None else Path(own).expanduser()
+    if not is_file(path / TOKENIZER_FILE if is_folder(path) else path):
+        return None
+    try:
+        tokenizer = load_tokenizer(path)
+    except DataError as error:  # training needs no tokenizer
+        log.warning("which tokenizer the weights expect is unknown: %s", error)
+        return None
+    remedy = f"Prepare the data with that of the weights (pretrain prepare --tokenizer_path={path})"
+    return KnownTokenizer(f"that of the weights in {start.path}", path, tokenizer.sha256, tokenizer, remedy)
 
 
 def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_path: str | None) -> None:
@@ -140,7 +158,7 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
         raise ConfigError("--sample_at_evaluations=true: the data has no tokenizer; give --tokenizer_path")
     if adopted.data.tokenizer_path is None and adopted.evaluation.sample_prompt:
         log.info("--sample_prompt has no effect: the data has no tokenizer; give --tokenizer_path")
-    if start is not None and start.weights_only and adopted.data.bos_token is None:
+    if start is not None and start.weights_only and adopted.data.bos is None:
         _warn_of_begin_token(start)
     return adopted
 
@@ -162,40 +180,37 @@ def _adopt_model(config: TrainConfig, start: CheckpointRef | None) -> ModelConfi
 
 def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
     """Return the data settings with those of the checkpoint or, in a new run, of the prepared data."""
-    from pretraining.data.prepared import prepared_token, prepared_tokenizer  # imports NumPy
+    from pretraining.data.prepared import choose_tokenizer, prepared_token  # imports NumPy
 
     data, sets, is_resumed = config.data, config.evaluation.eval_datasets, start is not None and not start.weights_only
-    recorded = start.manifest.data if start is not None and is_resumed else {}
+    recorded, own = (start.manifest.data, start.config.data) if start is not None and is_resumed else ({}, DataConfig())
     rows = config.model.vocab_size or (None if start is None else shape_of(start.manifest).vocab_size)
     if data.use_dummy_dataset:
         return data
-    adopted: dict[str, Any] = {}
+    adopted: dict[str, Any] = {"accept_tokenizer": data.accept_tokenizer or own.accept_tokenizer}
     for name in _ENDS:
-        if getattr(data, name) is None:
-            adopted[name] = recorded.get(name)
-            if not is_resumed:
-                adopted[name] = prepared_token(name, data, sets)
-    if data.tokenizer_path is None:
-        own = start.config.data.tokenizer_path if start is not None and is_resumed else None
-        is_lost = own is not None and not exists(Path(own).expanduser())
-        adopted["tokenizer_path"] = own
-        if is_lost or not is_resumed:
-            adopted["tokenizer_path"] = prepared_tokenizer(data, sets, rows)
-    return replace(data, **adopted)
+        if getattr(data, name) is None and is_resumed:
+            adopted[name] = NO_TOKEN if getattr(own, name) == NO_TOKEN else recorded.get(name)
+        elif getattr(data, name) is None:
+            adopted[name] = prepared_token(name, data, sets)
+    asks, is_lost = not is_resumed or config.evaluation.eval_only, False
+    if data.tokenizer_path is None and own.tokenizer_path is not None:
+        is_lost = not exists(Path(own.tokenizer_path).expanduser())
+        adopted["tokenizer_path"] = None if is_lost else own.tokenizer_path
+    data = replace(data, **adopted)
+    if not asks and not is_lost:
+        return data
+    weights = _tokenizer_of_weights(start) if start is not None and asks else None
+    asked = data if asks else replace(data, accept_tokenizer=True)
+    return replace(data, tokenizer_path=choose_tokenizer(asked, sets, weights, rows))
 
 
 def _warn_of_begin_token(start: CheckpointRef) -> None:
     """Warn if the weights expect a begin-of-text token, and the run has none."""
-    from pretraining.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-
-    trained, own = start.manifest.data, start.config.data.tokenizer_path
-    begin = trained.get("bos_token")
-    if not trained:  # weights of others expect what their tokenizer does
-        path = start.path if is_file(start.path / TOKENIZER_FILE) else Path(own or "")
-        try:
-            begin = load_tokenizer(path).begin_of_text if exists(path / TOKENIZER_FILE) else None
-        except DataError as error:  # training needs no tokenizer
-            log.warning("whether the weights expect a token before every text is unknown: %s", error)
+    begin = start.manifest.data.get("bos_token")
+    if not start.manifest.data:  # weights of others expect what their tokenizer does
+        found = _tokenizer_of_weights(start)
+        begin = None if found is None or found.tokenizer is None else found.tokenizer.begin_of_text
     if begin is not None:
         log.warning(
             "the weights of %s expect token %d before every text, and this run has no bos_token: unless the token "

@@ -129,7 +129,8 @@ def train(
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
         with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
             config, start = resolve_in_job(config, lambda given: resolve(given, list_copies(given.checkpoint)))
-            sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
+            is_resumed = start is not None and not start.weights_only
+            sampler = open_sampler(config, processes, is_resumed)  # before training, so that a bad path fails early
             dims = check_and_build_dims(config, processes)
             on_every_rank(requests.raise_if_signalled)
             count_start(config.checkpoint, status, start)

@@ -177,6 +177,27 @@ def test_an_impossible_command_is_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("address", ["s3://KEY:SECRET@bucket/run", "gs://bucket/run?token=SECRET"])
+def test_no_command_shows_the_credentials_of_an_address(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = f"--ckpt_save_path={tmp_path / 'run'}"
+    flags = ("ckpt_mirror_path", "ckpt_load_path", "resume_from_checkpoint", "tokenizer_path", "recipe", "num_steps")
+    commands = [
+        *([name, address] for name in COMMANDS),
+        *(["train", *TINY, run, f"--{flag}={address}"] for flag in flags),
+        ["verify", f"--data_path={address}"],
+        ["push", str(tmp_path), address],
+        ["export", str(tmp_path), f"--output_path={address}"],
+        ["plan", "--gpu=h100", f"--ckpt_load_path={address}"],
+    ]
+    for command in commands:
+        with pytest.raises(SystemExit) as ending:
+            main(command)
+        assert ending.value.code, command
+    assert "SECRET" not in "".join(capsys.readouterr()) and not (tmp_path / "run").exists()
+
+
 def test_names_that_are_not_utf_8_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_two_datasets(tmp_path / "data") / "first"
     for path in folder.glob("*.arrow"):

@@ -96,11 +96,11 @@ class DocumentReader:
         self._files = files
         self._format = load_format(files.file_type, config)
         self._index = index
-        self._bos_token, self._sep_token = config.bos_token, config.sep_token
+        self._bos_token, self._sep_token = config.bos, config.sep
         self._vocab_size = vocab_size
         self._opened = opened
         # A virtual token may be wider than the stored ones: 999 may end documents of one-byte tokens.
-        largest = max(config.bos_token or 0, config.sep_token or 0)
+        largest = max(config.bos or 0, config.sep or 0)
         # Sign extension into wide enough integers turns a negative token into one outside the vocabulary.
         is_narrow = index.is_signed & (vocab_size > 2.0 ** (8 * index.token_bytes - 1))
         widths = np.where(is_narrow, 4, index.token_bytes)

@@ -160,4 +160,4 @@ class _Beginning:
 
 
 def _marks_nothing(config: DataConfig) -> bool:
-    return config.sep_token is None and config.bos_token is None and not config.document_mask
+    return config.sep is None and config.bos is None and not config.document_mask

@@ -181,6 +181,6 @@ def _documents(path: str, offset: int, count: int, dtype: np.dtype[Any], separat
 
 
 def _separator(config: DataConfig, suffix: str) -> int:
-    if config.sep_token is None:
+    if config.sep is None:
         raise ConfigError(f"--sep_token is needed: it ends the documents of *{suffix} files")
-    return config.sep_token
+    return config.sep

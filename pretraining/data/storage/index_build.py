@@ -214,7 +214,7 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
     kept = np.flatnonzero(ends - begins >= config.min_length)
     documents = np.zeros(len(begins), dtype=DOCUMENT)
     documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
-    for token, positions, flag in ((config.bos_token, begins, VIRTUAL_BOS), (config.sep_token, ends - 1, VIRTUAL_SEP)):
+    for token, positions, flag in ((config.bos, begins, VIRTUAL_BOS), (config.sep, ends - 1, VIRTUAL_SEP)):
         if token is not None:
             documents["flags"][kept[~_is_any_of(tokens[positions[kept]], [token])]] |= flag
     return documents

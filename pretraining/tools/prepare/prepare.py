@@ -263,9 +263,9 @@ class _Job:
                 contents = [each for record in records for each in record.contents]
                 write_flushed(Path(own, INPUTS_FILE), inputs_document(contents))
                 Path(own, INPUTS_FILE).replace(work.files / INPUTS_FILE)
-                if tokenizer is not None and not exists(work.root / TOKENIZER_FILE):
+                if tokenizer is not None:
                     tokenizer.save(Path(own))
-                    for name in tokenizer.contents():
+                    for name in (each for each in tokenizer.contents() if not exists(work.root / each)):
                         (work.root / name).parent.mkdir(exist_ok=True)
                         Path(own, name).replace(work.root / name)
             if tokenizer is not None and load_tokenizer(work.root).sha256 != tokenizer.sha256:

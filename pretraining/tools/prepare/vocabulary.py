@@ -34,22 +34,26 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     """Return the tokenizer of `config`, or the one in the root; None if there is neither.
 
     Raises:
-        DataError: the tokenizer cannot be read, or differs from the one in the root.
+        DataError: the tokenizer cannot be read, puts a wrong token around texts, or differs from the one in the root.
     """
     given = None if config.tokenizer_path is None else load_tokenizer(config.tokenizer_path)
+    if given is not None:
+        given.check_added_around()
     if not exists(root / TOKENIZER_FILE):
         return given
     present = load_tokenizer(root)
+    present.check_added_around()
     wrong = ""
     if given is not None and given.sha256 != present.sha256:
         wrong = f"--tokenizer_path={config.tokenizer_path} is another tokenizer"
+    elif given is not None and None is not present.chat_template != given.chat_template:
+        wrong = f"--tokenizer_path={config.tokenizer_path} has another chat template"
     elif config.vocab_size not in (None, present.vocab_size):
         wrong = f"it has {present.vocab_size} entries, not --vocab_size={config.vocab_size}"
     if wrong:
         remedy = "All datasets of a root share one tokenizer: drop the flag, or set another --output_path"
         raise DataError(f"{wrong}. {remedy}", path=root / TOKENIZER_FILE)
-    # Earlier versions copied no chat template into the root.
-    return given if given is not None and present.chat_template is None else present
+    return given or present  # a root of an earlier version has two files of its tokenizer
 
 
 def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokenizer:

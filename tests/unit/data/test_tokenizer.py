@@ -203,6 +203,7 @@ def test_all_files_of_a_tokenizer_travel_whole(tmp_path: Path) -> None:
         ({"tokenizer_config.json": {"chat_template": "a"}, "additional_chat_templates/rag.jinja": "r"}, None),
         ({"chat_template.jinja": "j", "additional_chat_templates/default.jinja": "d"}, "d"),
         ({"chat_template.json": {"chat_template": "p"}}, "p"),
+        ({"chat_template.json": {"chat_template": ["p"]}}, None),
         ({"tokenizer_config.json": {"chat_template": "a"}, "chat_template.json": {"chat_template": "p"}}, "a"),
     ],
 )
@@ -301,3 +302,22 @@ def test_dropout_is_off_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None
     assert loaded.definition == (tmp_path / "tokenizer.json").read_bytes()
     assert json.loads(loaded.definition_without_dropout)["model"]["dropout"] is None
     assert TRAINED.definition_without_dropout == TRAINED.definition
+
+
+def test_a_damaged_template_of_a_processor_is_named(tmp_path: Path) -> None:
+    TRAINED.save(tmp_path)
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(DataError, match=r"chat_template\.json: is not valid JSON"):
+        _ = load_tokenizer(tmp_path).chat_template
+
+
+def test_names_of_special_tokens_are_those_that_transformers_knows(tmp_path: Path) -> None:
+    load = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"content": "<|endoftext|>"}, "eos_token": "a"}
+    (tmp_path / "tokenizer.json").write_bytes(TRAINED.definition)
+    extras: list[tuple[dict[str, object], str]] = [({}, "b"), ({"added_tokens_decoder": {}}, "a")]
+    for extra, eos in extras:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": END_OF_TEXT, **extra}))
+        (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "b", "unk_token": null}')
+        expected = {"bos_token": END_OF_TEXT, "eos_token": eos}
+        assert load_tokenizer(tmp_path).special_tokens == load(tmp_path).special_tokens_map == expected

@@ -11,7 +11,8 @@ from torch import nn
 from pretraining.config.command_line import load_train_config
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.distributed.processes import Processes
-from pretraining.evaluation.generation import TextSampler, draw_tokens, open_sampler
+from pretraining.errors import ConfigError
+from pretraining.evaluation.generation import Sampling, TextSampler, draw_tokens, open_sampler
 
 CPU = torch.device("cpu")
 
@@ -33,13 +34,20 @@ class Successor(nn.Module):
 
 
 def draw(
-    model: nn.Module, prompt: list[int], count: int, seed: int = 0, temperature: float = 0.8, top_k: int = 50
+    model: nn.Module,
+    prompt: list[int],
+    count: int,
+    seed: int = 0,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    ends: Sequence[int] = (),
 ) -> list[int]:
     def next_logits(tokens: Sequence[int]) -> torch.Tensor:
         logits_V: torch.Tensor = model(torch.tensor([tokens]))[0, -1]
         return logits_V
 
-    return list(draw_tokens(next_logits, prompt, count, seed, temperature, top_k))
+    return list(draw_tokens(next_logits, prompt, count, Sampling(seed, temperature, top_k, top_p), ends))
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1e-300}, {"temperature": 5.0, "top_k": 1}])
@@ -49,7 +57,7 @@ def test_at_temperature_zero_or_among_one_the_likeliest_token_follows(options: d
 
 def test_the_model_sees_at_most_its_context() -> None:
     model = Successor(vocab_size=3)
-    TextSampler("", [1, 2, 0], 3, 4, 0, None).sample(model, CPU)
+    TextSampler("", [1, 2, 0], (), 3, 4, 0, None).sample(model, CPU)
     assert [len(window) for window in model.windows] == [3, 4, 4]
     assert model.windows[2][:3] == model.windows[1][1:]
 
@@ -73,6 +81,96 @@ def test_a_model_whose_logits_are_not_finite_writes_something(value: float) -> N
 def test_a_run_needs_the_file_of_its_tokenizer_at_its_start_alone(tmp_path: Path) -> None:
     train_tokenizer(["a few words"], 270).save(tmp_path)
     flags = ["model_variant=tiny", "vocab_size=512", "use_dummy_dataset=true", "sample_prompt=a", "sample_tokens=2"]
-    sampler = open_sampler(load_train_config([*flags, f"tokenizer_path={tmp_path}"]), Processes(0, 1, 0, 1, CPU))
+    sampler = open_sampler(load_train_config([*flags, f"tokenizer_path={tmp_path}"]), Processes(0, 1, 0, 1, CPU), False)
     (tmp_path / "tokenizer.json").unlink()
     assert sampler is not None and sampler.sample(Successor(vocab_size=512), CPU).prompt == "a"
+
+
+def test_a_text_ends_before_its_end_token() -> None:
+    assert draw(Successor(), [3], 9, temperature=0, ends=[7]) == [4, 5, 6]
+
+
+class Chosen(nn.Module):
+    """Model whose next token has these probabilities."""
+
+    def __init__(self, probabilities: list[float]) -> None:
+        super().__init__()
+        self.logits_V = torch.tensor(probabilities).log()
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        return self.logits_V.expand(*tokens_BS.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("options", "drawn"),
+    [
+        ({"top_k": 0}, {0, 1, 2, 3}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 0, "top_p": 0.0}, {0}),
+        ({"top_k": 0, "top_p": 0.5}, {0}),
+        ({"top_k": 0, "top_p": 0.51}, {0, 1}),
+        ({"top_k": 0, "top_p": 0.81}, {0, 1, 2}),
+        ({"top_k": 2, "top_p": 0.9}, {0, 1}),
+    ],
+)
+def test_tokens_are_drawn_among_the_likeliest_as_transformers_do(options: dict[str, Any], drawn: set[int]) -> None:
+    probabilities = [0.5, 0.3, 0.15, 0.05]
+    assert set(draw(Chosen(probabilities), [0], 300, temperature=1.0, **options)) == drawn
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    logits_BV = torch.tensor([probabilities]).log()
+    if options.get("top_k"):
+        logits_BV = warpers.TopKLogitsWarper(options["top_k"])(None, logits_BV)
+    if options.get("top_p"):
+        logits_BV = warpers.TopPLogitsWarper(options["top_p"])(None, logits_BV)
+        assert {token for token in range(4) if logits_BV[0, token].isfinite()} == drawn
+
+
+FLAGS = ["model_variant=tiny", "vocab_size=512", "use_dummy_dataset=true", "sample_tokens=4", "seq_length=8"]
+
+
+def sampler_of(tmp_path: Path, *flags: str, is_resumed: bool = False) -> TextSampler:
+    train_tokenizer(["a few words"], 270).save(tmp_path)
+    config = load_train_config([*FLAGS, f"tokenizer_path={tmp_path}", *flags])
+    sampler = open_sampler(config, Processes(0, 1, 0, 1, CPU), is_resumed)
+    assert sampler is not None
+    return sampler
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "ends"),
+    [
+        (["sample_prompt=a"], [65], (0,)),
+        (["sample_prompt=a", "bos_token=5"], [5, 65], (0,)),
+        (["sample_prompt=a", "bos_token=5", "sep_token=7"], [5, 65], (7,)),
+        (["sample_prompt=", "bos_token=5"], [5], (0,)),
+        (["sample_prompt=", "sep_token=7"], [7], (7,)),
+        (["sample_prompt=a<|endoftext|>a"], [65, 0, 65], (0,)),
+        (["sample_prompt=<|endoftext|>a", "bos_token=0"], [0, 65], (0,)),
+        (["sample_prompt=a", "bos_token=none", "sep_token=none"], [65], (0,)),
+    ],
+)
+def test_a_prompt_begins_as_in_training_and_its_text_ends_at_the_end_of_the_text(
+    tmp_path: Path, flags: list[str], prompt: list[int], ends: tuple[int, ...]
+) -> None:
+    sampler = sampler_of(tmp_path, *flags)
+    assert (sampler.prompt_tokens, sampler.ends) == (prompt, ends)
+
+
+def test_a_sample_stops_at_the_end_of_the_text(tmp_path: Path) -> None:
+    class Ending(Successor):
+        def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+            end = 100.0 * nn.functional.one_hot(torch.tensor(7), self.vocab_size)
+            return super().forward(tokens_BS) + end
+
+    sampler = sampler_of(tmp_path, "sample_prompt=a", "sep_token=7")
+    assert sampler.sample(Ending(vocab_size=512), CPU).text == ""
+
+
+def test_a_prompt_longer_than_the_context_is_refused_and_cut_in_a_resumed_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = ["sample_prompt=abcdefghi", "bos_token=5"]
+    with pytest.raises(ConfigError, match="--sample_prompt gives 10 tokens, and the model has a context of 8"):
+        sampler_of(tmp_path, *flags)
+    assert len(sampler_of(tmp_path, *flags, is_resumed=True).prompt_tokens) == 8
+    assert "gives 10 tokens, and the model has a context of 8" in caplog.text

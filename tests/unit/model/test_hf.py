@@ -52,7 +52,7 @@ def test_transformers_read_the_same_from_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     for shape in (TINY_SHAPE, replace(TINY_SHAPE, rope_scaling=SCALED, tie_word_embeddings=True, rope_theta=5e5)):
         (tmp_path / "config.json").write_text(json.dumps(document(shape)))
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation_document(None, 5)))
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation_document(None, [5])))
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         assert config.rope_parameters["rope_theta"] == shape.rope_theta
         expected = LLAMA3 if shape.rope_scaling else {"rope_type": "default"}
@@ -115,6 +115,14 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        ({"is_causal": False}, "is_causal"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
         ({"rope_parameters": {"rope_theta": "much"}}, "rope_theta"),
         ({"head_dim": 5}, "head_dim=5"),
         ({"hidden_size": 15, "head_dim": None}, "hidden_size=15 / num_attention_heads=2"),

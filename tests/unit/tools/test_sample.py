@@ -20,15 +20,16 @@ from unit.checkpoint.checkpoint_files import (
 )
 
 from pretraining.api import load_model
+from pretraining.cli import main
 from pretraining.config.recipes import dump_config
 from pretraining.config.rules import check_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.evaluation.generation import CachedModel
+from pretraining.evaluation.generation import CachedModel, stream_text
 from pretraining.tools.commands import ExportConfig, SampleConfig
 from pretraining.tools.export import export
-from pretraining.tools.sample import sample, stream_text
+from pretraining.tools.sample import sample
 
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 WITH_TEXT = replace(SHAPES["plain"], vocab_size=300)
@@ -128,9 +129,8 @@ def test_generation_stops_at_the_end_of_text_token(tmp_path: Path, capsys: pytes
     assert ids_of(printed(capsys, tmp_path / "exported", **asked)) == tokens[: tokens.index(end, 2)]
 
 
-def test_a_prompt_starts_with_the_begin_of_text_token_of_the_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def watched_prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Let no token be drawn; return a list to which each prompt is added."""
     prompts: list[list[int]] = []
 
     def watched(next_logits: object, prompt: Sequence[int], *_: object, **__: object) -> list[int]:
@@ -138,6 +138,13 @@ def test_a_prompt_starts_with_the_begin_of_text_token_of_the_documents(
         return []
 
     monkeypatch.setattr("pretraining.tools.sample.draw_tokens", watched)
+    return prompts
+
+
+def test_a_prompt_starts_with_the_begin_of_text_token_of_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = watched_prompts(monkeypatch)
     run = make_run(tmp_path, WITH_TEXT, tokenizer_path=make_tokenizer(tmp_path), bos_token=7)
     assert printed(capsys, run, prompt="") == "" and prompts == [[7]]
     without = make_run(tmp_path / "without", WITH_TEXT, tokenizer_path=str(tmp_path / "tokenizer"), sep_token=9)
@@ -162,11 +169,42 @@ def test_a_prompt_that_cannot_be_continued_is_refused(tmp_path: Path, capsys: py
         ({"prompt": "some"}, {"tokenizer_path", "prompt_tokens"}),
         ({}, {"tokenizer_path", "prompt_tokens"}),
         ({"prompt_tokens": (1, 32)}, {"prompt_tokens"}),
-        ({"prompt": "some", "tokenizer_path": make_tokenizer(tmp_path)}, set()),  # has more entries than the model
+        ({"prompt": "some", "tokenizer_path": make_tokenizer(tmp_path)}, {"prompt"}),  # with more entries
     ):
         with pytest.raises(ConfigError) as refusal:
             printed(capsys, run, **settings)
         assert set(refusal.value.settings) == named
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, WITH_TEXT, tokenizer_path=make_tokenizer(tmp_path))
+    context = 64
+    asked: tuple[dict[str, Any], ...] = ({"prompt": "\u00df" * context}, {"prompt_tokens": (1,) * (context + 1)})
+    for settings in asked:
+        with pytest.raises(ConfigError, match=rf"gives \d+ tokens, and the model has a context of {context}"):
+            printed(capsys, run, **settings)
+
+
+def test_special_tokens_in_a_prompt_are_ids_and_a_begin_of_text_is_not_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = watched_prompts(monkeypatch)
+    run = make_run(tmp_path, WITH_TEXT, tokenizer_path=make_tokenizer(tmp_path), bos_token=0)
+    for prompt in ("some", "<|endoftext|>some", "some<|endoftext|>"):
+        printed(capsys, run, prompt=prompt)
+    some = TOKENIZER.encode("some")
+    assert prompts == [[0, *some], [0, *some], [0, *some, 0]]
+
+
+def test_top_p_and_no_limit_of_top_k_are_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(make_run(tmp_path, SHAPES["plain"]))
+    texts = set()
+    for flags in (["top_k=0"], ["top_p=0"], ["top_k=1"], ["temperature=0"]):
+        main(["sample", run, "prompt_tokens=1,5", "max_new_tokens=12", *flags])
+        texts.add(capsys.readouterr().out.splitlines()[-1])
+    assert len(texts) == 2  # all but the first always take the likeliest token
 
 
 TOKENIZER = train_tokenizer(TEXTS, 290)

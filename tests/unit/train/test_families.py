@@ -30,6 +30,7 @@ SIZES = {
 }
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+SLIDING = {"use_sliding_window": True, "sliding_window": 48, "layer_types": ["sliding_attention"] * 4}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama with its own head_dim": {"model_type": "llama", "head_dim": 32},
@@ -50,6 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3 tied": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "olmo2": {"model_type": "olmo2"},
     "smollm3": {"model_type": "smollm3"},
+    "qwen2 with a window": {"model_type": "qwen2", **SLIDING},
+    "smollm3 with a window": {"model_type": "smollm3", **SLIDING},
     "granite": {
         "model_type": "granite",
         "embedding_multiplier": 12.0,
@@ -111,8 +114,9 @@ def test_a_model_of_transformers_is_trained_and_is_one_of_its_family_again(
     main(["plan", f"--ckpt_load_path={folder}", "--gpu=h100", "--gpus=8", "--seq_length=32"])
 
 
-def test_a_sliding_window_is_accepted_while_the_sequence_fits_in_it(tmp_path: Path) -> None:
-    save(tmp_path / "model", MODELS["mistral with a window"])
+@pytest.mark.parametrize("name", first_quick("qwen2 with a window", "mistral with a window", "smollm3 with a window"))
+def test_a_sliding_window_is_accepted_while_the_sequence_fits_in_it(name: str, tmp_path: Path) -> None:
+    save(tmp_path / "model", MODELS[name])
     load = f"ckpt_load_path={tmp_path / 'model'}"
     error = refusal(tmp_path / "run", load, "seq_length=49", model=MODEL_FLAGS)
     assert "--seq_length=49 exceeds the model's sliding window of 48 tokens" in str(error)

@@ -172,8 +172,16 @@ def test_datasets_of_two_tokenizers_are_named(data: Path, tmp_path: Path, capsys
     (data / "two").mkdir()
     (data / "two/prepare.json").write_text(json.dumps(other))
     (data / "two/part.arrow").write_bytes(next((data / "web").glob("*.arrow")).read_bytes())
-    start(tmp_path / "run", f"data_path={data}", *COMMON, "vocab_size=384")
-    assert "datasets were encoded by different tokenizers" in "".join(capsys.readouterr())
+    flags = [f"data_path={data}", *COMMON, "vocab_size=384"]
+    error = refusal(tmp_path / "run", *flags)
+    (two, web) = (data / "two", data / "web")
+    assert f"tokenizers differ, that of prepare.json in {web} and that of prepare.json in {two}: their hashes" in str(
+        error
+    )
+    assert "accept_tokenizer" in error.settings
+    start(tmp_path / "run", *flags, "accept_tokenizer=true")
+    assert "accepted: tokenizers differ, that of prepare.json in" in "".join(capsys.readouterr())
+    assert settings_of(tmp_path / "run").data.tokenizer_path is None
 
 
 def test_text_at_evaluations_needs_a_tokenizer_given_or_beside_the_data(data: Path, tmp_path: Path) -> None:
@@ -215,4 +223,4 @@ def test_weights_beside_a_tokenizer_that_cannot_be_read_are_trained_on_with_a_wa
     (tmp_path / "exported/tokenizer.json").write_text("{")
     load = [f"ckpt_load_path={tmp_path / 'exported'}", "weights_only=true", "dry_run=true"]
     start(tmp_path / "second", *flags, *load, model=MODEL)
-    assert "whether the weights expect a token before every text is unknown" in "".join(capsys.readouterr())
+    assert "which tokenizer the weights expect is unknown" in "".join(capsys.readouterr())

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from training_runs import TINY, write_two_datasets
 from unit.train.whole_runs import refusal, start
 
+from pretraining.api import Trainer
 from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
+from pretraining.config.training import NO_TOKEN
 
 COMMON = ["logical_shards=8"]
 
@@ -54,6 +57,61 @@ def test_a_new_run_takes_the_end_of_text_of_its_prepared_data_and_dry_run_and_in
     (data / "first/prepare.json").unlink()  # the run has its own `sep_token` now
     start(run, *flags)
     assert separator_of(run) == 0
+
+
+def documents_of(run: Path) -> object:
+    """Return the token that ends the documents of a run."""
+    (*_, newest) = committed_checkpoints(run)
+    return read_manifest(newest.path).data["sep_token"]
+
+
+@pytest.mark.parametrize("typed", ["sep_token=none", "eos_token=null", "sep_token=-1"])
+def test_a_typed_none_is_no_token_and_stays_so_when_resumed_and_in_config_yaml(
+    data: Path, tmp_path: Path, typed: str
+) -> None:
+    run, again = tmp_path / "run", tmp_path / "again"
+    start(run, f"data_path={data}", *COMMON, typed, "run_steps=2")
+    assert documents_of(run) is None
+    start(run, f"data_path={data}", *COMMON, "run_steps=1")
+    assert documents_of(run) is None
+    main(["train", f"--recipe={run / 'config.yaml'}", f"ckpt_save_path={again}", "num_steps=1"])
+    assert documents_of(again) is None
+    (tmp_path / "own.yaml").write_text("sep_token: none\n")
+    start(tmp_path / "recipe", f"--recipe={tmp_path / 'own.yaml'}", f"data_path={data}", *COMMON, "num_steps=1")
+    assert documents_of(tmp_path / "recipe") is None
+
+
+@pytest.mark.parametrize("written", ["sep_token:\n", "sep_token: null\n", 'sep_token: ""\n', ""])
+def test_what_is_not_given_is_that_of_the_data(data: Path, tmp_path: Path, written: str) -> None:
+    (tmp_path / "own.yaml").write_text(f"eval_batches: 1\n{written}")
+    flags = [f"--recipe={tmp_path / 'own.yaml'}", f"data_path={data}", *COMMON, "num_steps=1"]
+    start(tmp_path / "run", *flags)
+    assert separator_of(tmp_path / "run") == 0
+    start(tmp_path / "empty", *flags, "--sep_token=")  # such as of a variable that is not set
+    assert separator_of(tmp_path / "empty") == 0
+
+
+def test_none_in_python_means_none_where_it_is_given(data: Path, tmp_path: Path) -> None:
+    flags = dict(flag.split("=") for flag in [*TINY, *COMMON])
+    for given, expected in (({}, 0), ({"sep_token": None}, None), ({"sep_token": NO_TOKEN}, None)):
+        run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        settings = {**flags, "data_path": data, "num_steps": 1, "ckpt_save_path": run, **given}
+        Trainer.from_recipe(**settings).train()
+        assert documents_of(run) == expected
+
+
+def test_flat_files_need_a_separator_whatever_none_says(tmp_path: Path) -> None:
+    (tmp_path / "data/one").mkdir(parents=True)
+    np.arange(90, dtype=np.uint16).tofile(tmp_path / "data/one/a.bin")
+    flags = [f"data_path={tmp_path / 'data'}", "token_dtype=uint16", "sep_token=none", "vocab_size=128"]
+    assert "--sep_token is needed" in str(refusal(tmp_path / "run", *flags))
+
+
+def test_a_run_in_a_folder_with_a_timestamp_and_a_typed_none_is_found_again(data: Path, tmp_path: Path) -> None:
+    for typed in (["sep_token=none"], ["sep_token=none"], []):
+        start(tmp_path / "run.{timestamp}", f"data_path={data}", *COMMON, "run_steps=1", *typed)
+    (run,) = tmp_path.glob("run.*")
+    assert documents_of(run) is None
 
 
 def test_a_run_without_a_separator_resumes_without(data: Path, tmp_path: Path) -> None:

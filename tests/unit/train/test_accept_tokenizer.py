@@ -1,0 +1,187 @@
+"""Tokenizers of weights, data and --tokenizer_path are compared at a new run's start and with --eval_only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from training_runs import TINY
+from unit.train.whole_runs import refusal, start
+
+from pretraining.cli import main
+from pretraining.config.recipes import load_config
+from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
+from pretraining.errors import ConfigError, DataError
+from pretraining.files import with_checksum
+from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.prepare.prepare import prepare
+
+MODEL = [*(flag for flag in TINY if not flag.startswith("vocab_size")), "sample_tokens=2"]
+COMMON = ["logical_shards=8", "eval_batches=1", "run_steps=1"]
+TEXTS = [f"document {n} of some text, " * (n % 9 + 3) for n in range(100)]
+OTHER_TEXTS = ["def other(words):\n    return words\n"] * 20
+
+
+def prepared(root: Path, tokenizer: Path, name: str = "web") -> Path:
+    """Prepare a dataset with a tokenizer; return the root."""
+    (root.parent / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    prepare(PrepareConfig((str(root.parent / f"{name}.jsonl"),), output_path=str(root), tokenizer_path=str(tokenizer)))
+    return root
+
+
+def tokenizer_at(folder: Path, texts: list[str] = TEXTS, entries: int = 300) -> Path:
+    folder.mkdir()
+    train_tokenizer(texts, entries).save(folder)
+    return folder
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    """Two tokenizers, data prepared with each, and weights of a run on the first with its tokenizer."""
+    found = {"right": tokenizer_at(tmp_path / "right"), "wrong": tokenizer_at(tmp_path / "wrong", OTHER_TEXTS)}
+    for name in ("right", "wrong"):
+        found[f"{name}_data"] = prepared(tmp_path / f"{name}_data", found[name])
+    start(tmp_path / "run", f"data_path={found['right_data']}", *COMMON, "vocab_size=384", model=MODEL)
+    main(["export", f"ckpt_load_path={tmp_path / 'run'}", f"output_path={tmp_path / 'weights'}", "dtype=float32"])
+    return {**found, "run": tmp_path / "run", "weights": tmp_path / "weights", "new": tmp_path / "new"}
+
+
+def test_weights_and_data_of_other_tokenizers_are_refused_until_they_are_accepted(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = places["new"]
+    for weights, own in (("weights", "weights"), ("run", "right_data")):  # a Hugging Face folder; a run
+        load = [f"ckpt_load_path={places[weights]}", "weights_only=true", *COMMON]
+        error = refusal(new, *load, f"data_path={places['wrong_data']}", model=MODEL)
+        assert "tokenizers differ, that of the weights in " in str(error) and "tokens differ, the first is" in str(
+            error
+        )
+        assert f"--tokenizer_path={places[own]}" in str(error)
+        assert "accept_tokenizer" in error.settings
+        start(new, *load, f"data_path={places['right_data']}", "dry_run=true", model=MODEL)
+    accepted = [*load, f"data_path={places['wrong_data']}", "accept_tokenizer=true"]
+    start(new, *accepted, model=MODEL)
+    assert "accepted: tokenizers differ" in "".join(capsys.readouterr())
+    start(new, f"data_path={places['wrong_data']}", *COMMON, model=MODEL)  # a resumed run is not asked
+    assert load_config(new / "config.yaml").data.accept_tokenizer
+    assert "tokenizers differ" not in "".join(capsys.readouterr())
+    main(["train", *MODEL, f"ckpt_save_path={new}", f"eval_datasets={places['wrong_data'] / 'web'}", "eval_only=true"])
+
+
+def test_a_tokenizer_that_is_not_that_of_the_data_is_refused(places: dict[str, Path]) -> None:
+    flags = [f"data_path={places['right_data']}", *COMMON, "vocab_size=384"]
+    error = refusal(places["new"], *flags, f"tokenizer_path={places['wrong']}", model=MODEL)
+    assert f"that of --tokenizer_path={places['wrong']} and that of prepare.json in" in str(error)
+    assert "Drop the flag, or accept it: --accept_tokenizer=true" in str(error)
+    start(places["new"], *flags, f"tokenizer_path={places['right']}", "dry_run=true", model=MODEL)
+    missing = refusal(places["new"], *flags, f"tokenizer_path={places['new']}/tokenizer.json", model=MODEL)
+    assert isinstance(missing, DataError)
+
+
+def test_evaluation_sets_count_at_a_start_and_in_an_evaluation(places: dict[str, Path]) -> None:
+    sets = f"eval_datasets={places['wrong_data'] / 'web'}"
+    error = refusal(places["new"], f"data_path={places['right_data']}", sets, *COMMON, model=MODEL)
+    assert isinstance(error, ConfigError) and str(places["wrong_data"] / "web") in str(error)
+    for weights in ("run", "weights"):
+        alone = [f"ckpt_load_path={places[weights]}", "eval_only=true", "eval_batches=1", "mixed_precision=false"]
+        with pytest.raises(SystemExit) as ending:
+            main(["train", *alone, "seq_length=32", sets])
+        assert "that of the weights in" in str(ending.value.__context__)
+        main(["train", *alone, "seq_length=32", sets, "accept_tokenizer=true"])
+
+
+def test_runs_of_earlier_versions_with_another_tokenizer_go_on(places: dict[str, Path]) -> None:
+    flags = [f"data_path={places['right_data']}", *COMMON, "vocab_size=384", f"tokenizer_path={places['wrong']}"]
+    start(places["new"], *flags, "accept_tokenizer=true", model=MODEL)
+    (manifest,) = places["new"].glob("checkpoints/*/manifest.json")
+    document = json.loads(manifest.read_text())
+    del document["checksum"]
+    document["config"] = document["config"].replace("  accept_tokenizer: true\n", "")
+    manifest.write_text(json.dumps(with_checksum(document)))
+    start(places["new"], *flags, model=MODEL)
+
+
+def without_a_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def with_a_sentencepiece_model_alone(folder: Path) -> None:
+    without_a_tokenizer(folder)
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+
+
+@pytest.mark.parametrize("change", [without_a_tokenizer, with_a_sentencepiece_model_alone])
+def test_a_tokenizer_that_is_unknown_is_no_difference(
+    places: dict[str, Path], change: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(places["weights"])
+    load = [f"ckpt_load_path={places['weights']}", *COMMON, "dry_run=true"]
+    start(places["new"], *load, f"data_path={places['wrong_data']}", model=MODEL)
+    assert "differ" not in "".join(capsys.readouterr())
+
+
+def test_data_without_a_record_is_read_with_the_tokenizer_of_the_weights(places: dict[str, Path]) -> None:
+    shutil.copytree(places["right_data"], places["new"].parent / "foreign")
+    foreign = places["new"].parent / "foreign"
+    for name in ("web/prepare.json", "tokenizer.json"):
+        (foreign / name).unlink()
+    start(places["new"], f"ckpt_load_path={places['weights']}", f"data_path={foreign}", *COMMON, model=MODEL)
+    assert load_config(places["new"] / "config.yaml").data.tokenizer_path == str(places["weights"])
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Write another form of a folder's tokenizer.json; return the folder."""
+    document = json.loads((folder / "tokenizer.json").read_text())
+    change(document)
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return folder
+
+
+def as_strings(document: dict[str, Any]) -> None:
+    document["model"]["merges"] = [" ".join(pair) for pair in document["model"]["merges"]]
+
+
+def with_padding_and_truncation(document: dict[str, Any]) -> None:
+    document["truncation"] = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    document["padding"] = {
+        **{"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None},
+        **{"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"},
+    }
+
+
+def with_dropout(document: dict[str, Any]) -> None:
+    document["model"]["dropout"] = 0.1
+
+
+@pytest.mark.parametrize("change", [as_strings, with_padding_and_truncation, with_dropout])
+def test_the_same_tokenizer_written_in_another_way_is_the_same(places: dict[str, Path], change: Any) -> None:
+    folder = rewritten(places["right"], change)
+    assert load_tokenizer(folder).sha256 != load_tokenizer(places["right_data"]).sha256
+    flags = [f"data_path={places['right_data']}", *COMMON, "vocab_size=384", f"tokenizer_path={folder}"]
+    start(places["new"], *flags, "dry_run=true", model=MODEL)
+
+
+def test_added_tokens_alone_are_a_line_that_names_those_without_a_row(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = tokenizers.Tokenizer.from_file(str(places["right"] / "tokenizer.json"))
+    rows = library.get_vocab_size()
+    library.add_special_tokens(["<|im_start|>"])
+    library.add_tokens(["<extra>"])
+    library.save(str(places["right"] / "tokenizer.json"))
+    flags = [f"data_path={places['right_data']}", *COMMON, f"tokenizer_path={places['right']}", "dry_run=true"]
+    start(places["new"], *flags, f"vocab_size={rows + 1}", model=MODEL)
+    assert f"differ in 2 added tokens; without a row in the model: '<extra>' ({rows + 1})" in capsys.readouterr().out
+
+
+def test_a_larger_vocabulary_that_extends_that_of_the_weights_is_trained_on(places: dict[str, Path]) -> None:
+    larger = tokenizer_at(places["new"].parent / "larger", entries=340)
+    data = prepared(places["new"].parent / "larger_data", larger)
+    load = [f"ckpt_load_path={places['weights']}", "weights_only=true", f"data_path={data}", *COMMON, "vocab_size=512"]
+    start(places["new"], *load, model=MODEL)
