@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from pretraining.data.storage.dataset_files import MANIFEST_FILE
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists, is_file, read_json, read_object
-from pretraining.text import count_of, list_some
+from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
 
@@ -104,12 +105,13 @@ def choose_tokenizer(
         tokenizer = load_tokenizer(given)
         what = f"that of --tokenizer_path={given}"
         known = [*known, KnownTokenizer(what, given, tokenizer.sha256, tokenizer, "Drop the flag")]
-    problems = list(_compare(known, rows))
-    if problems and not config.accept_tokenizer:
-        raise ConfigError([f"{each}, or accept it: --accept_tokenizer=true" for each in problems])
-    for problem in problems:
-        log.warning("accepted: %s", problem.partition(". ")[0])
-    if given is not None or any(_compare(prepared, rows)):
+    differences = list(_compare(known, rows))
+    if differences and not config.accept_tokenizer:
+        flag = "or accept it: --accept_tokenizer=true"
+        raise ConfigError([f"{difference}. {other.remedy}, {flag}" for other, difference in differences])
+    for _, difference in differences:
+        log.warning("accepted: %s", difference)
+    if given is not None or any(other in prepared for other, _ in differences):
         return given
     for each in known:
         problem = each.problem
@@ -124,8 +126,8 @@ def choose_tokenizer(
     return None
 
 
-def _compare(known: Sequence[KnownTokenizer], rows: int | None) -> Iterator[str]:
-    """Yield how token ids differ from those of the first tokenizer, and the remedy; log what else differs."""
+def _compare(known: Sequence[KnownTokenizer], rows: int | None) -> Iterator[tuple[KnownTokenizer, str]]:
+    """Yield tokenizers whose ids differ from those of the first one, and how; log other added tokens."""
     by_hash = {each.sha256: each for each in reversed(known)}  # several may name one tokenizer
     different = [each for each in known if by_hash[each.sha256] is each]
     for first, other in [(different[0], each) for each in different[1:]]:
@@ -134,15 +136,14 @@ def _compare(known: Sequence[KnownTokenizer], rows: int | None) -> Iterator[str]
             problem: str | None = f"their hashes differ, and {first.problem or other.problem or 'a file is missing'}"
         else:
             problem = other.tokenizer.difference(first.tokenizer)
-            changed = dict(other.tokenizer.added_tokens.items() ^ first.tokenizer.added_tokens.items())
-            lacking = [f"{name!r} ({number})" for name, number in changed.items() if rows and number >= rows]
-            if problem is None and changed:
-                without = (
-                    f"without a row in the model: {list_some(lacking, _MOST_NAMED)}" if lacking else "all have rows"
-                )
-                log.info("tokenizer   %s differ in %s; %s", both, count_of(len(changed), "added token"), without)
+            added = sorted(
+                other.tokenizer.added_tokens.items() ^ first.tokenizer.added_tokens.items(), key=itemgetter(1)
+            )
+            if added and problem is None:
+                names = [f"{name!r} ({n}{', no row' if rows and n >= rows else ''})" for name, n in reversed(added)]
+                log.info("tokenizer   %s differ in added tokens alone: %s", both, list_some(names, _MOST_NAMED))
         if problem is not None:
-            yield f"tokenizers differ, {both}: {problem}. {other.remedy}"
+            yield other, f"tokenizers differ, {both}: {problem}"
 
 
 def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> list[KnownTokenizer]:

@@ -177,7 +177,8 @@ def test_added_tokens_alone_are_a_line_that_names_those_without_a_row(
     library.save(str(places["right"] / "tokenizer.json"))
     flags = [f"data_path={places['right_data']}", *COMMON, f"tokenizer_path={places['right']}", "dry_run=true"]
     start(places["new"], *flags, f"vocab_size={rows + 1}", model=MODEL)
-    assert f"differ in 2 added tokens; without a row in the model: '<extra>' ({rows + 1})" in capsys.readouterr().out
+    named = f"'<extra>' ({rows + 1}, no row), '<|im_start|>' ({rows})"
+    assert f"differ in added tokens alone: {named}" in capsys.readouterr().out
 
 
 def test_a_larger_vocabulary_that_extends_that_of_the_weights_is_trained_on(places: dict[str, Path]) -> None:
