@@ -25,7 +25,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -153,9 +153,18 @@ class Tokenizer:
         merges = json.loads(self.definition)["model"].get("merges") or []
         return [tuple(each.split(" ") if isinstance(each, str) else each) for each in merges]
 
+    @functools.cached_property
+    def _sample(self) -> str:
+        """A text that has tokens: a vocabulary of words or of DNA may have no letter."""
+        for text in ("a", *self.library.get_vocab(with_added_tokens=False)):
+            with suppress(Exception):
+                if self.library.encode(text, add_special_tokens=False).ids:
+                    return text
+        return ""
+
     def check_added_around(self) -> None:
         """Raise a DataError if a token that the tokenizer puts around a text is not in its vocabulary under this id."""
-        around = self.library.encode("a", add_special_tokens=True)
+        around = self.library.encode(self._sample, add_special_tokens=True)
         for text, number, is_special in zip(around.tokens, around.ids, around.special_tokens_mask, strict=True):
             if is_special and self.library.id_to_token(number) != text:
                 raise DataError(
@@ -197,9 +206,8 @@ class Tokenizer:
     @property
     def begin_of_text(self) -> int | None:
         """Id of the special token that this tokenizer puts before a text; None if there is none."""
-        text = "a"
-        with_special = self.library.encode(text, add_special_tokens=True).ids
-        own = self.encode(text)
+        with_special = self.library.encode(self._sample, add_special_tokens=True).ids
+        own = self.encode(self._sample)
         return with_special[0] if own and with_special[0] != own[0] else None
 
     @property

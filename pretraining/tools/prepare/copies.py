@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from pretraining.data.storage.content import combine, content_record, open_ranges
 from pretraining.text import count_of
 from pretraining.tools.commands import COMPRESSED_ENDINGS
 from pretraining.tools.prepare.formats import FORMATS
@@ -17,9 +17,8 @@ from pretraining.tools.prepare.packed_files import InputFile
 log = logging.getLogger(__name__)
 
 _ENDINGS = (".txt", ".text", *(ending for row in FORMATS if row.has_fields for ending in row.endings))
-_READ_BYTES = 1 << 12
-_READS = 16
-"""Reads of a file, spread evenly: all of a small one."""
+_PLACES, _PLACE_BYTES = 16, 1 << 12
+"""Places of a file that are compared, spread evenly: all of a small one."""
 
 
 def warn_of_copies(files: Sequence[InputFile]) -> None:
@@ -31,8 +30,8 @@ def warn_of_copies(files: Sequence[InputFile]) -> None:
     _warn(names, "the same name before their endings")
     named = {file for group in names for file in group[1:]}
     candidates = _groups((file for file in files if file.size and file not in named), lambda file: file.size)
-    for reads in (1, _READS):  # the beginnings tell most files apart
-        candidates = [alike for group in candidates for alike in _groups(group, partial(_content, reads=reads))]
+    for places in (1, _PLACES):  # the beginnings tell most files apart
+        candidates = [alike for group in candidates for alike in _groups(group, partial(_content, places=places))]
     _warn(candidates, "the same size and content")
 
 
@@ -53,11 +52,12 @@ def _plain_path(file: InputFile) -> str:
     return path
 
 
-def _content(file: InputFile, reads: int) -> Hashable:
-    """Return a hash of some places of a file, or the file itself if it cannot be read."""
-    places = {max(file.size - _READ_BYTES, 0) * number // (_READS - 1) for number in range(reads)}
-    with suppress(OSError), open(file.path, "rb", buffering=0) as opened:  # noqa: PTH123 (faster than Path.open)
-        return hash(b"".join(os.pread(opened.fileno(), _READ_BYTES, place) for place in sorted(places)))
+def _content(file: InputFile, places: int) -> Hashable:
+    """Return the record of some places of a file, or the file itself if it cannot be read."""
+    begins = {max(file.size - _PLACE_BYTES, 0) * number // (_PLACES - 1) for number in range(places)}
+    with suppress(OSError), open_ranges(file.path) as read:
+        records = (content_record(read, begin, min(begin + _PLACE_BYTES, file.size)) for begin in sorted(begins))
+        return combine(*records)
     return file
 
 
@@ -65,4 +65,4 @@ def _warn(groups: list[list[InputFile]], alike: str) -> None:
     if groups:
         copies = count_of(sum(len(group) - 1 for group in groups), "file")
         first, second = (file.path for file in groups[0][:2])
-        log.warning("%s probably read twice, the first is %s: %s has %s.", copies, second, first, alike)
+        log.warning("%s probably read twice, the first is %s: %s has %s. Leave one out.", copies, second, first, alike)

@@ -57,6 +57,12 @@ class Document(NamedTuple):
     fault: str = ""
     is_marked: bool = False
 
+    @property
+    def place(self) -> str:
+        """Name of the file and row, without the folder: the same on every machine."""
+        name = self.path.rpartition("/")[2]
+        return name if self.row is None else f"{name}, row {self.row}"
+
     def error(self, text: str) -> DataError:
         """Return an error that names this document."""
         return DataError(text, path=self.path, row=self.row)

@@ -50,7 +50,7 @@ from pretraining.tools.prepare.records import (
     WorkFolder,
 )
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
-from pretraining.tools.prepare.units import Part, Render, Unit, place_of, read_part
+from pretraining.tools.prepare.units import Part, Render, Unit, read_part
 
 if TYPE_CHECKING:
     import fastokens
@@ -222,7 +222,7 @@ def encode_unit(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int, 
             record.counts += counts
             record.largest_token = max(record.largest_token, int(complete.max(initial=0)) if len(complete) else -1)
             if lost is not None and not record.first_loss:
-                record.first_loss = place_of(unit, lost)
+                record.first_loss = lost.place
             report(counts)
     record.files = writer.files
     work.write_record(unit, record)

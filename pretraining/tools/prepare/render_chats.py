@@ -20,7 +20,6 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 MOST_MEMORY_BYTES = 1 << 31
 MOST_TEXT, MOST_TEXT_PER_INPUT = 1 << 20, 16
@@ -40,24 +39,6 @@ class _Generation(Extension):
 
     def _text(self, caller: Callable[[], str]) -> str:
         return caller()
-
-
-class _SafeNamespace(Namespace):
-    """A namespace without names that begin with an underscore."""
-
-    def __init__(*given: Any, **named: Any) -> None:
-        for name in dict(*given[1:], **named):
-            _check_name(name)
-        Namespace.__init__(*given, **named)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if str(name).startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"it sets {name!r} in a namespace")
 
 
 def _to_json(
@@ -80,7 +61,6 @@ def compile_template(template: str, now: str) -> jinja2.Template:
         "raise_exception": _fail,
         "strftime_now": lambda form: datetime.fromisoformat(now).strftime(form),
         "dict": lambda *given, **named: dict(*given, **named),  # the class would show its attributes
-        "namespace": _SafeNamespace,
     }
     return environment.from_string(template)
 

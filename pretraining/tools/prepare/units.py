@@ -206,22 +206,11 @@ def read_part(
 
 
 def _named_fault(source: InputFile | HubSplit, document: Document) -> str:
-    return f"{_place_in(source, document)}: {document.fault}"
-
-
-def place_of(unit: Unit, document: Document) -> str:
-    """Return the file and row of a document of a unit, the same on every machine."""
-    sources = [part.source for part in unit.parts if isinstance(part.source, InputFile)]
-    path = document.path.rpartition(" from ")[0]
-    found = (source for source in sources if str(source.path) in (document.path, path))
-    return _place_in(next(found, unit.parts[0].source), document)
-
-
-def _place_in(source: InputFile | HubSplit, document: Document) -> str:
+    """Return the fault of a record with the name of its file, which is the same on every machine."""
     place = document.path
     if isinstance(source, InputFile):
         place = source.name + place.removeprefix(str(source.path))
-    return place if document.row is None else f"{place}, row {document.row}"
+    return f"{place}: {document.fault}" if document.row is None else f"{place}, row {document.row}: {document.fault}"
 
 
 def cut_units(parts: Iterable[Part]) -> Iterator[Unit]:

@@ -57,7 +57,7 @@ def test_one_name_with_two_known_endings_in_a_folder_is_named(
     message = (
         f"1 file probably read twice, the first is {tmp_path}/in/{second}: {tmp_path}/in/{first} has the same name"
     )
-    assert warned(caplog, tmp_path / "in") == [f"{message} before their endings."]
+    assert warned(caplog, tmp_path / "in") == [f"{message} before their endings. Leave one out."]
     assert len(warned(caplog, tmp_path / "in" / first, tmp_path / "in" / second)) == 1
 
 
@@ -67,7 +67,7 @@ def test_copies_under_other_names_and_in_other_folders_are_counted(
     for name in ("a.jsonl", "b.jsonl", "deeper/c.jsonl"):
         records(tmp_path / "in" / name)
     records(tmp_path / "in/d.jsonl", 999)
-    names = f"{tmp_path}/in/b.jsonl: {tmp_path}/in/a.jsonl has the same size and content."
+    names = f"{tmp_path}/in/b.jsonl: {tmp_path}/in/a.jsonl has the same size and content. Leave one out."
     assert warned(caplog, tmp_path / "in") == [f"2 files probably read twice, the first is {names}"]
 
 

@@ -12,8 +12,8 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers
-from unit.tools.prepare.prepare_files import json_lines
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from unit.tools.prepare.prepare_files import json_lines, rows
 
 from pretraining.cli import main
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -100,6 +100,19 @@ def test_characters_that_a_tokenizer_removes_on_purpose_are_no_loss(tmp_path: Pa
     assert losses(saved(tmp_path, library), "á B\n\tc", "áx") == [0, 1]
 
 
+def test_a_tokenizer_without_the_letter_a_and_without_unknown_tokens_is_used(tmp_path: Path) -> None:
+    library = made(
+        models.WordLevel({"A": 0, "C": 1, "<s>": 2}, unk_token="<unk>"), pre_tokenizers.Split("", "isolated")
+    )
+    library.add_special_tokens(["<s>"])
+    library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 2)])
+    assert saved(tmp_path / "dna", library).begin_of_text == 2
+    (tmp_path / "in.txt").write_text("ACCA")
+    config = PrepareConfig(input_path=(str(tmp_path / "in.txt"),), tokenizer_path=str(tmp_path / "dna"))
+    summary = prepare(replace(config, output_path=str(tmp_path / "out")))
+    assert rows(summary.folder) == [[0, 1, 1, 0]]
+
+
 def test_the_summary_names_the_first_place_and_above_one_percent_there_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,6 +146,6 @@ def test_unknown_tokens_are_named_and_a_text_that_vanishes_is_an_error(
     saved(tmp_path / "words", made(models.BPE({"q": 0}, [])))
     with pytest.raises(DataError, match="hold only characters that the tokenizer cannot encode: there is nothing"):
         prepare(replace(config, output_path=str(tmp_path / "none")))
-    saved(tmp_path / "words", made(models.WordLevel({"ab": 0}, unk_token="<unk>")))
+    saved(tmp_path / "words", made(models.WordLevel({"ab xx cd": 0}, unk_token="<unk>")))
     with pytest.raises(DataError, match=r"the tokenizer fails on a text \(WordLevel error: Missing"):
         prepare(replace(config, output_path=str(tmp_path / "fails")))
