@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from pretraining.checkpoint.branches import Branches
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.errors import CheckpointError
@@ -46,8 +47,10 @@ class Checkpoint:
         step: from the manifest or, if that is unreadable, from the name; -1 if neither has it.
         has_save_name: whether the name is that of its save; otherwise a user has copied or renamed the checkpoint.
         kind: None if the manifest is unreadable.
+        evaluation_loss: of these weights.
         decided_by: definition of the evaluation sets of the loss; others are not compared with it.
         skipped_in_a_row: skipped updates just before the checkpoint.
+        branches: of the run, up to the checkpoint.
     """
 
     path: Path
@@ -57,6 +60,7 @@ class Checkpoint:
     evaluation_loss: float | None = None
     decided_by: tuple[str, ...] = ()
     skipped_in_a_row: int = 0
+    branches: Branches = ()
 
 
 def committed_checkpoints(run: Path) -> list[Checkpoint]:
@@ -105,8 +109,16 @@ def checkpoint_from(path: Path, manifest: Manifest) -> Checkpoint:
     """Return the checkpoint of a manifest; the path may be that of a copy in a store."""
     names = [checkpoint_name(style, manifest) for style in ("step", "tokens")]
     has_save_name = path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
-    losses = manifest.evaluation_loss, manifest.decided_by
-    return Checkpoint(path, manifest.step, has_save_name, manifest.kind, *losses, manifest.skipped_in_a_row)
+    return Checkpoint(
+        path,
+        manifest.step,
+        has_save_name,
+        manifest.kind,
+        manifest.evaluation_of_step,
+        manifest.decided_by,
+        manifest.skipped_in_a_row,
+        manifest.branches,
+    )
 
 
 def is_committed(path: Path) -> bool:

@@ -49,6 +49,8 @@ class CheckpointRef:
         copy: copy to fetch before the checkpoint can be loaded; None = the checkpoint is at `path`.
         best_copy: copy of the run's best checkpoint, if its folder lacks that one.
         given_up: checkpoints in the folder that the run has gone back from on another machine.
+        given_up_copies: names of copies that the run has gone back from.
+        listed: names of all complete copies in the run's mirror when the start was chosen.
     """
 
     path: Path
@@ -61,6 +63,8 @@ class CheckpointRef:
     copy: Copy | None = None
     best_copy: Copy | None = None
     given_up: tuple[Path, ...] = ()
+    given_up_copies: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -125,7 +129,13 @@ def find_start(
         )
     if start is None or not own:
         return start
-    return replace(start, given_up=listed.given_up, best_copy=_missing_best(listed.current, start))
+    return replace(
+        start,
+        given_up=listed.given_up,
+        given_up_copies=listed.given_up_copies,
+        listed=tuple(copies.complete),
+        best_copy=_missing_best(listed.current, start),
+    )
 
 
 def _missing_best(own: Sequence[OwnCheckpoint], start: CheckpointRef) -> Copy | None:

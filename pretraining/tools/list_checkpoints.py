@@ -96,7 +96,7 @@ def _row(path: Path, state: str, best: Path | None) -> Row:
         step=manifest.step,
         tokens_seen=manifest.tokens_seen,
         loss=manifest.loss,
-        evaluation_loss=manifest.evaluation_loss,
+        evaluation_loss=manifest.evaluation_of_step,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pretraining.checkpoint.branches import Branches, Point, branches_from
 from pretraining.checkpoint.hf_import import record_origin
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
@@ -28,6 +29,7 @@ from pretraining.checkpoint.manifest import (
 from pretraining.checkpoint.mirror import Mirror, fetch_start
 from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.retention import set_aside
+from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints
 from pretraining.checkpoint.run_path import write_config
 from pretraining.checkpoint.saver import Saver
 from pretraining.config.plugins import OPTIMIZERS
@@ -331,14 +333,21 @@ def _build_checkpoints(
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
     if config.checkpoint.ckpt_mirror_path is not None:
         step, newest = (own.step, own.path if own.manifest.files else None) if own else (0, None)
-        mirror = Mirror(config.checkpoint, step, newest, spare_cores=plan.processes.device.type == "cpu")
+        mirror = Mirror(
+            config.checkpoint,
+            step,
+            newest,
+            given_up=own.given_up_copies if own else (),
+            listed=None if own is None or own.is_rewind or plan.rollback is not None else own.listed,
+            spare_cores=plan.processes.device.type == "cpu",
+        )
     if config.checkpoint.ckpt_save_path is not None:
         timeout = collective_timeout(config.guard)
         saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, lease, timeout, mirror)
     checkpoints = CheckpointManager(
         config.checkpoint,
         saver,
-        manifest_of_run(config, on_rank_zero(lambda: run_id)),
+        manifest_of_run(config, *on_rank_zero(lambda: (run_id, _branches_of_saves(plan, mirror)))),
         plan.loader,
         states,
         observer,
@@ -350,3 +359,17 @@ def _build_checkpoints(
     if plan.restored is not None:
         checkpoints.restore(plan.restored)
     return checkpoints
+
+
+def _branches_of_saves(plan: Plan, mirror: Mirror | None) -> Branches:
+    """Return the branches in the checkpoints that this start will save; on rank 0."""
+    config = plan.config.checkpoint
+    if config.ckpt_save_path is None:
+        return ()
+    own = plan.start if plan.start is not None and plan.start.is_own else None
+    is_return = plan.rollback is not None or (own is not None and own.is_rewind)
+    here = [each for each in committed_checkpoints(config.folder) if is_return or each.step <= plan.state.step]
+    known: list[Point] = [*here, *map(checkpoint_at, checkpoints_set_aside(config.folder))]
+    known += [] if mirror is None else mirror.known
+    first_step = plan.state.step + (own is not None and plan.rollback is None)
+    return branches_from(None if own is None else own.manifest, known, first_step, is_return=is_return)
