@@ -261,7 +261,7 @@ def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_
         counter.count = 7
         run.step()
     manifest = run.manifest("step_1_ckp")
-    assert manifest.state == {"counter": {"count": 7}}
+    assert manifest.state == {"counter": {"count": 7}, "run": {"evaluation_loss": None}}
     restored, new = Counter(), Counter()
     more = replace(manifest, state={**manifest.state, "gone": {"a": 1}})
     Run(tmp_path, states={"counter": restored, "new": new}, restored=more)
