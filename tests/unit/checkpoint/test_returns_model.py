@@ -215,13 +215,13 @@ ABANDONED = [
     ("start", "b"),
     ("save", True),
     ("save", True),
-    ("return", "a", 2),
+    ("return", "a", 1),
     *[("save", True)] * 4,
     ("start", "b"),
 ]
-"""Machine b comes back with steps 2 and 3, which the run gave up, and which retention has removed from the store."""
+"""Machine b comes back with step 3, which the run gave up, after the store's retention has removed it."""
 
 
 def test_row_63_a_return_holds_although_the_stores_retention_has_removed_its_record() -> None:
-    with two_machines(1) as run:
+    with two_machines(2) as run:
         play(run, ABANDONED)  # type: ignore[arg-type]
