@@ -12,17 +12,28 @@ refuses the start any more (`mirror.fetch_start`).
 
 from __future__ import annotations
 
+import logging
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
 from pretraining.checkpoint.forms import form_of, read_document, read_manifest
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, Copy, OwnCheckpoint, own_checkpoints
-from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_at, committed_checkpoints, is_committed, run_of
+from pretraining.checkpoint.run_folder import (
+    CHECKPOINTS,
+    SET_ASIDE,
+    checkpoint_at,
+    checkpoints_set_aside,
+    committed_checkpoints,
+    is_committed,
+    run_of,
+)
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
@@ -30,9 +41,12 @@ from pretraining.files import exists, from_hub, is_address, is_folder, real_path
 from pretraining.model.hf import MODEL_FILES
 from pretraining.text import count_of
 
+log = logging.getLogger(__name__)
+
 FETCHED = "fetched"
 """Subfolder of a run for a start point that was fetched from an object store."""
 SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume_from_checkpoint"
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -157,12 +171,17 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
     if request is None:
         return newest
     named, earlier = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
+    newer = tuple(each.path for each in reversed(own) if named is not None and each.step > named.step and each.is_here)
     if earlier is not None and (earlier == request or (named is not None and _find_named(own, earlier) == named)):
-        return newest  # an earlier start has gone back already
+        again = _how_to_go_back_again(newer) if newer else ""
+        step = newest.step
+        log.info("%s=%s: an earlier start has gone back there; resuming from step %d%s", RESUME, request, step, again)
+        return newest
     if named is not None:
         chosen = _newest_good([named], damaged, RESUME, named.path)
-        newer = tuple(each.path for each in reversed(own) if each.step > named.step and each.is_here)
         return replace(chosen, damaged=newest.damaged, is_rewind=True, newer=newer)
+    if aside := _find_set_aside(run, request):
+        raise CheckpointError(f"{RESUME}={request} is set aside. {_how_to_take_back(aside, run, config)}")
     if not exists(Path(request)) or is_within(Path(request), run):
         raise CheckpointError(
             f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
@@ -174,6 +193,35 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
             f"Leave it out to resume from step {newest.step}, or give another --ckpt_save_path for a new run from there"
         )
     return newest
+
+
+def _how_to_go_back_again(newer: tuple[Path, ...]) -> str:
+    """Return the way to repeat a return, by hand: from then on, the newest checkpoint is the one to go back to."""
+    folder = newer[0].parent
+    new = next(path for number in count(1) if not exists(path := folder / f"{SET_ASIDE}{number}"))
+    if len(newer) > _MOST_NAMED:
+        moved = f"move all from {newer[0].name} to {newer[-1].name} to a new folder {new}"
+    else:
+        moved = f"{shlex.join(['mkdir', str(new)])} && {shlex.join(['mv', *map(str, newer), str(new)])}"
+    return f". To go back again, set the newer checkpoints aside first: {moved}"
+
+
+def _find_set_aside(run: Path, request: str) -> Path | None:
+    """Return the newest checkpoint that is set aside in the run's folder under this path, name or step."""
+    for path in reversed(checkpoints_set_aside(run)):
+        if request in (path.name, str(checkpoint_at(path).step)) or real_path(path) == real_path(Path(request)):
+            return path
+    return None
+
+
+def _how_to_take_back(aside: Path, run: Path, config: CheckpointConfig) -> str:
+    place = run / CHECKPOINTS / aside.name
+    if exists(place):  # the run has saved this step again
+        place = place.with_name(f"{place.name}.back")
+    command = shlex.join(["mv", str(aside), str(place)])
+    copy = f"{CHECKPOINTS}/{aside.name}/set_aside.json of the mirror"
+    mirrored = "" if config.ckpt_mirror_path is None else f", and rename {copy} to {MANIFEST}, if it is there"
+    return f"To take it back: {command}{mirrored}"
 
 
 def _started_from(own: OwnCheckpoint, path: Path) -> bool:

@@ -35,6 +35,7 @@ from pretraining.checkpoint.saver import Saver
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
+from pretraining.data.sampling.mixture import Skipped
 from pretraining.distributed.dims import Dims
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
@@ -70,7 +71,7 @@ from pretraining.optim.state import (
 from pretraining.progress import Interval
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
-from pretraining.train.messages import log_plan
+from pretraining.train.messages import changed_settings, log_plan
 from pretraining.train.open_data import byte_lengths, read_batches
 from pretraining.train.plan import Plan
 from pretraining.train.preemption import StopRequests
@@ -119,8 +120,11 @@ def build_run(
     run = _assemble(plan, context, stop_requests, status, lease, sampler)
     on_rank_zero(lambda: _write_records(plan))
     on_every_rank(stop_requests.raise_if_pending)
-    if plan.start is not None and plan.start.newer:  # last: nothing refuses the start any more
-        on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, plan.start.newer))
+    if plan.start is not None and plan.start.is_rewind:  # last: nothing refuses the start any more
+        newer = plan.start.newer
+        if newer:
+            on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, newer))
+        status.events.add("return", plan.state.step, checkpoint=str(plan.start.path), set_aside=list(map(str, newer)))
     begin_training(optimizer)
     status.mark_training(plan.state)
     return run
@@ -166,7 +170,7 @@ def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Op
 
 
 def _add_events(plan: Plan, events: Events) -> None:
-    """Record the start point, and the data phase if a new one begins at this step."""
+    """Record the start point and what the user changes there, and the data phase if a new one begins at this step."""
     step, phase = plan.state.step, plan.loader.reader.mixture.phases[-1]
     if plan.start is not None:
         events.add(
@@ -176,6 +180,12 @@ def _add_events(plan: Plan, events: Events) -> None:
             weights_only=plan.start.weights_only,
             passed_over=list(plan.start.damaged),
         )
+    if plan.restored is not None and plan.rollback is None:
+        if changes := changed_settings(plan.restored.config, plan.config):
+            events.add("settings", step, changes={name: list(values) for name, values in changes.items()})
+        known = Skipped(map(tuple, plan.restored.manifest.data["skipped"]))
+        if skipped := Skipped(map(tuple, plan.loader.state_dict()["skipped"])).without(known):
+            events.add("skip_samples", step, samples=[[begin, end - 1] for begin, end in skipped])
     if phase.first_step == step:
         events.add("phase", step, global_batch_size=phase.global_batch_size, weights=phase.weights)
 

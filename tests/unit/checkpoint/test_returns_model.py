@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.checkpoint.examples import save
 
-from pretraining.checkpoint.branches import Branches, branches_from
+from pretraining.checkpoint.branches import Branches, Point, branches_from
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.mirror import Mirror, fetch_start, list_copies
 from pretraining.checkpoint.own_checkpoints import own_checkpoints
@@ -90,7 +90,7 @@ class TwoMachines:
             listed=None if found is None or is_return else found.listed,
         )
         here = [each for each in committed_checkpoints(config.folder) if is_return or each.step <= step]
-        known = [*here, *map(checkpoint_at, checkpoints_set_aside(config.folder)), *self._mirror.known]
+        known: list[Point] = [*here, *map(checkpoint_at, checkpoints_set_aside(config.folder)), *self._mirror.known]
         first_step = step + (found is not None and before_step is None)
         start = None if found is None else found.manifest
         self._branches = branches_from(start, known, first_step, is_return=is_return)
