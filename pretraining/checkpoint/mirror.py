@@ -27,7 +27,6 @@ from typing import Any
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.object_store import (
-    SET_ASIDE_FILE,
     TRIES_OF_START,
     Store,
     StoreError,
@@ -36,7 +35,7 @@ from pretraining.checkpoint.object_store import (
 )
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
-from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_from, committed_checkpoints
+from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE_FILE, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.training import CheckpointConfig

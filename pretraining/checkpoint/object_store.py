@@ -32,7 +32,7 @@ from pyarrow.lib import ArrowException
 from pretraining.checkpoint.forms import misnamed_files
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text, size_fault
 from pretraining.checkpoint.own_checkpoints import Copies, Copy
-from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, temporary_name
+from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, SET_ASIDE_FILE, temporary_name
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import address_problem, exists, flush_folder, parse_json, write_atomic
 from pretraining.model.hf import ORIGIN_FILE
@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-SET_ASIDE_FILE = "set_aside.json"
-"""Name of the manifest of a copy that the run has set aside."""
 PIECE_BYTES = 2**22
 READING_THREADS = 8
 REST_RATIO = 49

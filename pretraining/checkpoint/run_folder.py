@@ -29,6 +29,8 @@ PREEMPT_SUFFIX = ".preempt"
 UNFINISHED_SUFFIX = ".tmp"
 SET_ASIDE = "set_aside_"
 """Prefix of folders with checkpoints that a run has gone back from."""
+SET_ASIDE_FILE = "set_aside.json"
+"""Name of the manifest of a copy that the run has set aside, in a store."""
 
 _SAVE_NAME = (
     r"(step_(?P<step>\d+)_ckp|tokens\(\d\.\d\de\d+\)(_tloss\(-?\d+\.\d{3}\))?(_vloss\(-?\d+\.\d{3}\))?_ckpt)"
@@ -109,16 +111,9 @@ def checkpoint_from(path: Path, manifest: Manifest) -> Checkpoint:
     """Return the checkpoint of a manifest; the path may be that of a copy in a store."""
     names = [checkpoint_name(style, manifest) for style in ("step", "tokens")]
     has_save_name = path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
-    return Checkpoint(
-        path,
-        manifest.step,
-        has_save_name,
-        manifest.kind,
-        manifest.evaluation_of_step,
-        manifest.decided_by,
-        manifest.skipped_in_a_row,
-        manifest.branches,
-    )
+    losses, branches = (manifest.evaluation_of_step, manifest.decided_by), manifest.branches
+    facts = (manifest.step, has_save_name, manifest.kind, *losses, manifest.skipped_in_a_row, branches)
+    return Checkpoint(path, *facts)
 
 
 def is_committed(path: Path) -> bool:

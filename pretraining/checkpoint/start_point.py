@@ -18,7 +18,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,6 +27,7 @@ from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, Copy, OwnC
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     SET_ASIDE,
+    SET_ASIDE_FILE,
     checkpoint_at,
     checkpoints_set_aside,
     committed_checkpoints,
@@ -39,14 +39,13 @@ from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, from_hub, is_address, is_folder, real_path
 from pretraining.model.hf import MODEL_FILES
-from pretraining.text import count_of
+from pretraining.text import count_of, list_some
 
 log = logging.getLogger(__name__)
 
 FETCHED = "fetched"
 """Subfolder of a run for a start point that was fetched from an object store."""
 SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume_from_checkpoint"
-_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -173,15 +172,17 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
     named, earlier = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
     newer = tuple(each.path for each in reversed(own) if named is not None and each.step > named.step and each.is_here)
     if earlier is not None and (earlier == request or (named is not None and _find_named(own, earlier) == named)):
-        again = _how_to_go_back_again(newer) if newer else ""
+        names, folder = list_some([path.name for path in newer], 4), run / CHECKPOINTS / f"{SET_ASIDE}<name>"
+        again = f". To go back again, first move {names} to a new folder {folder}" if newer else ""
         step = newest.step
         log.info("%s=%s: an earlier start has gone back there; resuming from step %d%s", RESUME, request, step, again)
         return newest
     if named is not None:
         chosen = _newest_good([named], damaged, RESUME, named.path)
         return replace(chosen, damaged=newest.damaged, is_rewind=True, newer=newer)
-    if aside := _find_set_aside(run, request):
-        raise CheckpointError(f"{RESUME}={request} is set aside. {_how_to_take_back(aside, run, config)}")
+    gone = [OwnCheckpoint(checkpoint_at(path)) for path in reversed(checkpoints_set_aside(run))]
+    if aside := _find_named(gone, request):
+        raise CheckpointError(f"{RESUME}={request} is set aside. {_how_to_take_back(aside, config)}")
     if not exists(Path(request)) or is_within(Path(request), run):
         raise CheckpointError(
             f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
@@ -195,33 +196,13 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
     return newest
 
 
-def _how_to_go_back_again(newer: tuple[Path, ...]) -> str:
-    """Return the way to repeat a return, by hand: from then on, the newest checkpoint is the one to go back to."""
-    folder = newer[0].parent
-    new = next(path for number in count(1) if not exists(path := folder / f"{SET_ASIDE}{number}"))
-    if len(newer) > _MOST_NAMED:
-        moved = f"move all from {newer[0].name} to {newer[-1].name} to a new folder {new}"
-    else:
-        moved = f"{shlex.join(['mkdir', str(new)])} && {shlex.join(['mv', *map(str, newer), str(new)])}"
-    return f". To go back again, set the newer checkpoints aside first: {moved}"
-
-
-def _find_set_aside(run: Path, request: str) -> Path | None:
-    """Return the newest checkpoint that is set aside in the run's folder under this path, name or step."""
-    for path in reversed(checkpoints_set_aside(run)):
-        if request in (path.name, str(checkpoint_at(path).step)) or real_path(path) == real_path(Path(request)):
-            return path
-    return None
-
-
-def _how_to_take_back(aside: Path, run: Path, config: CheckpointConfig) -> str:
-    place = run / CHECKPOINTS / aside.name
+def _how_to_take_back(aside: OwnCheckpoint, config: CheckpointConfig) -> str:
+    place = config.folder / CHECKPOINTS / aside.path.name
     if exists(place):  # the run has saved this step again
         place = place.with_name(f"{place.name}.back")
-    command = shlex.join(["mv", str(aside), str(place)])
-    copy = f"{CHECKPOINTS}/{aside.name}/set_aside.json of the mirror"
-    mirrored = "" if config.ckpt_mirror_path is None else f", and rename {copy} to {MANIFEST}, if it is there"
-    return f"To take it back: {command}{mirrored}"
+    copy = f"{CHECKPOINTS}/{aside.path.name}/{SET_ASIDE_FILE}"
+    mirrored = "" if config.ckpt_mirror_path is None else f". In the mirror, rename {copy}, if any, to {MANIFEST}"
+    return f"To take it back: {shlex.join(['mv', str(aside.path), str(place)])}{mirrored}"
 
 
 def _started_from(own: OwnCheckpoint, path: Path) -> bool:

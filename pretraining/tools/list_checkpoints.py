@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import stat
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -72,7 +71,7 @@ def list_checkpoints(config: ListConfig) -> None:
     if config.json:
         lines = [json.dumps(asdict(row)) for row in rows]
     else:
-        lines = [*_table(rows), *_totals(rows, place)]
+        lines = [*_table(rows), _totals(rows, place)]
     for line in lines:
         print_text(line)
 
@@ -112,12 +111,11 @@ def _row(path: Path, state: str, best: Path | None) -> Row:
     )
 
 
-def _totals(rows: list[Row], place: str) -> Iterator[str]:
-    for text, is_aside in (("", False), (" set aside", True)):
-        found = [row for row in rows if (row.state == SET_ASIDE_STATE) == is_aside]
-        if found or not is_aside:
-            size = format_bytes(sum(row.bytes for row in found))
-            yield f"{count_of(len(found), 'checkpoint')}{text}, {size} in {place}"
+def _totals(rows: list[Row], place: str) -> str:
+    aside = [row for row in rows if row.state == SET_ASIDE_STATE]
+    sizes = [format_bytes(sum(row.bytes for row in each)) for each in (rows, aside)]
+    noted = f", of which {len(aside)} set aside, {sizes[1]}" if aside else ""
+    return f"{count_of(len(rows), 'checkpoint')}, {sizes[0]} in {place}{noted}"
 
 
 def _table(rows: list[Row]) -> list[str]:

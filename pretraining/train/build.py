@@ -348,7 +348,7 @@ def _build_checkpoints(
             step,
             newest,
             given_up=own.given_up_copies if own else (),
-            listed=None if own is None or own.is_rewind or plan.rollback is not None else own.listed,
+            listed=None if own is None or plan.is_return else own.listed,
             spare_cores=plan.processes.device.type == "cpu",
         )
     if config.checkpoint.ckpt_save_path is not None:
@@ -377,9 +377,8 @@ def _branches_of_saves(plan: Plan, mirror: Mirror | None) -> Branches:
     if config.ckpt_save_path is None:
         return ()
     own = plan.start if plan.start is not None and plan.start.is_own else None
-    is_return = plan.rollback is not None or (own is not None and own.is_rewind)
-    here = [each for each in committed_checkpoints(config.folder) if is_return or each.step <= plan.state.step]
+    here = [each for each in committed_checkpoints(config.folder) if plan.is_return or each.step <= plan.state.step]
     known: list[Point] = [*here, *map(checkpoint_at, checkpoints_set_aside(config.folder))]
     known += [] if mirror is None else mirror.known
     first_step = plan.state.step + (own is not None and plan.rollback is None)
-    return branches_from(None if own is None else own.manifest, known, first_step, is_return=is_return)
+    return branches_from(None if own is None else own.manifest, known, first_step, is_return=plan.is_return)

@@ -103,6 +103,11 @@ class Plan:
         return None if self.start is None or self.start.weights_only else self.start
 
     @property
+    def is_return(self) -> bool:
+        """Whether the run goes back, as the user asks or after a divergence."""
+        return self.rollback is not None or (self.start is not None and self.start.is_rewind)
+
+    @property
     def training_tokens(self) -> int | None:
         """Tokens of one pass over the datasets; None for dummy data, which has no end."""
         return self.data.training_tokens if self.data is not None else None

@@ -140,7 +140,7 @@ def test_an_event_tells_of_a_return_of_changed_settings_and_of_skipped_samples(t
     assert len([each for each in events_of(tmp_path) if each["event"] in ("return", "skip_samples")]) == 2
 
 
-def test_a_return_that_is_done_is_said_with_commands_that_do_it_again(
+def test_a_return_that_is_done_is_said_with_the_way_to_do_it_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flags = ("checkpoint_interval=2", "num_steps=6", "resume_from_checkpoint=2")
@@ -152,7 +152,12 @@ def test_a_return_that_is_done_is_said_with_commands_that_do_it_again(
         start(tmp_path, *flags, f"learning_rate={rate}")
         assert started_at(tmp_path) == 6
         [line] = [each for each in caplog.messages if "gone back" in each]
-        subprocess.run(line.partition("first: ")[2], shell=True, check=True)
+        named = re.search(r"first move (.*) to a new folder (\S+)<name>", line)
+        assert named is not None
+        new = Path(f"{named[2]}{rate}")
+        new.mkdir()
+        for name in named[1].split(", "):
+            (tmp_path / "checkpoints" / name).rename(new / name)
         assert saved(tmp_path)[-1] == "step_2_ckp"
     start(tmp_path, *flags, "learning_rate=3e-4")
     assert started_at(tmp_path) == 2 and losses_of(tmp_path)[-4:] == first
@@ -172,12 +177,13 @@ def test_list_shows_what_is_set_aside_and_naming_it_says_how_to_take_it_back(
     assert listed(run, capsys)[aside]["step"] == 4 and listed(run, capsys)[aside]["bytes"] > 1000
     assert [row["state"] for row in listed(store, capsys).values()] == ["complete", "complete", "set aside"]
     main(["list", str(run)])
-    assert re.search(r"^1 checkpoint set aside, .* in ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^3 checkpoints, .* of which 1 set aside, ", capsys.readouterr().out, re.MULTILINE)
     path = run / "checkpoints" / aside
     for request in (str(path), "step_4_ckp", "4"):
         error = str(refusal(run, *flags, f"resume_from_checkpoint={request}"))
-        command = re.search(r"To take it back: (mv \S+ \S+), and rename (\S+) of the mirror", error)
+        command = re.search(r"To take it back: (mv \S+ \S+)\. In the mirror, rename (\S+), if any", error)
         assert command is not None and shlex.split(command[1])[1] == str(path)
+    assert command is not None
     subprocess.run(command[1], shell=True, check=True)
     record = tmp_path / "store" / command[2]
     record.rename(record.with_name("manifest.json"))
