@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pretraining.checkpoint.branches import continues, latest_number, number_of
+from pretraining.checkpoint.branches import Point, continues, latest_number, number_of
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import (
@@ -158,25 +158,20 @@ def _without_older_branches(
     here: list[Checkpoint], complete: Mapping[str, Copy], documents: Mapping[str, Manifest | None]
 ) -> tuple[list[Checkpoint], Mapping[str, Copy]]:
     """Return the checkpoints of both sides without those that the newest return or rollback has given up."""
-    local = [each for each in here if each.kind is not None]
-    there = [copy.manifest for copy in complete.values()]
-    if not local or not there:
-        return here, complete
+    local, there = [each for each in here if each.kind is not None], [copy.manifest for copy in complete.values()]
+    if not local or not there or not local[-1].branches or not there[-1].branches:
+        return here, complete  # an earlier version has saved the newest checkpoint, and knew no branches
+    newest, newest_copy = local[-1], there[-1]
     mine, theirs = latest_number(local), latest_number(there)
-    newest, newest_copy = max(local, key=place_in_run), there[-1]
-    are_apart = not continues(newest, newest_copy) and not continues(newest_copy, newest)
 
-    def is_in_both(name: str) -> bool:
-        return name in complete and documents.get(name) == complete[name].manifest
+    def stays(name: str, each: Point, decisive: Point) -> bool:
+        is_in_both = name in complete and documents.get(name) == complete[name].manifest
+        return is_in_both or not each.branches or continues(each, decisive) or continues(decisive, each)
 
-    if theirs > mine or (theirs == mine and are_apart):  # two machines that did not see each other: the mirror decides
-        here = [
-            each for each in here if each.kind is None or is_in_both(each.path.name) or continues(newest_copy, each)
-        ]
+    if theirs > mine or (theirs == mine and not stays("", newest, newest_copy)):  # unseen by each other: the mirror's
+        here = [each for each in here if stays(each.path.name, each, newest_copy)]
     elif mine > theirs:
-        complete = {
-            name: copy for name, copy in complete.items() if is_in_both(name) or continues(newest, copy.manifest)
-        }
+        complete = {name: copy for name, copy in complete.items() if stays(name, copy.manifest, newest)}
     return here, complete
 
 

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rollback:
-    """What a rollback keeps of the run that has diverged in this start.
+    """State that a rollback keeps of the run that has diverged in this start.
 
     Attributes:
         skipped: samples to skip besides `--skip_samples`, by their numbers within datasets (`Mixture.numbers`).
