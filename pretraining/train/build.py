@@ -26,7 +26,7 @@ from pretraining.checkpoint.manifest import (
     Stateful,
     tensor_state,
 )
-from pretraining.checkpoint.mirror import Mirror, fetch_start
+from pretraining.checkpoint.mirror import Mirror, NewerCopyError, fetch_start
 from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints
@@ -237,7 +237,11 @@ def _assemble(
         states["loss_scale"] = context.scaler
     if config.optimizer.optimizer not in OPTIMIZERS:
         states[OPTIMIZER_STATE] = OptimizerRecord(context.optimizer, plan.loads_optimizer)
-    checkpoints = _build_checkpoints(plan, context, states, observer, lease, status.run_id)
+    try:
+        checkpoints = _build_checkpoints(plan, context, states, observer, lease, status.run_id)
+    except NewerCopyError:
+        observer.trackers.close()  # the next try opens them again
+        raise
     evaluator.early_stopping.stop_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # a run without a folder cannot profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
