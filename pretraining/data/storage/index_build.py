@@ -210,7 +210,7 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
     kept tokens, if any --bos_token, sep_token: added as virtual tokens if missing--> the document
     """
     tokens, begins = layout.tokens, layout.offsets // layout.width
-    begins, ends = strip_ends(tokens, begins, begins + layout.lengths, set(config.strip_tokens))
+    begins, ends = _strip(tokens, begins, begins + layout.lengths, set(config.strip_tokens))
     kept = np.flatnonzero(ends - begins >= config.min_length)
     documents = np.zeros(len(begins), dtype=DOCUMENT)
     documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
@@ -220,7 +220,7 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
     return documents
 
 
-def strip_ends(
+def _strip(
     tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, strip_tokens: Collection[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Strip tokens of a set from both ends of every document, and return the new starts and ends in `tokens`."""

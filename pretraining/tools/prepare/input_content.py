@@ -70,9 +70,8 @@ def check_input(folder: Path, digest: str | None, parts: Sequence[Part]) -> None
         return
     noted = noted or [(-1, -1)] * len(parts)
     stale = [number for number, (time, _) in enumerate(noted) if time != times[number]]
-    found = dict(
-        zip(stale, map_in_order(read_content, [parts[number] for number in stale], usable_cores()), strict=True)
-    )
+    read = map_in_order(lambda number: read_content(parts[number]), stale, usable_cores())
+    found = dict(zip(stale, read, strict=True))
     now = [found.get(number, content) for number, content in enumerate(noted)]
     if digest_of_records(record for _, record in now) != digest:
         changed = {parts[number].source_name for number, content in found.items() if noted[number][1] != content[1]}

@@ -18,18 +18,28 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from pretraining.data.storage.masks import MASKS, describe_masks
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.documents import Document, even_cuts
 from pretraining.tools.prepare.formats import format_of
-from pretraining.tools.prepare.hub import HubSplit, column_type_of, local_files, read_shards, shards_of
+from pretraining.tools.prepare.hub import (
+    HubSplit,
+    column_type_of,
+    first_rows_of,
+    local_files,
+    read_shards,
+    shards_of,
+)
 from pretraining.tools.prepare.inputs import Selection, fingerprint, list_files, standard_library_files
 from pretraining.tools.prepare.packed_files import InputFile
-from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, holds_chats, token_type
+from pretraining.tools.prepare.tables import ARROW, PARQUET, column_type, first_rows, holds_chats, token_type
 
 log = logging.getLogger(__name__)
 
 _JSON_OF_CHAT = re.compile(r'\s*\[\s*\{\s*"(role|content|from|value)"\s*:')
+_MOST_LOOKED_AT = 16
+"""Tables whose first rows are looked at."""
 _LEAVE_OUT = "To leave out what cannot be read, give --bad_records=skip"
 Render = Callable[[Document], Document]
 """Makes text of a chat."""
@@ -160,6 +170,22 @@ def find_input(config: PrepareConfig) -> Input:
         problem = f"--special_tokens={config.special_tokens}: --text_field={column} holds {held}. Drop the flag"
         raise DataError(problem)
     return Input(tuple(cut_units(parts)), size, tokens, settings, files, is_chat)
+
+
+def warn_of_masks(config: PrepareConfig, found: Input) -> None:
+    """Log a warning if a column beside token ids masks some of them, in the first rows of a few tables."""
+    column = config.text_field or ""
+    looked_at = [file for file in found.files if file.format in (PARQUET, ARROW)][:_MOST_LOOKED_AT]
+    rows: Iterator[tuple[object, pa.RecordBatch | None]]
+    rows = ((file.path, first_rows(file, {column, *MASKS})) for file in looked_at)
+    if config.hf_dataset is not None:
+        rows = iter(
+            [(config.hf_dataset, first_rows_of(HubSplit(config.hf_dataset, config.hf_config, config.hf_split)))]
+        )
+    described = ((place, describe_masks([batch], column)) for place, batch in rows if batch is not None)
+    place, masks = next((each for each in described if each[1] is not None), (None, None))
+    if masks is not None:
+        log.warning("%s: %s", place, masks)
 
 
 def _begins_with_chat(parts: list[Part], config: PrepareConfig) -> bool:
