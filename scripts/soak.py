@@ -45,6 +45,7 @@ import pyarrow as pa
 import torch
 
 from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import RUN_STATE
 from pretraining.checkpoint.object_store import read_copies
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, UNFINISHED_SUFFIX, committed_checkpoints
@@ -67,7 +68,7 @@ POLL_SECONDS = 0.001
 STEP_NAME = re.compile(r"step_(\d+)_ckp")
 REPORTED_STEP = re.compile(r"^step (\d+)/", re.MULTILINE)
 
-IN_MANIFESTS = ("step", "tokens_seen", "loss", "evaluation_loss", "best_evaluation_loss", "data", "state")
+IN_MANIFESTS = ("step", "tokens_seen", "loss", "evaluation_loss", "best_evaluation_loss", "evaluation_of_step", "data")
 IN_METRICS = ("tokens_seen", "loss", "learning_rate", "grad_norm", "skipped_updates", "evaluation_loss")
 # Another layout sums in another order, which changes losses by a few 1e-7 after 40 steps in float32.
 LOSS_TOLERANCE = 1e-5
@@ -387,6 +388,8 @@ def _facts(run: Path, checkpoints: dict[int, Path], exact: bool) -> dict[str, An
     for step, path in checkpoints.items():
         manifest = read_document(path)
         facts |= {f"checkpoint {step}: {name}": getattr(manifest, name) for name in IN_MANIFESTS}
+        states = {name: state for name, state in manifest.state.items() if name != RUN_STATE}  # which has random ids
+        facts[f"checkpoint {step}: state"] = states
         tensors = open_tensors(path, manifest.files)
         facts |= {f"checkpoint {step}: {name}": read_tensor(tensors, name) for name in tensors.chunks}
     return facts | {f"{where}, lines": count for where, count in lines.items()}

@@ -18,7 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, LOSSES_OF, Manifest, Stateful, describe_model
+from pretraining.checkpoint.branches import Branches
+from pretraining.checkpoint.manifest import (
+    BRANCHES,
+    EVALUATION_OF_STEP,
+    EVALUATION_SETS_STATE,
+    LOSSES_OF,
+    RUN_ID,
+    RUN_STATE,
+    Manifest,
+    Stateful,
+    describe_model,
+)
 from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
 from pretraining.checkpoint.run_folder import Checkpoint
 from pretraining.checkpoint.saver import Saver
@@ -33,10 +44,12 @@ from pretraining.progress import Interval, Progress, TrainState
 log = logging.getLogger(__name__)
 
 
-def manifest_of_run(config: TrainConfig) -> Manifest:
-    """Return the manifest fields that all checkpoints of a run share: model, layout and settings."""
+def manifest_of_run(config: TrainConfig, run_id: str, branches: Branches) -> Manifest:
+    """Return the manifest fields that all checkpoints of a run share: model, layout, settings, record of the run."""
     world = {**layout_of_run(config), "cpu_threads": torch.get_num_threads()}
-    return Manifest(model=describe_model(resolve_shape(config.model)), world=world, config=dump_config(config))
+    record = {RUN_ID: run_id, BRANCHES: list(map(list, branches))}
+    model = describe_model(resolve_shape(config.model))
+    return Manifest(model=model, world=world, config=dump_config(config), state={RUN_STATE: record})
 
 
 def layout_of_run(config: TrainConfig) -> dict[str, Any]:
@@ -87,6 +100,7 @@ class CheckpointManager:
         self.best_evaluation_loss: float | None = None
         self._definition = definition
         self._losses_of: str | None = None
+        self._evaluated_step: int | None = None
         self.newest: Path | None = None
         self._has_trained = False
         self._saved_step: int | None = None
@@ -101,6 +115,7 @@ class CheckpointManager:
         saved = restored.manifest
         self.evaluation_loss, self.best_evaluation_loss = saved.evaluation_loss, saved.best_evaluation_loss
         self._losses_of = saved.losses_of
+        self._evaluated_step = None if saved.evaluation_of_step is None else saved.step
         if self._definition not in (None, self._losses_of) and self.best_evaluation_loss is not None:
             why = "differ from" if self._losses_of else "are recorded from now on, and may differ from"
             log.info(
@@ -111,6 +126,8 @@ class CheckpointManager:
             )
         self.newest = restored.path
         for name, state in saved.state.items():
+            if name == RUN_STATE:
+                continue
             if name not in self._states:
                 log.info("the checkpoint holds a state of %s, which this run does not use: ignored", name)
                 continue
@@ -156,7 +173,7 @@ class CheckpointManager:
             self._log_saved(self._saver.poll())
         if self._mirror is not None:
             self._mirror.poll()
-        is_best = evaluation_loss is not None and self._record_evaluation(evaluation_loss)
+        is_best = evaluation_loss is not None and self._record_evaluation(evaluation_loss, state.step)
         if evaluation_loss is not None and state.step == self._unevaluated_step:
             kind: str | None = _kind_at_end(state)  # save again: the first save of this step lacks this loss
         else:
@@ -204,12 +221,12 @@ class CheckpointManager:
             return "best"
         return "preempt" if self._preempt_interval.is_due(state) else None
 
-    def _record_evaluation(self, loss: float) -> bool:
+    def _record_evaluation(self, loss: float, step: int) -> bool:
         """Track an evaluation loss; return whether it is the run's best."""
         if not math.isfinite(loss):
             return False
         is_comparable, self._losses_of = self._losses_of == self._definition, self._definition
-        self.evaluation_loss = loss
+        self.evaluation_loss, self._evaluated_step = loss, step
         if is_comparable and self.best_evaluation_loss is not None and loss >= self.best_evaluation_loss:
             return False
         self.best_evaluation_loss = loss
@@ -229,6 +246,8 @@ class CheckpointManager:
         """Return the manifest of this step, without its files."""
         data = self._loader.state_dict()
         states = {name: kept for name, stateful in self._states.items() if (kept := stateful.state_dict())}
+        of_step = self.evaluation_loss if self._evaluated_step == progress.steps else None
+        states[RUN_STATE] = self._manifest.state.get(RUN_STATE, {}) | {EVALUATION_OF_STEP: of_step}
         if self._losses_of is not None:
             states[EVALUATION_SETS_STATE] = states.get(EVALUATION_SETS_STATE, {}) | {LOSSES_OF: self._losses_of}
         return replace(

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pretraining.checkpoint.branches import Branches, parse_branches
 from pretraining.config.variants import (
     LLAMA3_FIELDS,
     NEUTRAL,
@@ -60,6 +61,14 @@ GUARDS_STATE = "guards"
 """Key of the guards in a manifest's states."""
 SCHEDULE_STATE = "schedule"
 """Key of the learning rate in a manifest's states."""
+RUN_STATE = "run"
+"""Key of the record of the run in a manifest's states."""
+RUN_ID = "id"
+"""Key in this record: id of the run, as in run_status.json."""
+BRANCHES = "branches"
+"""Key in this record: `Manifest.branches`."""
+EVALUATION_OF_STEP = "evaluation_loss"
+"""Key in this record: `Manifest.evaluation_of_step`."""
 
 
 class Stateful(Protocol):
@@ -94,7 +103,7 @@ class Manifest:
         seconds: training time over all invocations.
         kind: reason of the save: "interval"; "final": the run is done; "preempt": in case the run is stopped,
             superseded by the next one; "best": lowest evaluation loss so far, superseded by the next best.
-        loss, evaluation_loss: newest value, if any and finite.
+        loss, evaluation_loss: newest value, if any and finite; possibly of an earlier step.
         data: position in the data, the loader's state; empty if the checkpoint holds only weights.
         state: states of other components, by name.
         world: number of processes, strategy and threads per process of the writer; any other layout can read it.
@@ -149,6 +158,23 @@ class Manifest:
         """Step at which the annealing stage of the run began; 0 in checkpoints of earlier versions."""
         step = self._state_of(SCHEDULE_STATE).get(ANNEALING_FROM)
         return step if type(step) is int else 0
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run; empty in checkpoints of earlier versions."""
+        return str(self._state_of(RUN_STATE).get(RUN_ID) or "")
+
+    @property
+    def branches(self) -> Branches:
+        """Branches of the run up to the checkpoint; none in checkpoints of earlier versions."""
+        return parse_branches(self._state_of(RUN_STATE).get(BRANCHES))
+
+    @property
+    def evaluation_of_step(self) -> float | None:
+        """Evaluation loss of these weights, if any and finite; earlier versions recorded only the newest one."""
+        record = self._state_of(RUN_STATE)
+        loss = record.get(EVALUATION_OF_STEP, self.evaluation_loss)
+        return loss if isinstance(loss, int | float) else None
 
     @property
     def is_of_finished_run(self) -> bool:

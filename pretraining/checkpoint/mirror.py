@@ -16,7 +16,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -27,7 +27,6 @@ from typing import Any
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.object_store import (
-    SET_ASIDE_FILE,
     TRIES_OF_START,
     Store,
     StoreError,
@@ -36,7 +35,7 @@ from pretraining.checkpoint.object_store import (
 )
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
-from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_from, committed_checkpoints
+from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE_FILE, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.training import CheckpointConfig
@@ -48,6 +47,7 @@ from pretraining.launch.program import skip_exit_handlers
 from pretraining.model.hf import ORIGIN_FILE
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
+from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,10 @@ CLOSING_SECONDS = 30.0
 
 class TakenOverError(CheckpointError):
     """Another process writes into this run's mirror."""
+
+
+class NewerCopyError(CheckpointError):
+    """Another machine has copied a newer checkpoint since this start has chosen its start point."""
 
 
 # Start of a run
@@ -188,16 +192,29 @@ class Mirror:
         step: step of the start point; the run has gone back from later checkpoints in the mirror, which are set aside
             once the mirror holds a checkpoint to start from in their place.
         newest: the run's own start point; `start` copies it if the mirror lacks it.
+        given_up: names of other copies that the run has gone back from.
+        listed: names of the copies that the start has chosen from; None = newer ones are set aside, too.
         spare_cores: whether uploads pause most of the time until `finish`, since training needs every core.
 
     Attributes:
+        known: on rank 0: manifests of all copies at the start, those set aside included.
         protected: checkpoint that is being copied, and the next one; retention keeps both.
+
+    Raises:
+        NewerCopyError: the mirror holds a newer checkpoint that is not listed; on every rank alike.
     """
 
     def __init__(
-        self, config: CheckpointConfig, step: int, newest: Path | None = None, *, spare_cores: bool = False
+        self,
+        config: CheckpointConfig,
+        step: int,
+        newest: Path | None = None,
+        *,
+        given_up: Collection[str] = (),
+        listed: Collection[str] | None = None,
+        spare_cores: bool = False,
     ) -> None:
-        self._config, self._run, self._newest = config, config.folder, newest
+        self._config, self._run, self._newest, self._step = config, config.folder, newest, step
         self._store = on_every_rank(lambda: Store(config.ckpt_mirror_path or ""))
         self._token = on_rank_zero(lambda: secrets.token_hex(8))
         self._held: dict[str, Manifest] = {}  # on rank 0: complete checkpoints in the mirror
@@ -211,7 +228,10 @@ class Mirror:
         self._not_copied: Path | None = None
         self._log_files_copied = -LOG_FILES_SECONDS
         self.protected: tuple[Path, ...] = ()
-        on_rank_zero(lambda: self._store.retry(lambda: self._take_over(step), self._closing, TRIES_OF_START))
+        self.known: list[Manifest] = []
+        on_rank_zero(
+            lambda: self._store.retry(lambda: self._take_over(given_up, listed), self._closing, TRIES_OF_START)
+        )
 
     def start(self) -> None:
         """Copy the start point if the mirror lacks it; a collective call."""
@@ -336,6 +356,9 @@ class Mirror:
             return
         content = (checkpoint / MANIFEST).read_bytes()
         self._store.retry(self._check_writer, self._closing)
+        if any(each.step == self._step for each in self._held.values()):
+            # First: beside a checkpoint of the new branch, an older branch counts as moved back by the user.
+            self._store.retry(self._set_given_up_aside, self._closing)
         self._store.retry(lambda: self._store.write(f"{_store_folder(checkpoint)}/{MANIFEST}", content), self._closing)
         self._held[checkpoint.name] = read_document(checkpoint)
         self._given_up.pop(checkpoint.name, None)
@@ -344,15 +367,22 @@ class Mirror:
             self._remove_superseded(checkpoint.name)
             self._copy_log_files()
 
-    def _take_over(self, step: int) -> None:
+    def _take_over(self, given_up: Collection[str], listed: Collection[str] | None) -> None:
         """Become the mirror's writer, and list its checkpoints."""
         run_id = _read_owner(self._store).get("run") or _read_run_id(self._run) or secrets.token_hex(8)
         self._store.write(MIRROR_FILE, _to_json(run=run_id, writer=self._token))
         if _read_run_id(self._run) != run_id:
             write_atomic(self._run / MIRROR_FILE, _to_json(run=run_id))
-        copies = read_copies(self._config.ckpt_mirror_path or "").complete
-        self._held = {name: copy.manifest for name, copy in copies.items() if copy.manifest.step <= step}
-        self._given_up = {name: copy.manifest for name, copy in copies.items() if name not in self._held}
+        copies = read_copies(self._config.ckpt_mirror_path or "")
+        complete = {name: copy.manifest for name, copy in copies.complete.items()}
+        self.known = [*complete.values(), *copies.set_aside.values()]
+        self._held = {name: each for name, each in complete.items() if each.step <= self._step and name not in given_up}
+        self._given_up = {name: each for name, each in complete.items() if name not in self._held}
+        unseen = [] if listed is None else sorted(self._given_up.keys() - {*listed})
+        if unseen:
+            raise NewerCopyError(
+                f"holds newer checkpoints of another machine ({list_some(unseen, 4)})", path=self._store.address
+            )
         if self._newest is not None and not self.lacks(self._newest):
             self._set_given_up_aside()
 

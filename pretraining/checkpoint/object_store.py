@@ -32,7 +32,7 @@ from pyarrow.lib import ArrowException
 from pretraining.checkpoint.forms import misnamed_files
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text, size_fault
 from pretraining.checkpoint.own_checkpoints import Copies, Copy
-from pretraining.checkpoint.run_folder import CHECKPOINTS, temporary_name
+from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, SET_ASIDE_FILE, temporary_name
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import address_problem, exists, flush_folder, parse_json, write_atomic
 from pretraining.model.hf import ORIGIN_FILE
@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-SET_ASIDE_FILE = "set_aside.json"
-"""Name of the manifest of a copy that the run has set aside."""
 PIECE_BYTES = 2**22
 READING_THREADS = 8
 REST_RATIO = 49
@@ -322,12 +320,13 @@ def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
 
     Args:
         with_files: whether to fetch the newest good checkpoint. Otherwise the folder holds the manifests of all
-            checkpoints, and sparse files of the right sizes.
+            checkpoints, also of those set aside, and sparse files of the right sizes.
 
     Raises:
         CheckpointError: there is no checkpoint, or the store cannot be used.
     """
-    copies = list(read_copies(address).complete.values())
+    listed = read_copies(address)
+    copies = list(listed.complete.values())
     with tempfile.TemporaryDirectory(prefix="pretrain-") as name:
         run = Path(name) / "run"
         is_empty = True
@@ -340,6 +339,10 @@ def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
             is_empty = False
             if with_files:
                 break
+        for folder, manifest in listed.set_aside.items() if not with_files else ():
+            if folder not in listed.complete:  # otherwise its files belong to the checkpoint that was saved again
+                copy = Copy(address, f"{CHECKPOINTS}/{folder}", manifest)
+                _view(copy, run / CHECKPOINTS / f"{SET_ASIDE}copies" / folder, with_files=False)
         if is_empty:
             raise CheckpointError("holds no complete and good checkpoint", path=address.partition("?")[0])
         yield run

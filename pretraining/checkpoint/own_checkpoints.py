@@ -6,6 +6,10 @@
 A run that returns to an older checkpoint sets the newer ones aside, in its folder and in its mirror. A kill, or a start
 on another machine, can leave one side behind. That side still has a checkpoint that the other side has set aside. On
 that side, only checkpoints up to the newest one that both sides hold count: the run has given up the later ones.
+
+The record of what is set aside may be lost. So the side with the newest return or rollback decides (`branches`): of the
+other side, only checkpoints count that the newest one of the deciding side continues. Within a side, all count: the
+user may have moved them back.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pretraining.checkpoint.branches import Point, continues, latest_number, number_of
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import (
@@ -106,10 +111,12 @@ class OwnCheckpoints:
     Attributes:
         current: the highest step last.
         given_up: checkpoints in the folder that the run has gone back from on another machine.
+        given_up_copies: names of complete copies that the run has gone back from, although they are not set aside.
     """
 
     current: tuple[OwnCheckpoint, ...] = ()
     given_up: tuple[Path, ...] = ()
+    given_up_copies: tuple[str, ...] = ()
 
 
 def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
@@ -135,14 +142,43 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
     gone = [path for path in checkpoints_set_aside(run) if path.name in complete]
     if any(_document(path) == complete[path.name].manifest for path in gone):
         complete = {name: copy for name, copy in complete.items() if copy.manifest.step <= shared}
+    kept, complete = _without_older_branches(kept, complete, documents)
     by_name = {each.path.name: OwnCheckpoint(each, copy=complete.get(each.path.name)) for each in kept}
     for name, copy in complete.items():
         own = by_name.get(name)
-        if own is None or own.checkpoint.kind is None:
+        if own is None or own.checkpoint.kind is None or _is_saved_again(copy.manifest, own.checkpoint):
             facts = checkpoint_from(run / CHECKPOINTS / name, copy.manifest)
             by_name[name] = OwnCheckpoint(facts, is_here=own is not None, copy=copy)
     current = sorted(by_name.values(), key=lambda each: place_in_run(each.checkpoint))
-    return OwnCheckpoints(tuple(current), tuple(each.path for each in here if each not in kept and each.has_save_name))
+    given_up = tuple(each.path for each in here if each not in kept and each.has_save_name)
+    return OwnCheckpoints(tuple(current), given_up, tuple(name for name in copies.complete if name not in complete))
+
+
+def _without_older_branches(
+    here: list[Checkpoint], complete: Mapping[str, Copy], documents: Mapping[str, Manifest | None]
+) -> tuple[list[Checkpoint], Mapping[str, Copy]]:
+    """Return the checkpoints of both sides without those that the newest return or rollback has given up."""
+    local, there = [each for each in here if each.kind is not None], [copy.manifest for copy in complete.values()]
+    if not local or not there or not local[-1].branches or not there[-1].branches:
+        return here, complete  # an earlier version has saved the newest checkpoint, and knew no branches
+    newest, newest_copy = local[-1], there[-1]
+    mine, theirs = latest_number(local), latest_number(there)
+
+    def stays(name: str, each: Point, decisive: Point) -> bool:
+        is_in_both = name in complete and documents.get(name) == complete[name].manifest
+        return is_in_both or not each.branches or continues(each, decisive) or continues(decisive, each)
+
+    if theirs > mine or (theirs == mine and not stays("", newest, newest_copy)):  # unseen by each other: the mirror's
+        here = [each for each in here if stays(each.path.name, each, newest_copy)]
+    elif mine > theirs:
+        complete = {name: copy for name, copy in complete.items() if stays(name, copy.manifest, newest)}
+    return here, complete
+
+
+def _is_saved_again(copy: Manifest, own: Checkpoint) -> bool:
+    """Return whether another machine has saved a step again, after a rollback to it or after its evaluation."""
+    is_evaluated = own.evaluation_loss is None and copy.evaluation_of_step is not None
+    return copy.step == own.step and (number_of(copy) > number_of(own) or is_evaluated)
 
 
 def _document(path: Path) -> Manifest | None:

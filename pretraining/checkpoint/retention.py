@@ -108,6 +108,9 @@ def _link_best(run: Path, best: Checkpoint | None) -> None:
     try:
         if exists(link) and not link.is_symlink():
             raise FileExistsError(errno.EEXIST, "it is no link")
+        if link.is_symlink() and not exists(link):
+            now = "no other one here was evaluated" if best is None else f"the best one here is {best.path.name} now"
+            log.warning("the best checkpoint, %s, is gone from %s: %s", link.readlink(), run, now)
         if best is None:
             link.unlink(missing_ok=True)
         elif not (link.is_symlink() and link.readlink() == Path(best.path.name)):

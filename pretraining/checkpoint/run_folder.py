@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from pretraining.checkpoint.branches import Branches
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.errors import CheckpointError
@@ -28,6 +29,8 @@ PREEMPT_SUFFIX = ".preempt"
 UNFINISHED_SUFFIX = ".tmp"
 SET_ASIDE = "set_aside_"
 """Prefix of folders with checkpoints that a run has gone back from."""
+SET_ASIDE_FILE = "set_aside.json"
+"""Name of the manifest of a copy that the run has set aside, in a store."""
 
 _SAVE_NAME = (
     r"(step_(?P<step>\d+)_ckp|tokens\(\d\.\d\de\d+\)(_tloss\(-?\d+\.\d{3}\))?(_vloss\(-?\d+\.\d{3}\))?_ckpt)"
@@ -46,8 +49,10 @@ class Checkpoint:
         step: from the manifest or, if that is unreadable, from the name; -1 if neither has it.
         has_save_name: whether the name is that of its save; otherwise a user has copied or renamed the checkpoint.
         kind: None if the manifest is unreadable.
+        evaluation_loss: of these weights.
         decided_by: definition of the evaluation sets of the loss; others are not compared with it.
         skipped_in_a_row: skipped updates just before the checkpoint.
+        branches: of the run, up to the checkpoint.
     """
 
     path: Path
@@ -57,6 +62,7 @@ class Checkpoint:
     evaluation_loss: float | None = None
     decided_by: tuple[str, ...] = ()
     skipped_in_a_row: int = 0
+    branches: Branches = ()
 
 
 def committed_checkpoints(run: Path) -> list[Checkpoint]:
@@ -105,8 +111,9 @@ def checkpoint_from(path: Path, manifest: Manifest) -> Checkpoint:
     """Return the checkpoint of a manifest; the path may be that of a copy in a store."""
     names = [checkpoint_name(style, manifest) for style in ("step", "tokens")]
     has_save_name = path.name in (*names, *(distinct_name(name, manifest.step) for name in names))
-    losses = manifest.evaluation_loss, manifest.decided_by
-    return Checkpoint(path, manifest.step, has_save_name, manifest.kind, *losses, manifest.skipped_in_a_row)
+    losses, branches = (manifest.evaluation_of_step, manifest.decided_by), manifest.branches
+    facts = (manifest.step, has_save_name, manifest.kind, *losses, manifest.skipped_in_a_row, branches)
+    return Checkpoint(path, *facts)
 
 
 def is_committed(path: Path) -> bool:

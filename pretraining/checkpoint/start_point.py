@@ -12,7 +12,9 @@ refuses the start any more (`mirror.fetch_start`).
 
 from __future__ import annotations
 
+import logging
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,13 +24,24 @@ from types import MappingProxyType
 from pretraining.checkpoint.forms import form_of, read_document, read_manifest
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, Copy, OwnCheckpoint, own_checkpoints
-from pretraining.checkpoint.run_folder import CHECKPOINTS, checkpoint_at, committed_checkpoints, is_committed, run_of
+from pretraining.checkpoint.run_folder import (
+    CHECKPOINTS,
+    SET_ASIDE,
+    SET_ASIDE_FILE,
+    checkpoint_at,
+    checkpoints_set_aside,
+    committed_checkpoints,
+    is_committed,
+    run_of,
+)
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, from_hub, is_address, is_folder, real_path
 from pretraining.model.hf import MODEL_FILES
-from pretraining.text import count_of
+from pretraining.text import count_of, list_some
+
+log = logging.getLogger(__name__)
 
 FETCHED = "fetched"
 """Subfolder of a run for a start point that was fetched from an object store."""
@@ -49,6 +62,8 @@ class CheckpointRef:
         copy: copy to fetch before the checkpoint can be loaded; None = the checkpoint is at `path`.
         best_copy: copy of the run's best checkpoint, if its folder lacks that one.
         given_up: checkpoints in the folder that the run has gone back from on another machine.
+        given_up_copies: names of copies that the run has gone back from.
+        listed: names of all complete copies in the run's mirror when the start was chosen.
     """
 
     path: Path
@@ -61,6 +76,8 @@ class CheckpointRef:
     copy: Copy | None = None
     best_copy: Copy | None = None
     given_up: tuple[Path, ...] = ()
+    given_up_copies: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -125,7 +142,13 @@ def find_start(
         )
     if start is None or not own:
         return start
-    return replace(start, given_up=listed.given_up, best_copy=_missing_best(listed.current, start))
+    return replace(
+        start,
+        given_up=listed.given_up,
+        given_up_copies=listed.given_up_copies,
+        listed=tuple(copies.complete),
+        best_copy=_missing_best(listed.current, start),
+    )
 
 
 def _missing_best(own: Sequence[OwnCheckpoint], start: CheckpointRef) -> Copy | None:
@@ -147,12 +170,19 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
     if request is None:
         return newest
     named, earlier = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
+    newer = tuple(each.path for each in reversed(own) if named is not None and each.step > named.step and each.is_here)
     if earlier is not None and (earlier == request or (named is not None and _find_named(own, earlier) == named)):
-        return newest  # an earlier start has gone back already
+        names, folder = list_some([path.name for path in newer], 4), run / CHECKPOINTS / f"{SET_ASIDE}<name>"
+        again = f". To go back again, first move {names} to a new folder {folder}" if newer else ""
+        step = newest.step
+        log.info("%s=%s: an earlier start has gone back there; resuming from step %d%s", RESUME, request, step, again)
+        return newest
     if named is not None:
         chosen = _newest_good([named], damaged, RESUME, named.path)
-        newer = tuple(each.path for each in reversed(own) if each.step > named.step and each.is_here)
         return replace(chosen, damaged=newest.damaged, is_rewind=True, newer=newer)
+    gone = [OwnCheckpoint(checkpoint_at(path)) for path in reversed(checkpoints_set_aside(run))]
+    if aside := _find_named(gone, request):
+        raise CheckpointError(f"{RESUME}={request} is set aside. {_how_to_take_back(aside, config)}")
     if not exists(Path(request)) or is_within(Path(request), run):
         raise CheckpointError(
             f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
@@ -164,6 +194,15 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
             f"Leave it out to resume from step {newest.step}, or give another --ckpt_save_path for a new run from there"
         )
     return newest
+
+
+def _how_to_take_back(aside: OwnCheckpoint, config: CheckpointConfig) -> str:
+    place = config.folder / CHECKPOINTS / aside.path.name
+    if exists(place):  # the run has saved this step again
+        place = place.with_name(f"{place.name}.back")
+    copy = f"{CHECKPOINTS}/{aside.path.name}/{SET_ASIDE_FILE}"
+    mirrored = "" if config.ckpt_mirror_path is None else f". In the mirror, rename {copy}, if any, to {MANIFEST}"
+    return f"To take it back: {shlex.join(['mv', str(aside.path), str(place)])}{mirrored}"
 
 
 def _started_from(own: OwnCheckpoint, path: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,11 @@ class Loader:
     def skip(self, numbers: Mapping[str, Iterable[Range]]) -> None:
         """Skip samples from the next step on, by their numbers within datasets (`Mixture.numbers`)."""
         self._start(self._run.skip_numbers(numbers))
+
+    def keep_order(self, version: int) -> None:
+        """Begin the run in an earlier version of the order of samples, in which its numbers of samples mean others."""
+        self._new_run = replace(self._new_run, order=self._new_run.order | {"order_version": version})
+        self._start(self._new_run)
 
     def rewind(self) -> None:
         """Restart at the first step, as if no state had been loaded."""

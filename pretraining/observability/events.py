@@ -2,6 +2,9 @@
 
     start | restart   a start of the run; a restart has the result of the previous start
     restore           the checkpoint that the run resumes from
+    return            a return to an older checkpoint, which the user asked for
+    settings          settings that the user has changed since the checkpoint
+    skip_samples      samples that the user skips from here on
     phase             datasets, weights and batch size at the start, and after each change
     skip              a skipped update
     checkpoint        a committed checkpoint

@@ -253,7 +253,7 @@ def _escape(text: str) -> str:
 
 def _training_items(manifest: Manifest, settings: TrainConfig) -> dict[str, str]:
     data, optimizer, schedule = settings.data, settings.optimizer, settings.schedule.schedule
-    losses = {"training loss": manifest.loss, "held-out loss": manifest.evaluation_loss}
+    losses = {"training loss": manifest.loss, "held-out loss": manifest.evaluation_of_step}
     batch = f"{manifest.global_batch_size:,} sequences of {data.seq_length:,} tokens"
     return {
         "length": f"{manifest.step:,} steps of {batch}, {manifest.tokens_seen:,} tokens in all",

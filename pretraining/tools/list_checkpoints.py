@@ -10,12 +10,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pretraining.checkpoint.forms import read_manifest
-from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints, run_of, unfinished_saves
+from pretraining.checkpoint.run_folder import (
+    BEST,
+    CHECKPOINTS,
+    checkpoints_set_aside,
+    committed_checkpoints,
+    run_of,
+    unfinished_saves,
+)
 from pretraining.errors import CheckpointError
 from pretraining.files import entries_of, is_address, is_folder, real_path
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_bytes, format_seconds, format_table
 from pretraining.tools.commands import ListConfig
+
+SET_ASIDE_STATE = "set aside"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +32,9 @@ class Row:
     """A checkpoint.
 
     Attributes:
-        name: folder name.
-        state: "complete"; "incomplete" (an interrupted save, or one in progress); "damaged" (wrong names or sizes).
+        name: folder name; of one that is set aside, with the folder set_aside_<time>.
+        state: "complete"; "incomplete" (an interrupted save, or one in progress); "damaged" (wrong names or sizes);
+            "set aside" (the run has gone back from it).
         kind: reason for the save, from the manifest; "import" for imported weights.
         best: whether the link `best` of the run points to this checkpoint.
         bytes: size of all files.
@@ -61,18 +71,18 @@ def list_checkpoints(config: ListConfig) -> None:
     if config.json:
         lines = [json.dumps(asdict(row)) for row in rows]
     else:
-        size = format_bytes(sum(row.bytes for row in rows))
-        lines = [*_table(rows), f"{count_of(len(rows), 'checkpoint')}, {size} in {place}"]
+        lines = [*_table(rows), _totals(rows, place)]
     for line in lines:
         print_text(line)
 
 
 def rows_of(run: Path) -> list[Row]:
-    """Return a row per checkpoint of a run: committed checkpoints by step, then unfinished saves."""
+    """Return a row per checkpoint of a run: committed ones by step, then unfinished saves, then those set aside."""
     link = run / CHECKPOINTS / BEST
     best = real_path(link) if link.is_symlink() else None
     committed = [_row(each.path, "complete", best) for each in committed_checkpoints(run)]
-    return committed + [_row(path, "incomplete", best) for path in unfinished_saves(run)]
+    unfinished = [_row(path, "incomplete", best) for path in unfinished_saves(run)]
+    return committed + unfinished + [_row(path, SET_ASIDE_STATE, best) for path in checkpoints_set_aside(run)]
 
 
 def _row(path: Path, state: str, best: Path | None) -> Row:
@@ -83,21 +93,29 @@ def _row(path: Path, state: str, best: Path | None) -> Row:
             size += status.st_size if stat.S_ISREG(status.st_mode) else 0
             newest = max(newest, status.st_mtime)
     age = round(max(0.0, time.time() - newest), 1)
-    row = Row(name=path.name, state=state, best=real_path(path) == best, bytes=size, age_seconds=age)
+    name = path.name if state != SET_ASIDE_STATE else f"{path.parent.name}/{path.name}"
+    row = Row(name=name, state=state, best=real_path(path) == best, bytes=size, age_seconds=age)
     if state == "incomplete":
         return row
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return replace(row, state="damaged", fault=str(error))
+        return replace(row, state="damaged" if state == "complete" else state, fault=str(error))
     return replace(
         row,
         kind=manifest.kind if manifest.data else "import",
         step=manifest.step,
         tokens_seen=manifest.tokens_seen,
         loss=manifest.loss,
-        evaluation_loss=manifest.evaluation_loss,
+        evaluation_loss=manifest.evaluation_of_step,
     )
+
+
+def _totals(rows: list[Row], place: str) -> str:
+    aside = [row for row in rows if row.state == SET_ASIDE_STATE]
+    sizes = [format_bytes(sum(row.bytes for row in each)) for each in (rows, aside)]
+    noted = f", of which {len(aside)} set aside, {sizes[1]}" if aside else ""
+    return f"{count_of(len(rows), 'checkpoint')}, {sizes[0]} in {place}{noted}"
 
 
 def _table(rows: list[Row]) -> list[str]:

@@ -52,7 +52,7 @@ def push(config: PushConfig) -> None:
                 "the run to fetch them",
                 path=run,
             )
-        mirror, copied, faults = Mirror(settings, newest), 0, list[str]()
+        mirror, copied, faults = Mirror(settings, newest, given_up=listed.given_up_copies), 0, list[str]()
         for path in here:
             try:
                 copied += _copy_if_missing(path, mirror)

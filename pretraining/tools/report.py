@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 PAGE = "report.html"
 BUCKETS = 300
 MOST_ROWS, MOST_MARKS = 200, 12
-MARKED = ("restart", "rollback", "phase")
+MARKED = ("restart", "return", "rollback", "phase")
 INK = "#123456"  # placeholder that becomes the page's colour of text, light or dark
 
 STYLE = """

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pretraining.checkpoint.branches import Branches, Point, branches_from
 from pretraining.checkpoint.hf_import import record_origin
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.manager import CheckpointManager, manifest_of_run
@@ -28,11 +29,13 @@ from pretraining.checkpoint.manifest import (
 from pretraining.checkpoint.mirror import Mirror, fetch_start
 from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.retention import set_aside
+from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints
 from pretraining.checkpoint.run_path import write_config
 from pretraining.checkpoint.saver import Saver
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
+from pretraining.data.sampling.mixture import Skipped
 from pretraining.distributed.dims import Dims
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.loss_scaler import LossScaler
@@ -68,7 +71,7 @@ from pretraining.optim.state import (
 from pretraining.progress import Interval
 from pretraining.train.garbage import GarbageCollection
 from pretraining.train.loop import Run
-from pretraining.train.messages import log_plan
+from pretraining.train.messages import changed_settings, log_plan
 from pretraining.train.open_data import byte_lengths, read_batches
 from pretraining.train.plan import Plan
 from pretraining.train.preemption import StopRequests
@@ -114,11 +117,14 @@ def build_run(
     if plan.start is None:  # late, since it is slow: errors in the data settings come first
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
     context = _build_context(plan, model, optimizer, hook)
-    run = _assemble(plan, context, stop_requests, status.events, lease, sampler)
+    run = _assemble(plan, context, stop_requests, status, lease, sampler)
     on_rank_zero(lambda: _write_records(plan))
     on_every_rank(stop_requests.raise_if_pending)
-    if plan.start is not None and plan.start.newer:  # last: nothing refuses the start any more
-        on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, plan.start.newer))
+    if plan.start is not None and plan.start.is_rewind:  # last: nothing refuses the start any more
+        newer = plan.start.newer
+        if newer:
+            on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, newer))
+        status.events.add("return", plan.state.step, checkpoint=str(plan.start.path), set_aside=list(map(str, newer)))
     begin_training(optimizer)
     status.mark_training(plan.state)
     return run
@@ -164,7 +170,7 @@ def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Op
 
 
 def _add_events(plan: Plan, events: Events) -> None:
-    """Record the start point, and the data phase if a new one begins at this step."""
+    """Record the start point and what the user changes there, and the data phase if a new one begins at this step."""
     step, phase = plan.state.step, plan.loader.reader.mixture.phases[-1]
     if plan.start is not None:
         events.add(
@@ -174,6 +180,12 @@ def _add_events(plan: Plan, events: Events) -> None:
             weights_only=plan.start.weights_only,
             passed_over=list(plan.start.damaged),
         )
+    if plan.restored is not None and plan.rollback is None:
+        if changes := changed_settings(plan.restored.config, plan.config):
+            events.add("settings", step, changes={name: list(values) for name, values in changes.items()})
+        known = Skipped(map(tuple, plan.restored.manifest.data["skipped"]))
+        if skipped := Skipped(map(tuple, plan.loader.state_dict()["skipped"])).without(known):
+            events.add("skip_samples", step, samples=[[begin, end - 1] for begin, end in skipped])
     if phase.first_step == step:
         events.add("phase", step, global_batch_size=phase.global_batch_size, weights=phase.weights)
 
@@ -194,12 +206,12 @@ def _assemble(
     plan: Plan,
     context: StepContext,
     stop_requests: StopRequests,
-    events: Events,
+    status: RunStatusWriter,
     lease: Lease | None,
     sampler: TextSampler | None,
 ) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
-    stopwatch, host_sync = Stopwatch(), HostSync()
+    stopwatch, host_sync, events = Stopwatch(), HostSync(), status.events
     stopwatch.add_listener(processes.activity.turn_to)
     observer = _build_observer(plan, context, stopwatch, events)
 
@@ -225,7 +237,7 @@ def _assemble(
         states["loss_scale"] = context.scaler
     if config.optimizer.optimizer not in OPTIMIZERS:
         states[OPTIMIZER_STATE] = OptimizerRecord(context.optimizer, plan.loads_optimizer)
-    checkpoints = _build_checkpoints(plan, context, states, observer, lease)
+    checkpoints = _build_checkpoints(plan, context, states, observer, lease, status.run_id)
     evaluator.early_stopping.stop_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # a run without a folder cannot profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
@@ -320,20 +332,32 @@ def _build_evaluator(
 
 
 def _build_checkpoints(
-    plan: Plan, context: StepContext, states: Mapping[str, Stateful], observer: Observer, lease: Lease | None
+    plan: Plan,
+    context: StepContext,
+    states: Mapping[str, Stateful],
+    observer: Observer,
+    lease: Lease | None,
+    run_id: str,
 ) -> CheckpointManager:
     config, saver, mirror = plan.config, None, None
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
     if config.checkpoint.ckpt_mirror_path is not None:
         step, newest = (own.step, own.path if own.manifest.files else None) if own else (0, None)
-        mirror = Mirror(config.checkpoint, step, newest, spare_cores=plan.processes.device.type == "cpu")
+        mirror = Mirror(
+            config.checkpoint,
+            step,
+            newest,
+            given_up=own.given_up_copies if own else (),
+            listed=None if own is None or plan.is_return else own.listed,
+            spare_cores=plan.processes.device.type == "cpu",
+        )
     if config.checkpoint.ckpt_save_path is not None:
         timeout = collective_timeout(config.guard)
         saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, lease, timeout, mirror)
     checkpoints = CheckpointManager(
         config.checkpoint,
         saver,
-        manifest_of_run(config),
+        manifest_of_run(config, *on_rank_zero(lambda: (run_id, _branches_of_saves(plan, mirror)))),
         plan.loader,
         states,
         observer,
@@ -345,3 +369,16 @@ def _build_checkpoints(
     if plan.restored is not None:
         checkpoints.restore(plan.restored)
     return checkpoints
+
+
+def _branches_of_saves(plan: Plan, mirror: Mirror | None) -> Branches:
+    """Return the branches in the checkpoints that this start will save; on rank 0."""
+    config = plan.config.checkpoint
+    if config.ckpt_save_path is None:
+        return ()
+    own = plan.start if plan.start is not None and plan.start.is_own else None
+    here = [each for each in committed_checkpoints(config.folder) if plan.is_return or each.step <= plan.state.step]
+    known: list[Point] = [*here, *map(checkpoint_at, checkpoints_set_aside(config.folder))]
+    known += [] if mirror is None else mirror.known
+    first_step = plan.state.step + (own is not None and plan.rollback is None)
+    return branches_from(None if own is None else own.manifest, known, first_step, is_return=plan.is_return)

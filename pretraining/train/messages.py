@@ -114,7 +114,8 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         if not plan.loads_optimizer:
             yield "with a new optimizer state (--load_optimizer=false)"
         yield from plan.loader.changes_at_resume
-        yield from changed_settings(start.config, plan.config)
+        for name, (was, is_now) in changed_settings(start.config, plan.config).items():
+            yield f"{name} changed from {was} to {is_now}"
         if state.step < state.total_steps:
             rate = plan.learning_rate.at(state.step, plan.config.optimizer.peak_learning_rate)
             yield f"the learning rate is {rate:.3g} at first"
@@ -172,12 +173,12 @@ def describe_end(config: TrainConfig, run: Run) -> str:
     return "\n".join(lines)
 
 
-def changed_settings(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """Return one line per changed setting, except those that declare `silent_change`."""
+def changed_settings(before: TrainConfig, now: TrainConfig) -> dict[str, tuple[str, str]]:
+    """Return both values of each changed setting, as text, except those that declare `silent_change`."""
     settings = settings_of(TrainConfig)
     was, is_now = (values_of(replace(each, optimizer=each.optimizer.resolved())) for each in (before, now))
-    return [
-        f"{name} changed from {format_value(was[name])} to {format_value(value)}"
+    return {
+        name: (format_value(was[name]), format_value(value))
         for name, value in is_now.items()
         if was[name] != value and not settings[name].silent_change
-    ]
+    }

@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -52,11 +51,27 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Rollback:
+    """State that a rollback keeps of the run that has diverged in this start.
+
+    Attributes:
+        skipped: samples to skip besides `--skip_samples`, by their numbers within datasets (`Mixture.numbers`).
+        stop_step: last step of this invocation.
+        order_version: of the order of samples, in case the run goes back to its initial weights.
+    """
+
+    skipped: Mapping[str, Sequence[Range]]
+    stop_step: int
+    order_version: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Decisions about a run before it is built: start point, data, batch, schedule, length.
 
     Attributes:
         start: None = initial weights.
+        rollback: None = the run has not diverged in this start.
         loads_optimizer: whether to load the optimizer state of the start point, too.
         unfinished: leftovers of interrupted saves in the run's folder.
         data: training datasets; None for dummy data.
@@ -70,6 +85,7 @@ class Plan:
     dims: Dims
     shape: LlamaShape
     start: CheckpointRef | None
+    rollback: Rollback | None
     loads_optimizer: bool
     unfinished: list[Path]
     data: OpenedDatasets | None
@@ -87,6 +103,11 @@ class Plan:
         return None if self.start is None or self.start.weights_only else self.start
 
     @property
+    def is_return(self) -> bool:
+        """Whether the run goes back, as the user asks or after a divergence."""
+        return self.rollback is not None or (self.start is not None and self.start.is_rewind)
+
+    @property
     def training_tokens(self) -> int | None:
         """Tokens of one pass over the datasets; None for dummy data, which has no end."""
         return self.data.training_tokens if self.data is not None else None
@@ -98,15 +119,13 @@ def plan_run(
     dims: Dims,
     opened: OpenedData,
     start: CheckpointRef | None,
-    skipped: Mapping[str, Sequence[Range]] = MappingProxyType({}),
-    stop_step: int | None = None,
+    rollback: Rollback | None = None,
 ) -> Plan:
     """Plan a run from its start point; a collective call.
 
     Args:
         config: fully resolved settings.
-        skipped: samples to skip besides `--skip_samples`, by their numbers within datasets (`Mixture.numbers`).
-        stop_step: last step of this invocation; None = as the settings say.
+        rollback: as in `Plan`.
 
     Raises:
         DamagedError: the start point has no readable position in the data.
@@ -125,9 +144,12 @@ def plan_run(
             data, config.data, batch, dims.data_rank, config.run.seed, shape.vocab_size, group=dims.context_group
         )
     )
+    if rollback is not None and restored is None:
+        loader.keep_order(rollback.order_version)
     if restored is not None:
         on_every_rank(lambda: _restore_position(loader, restored))
-    loader.skip(skipped)
+    if rollback is not None:
+        loader.skip(rollback.skipped)
     sources, record = open_evaluation_sources(
         config,
         opened,
@@ -150,6 +172,7 @@ def plan_run(
         dims=dims,
         shape=shape,
         start=start,
+        rollback=rollback,
         loads_optimizer=loads_optimizer,
         unfinished=unfinished,
         data=data,
@@ -159,7 +182,7 @@ def plan_run(
         loader=loader,
         sources=sources,
         evaluation=record,
-        state=_initial_state(config, token_schedule, training_tokens, restored, stop_step),
+        state=_initial_state(config, token_schedule, training_tokens, restored, rollback),
     )
 
 
@@ -240,13 +263,15 @@ def _initial_state(
     token_schedule: TokenSchedule,
     training_tokens: int | None,
     restored: CheckpointRef | None,
-    stop_step: int | None,
+    rollback: Rollback | None,
 ) -> TrainState:
     progress = Progress(0, 0)
     if restored is not None:
         progress = Progress(restored.manifest.step, restored.manifest.tokens_seen, restored.manifest.seconds)
     total_steps = config.run.num_steps.to_steps(token_schedule, training_tokens)
-    if stop_step is None:
+    if rollback is not None:
+        stop_step = rollback.stop_step
+    else:
         run_steps = config.run.run_steps
         stop_step = total_steps if run_steps is None else min(total_steps, progress.steps + run_steps)
     return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import torch
 
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.mirror import list_copies
+from pretraining.checkpoint.mirror import NewerCopyError, list_copies
 from pretraining.checkpoint.object_store import TRIES_OF_START
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import committed_checkpoints
@@ -42,7 +42,7 @@ from pretraining.text import count_of
 from pretraining.train.build import build_run
 from pretraining.train.loop import Run, train_loop
 from pretraining.train.open_data import OpenedData
-from pretraining.train.plan import Plan, plan_run, restore_cpu_threads
+from pretraining.train.plan import Plan, Rollback, plan_run, restore_cpu_threads
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import RunStatusWriter
 
@@ -68,8 +68,7 @@ def train_with_rollbacks(builder: RunBuilder, start: CheckpointRef | None) -> Ru
             raise _with_hint(divergence, rollbacks)
         rollbacks += 1
         furthest = max(furthest, divergence.last_step)
-        builder.stop_step = run.state.stop_step  # a rollback keeps the last step of this invocation
-        builder.skip(divergence.samples)
+        builder.keep(run, divergence.samples)
         del run
         _free_memory()
         run = _go_back(divergence, rollbacks, builder)
@@ -96,8 +95,7 @@ class RunBuilder:
         config: complete settings.
         threads: CPU threads chosen for this process; None = keep the current number.
         stop_requests, status, lease, hook, sampler: as in `build_run`.
-        skipped: samples of earlier divergences, by their numbers within datasets.
-        stop_step: last step of this invocation; None = as the settings say.
+        rollback: what the next run keeps of those that have diverged.
         plan: plan of the last run that was built.
     """
 
@@ -111,14 +109,19 @@ class RunBuilder:
     lease: Lease | None
     hook: MetricsHook | None
     sampler: TextSampler | None
-    skipped: dict[str, list[Range]] = field(default_factory=dict)
-    stop_step: int | None = None
+    rollback: Rollback | None = None
     plan: Plan = field(init=False)
 
-    def skip(self, samples: Range) -> None:
-        """Skip global samples of the last run: back before a phase, they may get other global numbers."""
-        for name, ranges in self.plan.loader.reader.mixture.numbers([samples]).items():
-            self.skipped.setdefault(name, []).extend(ranges)
+    def keep(self, run: Run, samples: Range) -> None:
+        """Keep what a rollback needs of a run, whose global samples may get other global numbers, back before a phase.
+
+        Args:
+            samples: samples to skip.
+        """
+        loader, skipped = self.plan.loader, dict[str, Sequence[Range]](self.rollback.skipped if self.rollback else {})
+        for name, ranges in loader.reader.mixture.numbers([samples]).items():
+            skipped[name] = [*skipped.get(name, ()), *ranges]
+        self.rollback = Rollback(skipped, run.state.stop_step, loader.order_version)
 
     def find_start(
         self, damaged: Mapping[str, str] = MappingProxyType({}), before_step: int | None = None
@@ -139,17 +142,24 @@ class RunBuilder:
             if not isinstance(result, str):
                 return result
             assert start is not None
-            damaged[start.source] = result
+            if result:
+                damaged[start.source] = result
             _free_memory()
             start = self.find_start(damaged, before_step)
             count_start(self.config.checkpoint, self.status, start)
 
     def _try_to_build(self, start: CheckpointRef | None) -> Run | str:
-        """Return the fault of a damaged start point; its error would keep the memory of the failed run alive."""
+        """Return the fault of a damaged start point; its error would keep the memory of the failed run alive.
+
+        An empty text: another machine has saved a newer checkpoint.
+        """
         restore_cpu_threads(start, self.config, self.processes, self.threads)
         try:
-            self.plan = plan_run(self.config, self.processes, self.dims, self.data, start, self.skipped, self.stop_step)
+            self.plan = plan_run(self.config, self.processes, self.dims, self.data, start, self.rollback)
             return build_run(self.plan, self.stop_requests, self.status, self.lease, self.hook, self.sampler)
+        except NewerCopyError as error:
+            log.info("%s: the start point is chosen again", error)
+            return ""
         except DamagedError as error:
             return str(error)
 
@@ -162,8 +172,10 @@ def count_start(config: CheckpointConfig, status: RunStatusWriter, start: Checkp
     """
     if config.ckpt_save_path is not None:
         run, step = config.folder, start.step if start is not None else 0
+        run_id = start.manifest.run_id if start is not None and start.is_own else ""
         on_rank_zero(lambda: make_run_folder(run))
-        on_rank_zero(lambda: status.begin(run, step, is_rewind=start is not None and start.is_rewind))
+        is_rewind = start is not None and start.is_rewind
+        on_rank_zero(lambda: status.begin(run, step, is_rewind=is_rewind, run_id=run_id))
 
 
 def _free_memory() -> None:

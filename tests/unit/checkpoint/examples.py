@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from unit.checkpoint import checkpoint_files
 
+from pretraining.checkpoint.branches import Branches
 from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.manifest import FileEntry, Manifest
+from pretraining.checkpoint.manifest import RUN_STATE, FileEntry, Manifest
 from pretraining.checkpoint.reader import load_tensors
 from pretraining.checkpoint.run_folder import checkpoint_path
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
@@ -53,11 +55,15 @@ def save(
     kind: str = "interval",
     evaluation_loss: float | None = None,
     skipped: Sequence[Sequence[int]] = (),
+    branches: Branches = (),
 ) -> Path:
-    """Save a checkpoint whose tensors hold its step."""
+    """Save a checkpoint whose tensors hold its step; without branches, as earlier versions did."""
     folder = checkpoint_path(run, step)
     folder = folder.with_name(folder.name + (".preempt" if kind == "preempt" else ""))
     manifest = manifest_of(step, kind=kind, evaluation_loss=evaluation_loss, skipped=skipped)
+    if branches:
+        record = {"id": "a run", "branches": list(map(list, branches)), "evaluation_loss": evaluation_loss}
+        manifest = replace(manifest, state={RUN_STATE: record})
     save_checkpoint(folder, plan_save(tensors(float(step))), manifest)
     return folder
 

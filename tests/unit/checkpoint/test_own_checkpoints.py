@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from unit.checkpoint.examples import save
 
+from pretraining.checkpoint.branches import Branch, Branches
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.own_checkpoints import Copies, Copy, own_checkpoints
@@ -93,3 +94,47 @@ def test_the_best_checkpoint_is_fetched_with_the_start_point(tmp_path: Path) -> 
         found = find_start(config, before_step=before, copies=copies)
         assert found is not None and found.step == step
         assert (None if found.best_copy is None else found.best_copy.name) == best
+
+
+Saved = Sequence[tuple[int, Branches]]
+FIRST, RETURN, ROLLBACK, OTHER = Branch(1, 0, "a"), Branch(2, 5, "b"), Branch(3, 6, "c"), Branch(2, 5, "d")
+
+
+def make(run: Path, *saved: tuple[int, Branches]) -> list[Path]:
+    """Save steps with their branches; a loss makes their manifests differ between machines."""
+    return [save(run, step, evaluation_loss=float(len(str(run))), branches=branches) for step, branches in saved]
+
+
+def chosen(root: Path, disk: Saved, store: Saved) -> tuple[list[str], ...]:
+    """Return the current checkpoints, those given up on the disk, and those given up in the store."""
+    make(root / "a", *disk)
+    found = own_checkpoints(root / "a", copies_of(make(root / "bb", *store)))
+    copies = [name.removeprefix("step_").removesuffix("_ckp") for name in found.given_up_copies]
+    return names(each.path for each in found.current), names(found.given_up), copies
+
+
+def test_row_63_the_side_with_the_newest_return_decides(tmp_path: Path) -> None:
+    old = [(step, (FIRST,)) for step in (2, 4, 6, 8)]
+    new = [(2, (FIRST,)), (5, (FIRST, RETURN)), (7, (FIRST, RETURN))]
+    assert chosen(tmp_path / "old disk", old, new) == (["2", "4", "5", "7"], ["6", "8"], [])
+    assert chosen(tmp_path / "old store", new, old) == (["2", "4", "5", "7"], [], ["6", "8"])
+    again = [(2, (FIRST,)), (6, (FIRST, RETURN, ROLLBACK))]  # which saved step 6 again
+    assert chosen(tmp_path / "a rollback", new, again) == (["2", "5", "6"], ["7"], [])
+
+
+def test_of_two_returns_that_did_not_see_each_other_that_in_the_store_holds(tmp_path: Path) -> None:
+    disk, store = ([(4, (FIRST,)), (9, (FIRST, each))] for each in (OTHER, RETURN))
+    assert chosen(tmp_path, disk, [*store[:1], (7, store[1][1])]) == (["4", "7"], ["9"], [])
+
+
+def test_row_63_what_the_user_moved_back_on_both_sides_counts(tmp_path: Path) -> None:
+    both = [(4, (FIRST,)), (5, (FIRST, RETURN)), (8, (FIRST,))]
+    assert chosen(tmp_path / "moved", both, both) == (["4", "5", "8"], [], [])
+    assert chosen(tmp_path / "third", [(4, (FIRST,)), (7, (FIRST, RETURN))], both) == (["4", "5", "8"], ["7"], [])
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_a_checkpoint_that_an_earlier_version_saved_between_is_not_given_up(is_on_disk: bool, tmp_path: Path) -> None:
+    known, later = [(4, (FIRST,)), (6, (FIRST, RETURN))], [(9, ())]
+    disk, store = (later, known) if is_on_disk else (known, later)
+    assert chosen(tmp_path, disk, store) == (["4", "6", "9"], [], [])

@@ -172,3 +172,18 @@ def test_a_failed_removal_or_link_is_only_logged(
     apply_retention(tmp_path, newest, 1)
     assert names_in(tmp_path) == ["step_1_ckp", "step_2_ckp"]
     assert "best" in caplog.messages[0] and "step_1_ckp" in caplog.messages[1]
+
+
+@pytest.mark.usefixtures("single_process")
+def test_after_the_best_was_deleted_by_hand_the_link_follows_the_best_that_remains_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step, loss in ((2, 2.0), (4, 3.0), (6, None)):
+        apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
+    link = tmp_path / CHECKPOINTS / BEST
+    assert link.readlink() == Path("step_2_ckp") and not caplog.messages
+    for gone, now in ((2, "best one here is step_4_ckp now"), (4, "no other one here was evaluated")):
+        shutil.rmtree(checkpoint_path(tmp_path, gone))
+        apply_retention(tmp_path, checkpoint_path(tmp_path, 6), None)
+        assert now in caplog.messages[-1] and f"step_{gone}_ckp" in caplog.messages[-1]
+    assert not link.is_symlink()
