@@ -18,7 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, LOSSES_OF, Manifest, Stateful, describe_model
+from pretraining.checkpoint.manifest import (
+    EVALUATION_SETS_STATE,
+    LOSSES_OF,
+    RUN_ID,
+    RUN_STATE,
+    Manifest,
+    Stateful,
+    describe_model,
+)
 from pretraining.checkpoint.mirror import PREEMPTED_SECONDS, Mirror
 from pretraining.checkpoint.run_folder import Checkpoint
 from pretraining.checkpoint.saver import Saver
@@ -33,10 +41,11 @@ from pretraining.progress import Interval, Progress, TrainState
 log = logging.getLogger(__name__)
 
 
-def manifest_of_run(config: TrainConfig) -> Manifest:
-    """Return the manifest fields that all checkpoints of a run share: model, layout and settings."""
-    world = {**layout_of_run(config), "cpu_threads": torch.get_num_threads()}
-    return Manifest(model=describe_model(resolve_shape(config.model)), world=world, config=dump_config(config))
+def manifest_of_run(config: TrainConfig, run_id: str) -> Manifest:
+    """Return the manifest fields that all checkpoints of a run share: model, layout, settings and the run's id."""
+    world, state = {**layout_of_run(config), "cpu_threads": torch.get_num_threads()}, {RUN_STATE: {RUN_ID: run_id}}
+    model = describe_model(resolve_shape(config.model))
+    return Manifest(model=model, world=world, config=dump_config(config), state=state)
 
 
 def layout_of_run(config: TrainConfig) -> dict[str, Any]:
@@ -111,6 +120,8 @@ class CheckpointManager:
             )
         self.newest = restored.path
         for name, state in saved.state.items():
+            if name in self._manifest.state:
+                continue
             if name not in self._states:
                 log.info("the checkpoint holds a state of %s, which this run does not use: ignored", name)
                 continue
@@ -229,6 +240,7 @@ class CheckpointManager:
         """Return the manifest of this step, without its files."""
         data = self._loader.state_dict()
         states = {name: kept for name, stateful in self._states.items() if (kept := stateful.state_dict())}
+        states |= self._manifest.state
         if self._losses_of is not None:
             states[EVALUATION_SETS_STATE] = states.get(EVALUATION_SETS_STATE, {}) | {LOSSES_OF: self._losses_of}
         return replace(

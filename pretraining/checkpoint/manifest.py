@@ -60,6 +60,10 @@ GUARDS_STATE = "guards"
 """Key of the guards in a manifest's states."""
 SCHEDULE_STATE = "schedule"
 """Key of the learning rate in a manifest's states."""
+RUN_STATE = "run"
+"""Key of the record of the run in a manifest's states."""
+RUN_ID = "id"
+"""Key in this record: id of the run, as in run_status.json."""
 
 
 class Stateful(Protocol):
@@ -149,6 +153,11 @@ class Manifest:
         """Step at which the annealing stage of the run began; 0 in checkpoints of earlier versions."""
         step = self._state_of(SCHEDULE_STATE).get(ANNEALING_FROM)
         return step if type(step) is int else 0
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run; empty in checkpoints of earlier versions."""
+        return str(self._state_of(RUN_STATE).get(RUN_ID) or "")
 
     @property
     def is_of_finished_run(self) -> bool:

@@ -114,7 +114,7 @@ def build_run(
     if plan.start is None:  # late, since it is slow: errors in the data settings come first
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
     context = _build_context(plan, model, optimizer, hook)
-    run = _assemble(plan, context, stop_requests, status.events, lease, sampler)
+    run = _assemble(plan, context, stop_requests, status, lease, sampler)
     on_rank_zero(lambda: _write_records(plan))
     on_every_rank(stop_requests.raise_if_pending)
     if plan.start is not None and plan.start.newer:  # last: nothing refuses the start any more
@@ -194,12 +194,12 @@ def _assemble(
     plan: Plan,
     context: StepContext,
     stop_requests: StopRequests,
-    events: Events,
+    status: RunStatusWriter,
     lease: Lease | None,
     sampler: TextSampler | None,
 ) -> Run:
     config, processes, state, tokens = plan.config, plan.processes, plan.state, plan.training_tokens
-    stopwatch, host_sync = Stopwatch(), HostSync()
+    stopwatch, host_sync, events = Stopwatch(), HostSync(), status.events
     stopwatch.add_listener(processes.activity.turn_to)
     observer = _build_observer(plan, context, stopwatch, events)
 
@@ -225,7 +225,7 @@ def _assemble(
         states["loss_scale"] = context.scaler
     if config.optimizer.optimizer not in OPTIMIZERS:
         states[OPTIMIZER_STATE] = OptimizerRecord(context.optimizer, plan.loads_optimizer)
-    checkpoints = _build_checkpoints(plan, context, states, observer, lease)
+    checkpoints = _build_checkpoints(plan, context, states, observer, lease, status.run_id)
     evaluator.early_stopping.stop_if_due(state)
     folder = Path(config.checkpoint.ckpt_save_path or "")  # a run without a folder cannot profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
@@ -320,7 +320,12 @@ def _build_evaluator(
 
 
 def _build_checkpoints(
-    plan: Plan, context: StepContext, states: Mapping[str, Stateful], observer: Observer, lease: Lease | None
+    plan: Plan,
+    context: StepContext,
+    states: Mapping[str, Stateful],
+    observer: Observer,
+    lease: Lease | None,
+    run_id: str,
 ) -> CheckpointManager:
     config, saver, mirror = plan.config, None, None
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
@@ -333,7 +338,7 @@ def _build_checkpoints(
     checkpoints = CheckpointManager(
         config.checkpoint,
         saver,
-        manifest_of_run(config),
+        manifest_of_run(config, on_rank_zero(lambda: run_id)),
         plan.loader,
         states,
         observer,

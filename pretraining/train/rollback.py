@@ -162,8 +162,10 @@ def count_start(config: CheckpointConfig, status: RunStatusWriter, start: Checkp
     """
     if config.ckpt_save_path is not None:
         run, step = config.folder, start.step if start is not None else 0
+        run_id = start.manifest.run_id if start is not None and start.is_own else ""
         on_rank_zero(lambda: make_run_folder(run))
-        on_rank_zero(lambda: status.begin(run, step, is_rewind=start is not None and start.is_rewind))
+        is_rewind = start is not None and start.is_rewind
+        on_rank_zero(lambda: status.begin(run, step, is_rewind=is_rewind, run_id=run_id))
 
 
 def _free_memory() -> None:

@@ -5,13 +5,14 @@
 Rank 0 writes the file when a start begins and ends. A killed run or machine leaves "running" behind, so each start
 counts as a crash until it ends in another way. A start that runs out of time before its first step counts, too: the
 next start would do the same. After too many such starts in a row, without a new checkpoint, the next start is refused.
-No decision uses the time in the file, since clocks differ.
+No decision uses the time in the file, since clocks differ. The file also holds the run's id, made at its first start.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import secrets
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +39,7 @@ class RunStatus:
             time before their first step.
         started_at_step: step of the start point.
         updated: time of writing (ISO 8601, UTC).
+        run_id: id of the run, 16 hexadecimal digits; empty if an earlier version wrote the file.
     """
 
     status: str = ""
@@ -47,6 +49,7 @@ class RunStatus:
     starts_without_progress: int = 0
     started_at_step: int = 0
     updated: str = ""
+    run_id: str = ""
 
 
 class RunStatusWriter:
@@ -58,10 +61,12 @@ class RunStatusWriter:
 
     Attributes:
         events: event log of the run, including its starts and ends.
+        run_id: id of the run; empty before `begin`, and in processes that do not write.
     """
 
     def __init__(self, max_starts_without_progress: int, is_writer: bool) -> None:
         self.events = Events()
+        self.run_id = ""
         self._path = Path(STATUS_FILE)
         self._limit = max_starts_without_progress
         self._is_writer = is_writer
@@ -72,13 +77,14 @@ class RunStatusWriter:
     def __enter__(self) -> RunStatusWriter:
         return self
 
-    def begin(self, run: Path, restored_step: int, *, is_rewind: bool = False) -> None:
+    def begin(self, run: Path, restored_step: int, *, is_rewind: bool = False, run_id: str = "") -> None:
         """Count a start; call it again if the checkpoint is damaged and the start uses an older one.
 
         Args:
             run: the run's folder, whose lease this job holds.
             restored_step: step of the start point.
             is_rewind: whether the user asked for an older checkpoint.
+            run_id: id in the start point, for a folder without one.
 
         Raises:
             CheckpointError: as in `count_start`, or the file cannot be written.
@@ -88,6 +94,7 @@ class RunStatusWriter:
         first, self._started, self._path = self._started, None, run / STATUS_FILE
         if first is None:
             self._previous = read_status(self._path) or RunStatus()
+            self.run_id = self._previous.run_id or run_id or secrets.token_hex(8)
         with writing_into(run):
             try:
                 started = count_start(self._previous, restored_step, self._limit, is_rewind=is_rewind)
@@ -95,6 +102,7 @@ class RunStatusWriter:
                 if first is not None:  # a start from a damaged checkpoint does not count
                     self._write(self._previous)
                 raise
+            started = replace(started, run_id=self.run_id)
             self._write(started)
         self._started = started
         if first is None:
@@ -185,6 +193,7 @@ def read_status(path: Path) -> RunStatus | None:
     """Return the status in a file; None if the file is missing, or damaged, which is logged and not an error."""
     try:
         values = checked_values(read_json(path))
+        values.setdefault("run_id", "")  # earlier versions wrote none
         return RunStatus(**{name: type(default)(values[name]) for name, default in asdict(RunStatus()).items()})
     except FileNotFoundError:
         return None

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from unit.train import whole_runs
 
 from pretraining.errors import CheckpointError, ConfigError, LostPeerError, Preempted
+from pretraining.files import with_checksum
 from pretraining.progress import Progress, TrainState
 from pretraining.train.preemption import TIME_LIMIT, preemption_error
-from pretraining.train.run_status import STATUS_FILE, RunStatusWriter, read_status
+from pretraining.train.run_status import STATUS_FILE, RunStatus, RunStatusWriter, read_status
 
 
 def everywhere(error: ConfigError) -> ConfigError:
@@ -74,6 +77,7 @@ def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
         "starts": 1,
         "starts_without_progress": crashes,
         "started_at_step": 5,
+        "run_id": status_of(tmp_path)["run_id"],
     }
     assert {path.name for path in tmp_path.iterdir()} == {STATUS_FILE, "logs"}
 
@@ -140,6 +144,35 @@ def test_a_file_that_says_nothing_keeps_no_run_from_starting(tmp_path: Path, tex
     assert read_status(tmp_path / STATUS_FILE) is None
     start(tmp_path, 0, 10)
     assert status_of(tmp_path)["starts"] == 1
+
+
+def test_a_run_gets_an_id_at_its_first_start_and_keeps_it(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    start(tmp_path / "a", 0, 10)
+    first = status_of(tmp_path / "a")["run_id"]
+    assert re.fullmatch(r"[0-9a-f]{16}", str(first))
+    start(tmp_path / "a", 10, None, ValueError())
+    assert status_of(tmp_path / "a")["run_id"] == first
+    start(tmp_path / "b", 0, 10)
+    assert status_of(tmp_path / "b")["run_id"] != first
+
+
+def test_a_run_keeps_the_id_of_its_checkpoint_if_its_status_is_lost_or_older(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    whole_runs.start(run, "num_steps=2")
+    [saved] = {whole_runs.manifest_of(run, 2)["state"]["run"]["id"], status_of(run)["run_id"]}
+    (run / STATUS_FILE).unlink()
+    whole_runs.start(run, "num_steps=4")
+    assert saved == status_of(run)["run_id"] == whole_runs.manifest_of(run, 4)["state"]["run"]["id"]
+    document = json.loads((run / STATUS_FILE).read_text())
+    older = {name: value for name, value in document.items() if name not in ("run_id", "checksum")}
+    (run / STATUS_FILE).write_text(json.dumps(with_checksum(older)))
+    assert read_status(run / STATUS_FILE) == RunStatus(**older)
+    whole_runs.start(run, "num_steps=6")
+    assert status_of(run)["run_id"] == saved and status_of(run)["starts"] == 2
+    whole_runs.start(tmp_path / "next", f"ckpt_load_path={run}", "num_steps=8")
+    assert status_of(tmp_path / "next")["run_id"] != saved
 
 
 def test_other_ranks_write_nothing_and_neither_does_a_start_that_never_began(tmp_path: Path) -> None:
