@@ -13,13 +13,13 @@ from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
 from pretraining.config.fields import values_of
 from pretraining.config.recipes import dump_config, load_config
+from pretraining.config.run_recipe import RUN_CONFIG_FILE, comment_of_start
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import absolute_if_local, is_folder, write_atomic, writing_into
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
-RUN_CONFIG_FILE = "config.yaml"
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
@@ -27,6 +27,7 @@ _NOT_COMPARED = frozenset(
     {
         *("ckpt_save_path", "init_from", "resume_from_checkpoint", "run_steps", "dry_run"),
         *("time_limit", "max_starts_without_progress"),  # the error of a crash loop asks to change these
+        *("use_profiler", "profile_steps", "profile_interval"),  # of one start: `config/run_recipe.py`
     }
 )
 
@@ -111,4 +112,4 @@ def write_config(config: TrainConfig) -> None:
         return
     run = config.checkpoint.folder
     with writing_into(run):
-        write_atomic(run / RUN_CONFIG_FILE, dump_config(config))
+        write_atomic(run / RUN_CONFIG_FILE, comment_of_start(run) + dump_config(config))

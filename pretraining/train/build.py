@@ -22,6 +22,7 @@ from pretraining.checkpoint.manifest import (
     EVALUATION_STATE,
     GUARDS_STATE,
     SCHEDULE_STATE,
+    TRACKERS_STATE,
     Stateful,
     tensor_state,
 )
@@ -79,7 +80,7 @@ from pretraining.train.step import StepContext
 
 log = logging.getLogger(__name__)
 
-TRACKERS_STATE, REPORT_STATE = "trackers", "report"  # in checkpoints
+REPORT_STATE = "report"  # in checkpoints
 MIRROR_WAIT_SHARE = 0.8
 """Share of --hang_timeout that the end of a run waits for its last checkpoint's copy; less than the watchdog waits."""
 MIRROR_WAIT_SECONDS = 600.0
@@ -115,10 +116,11 @@ def build_run(
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
     context = _build_context(plan, model, optimizer, hook)
     run = _assemble(plan, context, stop_requests, status, lease, sampler)
-    on_rank_zero(lambda: _write_records(plan))
-    on_every_rank(stop_requests.raise_if_pending)
     if plan.start is not None and plan.start.newer:  # last: nothing refuses the start any more
+        on_every_rank(stop_requests.raise_if_pending)
         on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, plan.start.newer))
+    on_rank_zero(lambda: _write_records(plan))  # a recorded return is done
+    on_every_rank(stop_requests.raise_if_pending)
     begin_training(optimizer)
     status.mark_training(plan.state)
     return run
