@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
-from pretraining.config.fields import values_of
+from pretraining.config.fields import settings_of, values_of
 from pretraining.config.recipes import dump_config, load_config
 from pretraining.config.run_recipe import RUN_CONFIG_FILE, comment_of_start
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import absolute_if_local, is_folder, write_atomic, writing_into
+from pretraining.files import absolute_if_local, is_folder, real_path, write_atomic, writing_into
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
@@ -88,7 +88,17 @@ def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) ->
     except ConfigError:
         return False  # there is no file, or a version with other settings wrote it
     saved["tokenizer_path"] = absolute_if_local(saved["tokenizer_path"])  # earlier versions recorded it as typed
-    return all(value == saved[name] for name, value in values_of(config).items() if name not in ignored)
+    paths = {name for name, each in settings_of(TrainConfig).items() if each.is_path}
+    return all(
+        value == saved[name] or (name in paths and _real(value) == _real(saved[name]))
+        for name, value in values_of(config).items()
+        if name not in ignored
+    )
+
+
+def _real(value: str | tuple[str, ...] | None) -> list[Path]:
+    """Return the real paths of a setting: a start from another working folder records an absolute path."""
+    return [real_path(Path(each)) for each in ((value,) if isinstance(value, str) else value or ())]
 
 
 def _is_finished(folder: Path) -> bool:

@@ -28,6 +28,7 @@ from pretraining.config.command_line import is_bare_path, read_given, resolve_co
 from pretraining.config.recipes import RECIPE_SUFFIXES, parse_recipe
 from pretraining.config.rules import check_config
 from pretraining.config.strategies import DimSizes, unsharded_sizes
+from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
 from pretraining.data.dataset import build_indices, build_loader, open_datasets, warn_about_datasets
@@ -79,7 +80,8 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         return
     named = None if given.values.get("weights_only") else source or request  # with weights_only, a new run starts
     if request is not None:
-        found = _find_named(source or given.build().checkpoint.ckpt_save_path, request, is_required=source is not None)
+        save_path = given.values.get("ckpt_save_path", CheckpointConfig().ckpt_save_path)
+        found = _find_named(source or save_path, request, is_required=source is not None)
         if found is not None:
             overrides = [word for word in overrides if _setting_of(word) not in _WHERE_FROM]
             flags = {name: value for name, value in flags.items() if _setting_of(name) not in _WHERE_FROM}
