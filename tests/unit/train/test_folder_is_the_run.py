@@ -362,3 +362,37 @@ def test_typed_weights_replace_a_recorded_beginning(trained: Path, tmp_path: Pat
     shutil.rmtree(tmp_path / "other")
     go_on(run, *other, "--init_from=scratch")
     assert started_at(tmp_path / "other") == 0
+
+
+# inspect
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *words: object) -> list[int]:
+    """Return the samples that `inspect` shows."""
+    capsys.readouterr()
+    main(["inspect", *map(str, words), "--json=true"])
+    lines = capsys.readouterr().out.splitlines()
+    return sorted(json.loads(line)["sample_id"] for line in lines if line.startswith("{"))
+
+
+def test_inspect_shows_a_run_after_a_return_and_takes_a_step_or_a_name(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_on(run, "--resume_from_checkpoint=2", "--init_from=auto", "--skip_samples=8-9", "num_steps=5")
+    assert inspected(capsys, run, "--step=5") == [10, 11]
+    for request in ("2", "step_2_ckp", checkpoint(run, 2)):
+        before = [f"--resume_from_checkpoint={request}", "--step=5"]
+        assert inspected(capsys, run, *before) == [8, 9]
+        flags = [*TINY, "use_dummy_dataset=true", f"ckpt_save_path={run}"]
+        assert inspected(capsys, *flags, *before) == [8, 9]
+        assert inspected(capsys, *flags, *before, "--skip_samples=8-9") == [10, 11]
+    with pytest.raises(SystemExit):
+        main(["inspect", str(run), "--resume_from_checkpoint=7", "--step=5"])
+    assert "--resume_from_checkpoint=7 is no checkpoint of the run" in capsys.readouterr().err
+
+
+def test_inspect_shows_a_run_that_began_from_scratch_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path / "run", "init_from=scratch")
+    assert inspected(capsys, tmp_path / "run", "--step=1") == [0, 1]
