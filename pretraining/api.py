@@ -90,7 +90,7 @@ class Trainer:
         """Make a Trainer from recipes, read left to right, and settings that override them like flags.
 
         `Trainer.from_recipe("my.yaml", num_steps=1000, learning_rate=3e-4)`; recipes are optional. The config.yaml in a
-        run's folder goes on with that run.
+        run's folder continues that run.
 
         Raises:
             ConfigError: every problem of recipes and settings.

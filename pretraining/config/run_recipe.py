@@ -1,9 +1,9 @@
-"""A run's config.yaml: the record of its last start, and a recipe that goes on with the run in this folder.
+"""A run's config.yaml: the record of its last start, and a recipe that continues the run in this folder.
 
     start     settings, under a comment with the places of this start (`comment_of_start`)
     recipe    `continue_run`: what the recorded settings mean for another start
 
-A run is its folder, wherever that is now. What belongs to one start is recorded, but not repeated.
+A run is its folder, wherever that is now. Settings of one start are recorded, but not repeated.
 """
 
 from __future__ import annotations
