@@ -46,6 +46,7 @@ class Recipe:
         system: the other system; "" for a recipe of this project.
         table: lines that tell what each key of the other system became.
         prepare: folder of the data, and the command that fills it.
+        path: file of the recipe; None for command-line arguments.
     """
 
     name: str
@@ -57,6 +58,12 @@ class Recipe:
     system: str = ""
     table: tuple[str, ...] = ()
     prepare: tuple[str, str] | None = None
+    path: Path | None = None
+
+    @property
+    def source(self) -> str:
+        """Source of its assignments."""
+        return f"recipe {self.name}"
 
 
 Translator = Callable[[Path | None, str, Mapping[str, Raw], Collection[str]], Recipe | None]
@@ -90,7 +97,7 @@ def read_recipe(
         recipe = translate(path, name, arguments or {}, accepts)
         if recipe is not None:
             return recipe
-    return Recipe(name, _settings_of_tree(tree, name, f"recipe {name}"))
+    return Recipe(name, _settings_of_tree(tree, name, f"recipe {name}"), path=path)
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
