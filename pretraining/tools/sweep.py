@@ -35,7 +35,7 @@ from pretraining.config.command_line import name_first_words, read_arguments, re
 from pretraining.config.fields import settings_of
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_object, write_atomic
-from pretraining.launch.signals import ReceivedSignals, terminate_with_parent
+from pretraining.launch.signals import ReceivedSignals, heeded, terminate_with_parent
 from pretraining.launch.terminal import ignore_output_errors, print_text
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of, format_table
@@ -183,7 +183,7 @@ def _train(combination: Combination, run: Path, processes: int) -> str | None:
     with output_errors(run):
         run.mkdir(parents=True, exist_ok=True)
         write_atomic(run / ARGUMENTS_FILE, json.dumps({"arguments": combination.arguments}, indent=1) + "\n")
-        with (run / OUTPUT_FILE).open("ab") as output, ReceivedSignals().listening() as received:
+        with (run / OUTPUT_FILE).open("ab") as output, ReceivedSignals().listening(heeded()) as received:
             begun, printed = time.monotonic(), output.seek(0, os.SEEK_END)
             with received.recording_interrupts():
                 code = _run(command, output, received)
