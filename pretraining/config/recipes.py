@@ -90,16 +90,20 @@ def read_recipe(
         recipe = translate(path, name, arguments or {}, accepts)
         if recipe is not None:
             return recipe
-    return Recipe(name, _settings_of_tree(tree, name, f"recipe {name}"))
+    settings = _settings_of_tree(tree, name, f"recipe {name}")
+    beside = ("checkpoints", "run_status.json")
+    is_record = path.name == "config.yaml" and any(exists(path.parent / each) for each in beside)
+    return Recipe(name, [replace(each, is_recorded=is_record) for each in settings])
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
-    """Return the settings in a YAML recipe as raw text; `name` is the recipe's name in messages.
+    """Return the settings that a run recorded as raw text; `name` is the record's name in messages.
 
     Raises:
         ConfigError: the content is malformed.
     """
-    return _settings_of_tree(parse_tree(content, name), name, name)
+    settings = _settings_of_tree(parse_tree(content, name), name, name)
+    return [replace(each, is_recorded=True) for each in settings]
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -138,7 +142,7 @@ def dump_config(config: Any) -> str:
 def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
     """Return the settings that can be parsed, with defaults for the rest, and the problems."""
     reader = Reader(TrainConfig)
-    reader.read(source)
+    reader.read([replace(each, is_recorded=True) for each in source])
     config = reader.build()
     assert config is not None  # every setting of training has a default
     return config, reader.problems

@@ -322,7 +322,9 @@ class ParallelConfig:
         "supports it in hardware",
     )
     mp_dtype: Literal["bfloat16", "float16"] = setting(
-        "bfloat16", "compute type of mixed_precision: bfloat16, or float16 with a dynamic loss scale"
+        "bfloat16",
+        "compute type of mixed_precision: bfloat16, or float16 with a dynamic loss scale",
+        aliases={"bf16": "bfloat16", "fp16": "float16"},
     )
     float8: Float8Scaling | None = setting(
         None,

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 ARGUMENTS_FILE, OUTCOME_FILE, OUTPUT_FILE = "arguments.json", "outcome.json", "output.log"
 LONGEST_NAME = 120
+LONGEST_NAME_BYTES = 255  # of Linux's file systems
 POLL_SECONDS = 0.2
 RESULTS = ("status", "step", "tokens_seen", "loss", "evaluation_loss", "tokens_per_second_per_gpu_overall")
 NOT_IN_A_SWEEP = ("ckpt_save_path", "run_steps", "dry_run")
@@ -70,8 +71,9 @@ class Combination:
         """The name of the run's folder."""
         text = ",".join(f"{name}={value}" for name, value in self.values.items())
         safe = "".join(letter if letter.isalnum() or letter in "=,.+-_" else "-" for letter in text)
-        if safe != text or len(safe) > LONGEST_NAME:
-            safe = f"{safe[:LONGEST_NAME]}-{sha256(text.encode()).hexdigest()[:8]}"
+        if safe != text or len(safe) > LONGEST_NAME or len(safe.encode()) > LONGEST_NAME_BYTES:
+            cut = safe[:LONGEST_NAME].encode()[: LONGEST_NAME_BYTES - 9].decode(errors="ignore")
+            safe = f"{cut}-{sha256(text.encode()).hexdigest()[:8]}"
         return safe
 
 
