@@ -125,8 +125,9 @@ class Trainer:
     def train(self) -> TrainResult:
         """Train to the end, from the newest checkpoint in the run folder if there is one; a collective call.
 
-        Ctrl-C finishes the step, saves, and raises KeyboardInterrupt; a second Ctrl-C stops at once. SIGTERM and
-        SIGUSR1 finish the step, save, and return with the status "preempted".
+        Ctrl-C finishes the step, saves, and raises KeyboardInterrupt; a second Ctrl-C stops at once. SIGTERM,
+        SIGUSR1 and SIGXCPU finish the step, save, and return with the status "preempted"; SIGHUP and SIGUSR2 stay the
+        caller's.
 
         Raises:
             PretrainError: any user error; `Preempted` if a request stopped the run before its first step.

@@ -12,8 +12,8 @@ from typing import TypeVar
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
 from pretraining.config.fields import settings_of, values_of
-from pretraining.config.recipes import dump_config, load_config
-from pretraining.config.run_recipe import RUN_CONFIG_FILE, comment_of_start
+from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, load_config
+from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import absolute_if_local, is_folder, real_path, write_atomic, writing_into

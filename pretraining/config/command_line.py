@@ -21,9 +21,9 @@ from typing import Any, Generic, TypeVar
 
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, TRANSLATED, Assignment, Reader, setting_named
 from pretraining.config.fields import setting, settings_of
-from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, Translator, read_recipe
+from pretraining.config.recipes import RECIPE_SUFFIXES, RUN_CONFIG_FILE, Recipe, Translator, read_recipe
 from pretraining.config.rules import find_problems, resolve_run_folder
-from pretraining.config.run_recipe import RUN_CONFIG_FILE, continue_run
+from pretraining.config.run_recipe import continue_run
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.config.assignments import Reader
-from pretraining.config.recipes import Recipe
+from pretraining.config.recipes import RUN_CONFIG_FILE, Recipe, is_record
 from pretraining.config.training import TrainConfig
 from pretraining.errors import PretrainError
 from pretraining.files import exists, is_address, parse_json, read_file, real_path
 
 log = logging.getLogger(__name__)
 
-RUN_CONFIG_FILE = "config.yaml"
-_BESIDE = ("checkpoints", "run_status.json")  # as in checkpoint/run_folder.py and train/run_status.py
 _COMMENT = "# Last start: "
 _ONE_START = frozenset({"run_steps", "dry_run", "use_profiler", "profile_steps", "profile_interval"})
 _LOADED = frozenset({"ckpt_load_path", "weights_only"})
@@ -60,11 +58,10 @@ def last_start(run: Path) -> LastStart:
 
 def folder_of_run(recipe: Recipe) -> Path | None:
     """Return the real path of a run's folder if the recipe is its config.yaml; None for all other recipes."""
-    is_record = any(given.name == "checkpoint.ckpt_save_path" for given in recipe.assignments)
-    if recipe.path is None or recipe.path.name != RUN_CONFIG_FILE or recipe.system or not is_record:
+    is_whole = any(given.name == "checkpoint.ckpt_save_path" for given in recipe.assignments)
+    if recipe.path is None or recipe.system or not is_whole or not is_record(recipe.path):
         return None
-    folder = real_path(recipe.path.parent)
-    return folder if any(exists(folder / name) for name in _BESIDE) else None
+    return real_path(recipe.path.parent)
 
 
 def continue_run(reader: Reader[TrainConfig], recipe: Recipe) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
-from pretraining.config.run_recipe import RUN_CONFIG_FILE
+from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.config.training import OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import name_of_model, parameter_count

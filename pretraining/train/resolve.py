@@ -18,9 +18,8 @@ from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.fields import values_of
 from pretraining.config.plugins import TRACKERS
-from pretraining.config.recipes import settings_in
+from pretraining.config.recipes import RUN_CONFIG_FILE, settings_in
 from pretraining.config.rules import check_config
-from pretraining.config.run_recipe import RUN_CONFIG_FILE
 from pretraining.config.settings_files import read_text
 from pretraining.config.training import NO_TOKEN, DataConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import (
