@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import newest_run_path
-from pretraining.config.command_line import load_train_config
+from pretraining.config.command_line import resolve_config
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config, resolve_run_folder
 from pretraining.config.training import TrainConfig
@@ -83,12 +83,14 @@ class Trainer:
         name_block(config.model.block)
         self.config = config
         self._run_path: str | None = None  # of the last run of this Trainer
+        self._returns = True  # as in `train`
 
     @classmethod
     def from_recipe(cls, *recipes: str | Path, **settings: Any) -> Self:
         """Make a Trainer from recipes, read left to right, and settings that override them like flags.
 
-        `Trainer.from_recipe("my.yaml", num_steps=1000, learning_rate=3e-4)`; recipes are optional.
+        `Trainer.from_recipe("my.yaml", num_steps=1000, learning_rate=3e-4)`; recipes are optional. The config.yaml in a
+        run's folder continues that run.
 
         Raises:
             ConfigError: every problem of recipes and settings.
@@ -96,7 +98,10 @@ class Trainer:
         flags: dict[str, Any] = {name: "none" if value is None else value for name, value in settings.items()}
         if recipes:
             flags["recipe"] = [str(recipe) for recipe in recipes]
-        return cls(load_train_config(flags=flags, translate=translate_when_needed))
+        resolved = resolve_config(TrainConfig, (), flags, translate=translate_when_needed, continues_runs=True)
+        trainer = cls(resolved.config)
+        trainer._returns = resolved.returns
+        return trainer
 
     def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[Tensor, Tensor]]:
         """Override this to report user-defined metrics, as `custom/<name>` in training, and in evaluations.
@@ -120,8 +125,9 @@ class Trainer:
     def train(self) -> TrainResult:
         """Train to the end, from the newest checkpoint in the run folder if there is one; a collective call.
 
-        Ctrl-C finishes the step, saves, and raises KeyboardInterrupt; a second Ctrl-C stops at once. SIGTERM and
-        SIGUSR1 finish the step, save, and return with the status "preempted".
+        Ctrl-C finishes the step, saves, and raises KeyboardInterrupt; a second Ctrl-C stops at once. SIGTERM,
+        SIGUSR1 and SIGXCPU finish the step, save, and return with the status "preempted"; SIGHUP and SIGUSR2 stay the
+        caller's.
 
         Raises:
             PretrainError: any user error; `Preempted` if a request stopped the run before its first step.
@@ -136,7 +142,15 @@ class Trainer:
 
             is_interrupted = False
             try:
-                result = train(self.config, layout, requests, threads, hook=self._hook(), is_embedded=True)
+                result = train(
+                    self.config,
+                    layout,
+                    requests,
+                    threads,
+                    hook=self._hook(),
+                    is_embedded=True,
+                    returns=self._returns,
+                )
             except Preempted as stop:
                 if stop.result is None:
                     raise

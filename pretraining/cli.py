@@ -51,7 +51,9 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     signals = ReceivedSignals().listen()
     terminate_with_launcher()
     of_demo = demo.add_settings(overrides, flags)
-    resolved = resolve_config(TrainConfig, of_demo or overrides, flags, (), translate_when_needed)
+    resolved = resolve_config(
+        TrainConfig, of_demo or overrides, flags, translate=translate_when_needed, continues_runs=True
+    )
     config = resolved.config
     name_block(config.model.block)
     if of_demo is not None:
@@ -84,7 +86,7 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     elif config.evaluation.eval_only:
         evaluate_and_print(config, layout, requests)
     else:
-        train(config, layout, requests, threads)
+        train(config, layout, requests, threads, returns=resolved.returns)
 
 
 def _check_prepared(resolved: ResolvedConfig[TrainConfig]) -> None:

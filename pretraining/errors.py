@@ -120,7 +120,8 @@ class Preempted(PretrainError):
 
     Attributes:
         reason: origin of the request, such as "SIGTERM".
-        is_out_of_time: whether the job's time is nearly over (time limit, or SIGUSR1); otherwise its place was wanted.
+        is_out_of_time: whether the job's time is nearly over (time limit, or a signal ahead of it); otherwise its place
+            was wanted.
         result: `TrainResult` so far; None if the run stopped before its first step.
     """
 

@@ -39,13 +39,14 @@ _WRITTEN_UNITS = {
 
 # More than any run needs; a slip such as 1e999999999 would fill the memory.
 LARGEST_AMOUNT = 10**18
-_NUMBER = r"[+-]?(?:\d[\d_]{0,99}(?:\.[\d_]{0,99})?|\.\d[\d_]{0,99})(?:[eE][+-]?\d{1,3})?"
-_AMOUNT = re.compile(rf"\s*({_NUMBER})([a-zA-Z\s%]*)", re.ASCII)
+NUMBER = r"[+-]?(?:\d[\d_]{0,99}(?:\.[\d_]{0,99})?|\.\d[\d_]{0,99})(?:[eE][+-]?\d{1,3})?"
+_CLOCK = re.compile(r"\s*(?:(\d{1,4})-)?(\d{1,6}):([0-5]\d)(?::([0-5]\d))?\s*", re.ASCII)
+_AMOUNT = re.compile(rf"\s*({NUMBER})([a-zA-Z\s%]*)", re.ASCII)
 
 
 def parse_number(text: str) -> Fraction | None:
     """Return the exact value of a decimal number (`1_000`, `1e6`, `.5`); None for other text."""
-    match = re.fullmatch(rf"\s*({_NUMBER})\s*", text, re.ASCII)
+    match = re.fullmatch(rf"\s*({NUMBER})\s*", text, re.ASCII)
     return Fraction(match[1].replace("_", "")) if match else None
 
 
@@ -76,11 +77,15 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str | int) -> Duration:
-        """Parse a duration: 1000 (steps), 5_000_000tok, 5Btok, 2ep, 90s, 30min, 2h or 23h30min.
+        """Parse a duration: 1000 (steps), 5_000_000tok, 5Btok, 2ep, 90s, 30min, 2h, 23h30min or 23:30:00.
 
         Raises:
             ConfigError: the text has none of these forms.
         """
+        clock = _CLOCK.fullmatch(str(text))
+        if clock is not None and (clock[1] or clock[4]):  # SLURM's [days-]hours:minutes:seconds; 24:00 may be minutes
+            days, hours, minutes, seconds = (int(each or 0) for each in clock.groups())
+            return cls(((days * 24 + hours) * 60 + minutes) * 60 + seconds, "seconds")
         parts = [_read_amount(number, "".join(unit.split())) for number, unit in _AMOUNT.findall(str(text))]
         exact, units = sum((amount for amount, _ in parts), Fraction(0)), {name for _, name in parts}
         is_one = len(parts) == 1 or (len(parts) in (2, 3) and units == {"seconds"})

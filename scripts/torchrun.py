@@ -5,10 +5,11 @@ exits with 1; these hide the error of the worker. This script does the following
 
 - A worker exits with an error code: the worker printed its error, so the job exits with the same code and adds nothing.
 - A signal kills a worker: one line names signal, rank and machine; exit code 128 + number.
-- SIGTERM or SIGUSR1 arrives: the workers receive it and have unlimited time to save. Repeated signals are ignored. The
-  exit code is that of the workers: 75 if the run is saved and can be resumed.
+- SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU arrives: the workers receive it and have unlimited time to save. Repeated
+  signals are ignored. The exit code is that of the workers: 75 if the run is saved and can be resumed.
 - Ctrl-C: the same, with exit code 130; the second one makes the workers exit at once, the third one kills them.
-- Another signal arrives: the workers receive it and have 30 seconds; exit code 128 + number.
+- SIGQUIT arrives: the workers receive it and have 30 seconds; exit code 131.
+- A signal that is ignored when this script starts (as by nohup) stays ignored, here and in the workers.
 - The run was asked to stop and is saved: it is not restarted, whatever the value of --max-restarts. In an elastic job
   (--nnodes=1:4), the other machines continue unless the time limit of the run is over.
 
@@ -20,16 +21,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
-INTERRUPTED = 130
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from pretraining.launch.signals import INTERRUPTED, PREEMPTION_SIGNALS, heeded
+
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h; also the exit code of workers
 TERMINATED = 143  # exit code of workers whose run saves nothing
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (*PREEMPTION_SIGNALS, signal.SIGINT)
 
 
 if __name__ == "__main__":  # torch takes seconds to import, in which a signal would print a traceback
-    for stop_signal in STOP_SIGNALS:
+    for stop_signal in heeded(STOP_SIGNALS):
         signal.signal(stop_signal, lambda number, _: os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED))
 
 import logging  # noqa: E402
@@ -38,7 +42,6 @@ import socket  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
 from contextlib import suppress  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 from torch.distributed.elastic import multiprocessing  # noqa: E402
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SignalException, SubprocessContext  # noqa: E402
@@ -47,7 +50,10 @@ from torch.distributed.run import main  # noqa: E402
 
 # Warnings and errors that torchrun logs for normal ends of a job, and its banner about OMP_NUM_THREADS.
 LOGS = ("run", "elastic.multiprocessing.api", "elastic.agent.server.api")
-EXPECTED = re.compile(r"failed \(exitcode|(Sending|Closing) process|Received .* death signal|\W*Setting OMP_NUM_THR")
+EXPECTED = re.compile(
+    r"failed \(exitcode|(Sending|Closing) process|Received .* death signal|\W*Setting OMP_NUM_THR"
+    r"|Failed to register signal handler"  # for no signal, if SIGQUIT is ignored
+)
 UNTIL_KILLED = 10**9  # seconds
 
 
@@ -92,10 +98,9 @@ class Workers(SubprocessContext):
 
 
 def request_stop(number: int, frame: FrameType | None) -> None:
-    """Handle the first SIGTERM, SIGUSR1 or Ctrl-C: torchrun forwards it to the workers."""
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, hurry)
+    """Handle the first signal that requests a stop: torchrun forwards it to the workers."""
+    for each in heeded(STOP_SIGNALS):
+        signal.signal(each, hurry if each == signal.SIGINT else signal.SIG_IGN)
     Workers.is_stopping = True
     raise SignalException("asked to stop", signal.Signals(number))
 
@@ -144,7 +149,8 @@ def run(arguments: list[str]) -> int:
     multiprocessing.SubprocessContext = Workers  # type: ignore[misc]
     # --time_limit counts from here, also for restarted workers.
     os.environ.setdefault("PRETRAINING_STARTED_AT", str(time.time()))
-    Workers.are_elastic = any(re.fullmatch(r"--nnodes=\d+:\d+", argument) for argument in arguments)
+    nodes = re.findall(r"(?:^| )--nnodes[= ](\S+)", " ".join(arguments)) or [os.environ.get("PET_NNODES", "")]
+    Workers.are_elastic = ":" in nodes[0]
     if Workers.are_elastic:
         # torchrun tells only machines of the first rendezvous the address of its shared store. A machine that joins
         # later waits for the store, and the others wait for this machine, until all time out.
@@ -153,7 +159,7 @@ def run(arguments: list[str]) -> int:
         Workers.time_is_over = Path(notes) / "time_is_over"
         os.environ["PRETRAINING_TIME_IS_OVER"] = str(Workers.time_is_over)
         try:
-            main(["--signals-to-handle=SIGHUP,SIGQUIT", *arguments])
+            main([f"--signals-to-handle={','.join(each.name for each in heeded((signal.SIGQUIT,)))}", *arguments])
         except ChildFailedError as error:
             rank, failure = first_failure(error)
             if failure.exitcode > 0:
@@ -167,6 +173,6 @@ def run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    for stop_signal in STOP_SIGNALS:
+    for stop_signal in heeded(STOP_SIGNALS):
         signal.signal(stop_signal, request_stop)
     sys.exit(run(sys.argv[1:]))

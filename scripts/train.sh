@@ -8,7 +8,8 @@
 # main_training.py gets the flags of the block below, then those of the command line, which win. This is the demo unless
 # a flag names a recipe, a model or data.
 # Several machines: `sbatch scripts/train.slurm`. Without SLURM, run this on each machine, with NNODES, NODE_RANK,
-# MASTER_ADDR and MASTER_PORT set. NNODES=2:4 continues with two to four machines (docs/launching.md).
+# MASTER_ADDR and MASTER_PORT set. NNODES=2:4 continues with two to four machines (docs/launching.md). Kubeflow sets them
+# as PET_NNODES and so on.
 # NPROC sets the number of processes on this machine; by default one per GPU. MAX_RESTARTS=3 starts them again up to
 # three times when one fails.
 # Exit code 75: the run was asked to stop and is saved; the same command resumes it.
@@ -63,7 +64,7 @@ FLAGS=(
 )
 MODEL_ARGS=""                          # the block of fms-fsdp may be pasted here
 
-trap 'exit 75' TERM USR1               # during set-up; the programs below handle their own signals
+trap 'exit 75' TERM HUP USR1 USR2 XCPU # during set-up; the programs below handle their own signals
 trap 'exit 130' INT
 # shellcheck source=scripts/setup.sh
 source "$root/scripts/setup.sh" ""
@@ -73,6 +74,20 @@ read -r -d '' -a pasted <<<"$MODEL_ARGS" || true
 program=("$root/main_training.py" ${FLAGS[@]+"${FLAGS[@]}"} ${pasted[@]+"${pasted[@]}"} "$@")
 export PRETRAINING_DEMO=$root          # the folder of the demo's data and run
 [[ " $* " != *" --help"* && " $* " != *" -h "* ]] || exec python "${program[@]}"
+
+# torchrun's own names, which Kubeflow sets in each pod. torchrun would read those that this script decides itself.
+if [[ -n ${PET_RDZV_ENDPOINT:-} ]]; then
+    MASTER_ADDR=${MASTER_ADDR:-${PET_RDZV_ENDPOINT%:*}}
+    [[ $PET_RDZV_ENDPOINT != *:* ]] || MASTER_PORT=${MASTER_PORT:-${PET_RDZV_ENDPOINT##*:}}
+fi
+for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT MAX_RESTARTS; do
+    of_torchrun=PET_$name
+    [[ -n ${!name:-} ]] || printf -v "$name" %s "${!of_torchrun:-}"
+    unset "$of_torchrun"
+done
+JOB_ID=${JOB_ID:-${PET_RDZV_ID:-}}
+[[ ! ${PET_NPROC_PER_NODE:-} =~ ^[0-9]+$ ]] || NPROC=${NPROC:-$PET_NPROC_PER_NODE} # else auto: one per GPU
+unset PET_NPROC_PER_NODE PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_ID PET_STANDALONE
 
 # The shell of `srun --pty` has a terminal and leads its session; a script in it is no task of the step.
 in_shell_of_srun() {
@@ -109,6 +124,11 @@ restarts=${MAX_RESTARTS:-0}
 if [[ $processes == 1 && $nodes == 1 && $restarts == 0 ]]; then
     exec python "${program[@]}"
 elif [[ $nodes == 1 ]]; then
+    if [[ ${WORLD_SIZE:-1} != 1 && -z ${NNODES:-} ]]; then
+        echo "train: WORLD_SIZE=$WORLD_SIZE is set and NNODES is not, so this machine would train alone. Set" \
+            "NNODES=<machines> and NODE_RANK=<number of this machine, from 0>; NNODES=1 is this machine alone" >&2
+        exit 1
+    fi
     rendezvous=(--standalone)
 elif [[ $nodes == *:* || $restarts != 0 ]]; then # machines may leave, except that of MASTER_ADDR, and join
     : "${MASTER_ADDR:?NNODES=$nodes needs the host that the machines meet at}"
@@ -120,6 +140,8 @@ else
     rendezvous=(--nnodes="$nodes" --node-rank="$NODE_RANK"
         --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
 fi
-echo "train: $processes processes on this machine, $nodes machine(s)" >&2 || true
+machines="$nodes machine(s)"
+[[ $nodes == 1 ]] || machines+=", which meet at $MASTER_ADDR:${MASTER_PORT:-29500}"
+echo "train: $processes processes on this machine, $machines" >&2 || true
 exec python "$root/scripts/torchrun.py" "${rendezvous[@]}" --nproc-per-node="$processes" --max-restarts="$restarts" \
     "${program[@]}"

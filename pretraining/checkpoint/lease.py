@@ -6,7 +6,8 @@ A second start on the same folder is refused while the first one lives. A lease 
 id namespace) is free when no process has its id and start time. Any other lease is free once the file stayed unchanged
 for a minute of this process's clock; clocks of two machines are never compared. Before each commit the writer checks
 that it still has the lease, so a process that wakes up after a long stop commits nothing. A damaged lease counts as
-unchanged.
+unchanged. A lease that came with a copy of the folder is free: it names another folder, and is another file than its
+holder made. (The path alone does not tell, since machines may mount one folder at several paths.)
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import sleep
 
-from pretraining.distributed.processes import Processes, on_rank_zero
+from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.files import checked_values, exists, read_json, with_checksum, writing_into
+from pretraining.files import checked_values, exists, read_json, real_path, with_checksum, writing_into
 
 log = logging.getLogger(__name__)
 
 LEASE = "lease.json"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60
+SHARED_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Holder:
         machine: boot and process id namespace.
         process_start: start time; a later process with the same id has another.
         started: time when the lease was taken, for people.
+        folder: real path of the run's folder; empty in leases of earlier versions.
+        inode: number of the lease's file.
     """
 
     host: str
@@ -51,6 +55,8 @@ class Holder:
     process_start: str
     started: str
     token: str
+    folder: str = ""
+    inode: int = 0
 
     @staticmethod
     def this_process() -> Holder:
@@ -89,6 +95,11 @@ class Lease:
                 self._remove_free()
         self._heartbeat.start()
 
+    @property
+    def token(self) -> str:
+        """Random text that tells this lease from all others."""
+        return self._own.token
+
     def check(self) -> None:
         """Raise a CheckpointError if this process has lost the lease."""
         if not self._is_own():
@@ -116,6 +127,7 @@ class Lease:
 
     def _create(self) -> bool:
         with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:  # only one process creates it
+            self._own = replace(self._own, folder=str(real_path(self._run)), inode=os.fstat(file.fileno()).st_ino)
             file.write(json.dumps(with_checksum(asdict(self._own))))
             return True
         return False
@@ -149,10 +161,30 @@ def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
     lease = Lease(run)
     on_rank_zero(lease.acquire)
     try:
+        token = on_rank_zero(lambda: lease.token)
+        on_every_rank(lambda: _check_shared(run, token))
         yield lease
     finally:
         if processes.is_main:
             lease.release()
+
+
+def _check_shared(run: Path, token: str) -> None:
+    """Raise a CheckpointError if this process does not see the lease that rank 0 has just taken in the run's folder.
+
+    A network file system may show an older state of the folder for as long as `SHARED_SECONDS`.
+    """
+    for seconds in range(SHARED_SECONDS + 1):
+        holder = _read_holder(run / LEASE)
+        if holder is not None and holder.token == token:
+            return
+        if seconds < SHARED_SECONDS:
+            sleep(1.0)
+    raise CheckpointError(
+        f"is not the folder that rank 0 writes into: {socket.gethostname()} does not see the {LEASE} of this start. "
+        "All processes of a job save there and read it, so give a --ckpt_save_path on a disk that all nodes share",
+        path=real_path(run),
+    )
 
 
 def must_wait_for_lease(run: Path) -> bool:
@@ -164,6 +196,8 @@ def must_wait_for_lease(run: Path) -> bool:
     if not exists(run / LEASE):
         return False
     holder = _read_holder(run / LEASE)
+    if holder is not None and _is_copied(run, holder):
+        return False
     is_alive = None if holder is None else holder.is_alive
     if is_alive:
         raise _held_error(run, holder)
@@ -171,6 +205,13 @@ def must_wait_for_lease(run: Path) -> bool:
         holder_text = _format_holder(holder)
         log.warning("%s belongs to %s: a start waits up to %d s for a heartbeat", run, holder_text, STALE_SECONDS)
     return is_alive is None
+
+
+def _is_copied(run: Path, holder: Holder) -> bool:
+    """Return whether a lease was copied together with its folder."""
+    change = _last_change(run / LEASE)
+    is_other_file = change is not None and change[1] != holder.inode
+    return holder.folder not in ("", str(real_path(run))) and is_other_file
 
 
 def _held_error(run: Path, holder: Holder | None) -> CheckpointError:

@@ -36,8 +36,8 @@ from pretraining.checkpoint.object_store import (
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE_FILE, checkpoint_from, committed_checkpoints
-from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.checkpoint.start_point import CheckpointRef
+from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, rank_and_world_size

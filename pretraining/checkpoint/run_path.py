@@ -11,15 +11,15 @@ from typing import TypeVar
 
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
-from pretraining.config.fields import values_of
-from pretraining.config.recipes import dump_config, load_config
+from pretraining.config.fields import settings_of, values_of
+from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, load_config
+from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import absolute_if_local, is_folder, write_atomic, writing_into
+from pretraining.files import absolute_if_local, is_folder, real_path, write_atomic, writing_into
 
 AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
-RUN_CONFIG_FILE = "config.yaml"
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
@@ -27,6 +27,7 @@ _NOT_COMPARED = frozenset(
     {
         *("ckpt_save_path", "init_from", "resume_from_checkpoint", "run_steps", "dry_run"),
         *("time_limit", "max_starts_without_progress"),  # the error of a crash loop asks to change these
+        *("use_profiler", "profile_steps", "profile_interval"),  # of one start: `config/run_recipe.py`
     }
 )
 
@@ -87,7 +88,17 @@ def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) ->
     except ConfigError:
         return False  # there is no file, or a version with other settings wrote it
     saved["tokenizer_path"] = absolute_if_local(saved["tokenizer_path"])  # earlier versions recorded it as typed
-    return all(value == saved[name] for name, value in values_of(config).items() if name not in ignored)
+    paths = {name for name, each in settings_of(TrainConfig).items() if each.is_path}
+    return all(
+        value == saved[name] or (name in paths and _real(value) == _real(saved[name]))
+        for name, value in values_of(config).items()
+        if name not in ignored
+    )
+
+
+def _real(value: str | tuple[str, ...] | None) -> list[Path]:
+    """Return the real paths of a setting: a start from another working folder records an absolute path."""
+    return [real_path(Path(each)) for each in ((value,) if isinstance(value, str) else value or ())]
 
 
 def _is_finished(folder: Path) -> bool:
@@ -111,4 +122,4 @@ def write_config(config: TrainConfig) -> None:
         return
     run = config.checkpoint.folder
     with writing_into(run):
-        write_atomic(run / RUN_CONFIG_FILE, dump_config(config))
+        write_atomic(run / RUN_CONFIG_FILE, comment_of_start(run) + dump_config(config))

@@ -103,6 +103,8 @@ def find_start(
     damaged: Mapping[str, str] = MappingProxyType({}),
     before_step: int | None = None,
     copies: Copies = NO_COPIES,
+    *,
+    returns: bool = True,
 ) -> CheckpointRef | None:
     """Find the checkpoint to start from; None for a new run. Call it in one process of a job.
 
@@ -112,6 +114,8 @@ def find_start(
         damaged: faults of checkpoints that are known to be damaged, by `CheckpointRef.source`.
         before_step: for a rollback: only checkpoints before this step count; None = no rollback.
         copies: checkpoints in the run's mirror.
+        returns: whether `resume_from_checkpoint` asks to go back; False = an earlier start of the run has done so, and
+            the request only tells where a run without checkpoints begins.
 
     Raises:
         CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` refuses the start.
@@ -128,7 +132,7 @@ def find_start(
     if not own:
         start = _start_of_new_run(config, damaged)
     elif before_step is None:
-        start = _own_start(config, own, damaged)
+        start = _own_start(config if returns else replace(config, resume_from_checkpoint=None), own, damaged)
     else:
         start = _newest_good(own, damaged, SAVE_PATH, run)
     if config.init_from == "resume" and start is None:
@@ -216,6 +220,12 @@ def _started_from(own: OwnCheckpoint, path: Path) -> bool:
     named = CheckpointRef(own.path, manifest).config.checkpoint
     paths = (named.resume_from_checkpoint, named.ckpt_load_path)
     return real_path(path) in [real_path(Path(each)) for each in paths if each is not None]
+
+
+def named_checkpoint(run: Path, request: str) -> Path | None:
+    """Return the checkpoint in a run's folder that `resume_from_checkpoint` names there; None = no such one."""
+    named = _find_named([OwnCheckpoint(each) for each in reversed(committed_checkpoints(run))], request)
+    return None if named is None else named.path
 
 
 def _find_named(own: list[OwnCheckpoint], request: str) -> OwnCheckpoint | None:

@@ -7,14 +7,15 @@ once. Rules over several settings run afterwards, and skip settings that could n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pretraining.config.fields import Setting, build, settings_of
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, did_you_mean, parse_value
-from pretraining.progress import MULTIPLIERS
+from pretraining.config.values import Raw, did_you_mean, parse_value, percent_of
+from pretraining.progress import MULTIPLIERS, PERCENT
 
 T = TypeVar("T")
 
@@ -56,6 +57,18 @@ REMOVED = {
     "print_slurm": 'it was removed: give --only="$SLURM_ARRAY_TASK_ID" in a job array',
 }
 """Former settings of commands, and what to use instead."""
+NOT_SUPPORTED = {
+    r"drop_?out|drop_?path|_pdrop$|stochastic_depth": "dropout is",
+    r"label_smooth": "label smoothing is",
+    r"freez|frozen": "frozen parameters are",
+    r"layer_?wise_(lr|learning)|lr_layer|layer_(lr_)?decay": "learning rates per layer are",
+    r"^(tp|tensor_(model_)?parallel)(_|$)": "tensor parallelism is",
+    r"^(pp|pipeline_(model_)?parallel)(_|$)": "pipeline parallelism is",
+    r"expert|(^|_)moe(_|$)": "mixtures of experts are",
+    r"(^|_)q?lora(_|$)": "LoRA is",
+}
+"""What users look for and do not find, by patterns of its names."""
+_PART_OF_RUN = re.compile(r"(?:lr_)?(warmup|stable|decay)_(?:ratio|frac|fraction|proportion|percent|percentage|pct)")
 _NONE_TEXTS = (None, "", "none", "None", "null")
 
 
@@ -71,6 +84,7 @@ class Assignment:
         flag: name for messages: `--learning_rate` or `a.yaml: learning_rate`.
         valueless: whether the name stood alone; `raw` is then "True" or "False", which only boolean settings take.
         source: name of the source, shown after values.
+        is_recorded: whether a run wrote it, so that `$` in a path is a letter.
     """
 
     name: str
@@ -79,6 +93,7 @@ class Assignment:
     flag: str
     valueless: bool = False
     source: str = COMMAND_LINE
+    is_recorded: bool = False
 
     @property
     def section_and_name(self) -> tuple[str, str]:
@@ -119,7 +134,7 @@ class Reader(Generic[T]):
             setting = self.find(assignment)
             if setting is None:
                 if assignment.section_and_name[1] not in ALWAYS_NONE or assignment.raw not in _NONE_TEXTS:
-                    self.problems.append(f"{assignment.flag} is not known: {self._hint(*assignment.section_and_name)}")
+                    self.problems.append(f"{assignment.flag} is not known: {self._hint(assignment)}")
                 continue
             if assignment.valueless and setting.base is not bool:
                 self._refuse(setting, f"{assignment.flag} has no value: write {assignment.flag}=…")
@@ -153,9 +168,14 @@ class Reader(Generic[T]):
         setting = self.settings.get(self.aliases[name].target if name in self.aliases else name)
         return setting if setting is not None and section in ("", setting.section) else None
 
-    def _hint(self, section: str, name: str) -> str:
+    def _hint(self, assignment: Assignment) -> str:
+        section, name = assignment.section_and_name
         if name in REMOVED:
             return REMOVED[name]
+        if hint := self._hint_of_part(name, assignment.raw):
+            return hint
+        if missing := next((what for pattern, what in NOT_SUPPORTED.items() if re.search(pattern, name)), None):
+            return f"{missing} not supported"
         # Another system's dotted keys are no flags, unless the name is dotted, too.
         known = [*self.settings, *self.aliases, *(each for each in self.also_known if "." not in each)]
         return (
@@ -164,10 +184,21 @@ class Reader(Generic[T]):
             or "--help lists every setting"
         )
 
+    def _hint_of_part(self, name: str, raw: Raw) -> str:
+        """Return how a share of the run, such as warmup_ratio=0.03, is written; "" for other names."""
+        match = _PART_OF_RUN.fullmatch(name)
+        setting = self.settings.get(f"{match[1]}_steps") if match is not None else None
+        if setting is None or PERCENT not in setting.units:
+            return ""
+        percent = percent_of(raw) if isinstance(raw, str) else None
+        return f"write --{setting.name}={percent or '3%'}"
+
     def _parse(self, setting: Setting, assignment: Assignment) -> Any:
         """Parse an assignment's text, after the translation of an alias."""
         alias, raw = self.aliases.get(assignment.section_and_name[1]), assignment.raw
-        return parse_value(setting, alias.translate(raw) if alias is not None and isinstance(raw, str) else raw)
+        raw = alias.translate(raw) if alias is not None and isinstance(raw, str) else raw
+        is_typed = not assignment.is_recorded and not assignment.source.startswith(TRANSLATED)
+        return parse_value(setting, raw, is_typed=is_typed)
 
 
 def setting_named(key: str) -> str | None:

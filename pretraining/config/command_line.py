@@ -21,12 +21,13 @@ from typing import Any, Generic, TypeVar
 
 from pretraining.config.assignments import IGNORED_NAMES, RECIPE_NAMES, TRANSLATED, Assignment, Reader, setting_named
 from pretraining.config.fields import setting, settings_of
-from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, Translator, read_recipe
+from pretraining.config.recipes import RECIPE_SUFFIXES, RUN_CONFIG_FILE, Recipe, Translator, read_recipe
 from pretraining.config.rules import find_problems, resolve_run_folder
+from pretraining.config.run_recipe import continue_run
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError
-from pretraining.files import exists, is_address
+from pretraining.files import exists, is_address, is_folder
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -56,11 +57,14 @@ class ResolvedConfig(Generic[T]):
     Attributes:
         chosen: the assignment behind each setting that is not left at its default, by name.
         prepare: folder of the data that a recipe of another system names, and the command that fills it.
+        returns: whether `resume_from_checkpoint` is a request; False = it is one that an earlier start of the run
+            has done, and only recorded.
     """
 
     config: T
     chosen: Mapping[str, Assignment]
     prepare: tuple[str, str] | None = None
+    returns: bool = True
 
 
 def load_train_config(
@@ -76,6 +80,8 @@ def resolve_config(
     flags: Mapping[str, Any] | None = None,
     defaults: Sequence[Assignment] = (),
     translate: Translator | None = None,
+    *,
+    continues_runs: bool = False,
 ) -> ResolvedConfig[T]:
     """Read a command line into a dataclass of settings, and check that the settings fit each other.
 
@@ -90,11 +96,13 @@ def resolve_config(
             any value that has a text form.
         defaults: assignments that recipes override, such as a checkpoint's settings.
         translate: reads recipes and arguments of other systems; None = not supported.
+        continues_runs: whether a run's config.yaml is that run, in its folder (`continue_run`), and not settings alone.
 
     Raises:
         ConfigError: every problem found in recipes, flags and rules.
     """
     reader, recipes, has_recipes = _read(root, overrides, flags, defaults, translate)
+    is_recorded = [continue_run(reader, recipe) for recipe in recipes if continues_runs]  # type: ignore[arg-type]
     config, problems = reader.build(), reader.problems
     if config is not None and has_recipes:  # without a recipe's settings, rules would report false problems
         config = resolve_run_folder(config, reader.chosen)
@@ -106,7 +114,7 @@ def resolve_config(
             lines = "\n".join(recipe.table)
             log.info("%s is read as settings of another system (%s):\n%s", recipe.name, recipe.system, lines)
     prepare = next((recipe.prepare for recipe in recipes if recipe.prepare is not None), None)
-    return ResolvedConfig(config, reader.chosen, prepare)
+    return ResolvedConfig(config, reader.chosen, prepare, not any(is_recorded))
 
 
 def _with_places(problem: str, chosen: Mapping[str, Assignment]) -> str:
@@ -194,6 +202,8 @@ def name_first_words(
     first = next((setting for setting in settings_of(root).values() if setting.first_word), None)
     words = list(takewhile(is_bare_path, overrides))
     if first is None or not first.many:
+        if root is TrainConfig and words and is_folder(Path(words[0])):
+            words[0] = _config_of_run(words[0])
         is_recipe = issubclass(root, TrainConfig) and bool(words) and words[0].endswith(RECIPE_SUFFIXES)
         name = first.name if first is not None else RECIPE_NAMES[0] if is_recipe else None
         named = [f"{name}={words[0]}"] if words and name else []
@@ -207,6 +217,17 @@ def name_first_words(
     if words and first.name in flags:
         raise ConfigError(f"two values for {first.name}, {' '.join(words)} and --{first.name}={flags[first.name]}")
     return list(overrides[len(words) :]), {first.name: items, **flags} if words else flags
+
+
+def _config_of_run(folder: str) -> str:
+    """Return the recipe of the run in a folder; raise a ConfigError if there is none."""
+    path = Path(folder, RUN_CONFIG_FILE)
+    if not exists(path):
+        raise ConfigError(
+            f"{folder} holds no {RUN_CONFIG_FILE}, so no start has written into it yet: name the folder of a run, or "
+            f"give the settings and --ckpt_save_path={folder}"
+        )
+    return str(path)
 
 
 def is_bare_path(word: str) -> bool:
@@ -232,6 +253,7 @@ def read_arguments(
         else:
             is_recipe = reads_recipes and override.endswith(RECIPE_SUFFIXES)
             hint = f"--recipe={override}" if is_recipe else "name=value or --name=value"
+            hint += ", or the folder of a run (there is no such one)" if reads_recipes and "/" in override else ""
             problems.append(f"{override!r} sets nothing: write {hint}")
     given = [_read_flag(name, value) for name, value in flags.items() if name.replace("-", "_") not in IGNORED_NAMES]
     return [*positional.values(), *given], problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pretraining.config.assignments import ALIASES
 from pretraining.config.command_line import RecipeChoice
@@ -32,10 +32,11 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
         command: as typed: `pretrain train`.
         purpose: what the command does, in a few words.
         width: columns; None = the terminal's.
-        topic: section or setting to show, as in `--help=optimizer` or `--help=seed`; None = all.
+        topic: section or setting to show, as in `--help=optimizer` or `--help=seed`, or a word in names and texts of
+            settings, as in `--help=clip`; None = all.
 
     Raises:
-        ConfigError: the section or setting is unknown.
+        ConfigError: no section or setting has the word.
     """
     word = (topic or "").lstrip("-").replace("-", "_").lower().rpartition(".")[2]
     word = ALIASES[word].target if word in ALIASES else word
@@ -47,6 +48,9 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
         lines += [f"of {settings[word].section}:"] if settings[word].section else []
         lines += _format_entry(f"--{word}={_placeholder_of(settings[word])}", _explain(settings[word]), columns)
         lines += _format_entry("", f"Values: {describe_type(settings[word])}", columns)
+    elif word and word not in groups and (found := _settings_about(word, settings.values())):
+        for setting in found:
+            lines += _format_entry(f"--{setting.name}={_placeholder_of(setting)}", _explain(setting), columns)
     elif word and word not in groups:
         hint = did_you_mean(word, [*groups, *settings], "did you mean {}? ")
         known = ", ".join(groups) or "none"
@@ -63,8 +67,16 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
     return "\n".join(lines).lstrip("\n")
 
 
+def _settings_about(word: str, settings: Iterable[Setting]) -> list[Setting]:
+    """Return the settings with a word in their names or texts, those with it in the name first."""
+    found = [each for each in settings if word in each.name or word.replace("_", " ") in each.help.lower()]
+    return sorted(found, key=lambda each: word not in each.name)
+
+
 def _introduction(root: type, command: str, purpose: str, groups: Sequence[str], columns: int) -> list[str]:
-    text = "--help=FLAG explains one flag" + (f", --help=GROUP one of {', '.join(groups)}" if groups else "")
+    text = "--help=FLAG explains one flag, --help=WORD those that have the word" + (
+        f", --help=GROUP one of {', '.join(groups)}" if groups else ""
+    )
     lines = [f"{command}: {purpose}", f"usage: {command} [--NAME=VALUE ...]", "", *textwrap.wrap(text, columns)]
     if issubclass(root, TrainConfig):
         shipped = ", ".join(shipped_recipes())

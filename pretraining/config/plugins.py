@@ -12,7 +12,7 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,7 +220,9 @@ def sharding_errors(optimizer: str) -> Iterator[None]:
 
 
 def parse_options(flag: str, texts: tuple[str, ...]) -> Mapping[str, Any]:
-    """Read `key=value` texts; numbers, true, false and none are converted, other values stay text.
+    """Read `key=value` texts; numbers, true, false and none are converted, `(0.9,0.99)` is a tuple, `[1,2]` a list.
+
+    Other values stay text.
 
     Raises:
         ConfigError: a text is not `key=value`, or a key is repeated.
@@ -236,7 +238,23 @@ def parse_options(flag: str, texts: tuple[str, ...]) -> Mapping[str, Any]:
     return options
 
 
+def join_brackets(items: Sequence[str]) -> list[str]:
+    """Return the items of a comma list, with those that a comma inside of brackets has cut joined again."""
+    joined: list[str] = []
+    for item in items:
+        before = joined[-1] if joined else ""
+        if sum(map(before.count, "([")) > sum(map(before.count, ")]")):
+            joined[-1] = f"{before},{item}"
+        else:
+            joined.append(item)
+    return joined
+
+
 def _value_of(text: str) -> Any:
+    if text[:1] + text[-1:] in ("()", "[]"):
+        items = [item.strip() for item in join_brackets(text[1:-1].split(","))]
+        values = [_value_of(item.strip("'\"")) for item in items if item]
+        return tuple(values) if text[0] == "(" else values
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

@@ -28,6 +28,15 @@ RECIPE_SUFFIXES = (".yaml", ".yml", ".json", *FOREIGN_SUFFIXES)
 SHIPPED = Path(__file__).parent / "recipes"
 
 
+RUN_CONFIG_FILE = "config.yaml"
+_BESIDE = ("checkpoints", "run_status.json")  # as in checkpoint/run_folder.py and train/run_status.py
+
+
+def is_record(path: Path) -> bool:
+    """Return whether a file is the config.yaml of a run, which lies beside checkpoints or a status."""
+    return path.name == RUN_CONFIG_FILE and any(exists(path.parent / name) for name in _BESIDE)
+
+
 def shipped_recipes() -> dict[str, Path]:
     """Return the recipes of this package by name."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
@@ -46,6 +55,7 @@ class Recipe:
         system: the other system; "" for a recipe of this project.
         table: lines that tell what each key of the other system became.
         prepare: folder of the data, and the command that fills it.
+        path: file of the recipe; None for command-line arguments.
     """
 
     name: str
@@ -57,6 +67,12 @@ class Recipe:
     system: str = ""
     table: tuple[str, ...] = ()
     prepare: tuple[str, str] | None = None
+    path: Path | None = None
+
+    @property
+    def source(self) -> str:
+        """Source of its assignments."""
+        return f"recipe {self.name}"
 
 
 Translator = Callable[[Path | None, str, Mapping[str, Raw], Collection[str]], Recipe | None]
@@ -90,16 +106,18 @@ def read_recipe(
         recipe = translate(path, name, arguments or {}, accepts)
         if recipe is not None:
             return recipe
-    return Recipe(name, _settings_of_tree(tree, name, f"recipe {name}"))
+    settings = _settings_of_tree(tree, name, f"recipe {name}")
+    return Recipe(name, [replace(each, is_recorded=is_record(path)) for each in settings], path=path)
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
-    """Return the settings in a YAML recipe as raw text; `name` is the recipe's name in messages.
+    """Return the settings that a run recorded as raw text; `name` is the record's name in messages.
 
     Raises:
         ConfigError: the content is malformed.
     """
-    return _settings_of_tree(parse_tree(content, name), name, name)
+    settings = _settings_of_tree(parse_tree(content, name), name, name)
+    return [replace(each, is_recorded=True) for each in settings]
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -138,7 +156,7 @@ def dump_config(config: Any) -> str:
 def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
     """Return the settings that can be parsed, with defaults for the rest, and the problems."""
     reader = Reader(TrainConfig)
-    reader.read(source)
+    reader.read([replace(each, is_recorded=True) for each in source])
     config = reader.build()
     assert config is not None  # every setting of training has a default
     return config, reader.problems

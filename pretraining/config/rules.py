@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, Entry, parse_options
 from pretraining.config.strategies import STRATEGIES
-from pretraining.config.training import ALL_BLOCKS, OptimizerConfig, ScheduleConfig, TrainConfig
+from pretraining.config.training import ALL_BLOCKS, EvaluationConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from pretraining.config.values import format_value, limit_problem
 from pretraining.config.variants import resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.files import absolute_if_local, is_address
+from pretraining.progress import Duration
 
 FLOAT8_MULTIPLE = 16
 """Divides every dimension of a matrix in a float8 product."""
@@ -143,6 +144,10 @@ ROWS = (
 
 NO_EFFECT = "the first has no effect"
 _WITHOUT_RATIO = [name for name, entry in SCHEDULES.items() if "min_lr_ratio" not in entry.options]
+_CHANGED_EVALUATIONS = {
+    "eval_interval": lambda interval: interval not in (EvaluationConfig().eval_interval, Duration(0, "steps")),
+    "eval_batches": lambda batches: batches != EvaluationConfig().eval_batches,
+}
 _CHANGED_RATIO = {"min_lr_ratio": lambda ratio: ratio != ScheduleConfig().min_lr_ratio}
 INEFFECTIVE = (
     Row({"use_dummy_dataset": [True], "data_path": is_on}, "tokens are generated, and no data is read"),
@@ -155,6 +160,10 @@ INEFFECTIVE = (
     Row(
         {"muon_adam_weight_decay": is_on, "tie_word_embeddings": [True]},
         "no weight decay: a tied head counts as the embedding, which does not decay",
+    ),
+    *(
+        Row({name: is_changed, "eval_only": [False], **NO_EVALUATION_SET}, "there is nothing to evaluate")
+        for name, is_changed in _CHANGED_EVALUATIONS.items()
     ),
     Row({"sample_prompt": is_on, "tokenizer_path": is_off, "data_path": is_off}, NO_EFFECT),
     Row({"sample_prompt": is_on, "sample_tokens": is_off}, NO_EFFECT),

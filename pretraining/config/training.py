@@ -322,7 +322,9 @@ class ParallelConfig:
         "supports it in hardware",
     )
     mp_dtype: Literal["bfloat16", "float16"] = setting(
-        "bfloat16", "compute type of mixed_precision: bfloat16, or float16 with a dynamic loss scale"
+        "bfloat16",
+        "compute type of mixed_precision: bfloat16, or float16 with a dynamic loss scale",
+        aliases={"bf16": "bfloat16", "fp16": "float16"},
     )
     float8: Float8Scaling | None = setting(
         None,
@@ -560,8 +562,12 @@ class ReportConfig:
         "package.module:Class (docs/extending.md)",
     )
     tracker_dir: str | None = setting(None, "folder for the trackers' files; none = <ckpt_save_path>/logs")
-    tracker_project_name: str | None = setting(None, "wandb project or mlflow experiment; none = pretraining")
-    tracker_run_name: str | None = setting(None, "run name in wandb and mlflow; none = the run folder's name")
+    tracker_project_name: str | None = setting(
+        None, "wandb project or mlflow experiment; none = the service's own setting, else pretraining"
+    )
+    tracker_run_name: str | None = setting(
+        None, "run name in wandb and mlflow; none = WANDB_NAME, else the run folder's name"
+    )
     tracker_run_id: str | None = setting(None, "wandb or mlflow run to resume; none = the run folder's, or a new one")
     progress: Literal["auto", "live", "plain"] = setting(
         "auto", "plain: a line per report; live: also a line for the current step; auto: live on a terminal"

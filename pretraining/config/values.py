@@ -19,10 +19,10 @@ from typing import Any
 from annotated_types import Ge, Le, Lt
 
 from pretraining.config.fields import Setting
-from pretraining.config.plugins import PLUGIN_PATH
+from pretraining.config.plugins import PLUGIN_PATH, join_brackets
 from pretraining.errors import ConfigError
-from pretraining.files import address_problem, is_address
-from pretraining.progress import LARGEST_AMOUNT, Duration, parse_number
+from pretraining.files import address_problem, exists, is_address
+from pretraining.progress import LARGEST_AMOUNT, NUMBER, PERCENT, Duration, parse_number
 
 Raw = str | list[str] | None
 
@@ -36,6 +36,9 @@ _NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 # Address of an object store or server. As a path it would be a folder `s3:`; pathlib merges the two slashes.
 _ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*:/", re.IGNORECASE)
 
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
+_PART = re.compile(rf"\s*({NUMBER})\s*(?:percent|per cent|pct)?\s*", re.ASCII | re.IGNORECASE)
+
 # Each limit with its words in help, its test, and its words in an error.
 _LIMITS = (
     (Ge, "at least", operator.ge, "the smallest value is"),
@@ -44,19 +47,24 @@ _LIMITS = (
 )
 
 
-def parse_value(setting: Setting, raw: Raw) -> Any:
+def parse_value(setting: Setting, raw: Raw, *, is_typed: bool = True) -> Any:
     """Parse a setting's text; `raw` is a list or None only in a recipe.
+
+    Args:
+        is_typed: whether a user of this project wrote the text, in which `$NAME` in a path is a variable.
 
     Raises:
         ValueError: the text has the wrong type or exceeds the limits; the message completes "<flag>=<text>: ".
     """
     value: Any
     if setting.many:
-        value = tuple(_parse_one(setting, text) for text in split_list(raw))
+        items = split_list(raw)
+        items = join_brackets(items) if setting.name.endswith("_options") else items
+        value = tuple(_parse_one(setting, text, is_typed) for text in items)
     elif setting.optional and _is_none(raw):
         value = setting.typed_none if isinstance(raw, str) and raw.strip() else None
     elif isinstance(raw, str):
-        value = _parse_one(setting, raw)
+        value = _parse_one(setting, raw, is_typed)
     else:
         raise ValueError(f"{_NOUNS[setting.base]} is needed, not {'null' if raw is None else 'a list'}")
     problem = limit_problem(setting, value)
@@ -105,16 +113,30 @@ def parse_ranges(
     return ranges
 
 
-def expand_home(path: str | Path) -> str:
-    """Expand `~` or `~name` at the beginning of a path: shells do not expand it after a flag's `=`.
+def expand_home(path: str | Path, *, is_typed: bool = True) -> str:
+    """Expand `~` or `~name` at the beginning of a path, and `$NAME` and `${NAME}` anywhere in it.
+
+    Shells expand neither in a recipe, nor `~` after a flag's `=`. A path that exists as written is literal.
+
+    Args:
+        is_typed: False = expand `~` alone, as in a path that was expanded when it was recorded.
 
     Raises:
-        ValueError: the home folder does not exist.
+        ValueError: the home folder does not exist, or the variable is not set.
     """
     expanded = os.path.expanduser(path)  # noqa: PTH111  # pathlib would turn `./a` and `a/` into `a`
+    if is_typed and _VARIABLE.search(expanded) and not exists(Path(expanded)):
+        expanded = os.path.expanduser(_VARIABLE.sub(_variable, expanded))  # noqa: PTH111
     if expanded.startswith("~"):
         raise ValueError(f"there is no home folder {expanded.partition('/')[0]}: write the path in full")
     return expanded
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    if name not in os.environ:
+        raise ValueError(f"the variable {name} is not set: export it, or write the path in full")
+    return os.environ[name]
 
 
 def limit_problem(setting: Setting, value: Any) -> str | None:
@@ -169,25 +191,40 @@ def _is_none(raw: Any) -> bool:
     return raw is None or (isinstance(raw, str) and raw.strip().lower() in NONE_WORDS)
 
 
-def _parse_one(setting: Setting, text: str) -> Any:
+def _parse_one(setting: Setting, text: str, is_typed: bool) -> Any:
     if setting.choices:
         return _canonical_choice(setting, text.strip())
     if setting.base is Duration:
         try:
             return Duration.parse(text)
         except ConfigError as error:
-            raise ValueError(str(error)) from error
+            part = percent_of(text) if PERCENT in setting.units else None
+            raise ValueError(f"{error}{f'. A part of the run is written {part}' if part else ''}") from error
     if setting.base is bool:
         if (word := text.strip().lower()) not in BOOL_WORDS:
             raise ValueError("true or false is needed (also yes, no, on, off, 1, 0)")
         return BOOL_WORDS[word]
     if setting.base is str:
-        return expand_home(text) if setting.is_path else text
+        return expand_home(text, is_typed=is_typed) if setting.is_path else text
+    percent = parse_number(text.strip().removesuffix("%")) if text.strip().endswith("%") else None
+    if percent is not None and 1 in (setting.limits.get(Le), setting.limits.get(Lt)):  # a fraction
+        return float(percent / 100)
     number = parse_number(text)
     if number is None or (setting.base is int and number.denominator != 1):
         raise ValueError(f"{_NOUNS[setting.base]} is needed, as 5_000 or 5e3")
     # A number beyond the range of floats becomes infinite, which `limit_problem` refuses.
     return int(number) if setting.base is int else float(text.replace("_", ""))
+
+
+def percent_of(text: str) -> str | None:
+    """Return a fraction such as 0.03, or `3percent`, as a percentage; None for other text."""
+    match = _PART.fullmatch(text)
+    number = parse_number(match[1]) if match is not None else None
+    if match is None or number is None:
+        return None
+    if text.strip() == match[1]:
+        number *= 100
+    return f"{float(number):g}%" if 0 < number <= 100 else None
 
 
 def _canonical_choice(setting: Setting, text: str) -> str:

@@ -295,16 +295,14 @@ def _differences(saved: Mapping[str, Any], order: Mapping[str, Any], changes: Ma
     deciding = (name for name, each in settings_of(DataConfig).items() if each.decides)
     reading = [name for name in deciding if name in saved and saved[name] != order.get(name)]
     problems = [f"{name} was {saved[name]} and is {order.get(name)}" for name in settings + reading]
+    recorded = saved.get(CONTENTS, {}).keys() & order.get(CONTENTS, {}).keys()
+    before, now = (
+        {name: {**each, "content": state[CONTENTS][name] if name in recorded else ""} for name, each in found.items()}
+        for state, found in ((saved, before), (order, now))
+    )
     for name in sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
         if before[name].get("files") != now[name].get("files") or not reading:
             problems.append(_describe_change(name, before[name], now[name], changes.get(name)))
-    then, today = saved.get(CONTENTS, {}), order.get(CONTENTS, {})
-    for name in sorted(name for name in then.keys() & today.keys() if then[name] != today[name]):
-        if before[name] == now[name]:
-            problems.append(
-                f"dataset '{name}' has files of equal names and sizes with other content"
-                f"{f' ({changes[name]})' if changes.get(name) else ''}. Put new files into a new dataset"
-            )
     return problems
 
 
@@ -316,7 +314,7 @@ def _describe_change(name: str, before: Mapping[str, Any], now: Mapping[str, Any
     """Return how a dataset differs; `files` lists the changed files, if known."""
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     values = ", ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in keys)
-    if "files" not in keys:
+    if not {"files", "content"} & {*keys}:
         return f"dataset '{name}' is read differently (see --file_type): {values}"
     which = f" ({files})" if files else ""
     return f"dataset '{name}' has other files{which}: {values}. Put new files into a new dataset"

@@ -118,6 +118,7 @@ def resolve_layout(environ: Mapping[str, str] = os.environ) -> ProcessLayout:
     is_shell = launcher is not None and launcher.name == "slurm" and _is_shell_of_step(environ)
     if launcher is None or is_shell:
         if by_hand[0] is None and by_hand[1] in (None, "1"):  # alone, so any port does
+            _check_alone(read_variable(environ, "PET_NNODES"))
             return ProcessLayout(0, 1, 0, 1, INTERACTIVE if is_shell else "single", LOCALHOST, free_port())
         launcher = BY_HAND
     rank, world_size, local_rank, local_world_size = _read_ranks(launcher, environ)
@@ -158,6 +159,15 @@ def _read_ranks(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, in
     tasks = tasks_of_nodes(environ.get(launcher.variables[3], ""))
     fits = sum(tasks) == world_size and 0 <= node < len(tasks)
     return rank, world_size, local_rank, tasks[node] if fits else 0
+
+
+def _check_alone(machines: str | None) -> None:
+    """Refuse a process that torchrun did not start, in one of several pods that torchrun's variables count."""
+    if machines not in (None, "1", "1:1"):
+        raise LaunchError(
+            f"PET_NNODES={machines} is set, but torchrun did not start this process: each machine would train alone. "
+            "Start it with `bash scripts/train.sh` or torchrun, or unset PET_NNODES."
+        )
 
 
 def _is_shell_of_step(environ: Mapping[str, str]) -> bool:

@@ -1,11 +1,12 @@
 """Signal handlers, installed when a process starts.
 
-    SIGTERM, SIGUSR1    recorded; training checks between steps, saves and stops (train/preemption.py)
+    PREEMPTION_SIGNALS  recorded; training checks between steps, saves and stops (train/preemption.py)
     SIGINT (Ctrl-C)     while torch is imported: exit with one line; in the training loop: the first one is recorded
                         like the others, the next one raises KeyboardInterrupt; elsewhere: KeyboardInterrupt
 
-A handler that only records cannot interrupt a save. By default SIGTERM and SIGUSR1 kill a process at once, so the
-handlers are installed before torch is imported, which takes seconds.
+A handler that only records cannot interrupt a save. By default these signals kill a process at once, so the handlers
+are installed before torch is imported, which takes seconds. A signal that the process ignores when it starts stays
+ignored, in workers and in scripts/torchrun.py: `nohup` ignores SIGHUP, and shells ignore SIGINT in background jobs.
 """
 
 from __future__ import annotations
@@ -15,15 +16,25 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+OUT_OF_TIME = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals of schedulers ahead of a time limit: SLURM, submitit, SGE, HTCondor, and a limit of CPU seconds."""
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGHUP, *OUT_OF_TIME)
+"""Signals that make a run save and stop; scripts/train.sh and train.slurm list them, too."""
+EMBEDDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU)
+"""Those that a `Trainer` records in another program, which may use SIGHUP and SIGUSR2 itself."""
 INTERRUPTED = 130  # what shells report for SIGINT
 TIME_IS_OVER = "PRETRAINING_TIME_IS_OVER"  # names a file that scripts/torchrun.py watches for
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def heeded(numbers: Iterable[signal.Signals] = PREEMPTION_SIGNALS) -> tuple[signal.Signals, ...]:
+    """Return the signals that this process does not ignore."""
+    return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 class ReceivedSignals:
@@ -33,21 +44,25 @@ class ReceivedSignals:
         self.first: signal.Signals | None = None
         self._listens = False
 
-    def listen(self) -> ReceivedSignals:
-        """Record signals until the process exits, so that a late signal does not kill it during its exit."""
-        for number in PREEMPTION_SIGNALS:
+    def listen(self, numbers: Iterable[signal.Signals] | None = None) -> ReceivedSignals:
+        """Record signals until the process exits, so that a late signal does not kill it during its exit.
+
+        Args:
+            numbers: None = all that the process does not ignore.
+        """
+        for number in heeded() if numbers is None else numbers:
             signal.signal(number, self._record)
         self._listens = True
         return self
 
     @contextmanager
-    def listening(self) -> Iterator[ReceivedSignals]:
+    def listening(self, numbers: Iterable[signal.Signals] = EMBEDDED_SIGNALS) -> Iterator[ReceivedSignals]:
         """Record signals within a `with` block; without effect outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():  # Python allows handlers only there
             yield self
             return
-        before = {number: signal.getsignal(number) for number in PREEMPTION_SIGNALS}
-        self.listen()
+        before = {number: signal.getsignal(number) for number in numbers}
+        self.listen(before)
         try:
             yield self
         finally:

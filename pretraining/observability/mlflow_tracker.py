@@ -1,6 +1,8 @@
 """The MLflow tracker (extra `mlflow`), with a SQLite file in the run's folder or the server of MLFLOW_TRACKING_URI.
 
-All starts of a run share one MLflow run. After a resume or rollback, MLflow keeps old and new points of a step.
+Experiment and run are those of the flags, of an earlier start, or of MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID and
+MLFLOW_RUN_ID. All starts of a run share one MLflow run. After a resume or rollback, MLflow keeps old and new points of
+a step.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+from pretraining.errors import ConfigError
+from pretraining.observability.report_file import describe_failure
 from pretraining.observability.trackers import TrackedRun, plain_settings
 
 log = logging.getLogger(__name__)
@@ -30,6 +34,16 @@ MAX_NAME = 250
 """MLflow's limit of a name's length."""
 REFUSED = "INVALID_PARAMETER_VALUE"
 """MLflow's error code for names and values that it does not take."""
+FINAL = {
+    REFUSED,
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+    "RESOURCE_DOES_NOT_EXIST",
+    "ENDPOINT_NOT_FOUND",
+    "BAD_REQUEST",
+    "FEATURE_DISABLED",
+}
+"""Error codes that would come again at each report."""
 MAX_CHARACTERS = 6000
 """MLflow's limit of a parameter's length."""
 VARIABLES = {
@@ -60,6 +74,7 @@ class MLflow:
 
     Raises:
         MlflowException: MLflow refuses MLFLOW_TRACKING_URI, such as a folder.
+        ConfigError: the experiment is deleted, the server refuses the user, or the file of the run is damaged.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -73,11 +88,17 @@ class MLflow:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._server = os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(tracking_uri=self._server or f"sqlite:///{self._folder / DATABASE}")
-        self.run_id = run.run_id
+        self.run_id = run.run_id or os.environ.get("MLFLOW_RUN_ID") or None
         self._is_open = False
         self._refused: set[str] = set()
-        with suppress(Exception):  # the first report tries again and warns
+        try:
             self._open_run()
+        except exceptions.MlflowException as error:
+            self._raise_if_final(error)  # else the first report tries again and warns
+        except ConfigError:
+            raise
+        except Exception as error:
+            log.debug("MLflow: %s", error)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Send a report; raise a ConnectionError if MLflow fails."""
@@ -130,13 +151,35 @@ class MLflow:
             self._make_run()
         self._is_open = True
 
-    def _make_run(self) -> None:
-        experiment = self._client.get_experiment_by_name(self._tracked.project)
-        if experiment is not None:
-            experiment_id = experiment.experiment_id
-        else:
+    def _raise_if_final(self, error: Exception) -> None:
+        """Raise a ConfigError if all reports would fail with an error, too."""
+        code = getattr(error, "error_code", "")
+        if code in FINAL or (self._server is None and "locked" not in str(error)):
+            place = self._server or self._folder / DATABASE
+            raise ConfigError(
+                f"--tracker=mlflow cannot write to {place}: {describe_failure(error)}. Give its user the right, set "
+                "another MLFLOW_TRACKING_URI or --tracker_project_name, or leave mlflow out of --tracker"
+            ) from error
+
+    def _experiment(self) -> str:
+        """Return the id of the experiment, which is made if there is none of its name."""
+        name = self._tracked.given.get("project") or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if name is None and (own := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+            return own
+        name = name or self._tracked.project
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             location = None if self._server else (self._folder / ARTIFACTS).as_uri()
-            experiment_id = self._client.create_experiment(self._tracked.project, artifact_location=location)
+            return str(self._client.create_experiment(name, artifact_location=location))
+        if getattr(experiment, "lifecycle_stage", "") == "deleted":
+            raise ConfigError(
+                f"--tracker=mlflow: the experiment {name} is deleted. Restore it with `mlflow experiments restore "
+                f"--experiment-id {experiment.experiment_id}`, or give another --tracker_project_name"
+            )
+        return str(experiment.experiment_id)
+
+    def _make_run(self) -> None:
+        experiment_id = self._experiment()
         self.run_id = self._client.create_run(experiment_id, run_name=self._tracked.name).info.run_id
         settings = plain_settings(self._tracked.config)
         parameters = [self._entities.Param(name, str(value)[:MAX_CHARACTERS]) for name, value in settings.items()]

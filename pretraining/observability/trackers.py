@@ -53,6 +53,8 @@ class TrackedRun:
         restored_step: step from which the run resumes; 0 for a new run.
         repeats_evaluation: whether the run resumes before the evaluation of this step.
         run_id: `--tracker_run_id`, or the tracker's `run_id` at the last start; None for a new run.
+        given: `name` and `project` if a flag gives them, else the tracker's `places` at the last start. A service's own
+            environment and settings come before the defaults of this class.
     """
 
     config: TrainConfig
@@ -62,12 +64,18 @@ class TrackedRun:
     run_id: str | None = None
     project: str = DEFAULT_PROJECT
     repeats_evaluation: bool = False
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether an earlier start recorded the run id."""
+        return self.run_id is not None and self.run_id != self.config.report.tracker_run_id
 
 
 class Tracker(Protocol):
     """A tracker of reports. Rank 0 calls the class with a `TrackedRun`, and runs all its methods in one thread.
 
-    The attribute `run_id`, a string, is optional.
+    The attribute `run_id`, a string, is optional; so is `places`, texts by name that the next start gets in `given`.
     """
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -100,6 +108,7 @@ class QueuedSink(Sink):
         super().__init__(
             name, lambda *report: self._tracker.result().log(*report[:2]), lambda: self._tracker.result().close()
         )
+        self.places: dict[str, str] = {}
         self._queue: SimpleQueue[Any] = SimpleQueue()  # reports, then the run's exception or None
         self._thread = threading.Thread(target=self._run, args=(make,), name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -111,6 +120,7 @@ class QueuedSink(Sink):
             return None
         try:
             run_id = getattr(self._tracker.result(), "run_id", None)
+            self.places = dict(getattr(self._tracker.result(), "places", {}))
             return None if run_id is None else str(run_id)
         except Exception as error:  # of a property of a user-defined tracker
             self._warn(error)
@@ -182,9 +192,12 @@ class Trackers:
             sink.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the trackers' run ids."""
-        ids = {name: getattr(sink, "run_id", None) for name, sink in self.sinks.items()}
-        return {**self.ids, **{name: run_id for name, run_id in ids.items() if run_id is not None}}
+        """Return the trackers' run ids by name, and their places as `name.place`."""
+        state = dict(self.ids)
+        for name, sink in self.sinks.items():
+            if isinstance(sink, QueuedSink) and (run_id := sink.run_id) is not None:
+                state |= {name: run_id, **{f"{name}.{place}": text for place, text in sink.places.items()}}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing: trackers got their ids at the start."""
@@ -213,7 +226,6 @@ def open_trackers(
         name=report.tracker_run_name or run.name or run.resolve().name,
         folder=folder,
         restored_step=restored_step,
-        project=report.tracker_project_name or DEFAULT_PROJECT,
         repeats_evaluation=repeats_evaluation,
     )
     trackers = Trackers(ids={name: run_id for name, run_id in run_ids.items() if isinstance(run_id, str)})
@@ -223,8 +235,7 @@ def open_trackers(
         for name in report.tracker:
             if name == "jsonl" and logs is not None and folder.resolve() == logs.resolve():
                 continue  # metrics.jsonl is open already
-            run_id = report.tracker_run_id or trackers.ids.get(name)
-            trackers.sinks[name] = _start_tracker(name, replace(tracked, run_id=run_id))
+            trackers.sinks[name] = _start_tracker(name, _continued(tracked, name, trackers.ids))
     except BaseException as error:
         trackers.close()
         if not isinstance(error, OSError):
@@ -234,6 +245,16 @@ def open_trackers(
             "Give a writable --tracker_dir (and --ckpt_save_path)."
         ) from None
     return trackers
+
+
+def _continued(run: TrackedRun, tracker: str, ids: Mapping[str, str]) -> TrackedRun:
+    """Return the run with what flags and the earlier start of a tracker say about it."""
+    report = run.config.report
+    flags = {"name": report.tracker_run_name, "project": report.tracker_project_name}
+    places = {name.removeprefix(f"{tracker}."): text for name, text in ids.items() if name.startswith(f"{tracker}.")}
+    given = {**places, **{name: text for name, text in flags.items() if text is not None}}
+    project = given.get("project", DEFAULT_PROJECT)
+    return replace(run, run_id=report.tracker_run_id or ids.get(tracker), project=project, given=given)
 
 
 def _start_tracker(name: str, run: TrackedRun) -> QueuedSink:
@@ -250,7 +271,9 @@ def _start_tracker(name: str, run: TrackedRun) -> QueuedSink:
 
 
 def _find_tracker(name: str) -> Any:
-    if name in ("wandb", "mlflow") and find_spec(name) is None:
+    spec = find_spec(name) if name in ("wandb", "mlflow") else None
+    is_folder = spec is not None and spec.origin is None and spec.submodule_search_locations is not None
+    if name in ("wandb", "mlflow") and (spec is None or is_folder):  # a folder of this name is no package
         raise ConfigError(f"--tracker={name} needs the `{name}` package: pip install 'pretraining[{name}]'")
     return load_plugin("tracker", TRACKERS[name].path if name in TRACKERS else name)
 

@@ -5,17 +5,24 @@ reports steps again. So `step` is an ordinary value and the axis of all curves, 
 ones.
 
 If the server does not answer at the start, or the user is not logged in, the run stays in a folder for `wandb sync`.
-WANDB_MODE=offline has the same effect.
+WANDB_MODE=offline has the same effect. A server that refuses the user is an error.
+
+W&B's own environment and settings files (`wandb/settings`) come before this project's defaults, which are passed on
+only where W&B knows nothing else.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import secrets
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from pretraining.errors import ConfigError
 from pretraining.observability.report_file import describe_failure
 from pretraining.observability.trackers import TrackedRun, plain_settings
 
@@ -27,10 +34,17 @@ SEND_SECONDS = 50.0
 """Maximum wait at the end for reports to be sent; unsent reports stay in the folder."""
 
 
+REFUSED = re.compile(r"\b40[13]\b|permission", re.IGNORECASE)
+"""What W&B says if its server refuses the user."""
+OWN_VARIABLES = {"project": "WANDB_PROJECT", "run_name": "WANDB_NAME", "run_id": "WANDB_RUN_ID"}
+"""Environment variables of W&B's settings."""
+
+
 class Wandb:
     """A run of Weights & Biases.
 
     Raises:
+        ConfigError: the server refuses the user.
         UsageError: W&B refuses a name.
         ConnectionError: W&B's process cannot be started.
     """
@@ -38,26 +52,33 @@ class Wandb:
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # here: the import takes a second
 
-        self.run_id = run.run_id or secrets.token_hex(8)
         run.folder.mkdir(parents=True, exist_ok=True)
         package: Any = wandb  # mypy gives the same result without the package
+        own = _own_settings(package)
+        self.run_id = run.run_id or own.get("run_id") or secrets.token_hex(8)
+        # console="off": W&B does not capture the output, which the run's own log has.
+        settings = {"init_timeout": ANSWER_SECONDS, "finish_timeout": SEND_SECONDS, "console": "off"}
         init = partial(
             package.init,
-            project=run.project,
-            name=run.name,
-            id=self.run_id,
-            resume="allow",
+            **_names(run, own, self.run_id),
             reinit="create_new",
             dir=str(run.folder),
             config=plain_settings(run.config),
             allow_val_change=True,  # a resumed run may have other settings
-            # console="off": W&B does not capture the output, which the run's own log has.
-            settings=package.Settings(init_timeout=ANSWER_SECONDS, finish_timeout=SEND_SECONDS, console="off"),
+            settings=package.Settings(
+                **{name: value for name, value in settings.items() if f"WANDB_{name.upper()}" not in os.environ}
+            ),
         )
         try:
             self._run = init()
         except Exception as reason:  # network, login or process errors of many types, none of which stops the run
             package.teardown()  # otherwise W&B's process keeps the id of the failed start
+            if REFUSED.search(str(reason)):
+                raise ConfigError(
+                    f"--tracker=wandb: the server refuses this user ({describe_failure(reason)}). Log in as one who "
+                    "may write there (`wandb login`, WANDB_API_KEY), name another project (--tracker_project_name, "
+                    "WANDB_ENTITY), or set WANDB_MODE=offline"
+                ) from reason
             try:
                 self._run = init(mode="offline")
             except package.errors.UsageError:
@@ -66,6 +87,8 @@ class Wandb:
                 raise ConnectionError(describe_failure(error)) from error
             why, folder = describe_failure(reason), run.folder / "wandb"
             log.warning("--tracker=wandb: offline (%s). `wandb sync` sends the run from %s", why, folder)
+        places = {name: getattr(self._run, name, None) for name in ("project", "entity")}
+        self.places = {name: text for name, text in places.items() if isinstance(text, str) and text}
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -76,3 +99,27 @@ class Wandb:
     def close(self) -> None:
         """Wait up to `SEND_SECONDS` and finish the run, as failed if an exception is being handled."""
         self._run.finish(exit_code=0 if sys.exception() is None else 1)
+
+
+def _own_settings(package: Any) -> dict[str, str]:
+    """Return project, name and id of a run in W&B's environment and settings files."""
+    found: dict[str, str] = {}
+    with suppress(Exception):  # settings that W&B does not accept: its start says so
+        read = package.setup().settings
+        found = {name: text for name in OWN_VARIABLES if isinstance(text := getattr(read, name, None), str) and text}
+    variables = {name: os.environ.get(variable) for name, variable in OWN_VARIABLES.items()}
+    return found | {name: text for name, text in variables.items() if text}
+
+
+def _names(run: TrackedRun, own: dict[str, str], run_id: str) -> dict[str, str]:
+    """Return the arguments of W&B's `init` that name the run; W&B itself reads its own settings."""
+    names = dict(run.given)
+    if run.run_id is not None or "run_id" not in own:
+        names["id"] = run_id
+    if run.is_resumed or "WANDB_RESUME" not in os.environ:
+        names["resume"] = "allow"
+    if "project" not in own:
+        names.setdefault("project", run.project)
+    if "run_name" not in own and not run.is_resumed:  # a resumed run keeps its name
+        names.setdefault("name", run.name)
+    return names

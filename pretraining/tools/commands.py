@@ -164,6 +164,7 @@ class ExportConfig:
     dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16",
         "type of the weights with hf: bfloat16, as Llama models are published; float32, as they are trained",
+        aliases={"bf16": "bfloat16", "fp32": "float32"},
     )
     max_shard_size: str = setting("5GB", "largest weight file with hf: 500MB, 5GB, 2GiB")
     tokenizer_path: str | None = setting(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from pretraining.config.command_line import name_first_words, read_arguments
 from pretraining.config.training import TrainConfig
 from pretraining.errors import Preempted
 from pretraining.launch.layout import LAUNCHERS
+from pretraining.launch.signals import PREEMPTION_SIGNALS
 
 DEMO_FOLDER = "PRETRAINING_DEMO"
 """Variable with the folder of the demo's data and run, which train.sh sets."""
@@ -43,7 +43,7 @@ def prepare() -> None:
     """Prepare the data of the demo, unless they are there; exit with the code of a `pretrain prepare` that fails.
 
     Raises:
-        Preempted: SIGTERM stopped the preparation.
+        Preempted: a signal stopped the preparation.
     """
     log.info("no recipe, model or data chosen: this is the demo (bash scripts/train.sh --help lists the flags)")
     data = Path(os.environ[DEMO_FOLDER], "data")
@@ -58,7 +58,7 @@ def prepare() -> None:
             of_this_job = {"RANK", "WORLD_SIZE", *(launcher.sign for launcher in LAUNCHERS)}
             alone = {name: value for name, value in os.environ.items() if name not in of_this_job}
             ended = subprocess.run([sys.executable, "-m", "pretraining", *command], env=alone, stdout=2, check=False)
-            if ended.returncode == -signal.SIGTERM:
+            if -ended.returncode in PREEMPTION_SIGNALS:
                 raise Preempted("stopped in the preparation of the demo: the same command resumes it")
             if ended.returncode:
                 sys.exit(ended.returncode % 256)

@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from pretraining.checkpoint.lease import must_wait_for_lease
@@ -69,7 +70,7 @@ def dry_run(
         given = resolved.config
         path = on_rank_zero(lambda: find_run_folder(given))
         given = replace(given, checkpoint=replace(given.checkpoint, ckpt_save_path=path))
-        config, start = resolve_in_job(given, resolve)
+        config, start = resolve_in_job(given, partial(resolve, returns=resolved.returns))
         if start is None and config.checkpoint.ckpt_mirror_path is not None:
             log.warning("a dry run does not read --ckpt_mirror_path: a start resumes from a checkpoint there")
         if processes.is_main:

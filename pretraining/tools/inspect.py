@@ -19,14 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from pretraining.checkpoint.run_folder import committed_checkpoints, run_of
 from pretraining.checkpoint.run_path import newest_run_path
-from pretraining.checkpoint.start_point import find_newest, find_start
-from pretraining.config.assignments import COMMAND_LINE
+from pretraining.checkpoint.start_point import find_newest, find_start, named_checkpoint
+from pretraining.config.assignments import COMMAND_LINE, Assignment
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.command_line import is_bare_path, read_given, resolve_config
 from pretraining.config.recipes import RECIPE_SUFFIXES, parse_recipe
 from pretraining.config.rules import check_config
 from pretraining.config.strategies import DimSizes, unsharded_sizes
+from pretraining.config.training import CheckpointConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.data.batch_reader import BatchReader, Slots
 from pretraining.data.dataset import build_indices, build_loader, open_datasets, warn_about_datasets
@@ -36,7 +38,7 @@ from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
 from pretraining.data.storage.index import VIRTUAL_BOS
 from pretraining.data.tokenizer import load_tokenizer
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import is_address
 from pretraining.launch.terminal import print_text, showing_through
 from pretraining.text import count_of, format_table
@@ -49,6 +51,7 @@ log = logging.getLogger(__name__)
 SAMPLES_COUNTED = 20_000
 """Samples of a dataset in which a summary counts documents exactly; this takes a second or two."""
 
+_WHERE_FROM = ("resume_from_checkpoint", "ckpt_load_path")
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 200
 
@@ -64,17 +67,25 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         PretrainError: unusable settings, data or checkpoint.
     """
     overrides, flags = _name_run(overrides, flags)
-    given, named = read_given(overrides, flags, translate_when_needed), None
-    for name in ("resume_from_checkpoint", "ckpt_load_path"):
-        is_named = given.values.get(name) and given.chosen[name].source.startswith(COMMAND_LINE)
-        if is_named and not given.values.get("weights_only"):  # with weights_only, a new run starts
-            named = given.values[name]
-    if named is not None and is_address(named):
+    given = read_given(overrides, flags, translate_when_needed)
+    request, source = (
+        given.values[name] if given.values.get(name) and given.chosen[name].source.startswith(COMMAND_LINE) else None
+        for name in _WHERE_FROM
+    )
+    if source is not None and is_address(source):
         from pretraining.checkpoint.object_store import local_view
 
-        with local_view(named, with_files=False) as run:
+        with local_view(source, with_files=False) as run:
             inspect_command(overrides, {**flags, "ckpt_load_path": str(run)})
         return
+    named = None if given.values.get("weights_only") else source or request  # with weights_only, a new run starts
+    if request is not None:
+        save_path = given.values.get("ckpt_save_path", CheckpointConfig().ckpt_save_path)
+        found = _find_named(source or save_path, request, is_required=source is not None)
+        if found is not None:
+            overrides = [word for word in overrides if _setting_of(word) not in _WHERE_FROM]
+            flags = {name: value for name, value in flags.items() if _setting_of(name) not in _WHERE_FROM}
+            flags["ckpt_load_path"] = named = found
     # The manifest alone determines the samples: a checkpoint with damaged tensors can be inspected.
     if named is None:
         config = resolve_config(InspectConfig, overrides, flags, translate=translate_when_needed).config
@@ -84,7 +95,8 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     else:
         path = newest_run_path(named)
         start = find_newest(Path(path))
-        settings = parse_recipe(start.manifest.config, f"config of {start.path}")
+        recorded = parse_recipe(start.manifest.config, f"config of {start.path}")
+        settings = [each for each in recorded if _setting_of(each.name) not in ("resume_from_checkpoint", "init_from")]
         config = resolve_config(InspectConfig, overrides, flags, settings, translate_when_needed).config
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
         config = adopt_settings(config, start)
@@ -92,6 +104,23 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     manifest = start.manifest if start and not start.weights_only else None
     state, size = (manifest.data, manifest.global_batch_size) if manifest else (None, None)
     inspect(config, state, size)
+
+
+def _setting_of(word: str) -> str:
+    """Return the name of the setting in `--name`, `section.name` or `name=value`."""
+    return Assignment(word.partition("=")[0], "", where=word, flag=word).section_and_name[1]
+
+
+def _find_named(run: str | None, request: str, *, is_required: bool) -> str | None:
+    """Return the checkpoint with this step, name or path in a run, as `train` finds it."""
+    folder = None if run is None else run_of(Path(newest_run_path(run)))
+    found = None if folder is None else named_checkpoint(folder, request)
+    if found is None and folder is not None and is_required:
+        names = ", ".join(each.path.name for each in committed_checkpoints(folder)) or "none"
+        raise CheckpointError(
+            f"--resume_from_checkpoint={request} is no checkpoint of the run in {folder}, which holds {names}"
+        )
+    return None if found is None else str(found)
 
 
 def _name_run(overrides: Sequence[str], flags: dict[str, str]) -> tuple[Sequence[str], dict[str, str]]:

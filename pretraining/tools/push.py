@@ -11,8 +11,7 @@ from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.mirror import Mirror, TakenOverError, list_copies
 from pretraining.checkpoint.own_checkpoints import own_checkpoints
-from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
-from pretraining.config.recipes import load_config
+from pretraining.config.recipes import RUN_CONFIG_FILE, load_config
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import is_address
 from pretraining.launch.terminal import print_text

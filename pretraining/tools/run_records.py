@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of
-from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
-from pretraining.config.recipes import parse_recipe
+from pretraining.config.recipes import RUN_CONFIG_FILE, parse_recipe
 from pretraining.config.settings_files import read_text
 from pretraining.data.resume import restored_mixture
 from pretraining.errors import CheckpointError, ConfigError, PretrainError

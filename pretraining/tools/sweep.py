@@ -35,7 +35,7 @@ from pretraining.config.command_line import name_first_words, read_arguments, re
 from pretraining.config.fields import settings_of
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_object, write_atomic
-from pretraining.launch.signals import ReceivedSignals, terminate_with_parent
+from pretraining.launch.signals import ReceivedSignals, heeded, terminate_with_parent
 from pretraining.launch.terminal import ignore_output_errors, print_text
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of, format_table
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 ARGUMENTS_FILE, OUTCOME_FILE, OUTPUT_FILE = "arguments.json", "outcome.json", "output.log"
 LONGEST_NAME = 120
+LONGEST_NAME_BYTES = 255  # of Linux's file systems
 POLL_SECONDS = 0.2
 RESULTS = ("status", "step", "tokens_seen", "loss", "evaluation_loss", "tokens_per_second_per_gpu_overall")
 NOT_IN_A_SWEEP = ("ckpt_save_path", "run_steps", "dry_run")
@@ -70,8 +71,9 @@ class Combination:
         """The name of the run's folder."""
         text = ",".join(f"{name}={value}" for name, value in self.values.items())
         safe = "".join(letter if letter.isalnum() or letter in "=,.+-_" else "-" for letter in text)
-        if safe != text or len(safe) > LONGEST_NAME:
-            safe = f"{safe[:LONGEST_NAME]}-{sha256(text.encode()).hexdigest()[:8]}"
+        if safe != text or len(safe) > LONGEST_NAME or len(safe.encode()) > LONGEST_NAME_BYTES:
+            cut = safe[:LONGEST_NAME].encode()[: LONGEST_NAME_BYTES - 9].decode(errors="ignore")
+            safe = f"{cut}-{sha256(text.encode()).hexdigest()[:8]}"
         return safe
 
 
@@ -183,7 +185,7 @@ def _train(combination: Combination, run: Path, processes: int) -> str | None:
     with output_errors(run):
         run.mkdir(parents=True, exist_ok=True)
         write_atomic(run / ARGUMENTS_FILE, json.dumps({"arguments": combination.arguments}, indent=1) + "\n")
-        with (run / OUTPUT_FILE).open("ab") as output, ReceivedSignals().listening() as received:
+        with (run / OUTPUT_FILE).open("ab") as output, ReceivedSignals().listening(heeded()) as received:
             begun, printed = time.monotonic(), output.seek(0, os.SEEK_END)
             with received.recording_interrupts():
                 code = _run(command, output, received)

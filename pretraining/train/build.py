@@ -23,6 +23,7 @@ from pretraining.checkpoint.manifest import (
     EVALUATION_STATE,
     GUARDS_STATE,
     SCHEDULE_STATE,
+    TRACKERS_STATE,
     Stateful,
     tensor_state,
 )
@@ -82,7 +83,7 @@ from pretraining.train.step import StepContext
 
 log = logging.getLogger(__name__)
 
-TRACKERS_STATE, REPORT_STATE = "trackers", "report"  # in checkpoints
+REPORT_STATE = "report"  # in checkpoints
 MIRROR_WAIT_SHARE = 0.8
 """Share of --hang_timeout that the end of a run waits for its last checkpoint's copy; less than the watchdog waits."""
 MIRROR_WAIT_SECONDS = 600.0
@@ -118,13 +119,14 @@ def build_run(
         initialize_parameters(model.parameters, plan.shape, plan.config.run.seed, plan.processes.device)
     context = _build_context(plan, model, optimizer, hook)
     run = _assemble(plan, context, stop_requests, status, lease, sampler)
-    on_rank_zero(lambda: _write_records(plan))
-    on_every_rank(stop_requests.raise_if_pending)
-    if plan.start is not None and plan.start.is_rewind:  # last: nothing refuses the start any more
+    if plan.start is not None and plan.start.is_rewind:
+        on_every_rank(stop_requests.raise_if_pending)
         newer = plan.start.newer
         if newer:
             on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, newer))
         status.events.add("return", plan.state.step, checkpoint=str(plan.start.path), set_aside=list(map(str, newer)))
+    on_rank_zero(lambda: _write_records(plan))  # a recorded return is done
+    on_every_rank(stop_requests.raise_if_pending)
     begin_training(optimizer)
     status.mark_training(plan.state)
     return run

@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
-from pretraining.checkpoint.run_path import RUN_CONFIG_FILE
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
+from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.config.training import OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import name_of_model, parameter_count
@@ -72,9 +72,9 @@ def _count_reads(plan: Plan) -> tuple[dict[str, int], dict[str, float]]:
     if plan.data is None:
         return {}, {}
     samples = plan.loader.reader.mixture.counts_before_step(plan.state.total_steps)
-    sources = plan.loader.reader.sources
     tokens = {name: count * plan.config.data.seq_length for name, count in samples.items()}
-    return tokens, {each.name: samples[each.name] / each.pass_samples for each in sources}
+    sizes = {each.files.name: each.pass_tokens("train") for each in plan.data.datasets}
+    return tokens, {name: count / sizes[name] for name, count in tokens.items() if name in sizes}
 
 
 def _describe_data(plan: Plan) -> str:

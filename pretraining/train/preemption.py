@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pretraining.errors import Interrupted, Preempted
-from pretraining.launch.signals import ReceivedSignals
+from pretraining.launch.signals import OUT_OF_TIME, ReceivedSignals
 from pretraining.progress import Duration
 
-TIME_LIMIT = 1  # no handled signal has this number
+TIME_LIMIT = 3  # SIGQUIT's number: no handled signal has it
 STARTED_AT = "PRETRAINING_STARTED_AT"
 
 # SLURM kills the processes at its end time. The margin leaves time for a step or two and a save, like the signal of
@@ -63,8 +63,7 @@ def preemption_error(stop: int, text: str) -> Preempted:
     """Return the error that ends a run on request; the request decides its first word and its exit code."""
     error = Interrupted(f"Interrupted {text}") if stop == signal.SIGINT else Preempted(f"Preempted {text}")
     error.reason = stop_reason(stop)
-    # The time limit, or the signal that SLURM sends before its time limit.
-    error.is_out_of_time = stop in (TIME_LIMIT, signal.SIGUSR1)
+    error.is_out_of_time = stop in (TIME_LIMIT, *OUT_OF_TIME)
     return error
 
 

@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from pretraining.checkpoint.manifest import check_same_model, shape_of
+from pretraining.checkpoint.manifest import TRACKERS_STATE, check_same_model, shape_of
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.fields import values_of
+from pretraining.config.plugins import TRACKERS
+from pretraining.config.recipes import RUN_CONFIG_FILE, settings_in
 from pretraining.config.rules import check_config
+from pretraining.config.settings_files import read_text
 from pretraining.config.training import NO_TOKEN, DataConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import (
     DEFAULT_VARIANT,
@@ -27,8 +30,9 @@ from pretraining.config.variants import (
     resolve_shape,
     rounded_vocabulary,
 )
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import exists, is_file, is_folder
+from pretraining.train.run_status import original_of
 
 if TYPE_CHECKING:
     from pretraining.data.prepared import KnownTokenizer, TokenSetting
@@ -55,18 +59,47 @@ class Resolved(NamedTuple):
     start: CheckpointRef | None
 
 
-def resolve(config: TrainConfig, copies: Copies = NO_COPIES) -> Resolved:
+def resolve(config: TrainConfig, copies: Copies = NO_COPIES, *, returns: bool = True) -> Resolved:
     """Find a run's start point, and complete its settings; in one process. Writes nothing.
 
     Args:
         config: with the path of the run's folder (`find_run_folder`).
-        copies: as in `find_start`.
+        copies, returns: as in `find_start`.
 
     Raises:
-        CheckpointError: as in `find_start`, or the start point has a model with other dimensions.
+        CheckpointError: as in `find_start` and `refuse_copy`, or the start point has a model with other dimensions.
         ConfigError, DataError: as in `adopt_settings`.
     """
-    return resolve_from(config, find_start(config.checkpoint, copies=copies))
+    start = find_start(config.checkpoint, copies=copies, returns=returns)
+    refuse_copy(config, start)
+    return resolve_from(config, start)
+
+
+def refuse_copy(config: TrainConfig, start: CheckpointRef | None) -> None:
+    """Raise a CheckpointError if a run is a copy that would write into the mirror or a tracker's run of its original.
+
+    The run's folder in the record of the last start tells: it is another one, and holds the same run.
+    """
+    run = None if config.checkpoint.ckpt_save_path is None else config.checkpoint.folder
+    original = None if run is None else original_of(run)
+    if run is None or original is None:
+        return
+    before = settings_in(read_text(run / RUN_CONFIG_FILE, RUN_CONFIG_FILE), RUN_CONFIG_FILE)
+    mirror, theirs = ((each.checkpoint.ckpt_mirror_path or "").rstrip("/") for each in (config, before))
+    ids = start.manifest.state.get(TRACKERS_STATE, {}) if start is not None and start.is_own else {}
+    shared = {"--ckpt_mirror_path=<another address, or none>": mirror.partition("?")[0]} if mirror == theirs else {}
+    for name in config.report.tracker:
+        recorded = [each for each in (ids.get(name), before.report.tracker_run_id) if each is not None]
+        is_service = name not in TRACKERS or bool(TRACKERS[name].options)
+        if is_service and recorded and config.report.tracker_run_id in (None, *recorded):
+            shared["--tracker_run_id=<a new one>"] = f"run {config.report.tracker_run_id or recorded[0]} of {name}"
+    if any(shared.values()):
+        flags, places = zip(*((flag, place) for flag, place in shared.items() if place), strict=True)
+        raise CheckpointError(
+            f"is a copy of the run in {original}, and both would write into {' and '.join(places)}: give "
+            f"{' and '.join(flags)}. (If it takes the place of the original, move or remove {original}.)",
+            path=run,
+        )
 
 
 def resolve_from(config: TrainConfig, start: CheckpointRef | None) -> Resolved:

@@ -124,11 +124,13 @@ class RunBuilder:
         self.rollback = Rollback(skipped, run.state.stop_step, loader.order_version)
 
     def find_start(
-        self, damaged: Mapping[str, str] = MappingProxyType({}), before_step: int | None = None
+        self, damaged: Mapping[str, str] = MappingProxyType({}), before_step: int | None = None, *, returns: bool = True
     ) -> CheckpointRef | None:
         """Find the start point of another run, here or in the mirror; a collective call that raises as `find_start`."""
         config = self.config.checkpoint
-        return on_rank_zero(lambda: find_start(config, damaged, before_step, list_copies(config, TRIES_OF_START)))
+        return on_rank_zero(
+            lambda: find_start(config, damaged, before_step, list_copies(config, TRIES_OF_START), returns=returns)
+        )
 
     def build(self, start: CheckpointRef | None, before_step: int | None = None) -> Run:
         """Build the run from a start point or, if that is damaged, from the next good one; a collective call.
@@ -145,7 +147,7 @@ class RunBuilder:
             if result:
                 damaged[start.source] = result
             _free_memory()
-            start = self.find_start(damaged, before_step)
+            start = self.find_start(damaged, before_step, returns=start.is_rewind)
             count_start(self.config.checkpoint, self.status, start)
 
     def _try_to_build(self, start: CheckpointRef | None) -> Run | str:

@@ -103,6 +103,7 @@ def train(
     *,
     hook: MetricsHook | None = None,
     is_embedded: bool = False,
+    returns: bool = True,
 ) -> TrainResult:
     """Train in every process of a job.
 
@@ -112,6 +113,7 @@ def train(
         threads: CPU threads chosen for this process; None = keep the current number.
         hook: user-defined metrics.
         is_embedded: whether the process belongs to a script; then a single process that hangs is not killed.
+        returns: as in `find_start`.
 
     Raises:
         Preempted: the run was asked to stop early and is saved; `Interrupted` after Ctrl-C.
@@ -128,7 +130,9 @@ def train(
         path = on_rank_zero(lambda: make_run_path(find_run_folder(config)))
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
         with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
-            config, start = resolve_in_job(config, lambda given: resolve(given, list_copies(given.checkpoint)))
+            config, start = resolve_in_job(
+                config, lambda given: resolve(given, list_copies(given.checkpoint), returns=returns)
+            )
             is_resumed = start is not None and not start.weights_only
             sampler = open_sampler(config, processes, is_resumed)  # before training, so that a bad path fails early
             dims = check_and_build_dims(config, processes)

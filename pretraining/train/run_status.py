@@ -13,10 +13,14 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.config.run_recipe import last_start
 from pretraining.errors import CheckpointError, Preempted, PretrainError
 from pretraining.files import checked_values, read_json, with_checksum, write_atomic, writing_into
 from pretraining.observability.events import Events
@@ -187,6 +191,29 @@ def count_start(previous: RunStatus, restored_step: int, limit: int, *, is_rewin
             "--max_starts_without_progress=0"
         )
     return RunStatus("running", restored_step, "", previous.starts + 1, crashes + 1, restored_step)
+
+
+def original_of(run: Path) -> Path | None:
+    """Return the folder that a run's folder is a copy of; None if it is no copy, or the original was moved here.
+
+    It is a copy if the folder of its last start is another one, and holds a run with the same id.
+    """
+    with suppress(OSError, PretrainError):  # nothing is there, or another user's folder
+        folder = last_start(run).folder
+        if folder is not None and not folder.samefile(run) and run_id_of(run) == run_id_of(folder) != "":
+            return folder
+    return None
+
+
+def run_id_of(run: Path) -> str:
+    """Return the id of the run in a folder, by its status or its newest checkpoint; empty if it has none."""
+    status = read_status(run / STATUS_FILE)
+    if status is not None and status.run_id:
+        return status.run_id
+    for each in reversed(committed_checkpoints(run)):
+        with suppress(CheckpointError):
+            return read_document(each.path).run_id
+    return ""
 
 
 def read_status(path: Path) -> RunStatus | None:

@@ -28,6 +28,7 @@ from pretraining.data.storage.index import BLOCK_DOCUMENTS, Index
 from pretraining.data.storage.masks import describe_masks, rows_of
 from pretraining.data.storage.megatron import MegatronFormat
 from pretraining.data.storage.token_format import contiguous_bytes, width_problem
+from pretraining.errors import DataError
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def _warn_about_masks(files: DatasetFiles, config: DataConfig) -> None:
     if files.file_type not in ("arrow", "arrow_stream"):
         return
     for number in np.unique(np.linspace(0, len(files.paths) - 1, _SAMPLED_FILES, dtype=np.int64)).tolist():
-        with suppress(OSError, pa.ArrowException):  # training names the file when it reads it
+        with suppress(DataError, pa.ArrowException):  # training names the file when it reads it
             found = describe_masks(islice(rows_of(files.path(number)), 1), config.col_name, config.strip_tokens)
             if found is not None:
                 log.warning("%s: %s", files.path(number), found)

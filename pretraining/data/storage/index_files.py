@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -34,6 +35,8 @@ from pretraining.text import count_of, format_bytes
 log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
+Record = Callable[[int], int | None]
+"""Returns the record of the content of a file by its number, as it is now."""
 _MOST_THREADS = 32
 
 
@@ -61,8 +64,10 @@ def find_index(files: DatasetFiles, config: DataConfig, workers: int | None = No
         return next(filter(None, map(open_any_index, index_paths(files, config))), None)
     if files.content is not None:  # one process has found an index without a record
         return next(_candidates(files, config), None)
-    now = CurrentRecords(files, config, workers)
-    return next((index for index in _candidates(files, config) if _is_current(index, files, config, now)), None)
+    record = cache(partial(_record_now, files, config, load_format(files.file_type, config)))
+    threads = workers or min(_MOST_THREADS, usable_cores())
+    candidates = _candidates(files, config)
+    return next((index for index in candidates if _is_current(index, files, config, record, threads)), None)
 
 
 def _candidates(files: DatasetFiles, config: DataConfig) -> Iterator[Index]:
@@ -129,54 +134,33 @@ def read_documents(files: DatasetFiles, token_format: TokenFormat, number: int) 
         raise DataError(f"cannot be read: {reason_of(error)}", path=path) from error
 
 
-class CurrentRecords:
-    """Records of the content of a dataset's files as they are now, each made at most once."""
-
-    def __init__(self, files: DatasetFiles, config: DataConfig, workers: int | None = None) -> None:
-        self._files, self._config = files, config
-        self._workers = workers or min(_MOST_THREADS, usable_cores())
-        self._known: dict[int, int | None] = {}
-
-    def differ(self, index: Index, numbers: Sequence[int]) -> bool:
-        """Return whether a file, of those with these numbers, has another content than in an index.
-
-        Raises:
-            DataError: a file is unusable. With quarantine, it counts as unchanged: its samples are found later.
-        """
-        missing = [number for number in numbers if number not in self._known]
-        if missing:
-            size = format_bytes(sum(self._files.sizes[number] for number in missing))
-            log.info(
-                "dataset '%s': looking for changes in %s (%s)", self._files.name, count_of(len(missing), "file"), size
-            )
-        token_format = load_format(self._files.file_type, self._config)
-
-        def read(number: int) -> int | None:
-            try:
-                return read_documents(self._files, token_format, number)[1]
-            except DataError as error:
-                if self._config.bad_documents == "stop":
-                    raise
-                log.warning("%s", error)
-                return None
-
-        self._known.update(zip(missing, map_in_order(read, missing, self._workers), strict=True))
-        return any(self._known[number] not in (None, int(index.records[number])) for number in numbers)
-
-
-def _is_current(index: Index, files: DatasetFiles, config: DataConfig, now: CurrentRecords) -> bool:
+def _is_current(index: Index, files: DatasetFiles, config: DataConfig, record: Record, workers: int) -> bool:
     """Return whether an index is of the content that the files have now; note their times if it is."""
     if not index.content:
         return True
     times = np.array(files.times, dtype="<i8")
-    notes = (_read_note(path) for path in _notes(index.path.name, files, config))
-    stale = min((np.flatnonzero(note != times) for note in notes if len(note) == len(times)), key=len, default=None)
-    stale = np.arange(len(times)) if stale is None else stale
-    if now.differ(index, stale.tolist()):
+    notes = [note for path in _notes(index.path.name, files, config) if len(note := _read_note(path)) == len(times)]
+    stale = min((np.flatnonzero(note != times) for note in notes), key=len, default=np.arange(len(times))).tolist()
+    if not stale:
+        return True
+    size = format_bytes(sum(files.sizes[number] for number in stale))
+    log.info("dataset '%s': looking for changes in %s (%s)", files.name, count_of(len(stale), "file"), size)
+    now = zip(map_in_order(record, stale, workers), index.records[stale].tolist(), strict=True)
+    if any(found not in (None, before) for found, before in now):
         return False
-    if len(stale):
-        note_times(index.path.name, files, config)
+    note_times(index.path.name, files, config)
     return True
+
+
+def _record_now(files: DatasetFiles, config: DataConfig, token_format: TokenFormat, number: int) -> int | None:
+    """Return the record of a file's content; None if it is unusable and in quarantine: its samples are found later."""
+    try:
+        return read_documents(files, token_format, number)[1]
+    except DataError as error:
+        if config.bad_documents == "stop":
+            raise
+        log.warning("%s", error)
+        return None
 
 
 def note_times(name: str, files: DatasetFiles, config: DataConfig) -> None:

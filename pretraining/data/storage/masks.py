@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pretraining.data.storage.arrow import MAGIC
+from pretraining.data.storage.token_format import read_bytes
 
 MASKS = {
     **dict.fromkeys(("attention_mask", "loss_mask", "assistant_masks", "completion_mask"), 0),
@@ -26,13 +27,11 @@ _MOST_PADDINGS = 2
 
 def rows_of(path: str | Path) -> Iterator[pa.RecordBatch]:
     """Yield the rows of an Arrow file or stream, at most `ROWS_AT_ONCE` at a time."""
-    with pa.memory_map(str(path)) as content:
-        is_file = content.read(len(MAGIC)) == MAGIC
-        content.seek(0)
-        table = pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
-        batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
-        for batch in batches:
-            yield from (batch.slice(begin, ROWS_AT_ONCE) for begin in range(0, len(batch), ROWS_AT_ONCE))
+    content = pa.py_buffer(read_bytes(str(path)))
+    is_file = content[: len(MAGIC)].to_pybytes() == MAGIC
+    table = pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
+    for batch in map(table.get_batch, range(table.num_record_batches)) if is_file else table:
+        yield from (batch.slice(begin, ROWS_AT_ONCE) for begin in range(0, len(batch), ROWS_AT_ONCE))
 
 
 def describe_masks(batches: Iterable[pa.RecordBatch], column: str, strip_tokens: Collection[int] = ()) -> str | None:

@@ -323,8 +323,10 @@ def _encoder(unit: Unit, encoding: Encoding, work: WorkFolder) -> Callable[[_Bat
 
     def encode_batch(batch: _Batch) -> _Encoded:
         texts = [_content_as(piece, str, encoding) for piece in batch.pieces]
-        marked = [index for index, piece in enumerate(batch.pieces) if piece.is_marked]
-        marked = marked if encoding.chat_template else marks.find(texts)
+        if encoding.chat_template:
+            marked = [index for index, piece in enumerate(batch.pieces) if piece.is_marked]
+        else:
+            marked = marks.find(texts)
         try:
             ids, lengths = encode(texts)
         except ValueError as error:

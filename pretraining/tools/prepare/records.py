@@ -249,7 +249,8 @@ def manifest(
         "first_loss": next((record.first_loss for record in records if record.first_loss), ""),
         "files": [asdict(file) for record in records for file in record.files],
     }
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    # A name that is not UTF-8 is escaped.
+    return json.dumps(content, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def read_summary(folder: Path) -> PrepareSummary:

@@ -46,14 +46,15 @@ def find_tokenizer(config: PrepareConfig, root: Path) -> Tokenizer | None:
     wrong = ""
     if given is not None and given.sha256 != present.sha256:
         wrong = f"--tokenizer_path={config.tokenizer_path} is another tokenizer"
-    elif given is not None and None is not present.chat_template != given.chat_template:
+    elif given is not None and len({given.chat_template, present.chat_template, None}) > 2:
         wrong = f"--tokenizer_path={config.tokenizer_path} has another chat template"
     elif config.vocab_size not in (None, present.vocab_size):
         wrong = f"it has {present.vocab_size} entries, not --vocab_size={config.vocab_size}"
     if wrong:
         remedy = "All datasets of a root share one tokenizer: drop the flag, or set another --output_path"
         raise DataError(f"{wrong}. {remedy}", path=root / TOKENIZER_FILE)
-    return given or present  # a root of an earlier version has two files of its tokenizer
+    # A root of an earlier version has two files of its tokenizer; a lone tokenizer.json has fewer than its folder.
+    return present if given is None or given.chat_template is None else given
 
 
 def trained_tokenizer(config: PrepareConfig, found: Input, root: Path) -> Tokenizer:

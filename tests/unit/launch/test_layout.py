@@ -84,6 +84,8 @@ DERIVED = -1
         ({}, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
         # A single process ignores an exported address.
         ({"MASTER_ADDR": "node07", "MASTER_PORT": "29500"}, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
+        ({"PET_NNODES": "1", "PET_NODE_RANK": "0"}, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
+        ({**TORCHRUN, "PET_NNODES": "2"}, (5, 8, 1, 4, "torchrun", "node07", 29511)),
         ({"WORLD_SIZE": "1", "RANK": "0"}, (0, 1, 0, 1, "environment", "127.0.0.1", FREE_PORT)),
         # The shell of a batch script is one process, whatever the tasks of the job.
         (SLURM_BATCH, (0, 1, 0, 1, "single", "127.0.0.1", FREE_PORT)),
@@ -173,6 +175,12 @@ def test_an_environment_is_this_layout(
 def test_missing_and_contradictory_launcher_variables_are_named(environ: dict[str, str], named: str) -> None:
     with pytest.raises(LaunchError, match=rf"\b{named}"):
         resolve(environ)
+
+
+@pytest.mark.parametrize("machines", ["2", "1:4"])
+def test_a_pod_whose_process_torchrun_did_not_start_is_refused(machines: str) -> None:
+    with pytest.raises(LaunchError, match=f"PET_NNODES={machines} .* would train alone. Start it with `bash scripts"):
+        resolve_layout({"PET_NNODES": machines, "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "pod-0"})
 
 
 def test_a_shell_of_srun_is_one_process_and_an_srun_inside_it_is_a_job(

@@ -1,18 +1,51 @@
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from helpers import PATIENCE_SECONDS, ROOT, heed_interrupts, plain_environment
 
-from pretraining.launch.signals import PREEMPTION_SIGNALS, ReceivedSignals, exit_at_interrupt
+from pretraining.launch.signals import EMBEDDED_SIGNALS, PREEMPTION_SIGNALS, ReceivedSignals, exit_at_interrupt
+
+
+@pytest.fixture(autouse=True)
+def handlers_restored() -> Iterator[None]:
+    """Leave this process its handlers."""
+    before = {number: signal.getsignal(number) for number in (*PREEMPTION_SIGNALS, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_scripts_list_the_signals_of_the_table() -> None:
+    names = " ".join(number.name.removeprefix("SIG") for number in PREEMPTION_SIGNALS)
+    for script in ("train.sh", "train.slurm"):
+        (trapped,) = re.findall(
+            r"^trap (?:'exit 75'|:) ([A-Z0-9 ]*[A-Z0-9])", (ROOT / "scripts" / script).read_text(), re.M
+        )
+        assert trapped == names, script
+
+
+@pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(number: signal.Signals) -> None:
+    for each in PREEMPTION_SIGNALS:
+        signal.signal(each, signal.SIG_DFL)
+    signal.signal(number, signal.SIG_IGN)
+    ReceivedSignals().listen()
+    handlers = {each: signal.getsignal(each) for each in PREEMPTION_SIGNALS}
+    assert [each for each, handler in handlers.items() if handler is signal.SIG_IGN] == [number]
+    assert signal.SIG_DFL not in handlers.values()
 
 
 @pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
 def test_the_first_signal_is_recorded_and_nothing_else_happens(number: signal.Signals) -> None:
+    for each in PREEMPTION_SIGNALS:
+        signal.signal(each, signal.SIG_DFL)
     signals = ReceivedSignals().listen()
     assert signals.first is None
     signal.raise_signal(number)
@@ -27,6 +60,7 @@ def test_handlers_are_restored_after_the_block(handler: Any) -> None:
         signal.signal(number, handler)
     with pytest.raises(ValueError), ReceivedSignals().listening() as signals:
         signal.raise_signal(signal.SIGUSR1)
+        assert {n for n in PREEMPTION_SIGNALS if signal.getsignal(n) != handler} == set(EMBEDDED_SIGNALS)
         with signals.recording_interrupts():
             pass
         raise ValueError

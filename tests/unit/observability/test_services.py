@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -34,11 +36,14 @@ class FakeStore:
     """A stand-in for MLflow's store and client.
 
     Attributes:
-        away: number of next calls that fail.
+        away: number of next calls that fail, with this code.
         runs: status by id.
     """
 
     away: int = 0
+    code: str = "TEMPORARILY_UNAVAILABLE"
+    deleted: tuple[str, ...] = ()
+    experiment_of: dict[str, str] = field(default_factory=dict)
     uris: list[str] = field(default_factory=list)
     experiments: dict[str, str | None] = field(default_factory=dict)
     runs: dict[str, str] = field(default_factory=dict)
@@ -54,18 +59,19 @@ class FakeStore:
     def check(self) -> None:
         if self.away:
             self.away -= 1
-            raise FakeError("no route to host\nand where it was tried")
+            raise FakeError("no route to host\nand where it was tried", self.code)
 
     def get_experiment_by_name(self, name: str) -> Any:
         self.check()
-        return SimpleNamespace(experiment_id=name) if name in self.experiments else None
+        stage = "deleted" if name in self.deleted else "active"
+        return SimpleNamespace(experiment_id=name, lifecycle_stage=stage) if name in self.experiments else None
 
     def create_experiment(self, name: str, artifact_location: str | None) -> str:
         self.experiments[name] = artifact_location
         return name
 
     def create_run(self, experiment_id: str, run_name: str) -> Any:
-        self.runs[run_name] = "RUNNING"
+        self.runs[run_name], self.experiment_of[run_name] = "RUNNING", experiment_id
         return SimpleNamespace(info=SimpleNamespace(run_id=run_name))
 
     def update_run(self, run_id: str, status: str) -> None:
@@ -94,6 +100,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     fake = MagicMock(__spec__=ModuleSpec("wandb", None))
     fake.errors.UsageError = KeyError
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_CONSOLE"):
+        monkeypatch.delenv(name, raising=False)
     return fake
 
 
@@ -109,7 +117,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
         Param=lambda name, value: SimpleNamespace(name=name, value=value),
     )
     monkeypatch.setitem(sys.modules, "mlflow", module)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("TRACKING_URI", "EXPERIMENT_NAME", "EXPERIMENT_ID", "RUN_ID"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
     for name in mlflow_tracker.VARIABLES:
         monkeypatch.setenv(name, "as the test says")
     return store
@@ -147,6 +156,115 @@ def test_all_starts_of_a_run_are_one_run_of_wandb_and_steps_are_values_there(tmp
     opened("wandb", tmp_path, 0, {"wandb": "other"}, project_name="llamas", run_name="first", run_id="abc").close()
     named = wandb.init.call_args.kwargs
     assert (named["project"], named["name"], named["id"]) == ("llamas", "first", "abc")
+
+
+def names_of(init: Any) -> dict[str, str]:
+    """What was passed to wandb's `init` of the run's names."""
+    return {name: init.kwargs[name] for name in ("project", "name", "id", "resume", "entity") if name in init.kwargs}
+
+
+def test_flags_and_earlier_starts_come_before_wandbs_own_environment_and_that_before_our_defaults(
+    tmp_path: Path, wandb: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"WANDB_PROJECT": "theirs", "WANDB_NAME": "their-name", "WANDB_RUN_ID": "their-id", "WANDB_CONSOLE": "wrap"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    run = wandb.init.return_value
+    run.project, run.entity = "theirs", "team"
+    first = opened("wandb", tmp_path)
+    first.close()
+    assert names_of(wandb.init.call_args) == {"resume": "allow"}  # wandb reads the others itself
+    assert "console" not in wandb.Settings.call_args.kwargs
+    assert first.state_dict() == {"wandb": "their-id", "wandb.project": "theirs", "wandb.entity": "team"}
+    for name in own:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_RUN_ID", "of-another-job")
+    opened("wandb", tmp_path, 1, first.state_dict()).close()
+    earlier = {"project": "theirs", "id": "their-id", "resume": "allow", "entity": "team"}
+    assert names_of(wandb.init.call_args) == earlier  # and the name stays what it is there
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    opened("wandb", tmp_path, 1, first.state_dict(), project_name="mine", run_name="n", run_id="i").close()
+    assert names_of(wandb.init.call_args) == {**earlier, "project": "mine", "name": "n", "id": "i"}
+
+
+def test_a_settings_file_of_wandb_comes_before_our_defaults(tmp_path: Path, wandb: MagicMock) -> None:
+    wandb.setup.return_value.settings = SimpleNamespace(project="from-file", run_name=None, run_id=None)
+    opened("wandb", tmp_path / "mine").close()
+    assert "project" not in wandb.init.call_args.kwargs and wandb.init.call_args.kwargs["name"] == "mine"
+    wandb.setup.side_effect = ValueError("a setting that wandb does not accept")
+    opened("wandb", tmp_path / "mine").close()
+    assert wandb.init.call_args.kwargs["project"] == "pretraining"
+
+
+@pytest.mark.parametrize(
+    ("variables", "experiment"),
+    [
+        ({"MLFLOW_EXPERIMENT_NAME": "theirs", "MLFLOW_EXPERIMENT_ID": "7"}, "theirs"),
+        ({"MLFLOW_EXPERIMENT_ID": "7"}, "7"),
+        ({}, "pretraining"),
+    ],
+)
+def test_mlflows_own_environment_comes_before_our_default_and_after_flags(
+    variables: dict[str, str],
+    experiment: str,
+    tmp_path: Path,
+    store: FakeStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    opened("mlflow", tmp_path / "first").close()
+    opened("mlflow", tmp_path / "second", project_name="mine").close()
+    assert store.experiment_of == {"first": experiment, "second": "mine"}
+    monkeypatch.setenv("MLFLOW_RUN_ID", "second")
+    opened("mlflow", tmp_path / "third", ids={"mlflow": "first"}).close()
+    assert set(store.runs) == {"first", "second"} and store.runs["first"] == "FINISHED"
+    assert opened("mlflow", tmp_path / "third").state_dict() == {"mlflow": "second"}
+    assert set(store.runs) == {"first", "second"}
+
+
+def test_a_tracker_that_cannot_work_at_all_is_an_error_at_the_start_with_the_way_on(
+    tmp_path: Path, store: FakeStore, wandb: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.experiments, store.deleted = {"pretraining": None}, ("pretraining",)
+    with pytest.raises(ConfigError, match=r"pretraining is deleted.*mlflow experiments restore --experiment-id p"):
+        opened("mlflow", tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+    store.deleted = ()
+    for code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+        store.away, store.code = 1, code
+        with pytest.raises(ConfigError, match=r"cannot write to http://server: FakeError: no route.*Give its user"):
+            opened("mlflow", tmp_path)
+    wandb.init.side_effect = RuntimeError("returned error 403: permission denied")
+    with pytest.raises(ConfigError, match=r"refuses this user .*wandb login"):
+        opened("wandb", tmp_path)
+    assert wandb.init.call_count == 1 and wandb.teardown.call_count == 1
+
+
+@pytest.mark.parametrize(("code", "works"), [("INTERNAL_ERROR", False), ("locked", True)])
+def test_a_damaged_file_of_mlflow_is_an_error_and_one_in_use_is_tried_again(
+    code: str, works: bool, tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise FakeError("the database is locked" if works else "it is no database", "INTERNAL_ERROR")
+
+    monkeypatch.setattr(store, "get_experiment_by_name", fail)
+    with nullcontext() if works else pytest.raises(ConfigError, match=r"mlflow\.db: FakeError: it is no database"):
+        opened("mlflow", tmp_path).close()
+
+
+@pytest.mark.parametrize("service", ["wandb", "mlflow"])
+def test_an_empty_folder_of_the_packages_name_is_no_package(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / service).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(each for each in sys.path if service not in each)])
+    monkeypatch.delitem(sys.modules, service, raising=False)
+    found = importlib.util.find_spec(service)
+    if found is not None and found.origin is not None:
+        pytest.skip("the package is installed")
+    with pytest.raises(ConfigError, match=rf"needs the `{service}` package: pip install"):
+        opened(service, tmp_path / "run")
 
 
 def test_all_starts_of_a_run_are_one_run_of_mlflow_in_a_file_of_its_folder(tmp_path: Path, store: FakeStore) -> None:

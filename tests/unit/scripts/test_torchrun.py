@@ -39,11 +39,12 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
     """The exit code where torchrun itself ends so."""
 
     def main(arguments: list[str]) -> None:
-        assert arguments == ["--signals-to-handle=SIGHUP,SIGQUIT", *flags, "job.py"]
+        assert arguments == ["--signals-to-handle=SIGQUIT", *flags, "job.py"]
         if outcome is not None:
             raise outcome
 
     monkeypatch.setattr(torchrun, "main", main)
+    monkeypatch.setattr(torchrun, "heeded", tuple)  # a test suite in the background ignores SIGQUIT
     monkeypatch.setattr(multiprocessing, "SubprocessContext", multiprocessing.SubprocessContext)  # put back at the end
     monkeypatch.setenv("PRETRAINING_STARTED_AT", "0")
     for name in ("PRETRAINING_TIME_IS_OVER", SHARES_STORE):
@@ -53,13 +54,15 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
     return code
 
 
-@pytest.mark.parametrize(("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGHUP), 129)])
+@pytest.mark.parametrize(("outcome", "code"), [(None, 0), (SignalException("stop", signal.SIGQUIT), 131)])
 def test_elastic_jobs_publish_the_address_of_their_store_in_each_rendezvous(
     outcome: BaseException | None, code: int, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for nodes, shares in (("--nnodes=1:2", "1"), ("--nnodes=2", None)):
-        assert run(torchrun, monkeypatch, outcome, nodes) == code
+    for nodes, shares in ((["--nnodes=1:2"], "1"), (["--nnodes", "1:2"], "1"), (["--nnodes=2"], None), ([], None)):
+        assert run(torchrun, monkeypatch, outcome, *nodes) == code
         assert os.environ.get(SHARES_STORE) == shares
+    monkeypatch.setenv("PET_NNODES", "1:2")  # torchrun's default
+    assert run(torchrun, monkeypatch, outcome) == code and os.environ[SHARES_STORE] == "1"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,9 @@ def test_the_first_failure_decides_the_exit_code_of_the_job(
         (15, [0, 75], 75),
         (15, [], 75),
         (15, [75, -15], 75),  # just started
+        (1, [75, 75], 75),
+        (1, [143, 143], 143),  # nothing to save
+        (12, [75, -12], 75),
         (15, [75, 1], 1),
         (15, [75, -9], 143),
         (15, [-9, None], 143),  # out of reach
@@ -113,7 +119,8 @@ def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: 
         signal.signal(signal.SIGINT, torchrun.request_stop)
         with pytest.raises(SignalException) as stop:
             signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGUSR1)  # a second request to stop is ignored
+        for second in (signal.SIGUSR1, signal.SIGHUP):  # a second request to stop is ignored
+            signal.raise_signal(second)
         signal.raise_signal(signal.SIGINT)
         assert sent == [signal.SIGINT]
         signal.raise_signal(signal.SIGINT)

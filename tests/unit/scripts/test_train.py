@@ -80,7 +80,25 @@ ELASTIC = {**MACHINES, "NNODES": "1:4", "JOB_ID": "seven"}
             "--nnodes=1:4 --rdzv-backend=c10d --rdzv-id=seven --rdzv-endpoint=node01:29500 --nproc-per-node=1 "
             "--max-restarts=3",
         ),
-        quick=4,
+        (
+            {
+                **{"NPROC": "2", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod-0"},
+                **{"PET_MASTER_PORT": "23456", "PET_NPROC_PER_NODE": "auto", "WORLD_SIZE": "2", "RANK": "1"},
+            },
+            "--nnodes=2 --node-rank=1 --master-addr=pod-0 --master-port=23456 --nproc-per-node=2 --max-restarts=0",
+        ),
+        (
+            {
+                **{"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "pod-0:23456"},
+                **{"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": "seven", "PET_MAX_RESTARTS": "9"},
+            },
+            "--nnodes=1:4 --rdzv-backend=c10d --rdzv-id=seven --rdzv-endpoint=pod-0:23456 --nproc-per-node=2 "
+            "--max-restarts=9",
+        ),
+        ({"NPROC": "2", "NNODES": "1", "PET_NNODES": "2"}, "--standalone --nproc-per-node=2 --max-restarts=0"),
+        ({"NPROC": "1", "PET_NNODES": "1", "PET_NODE_RANK": "0"}, ""),
+        ({"NPROC": "2", "NNODES": "1", "WORLD_SIZE": "2"}, "--standalone --nproc-per-node=2 --max-restarts=0"),
+        quick=6,
     ),
 )
 def test_variables_choose_processes_and_rendezvous(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
@@ -103,6 +121,21 @@ def test_machines_without_a_rendezvous_address_are_refused(
     done = train(stand_in, CHOICE, check=False, variables=variables)
     assert done.returncode == 1 and missing in done.stderr
     assert stand_in.calls() == []
+
+
+def test_no_variable_of_torchrun_reaches_it_behind_the_scripts_back(stand_in: StandIn) -> None:
+    stand_in.torchrun.write_text("import os\nprint(sorted(name for name in os.environ if name.startswith('PET_')))")
+    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "NPROC_PER_NODE", "STANDALONE")
+    variables = {f"PET_{name}": "1" for name in (*names, "RDZV_BACKEND", "RDZV_ID", "RDZV_ENDPOINT", "LOG_DIR")}
+    assert train(stand_in, CHOICE, variables={**variables, "NPROC": "2"}).stdout == "['PET_LOG_DIR']\n"
+
+
+@pytest.mark.parametrize("processes", [{"NPROC": "2"}, {"NPROC": "1", "MAX_RESTARTS": "2"}])
+def test_a_pod_that_would_train_alone_is_refused(stand_in: StandIn, processes: dict[str, str]) -> None:
+    of_platform = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
+    done = train(stand_in, CHOICE, check=False, variables={**of_platform, **processes})
+    assert done.returncode == 1 and stand_in.calls() == []
+    assert "WORLD_SIZE=2" in done.stderr and "would train alone" in done.stderr and "NNODES=<machines>" in done.stderr
 
 
 # Under srun

@@ -202,6 +202,7 @@ def test_another_chat_template_than_that_of_the_root_is_refused(tmp_path: Path) 
     main(["prepare", *common, f"tokenizer_path={first}"])
     main(["prepare", *common, f"tokenizer_path={other}", "dataset=two"])  # a root of an earlier version lacks the file
     assert load_tokenizer(tmp_path / "data").chat_template == "{{ messages }}"
+    main(["prepare", *common, f"tokenizer_path={first}", "dataset=without"])
     with pytest.raises(SystemExit) as ending:
         main(["prepare", *common, f"tokenizer_path={third}", "dataset=three"])
     assert "has another chat template" in str(ending.value.__context__)

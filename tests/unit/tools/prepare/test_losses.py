@@ -113,6 +113,14 @@ def test_a_tokenizer_without_the_letter_a_and_without_unknown_tokens_is_used(tmp
     assert rows(summary.folder) == [[0, 1, 1, 0]]
 
 
+def test_a_loss_in_a_file_whose_name_is_not_utf_8_is_recorded(tmp_path: Path) -> None:
+    saved(tmp_path, made(models.BPE(LETTERS, [])))
+    (tmp_path / "\udcff.txt").write_text("aé")
+    config = PrepareConfig(input_path=(str(tmp_path / "?.txt"),), tokenizer_path=str(tmp_path), dataset="odd")
+    config = replace(config, output_path=str(tmp_path / "out"))
+    assert prepare(config).first_loss == prepare(config).first_loss == "\udcff.txt"
+
+
 def test_the_summary_names_the_first_place_and_above_one_percent_there_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,144 @@
+"""A run's config.yaml: the record of its last start, and a recipe that continues the run in this folder.
+
+    start     settings, under a comment with the places of this start (`comment_of_start`)
+    recipe    `continue_run`: what the recorded settings mean for another start
+
+A run is its folder, wherever that is now. Settings of one start are recorded, but not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from pretraining.config.assignments import Reader
+from pretraining.config.recipes import RUN_CONFIG_FILE, Recipe, is_record
+from pretraining.config.training import TrainConfig
+from pretraining.errors import PretrainError
+from pretraining.files import exists, is_address, parse_json, read_file, real_path
+
+log = logging.getLogger(__name__)
+
+_COMMENT = "# Last start: "
+_ONE_START = frozenset({"run_steps", "dry_run", "use_profiler", "profile_steps", "profile_interval"})
+_LOADED = frozenset({"ckpt_load_path", "weights_only"})
+_REQUEST = "resume_from_checkpoint"
+_NEEDED = ("data_path", "eval_datasets")
+"""Paths that every start reads; others are outputs, or may be names."""
+
+
+class LastStart(NamedTuple):
+    """Places of the start that wrote a config.yaml: real path of the run's folder, and working folder; None = unknown.
+
+    Earlier versions recorded none.
+    """
+
+    folder: Path | None = None
+    working_folder: Path | None = None
+
+
+def comment_of_start(run: Path) -> str:
+    """Return the line above the settings in config.yaml."""
+    return f"{_COMMENT}{json.dumps([str(real_path(run)), str(Path.cwd())])}\n"
+
+
+def last_start(run: Path) -> LastStart:
+    """Return the places of the last start of the run in a folder."""
+    with suppress(OSError, ValueError):
+        first = read_file(run / RUN_CONFIG_FILE).partition(b"\n")[0].decode()
+        places = parse_json(first.removeprefix(_COMMENT)) if first.startswith(_COMMENT) else ()
+        if len(places) == 2 and all(isinstance(place, str) for place in places):
+            return LastStart(*map(Path, places))
+    return LastStart()
+
+
+def folder_of_run(recipe: Recipe) -> Path | None:
+    """Return the real path of a run's folder if the recipe is its config.yaml; None for all other recipes."""
+    is_whole = any(given.name == "checkpoint.ckpt_save_path" for given in recipe.assignments)
+    if recipe.path is None or recipe.system or not is_whole or not is_record(recipe.path):
+        return None
+    return real_path(recipe.path.parent)
+
+
+def continue_run(reader: Reader[TrainConfig], recipe: Recipe) -> bool:
+    """Change the settings that a run's config.yaml gives to what they mean for another start; log new places.
+
+    The run is in the folder of the file. Settings of later recipes and flags stay.
+
+    Returns:
+        Whether `resume_from_checkpoint` is a request of an earlier start.
+    """
+    folder = folder_of_run(recipe)
+    if folder is None:
+        return False
+    recorded = {name for name, given in reader.chosen.items() if given.source == recipe.source}
+    if "ckpt_save_path" in recorded:
+        reader.values["ckpt_save_path"] = str(folder)
+    request = reader.values.get(_REQUEST)
+    if request is not None and "ckpt_save_path" not in recorded and not _is_of_another_run(request, folder):
+        _forget(reader, recorded & {_REQUEST})
+    _forget(reader, recorded & (_ONE_START | _replaced_by_given(reader, recorded)))
+    _find_paths(reader, [name for name in reader.chosen if name in recorded], recipe.name, last_start(folder))
+    return _REQUEST in recorded and reader.values.get(_REQUEST) is not None
+
+
+def _forget(reader: Reader[TrainConfig], names: Iterable[str]) -> None:
+    for name in names:
+        reader.values.pop(name, None), reader.chosen.pop(name, None)
+
+
+def _is_of_another_run(request: str, folder: Path) -> bool:
+    """Return whether a request is a path out of the run's folder, not a step or a name of its own checkpoint."""
+    return "/" in request and not real_path(Path(request)).is_relative_to(folder)
+
+
+def _replaced_by_given(reader: Reader[TrainConfig], recorded: set[str]) -> frozenset[str]:
+    """Return the settings of where to start that the user has replaced by another of them."""
+    given = {
+        name: value for name, value in reader.values.items() if name not in recorded and value not in (None, False)
+    }
+    if given.get("init_from") == "scratch" or "eval_only" in given:
+        return _LOADED | {_REQUEST}
+    is_scratch = reader.values.get("init_from") == "scratch"
+    replaced = frozenset({"init_from"}) if is_scratch and given.keys() & {_REQUEST, "ckpt_load_path"} else frozenset()
+    if _REQUEST in given:
+        return replaced | _LOADED
+    return replaced | {_REQUEST} if "ckpt_load_path" in given else replaced
+
+
+def _find_paths(reader: Reader[TrainConfig], names: Iterable[str], recipe: str, last: LastStart) -> None:
+    """Find relative paths from the working folder of the last start, if they are not found from this one."""
+    there = last.working_folder
+    for name in names:
+        value = reader.values[name]
+        if not reader.settings[name].is_path or not value:
+            continue
+        paths = [_find(path, there) for path in (value if isinstance(value, tuple) else (value,))]
+        texts = [text for text, _ in paths]
+        for text, is_found in paths:
+            if not is_found and name in _NEEDED and not reader.values.get("use_dummy_dataset"):
+                places = f"{Path.cwd()}, nor in {there}, the working folder of the last start" if there else Path.cwd()
+                reader.problems.append(f"recipe {recipe}: {name}: {text} is not in {places}: give --{name}")
+        found = tuple(texts) if isinstance(value, tuple) else texts[0]
+        if found != value:
+            log.info("%-11s %s, found from the working folder of the last start", name, ",".join(texts))
+            reader.values[name] = found
+
+
+def _find(path: str, there: Path | None) -> tuple[str, bool]:
+    """Return a path as it is found from here or there, and whether it is found; absolute ones are not looked for."""
+    if is_address(path) or Path(path).is_absolute() or _is_there(Path(path)):
+        return path, True
+    if there is not None and _is_there(there / path):
+        return str(there / path), True
+    return path, False
+
+
+def _is_there(path: Path) -> bool:
+    with suppress(PretrainError):  # another user's folder
+        return exists(path)
+    return False
