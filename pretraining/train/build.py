@@ -36,6 +36,7 @@ from pretraining.checkpoint.saver import Saver
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
+from pretraining.data.resume import RENUMBERED
 from pretraining.data.sampling.mixture import Skipped
 from pretraining.distributed.dims import Dims
 from pretraining.distributed.host_sync import HostSync
@@ -172,7 +173,7 @@ def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Op
 
 
 def _add_events(plan: Plan, events: Events) -> None:
-    """Record the start point and what the user changes there, and the data phase if a new one begins at this step."""
+    """Record the start point, what the user changes there, and the data phase if a new one begins at this step."""
     step, phase = plan.state.step, plan.loader.reader.mixture.phases[-1]
     if plan.start is not None:
         events.add(
@@ -182,14 +183,20 @@ def _add_events(plan: Plan, events: Events) -> None:
             weights_only=plan.start.weights_only,
             passed_over=list(plan.start.damaged),
         )
-    if plan.restored is not None and plan.rollback is None:
-        if changes := changed_settings(plan.restored.config, plan.config):
-            events.add("settings", step, changes={name: list(values) for name, values in changes.items()})
-        known = Skipped(map(tuple, plan.restored.manifest.data["skipped"]))
-        if skipped := Skipped(map(tuple, plan.loader.state_dict()["skipped"])).without(known):
-            events.add("skip_samples", step, samples=[[begin, end - 1] for begin, end in skipped])
+    if plan.rollback is None:
+        _add_changes(plan, events)
     if phase.first_step == step:
         events.add("phase", step, global_batch_size=phase.global_batch_size, weights=phase.weights)
+
+
+def _add_changes(plan: Plan, events: Events) -> None:
+    """Record the settings that the user has changed since the start point, and the samples that the user skips."""
+    data = {} if plan.restored is None else plan.restored.manifest.data
+    known = Skipped((begin, end) for begin, end in (*data.get("skipped", ()), *data.get(RENUMBERED, ())))
+    if plan.restored is not None and (changes := changed_settings(plan.restored.config, plan.config)):
+        events.add("settings", plan.state.step, changes={name: list(values) for name, values in changes.items()})
+    if skipped := Skipped(plan.config.data.skipped_ranges).without(known):
+        events.add("skip_samples", plan.state.step, samples=[[begin, end - 1] for begin, end in skipped])
 
 
 def build_model(shape: LlamaShape, config: TrainConfig, dims: Dims, device: torch.device) -> ParallelModel:

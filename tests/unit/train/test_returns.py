@@ -138,6 +138,10 @@ def test_an_event_tells_of_a_return_of_changed_settings_and_of_skipped_samples(t
     assert newest(tmp_path, "skip_samples")["samples"] == [[6, 7]]
     start(tmp_path, "num_steps=6", "learning_rate=2e-3", "skip_samples=6-7")
     assert len([each for each in events_of(tmp_path) if each["event"] in ("return", "skip_samples")]) == 2
+    start(tmp_path / "new", "skip_samples=3,5-6")
+    assert newest(tmp_path / "new", "skip_samples") | {"samples": [[3, 3], [5, 6]], "step": 0} == newest(
+        tmp_path / "new", "skip_samples"
+    )
 
 
 def test_a_return_that_is_done_is_said_with_the_way_to_do_it_again(
