@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from pretraining.config.fields import Setting, build, settings_of
+from pretraining.config.fields import Setting, build, sections_of, settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, parse_value
 from pretraining.progress import MULTIPLIERS
@@ -71,6 +71,7 @@ class Assignment:
         flag: name for messages: `--learning_rate` or `a.yaml: learning_rate`.
         valueless: whether the name stood alone; `raw` is then "True" or "False", which only boolean settings take.
         source: name of the source, shown after values.
+        hint: what to write instead, if the name is known to be another system's.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Assignment:
     flag: str
     valueless: bool = False
     source: str = COMMAND_LINE
+    hint: str = ""
 
     @property
     def section_and_name(self) -> tuple[str, str]:
@@ -119,7 +121,8 @@ class Reader(Generic[T]):
             setting = self.find(assignment)
             if setting is None:
                 if assignment.section_and_name[1] not in ALWAYS_NONE or assignment.raw not in _NONE_TEXTS:
-                    self.problems.append(f"{assignment.flag} is not known: {self._hint(*assignment.section_and_name)}")
+                    hint = assignment.hint or self._hint(*assignment.section_and_name)
+                    self.problems.append(f"{assignment.flag} is not known: {hint}")
                 continue
             if assignment.valueless and setting.base is not bool:
                 self._refuse(setting, f"{assignment.flag} has no value: write {assignment.flag}=…")
@@ -159,7 +162,8 @@ class Reader(Generic[T]):
         # Another system's dotted keys are no flags, unless the name is dotted, too.
         known = [*self.settings, *self.aliases, *(each for each in self.also_known if "." not in each)]
         return (
-            (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
+            (section in sections_of(self.root) and did_you_mean(name, self.settings, "did you mean {}?"))
+            or (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
             or did_you_mean(name, known, "did you mean {}?")
             or "--help lists every setting"
         )

@@ -45,6 +45,8 @@ class Recipe:
         names: known names of the other system, for hints about misspelt arguments.
         system: the other system; "" for a recipe of this project.
         table: lines that tell what each key of the other system became.
+        given_table: those lines without `defaults`.
+        hints: what to write instead of each key of another system in a recipe of this project.
         prepare: folder of the data, and the command that fills it.
     """
 
@@ -56,6 +58,8 @@ class Recipe:
     names: tuple[str, ...] = ()
     system: str = ""
     table: tuple[str, ...] = ()
+    given_table: tuple[str, ...] = ()
+    hints: Mapping[str, str] = field(default_factory=dict)
     prepare: tuple[str, str] | None = None
 
 
@@ -63,8 +67,9 @@ Translator = Callable[[Path | None, str, Mapping[str, Raw], Collection[str]], Re
 """Function that reads the settings of another system as a recipe.
 
 Its arguments are a file (None to translate command-line arguments alone), the file's name in messages, the command-line
-arguments by name, and the names of `accept_…` flags that are set. It returns None if the system is unknown, and raises
-a ConfigError if the settings cannot be translated.
+arguments by name, and the names of `accept_…` flags that are set. It returns None if the system is unknown, a recipe
+with `hints` alone if the file is this project's but for these keys, and raises a ConfigError if the settings cannot be
+translated.
 """
 
 
@@ -86,11 +91,14 @@ def read_recipe(
             raise ConfigError(f"--recipe={name} is another system's file: translate it with pretrain translate {name}")
         return recipe
     tree = parse_tree(read_text(path, name), name, path.suffix)
+    hints: Mapping[str, str] = {}
     if translate is not None and isinstance(tree, dict) and not is_of_ours(tree):
         recipe = translate(path, name, arguments or {}, accepts)
-        if recipe is not None:
+        if recipe is not None and not recipe.hints:
             return recipe
-    return Recipe(name, _settings_of_tree(tree, name, f"recipe {name}"))
+        hints = recipe.hints if recipe is not None else {}
+    given = _settings_of_tree(tree, name, f"recipe {name}")
+    return Recipe(name, [replace(each, hint=hints.get(each.name, "")) for each in given])
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
