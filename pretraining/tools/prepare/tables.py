@@ -119,8 +119,9 @@ def field_type(schema: pa.Schema, column: str, path: str | Path) -> pa.DataType:
     name, *inside = _path_of(column, schema.names)
     kind = schema.field(name).type if schema.names.count(name) == 1 else None
     for part in inside:
-        is_there = kind is not None and pa.types.is_struct(kind) and kind.get_field_index(part) >= 0
-        kind = kind.field(part).type if is_there else None
+        if kind is not None:
+            is_there = pa.types.is_struct(kind) and kind.get_field_index(part) >= 0
+            kind = kind.field(part).type if is_there else None
     if kind is None:
         columns = ", ".join(f"{field.name!r} ({field.type})" for field in schema) or "none"
         count = "several columns" if column in schema.names else "no column"
