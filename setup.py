@@ -40,6 +40,8 @@ setup(
         "fast": ["fastokens>=0.3.5,<0.4"],
         # Reading Hugging Face datasets in `pretrain prepare`.
         "hf": ["datasets>=4.0"],
+        # `pretrain export --format=gguf`.
+        "gguf": ["gguf>=0.17"],
         "report": [],  # earlier versions had matplotlib here
         # Float8 training. 0.18 is for all of these versions of torch, and avoids kernels that gave NaN once compiled.
         "float8": ["torchao>=0.18,<0.19"],

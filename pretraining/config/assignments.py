@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from pretraining.config.fields import Setting, build, settings_of
+from pretraining.config.fields import Setting, build, sections_of, settings_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, did_you_mean, parse_value, percent_of
 from pretraining.progress import MULTIPLIERS, PERCENT
@@ -85,6 +85,7 @@ class Assignment:
         valueless: whether the name stood alone; `raw` is then "True" or "False", which only boolean settings take.
         source: name of the source, shown after values.
         is_recorded: whether a run wrote it, so that `$` in a path is a letter.
+        hint: what to write instead, if the name is known to be another system's.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Assignment:
     valueless: bool = False
     source: str = COMMAND_LINE
     is_recorded: bool = False
+    hint: str = ""
 
     @property
     def section_and_name(self) -> tuple[str, str]:
@@ -134,7 +136,8 @@ class Reader(Generic[T]):
             setting = self.find(assignment)
             if setting is None:
                 if assignment.section_and_name[1] not in ALWAYS_NONE or assignment.raw not in _NONE_TEXTS:
-                    self.problems.append(f"{assignment.flag} is not known: {self._hint(assignment)}")
+                    hint = assignment.hint or self._hint(assignment)
+                    self.problems.append(f"{assignment.flag} is not known: {hint}")
                 continue
             if assignment.valueless and setting.base is not bool:
                 self._refuse(setting, f"{assignment.flag} has no value: write {assignment.flag}=…")
@@ -179,7 +182,8 @@ class Reader(Generic[T]):
         # Another system's dotted keys are no flags, unless the name is dotted, too.
         known = [*self.settings, *self.aliases, *(each for each in self.also_known if "." not in each)]
         return (
-            (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
+            (section in sections_of(self.root) and did_you_mean(name, self.settings, "did you mean {}?"))
+            or (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
             or did_you_mean(name, known, "did you mean {}?")
             or "--help lists every setting"
         )

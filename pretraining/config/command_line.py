@@ -280,7 +280,8 @@ def _read_recipes(
     """Return the recipes of a command line, left to right, its other assignments, and the problems of the recipes.
 
     A recipe of another system also translates arguments of that system. If unknown arguments remain, they may be
-    settings of another system without a file: one more recipe, which overrides the others.
+    settings of another system without a file: one more recipe, which overrides the others. Another system's defaults
+    apply only where no recipe of this project is overridden.
     """
     settings = [given for given in assignments if given.section_and_name[1] not in RECIPE_FLAGS]
     reader = Reader(RecipeChoice)
@@ -307,6 +308,8 @@ def _read_recipes(
             problems += error.problems
             continue
         if recipe is not None:
+            if any(not before.system or name is None for before in recipes):
+                recipe = replace(recipe, defaults=[], table=recipe.given_table)
             recipes.append(recipe)
             from_arguments += recipe.from_arguments
             settings = [given for given in settings if given.name not in recipe.used]

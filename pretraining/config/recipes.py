@@ -54,6 +54,8 @@ class Recipe:
         names: known names of the other system, for hints about misspelt arguments.
         system: the other system; "" for a recipe of this project.
         table: lines that tell what each key of the other system became.
+        given_table: those lines without `defaults`.
+        hints: what to write instead of each key of another system in a recipe of this project.
         prepare: folder of the data, and the command that fills it.
         path: file of the recipe; None for command-line arguments.
     """
@@ -66,6 +68,8 @@ class Recipe:
     names: tuple[str, ...] = ()
     system: str = ""
     table: tuple[str, ...] = ()
+    given_table: tuple[str, ...] = ()
+    hints: Mapping[str, str] = field(default_factory=dict)
     prepare: tuple[str, str] | None = None
     path: Path | None = None
 
@@ -79,8 +83,9 @@ Translator = Callable[[Path | None, str, Mapping[str, Raw], Collection[str]], Re
 """Function that reads the settings of another system as a recipe.
 
 Its arguments are a file (None to translate command-line arguments alone), the file's name in messages, the command-line
-arguments by name, and the names of `accept_…` flags that are set. It returns None if the system is unknown, and raises
-a ConfigError if the settings cannot be translated.
+arguments by name, and the names of `accept_…` flags that are set. It returns None if the system is unknown, a recipe
+with `hints` alone if the file is this project's but for these keys, and raises a ConfigError if the settings cannot be
+translated.
 """
 
 
@@ -102,12 +107,15 @@ def read_recipe(
             raise ConfigError(f"--recipe={name} is another system's file: translate it with pretrain translate {name}")
         return recipe
     tree = parse_tree(read_text(path, name), name, path.suffix)
+    hints: Mapping[str, str] = {}
     if translate is not None and isinstance(tree, dict) and not is_of_ours(tree):
         recipe = translate(path, name, arguments or {}, accepts)
-        if recipe is not None:
+        if recipe is not None and not recipe.hints:
             return recipe
-    settings = _settings_of_tree(tree, name, f"recipe {name}")
-    return Recipe(name, [replace(each, is_recorded=is_record(path)) for each in settings], path=path)
+        hints = recipe.hints if recipe is not None else {}
+    given, is_recorded = _settings_of_tree(tree, name, f"recipe {name}"), is_record(path)
+    assignments = [replace(each, hint=hints.get(each.name, ""), is_recorded=is_recorded) for each in given]
+    return Recipe(name, assignments, path=path)
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:

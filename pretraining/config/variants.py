@@ -334,11 +334,11 @@ def model_settings(shape: LlamaShape) -> ModelConfig:
 
 
 def name_of_model(model: ModelConfig) -> str:
-    """Return the name of the matching variant, or "llama"; vocabulary, context and tying may differ."""
+    """Return the name of the matching variant, or else the family; vocabulary, context and tying may differ."""
     shape = resolve_shape(model)
     given = (model.model_variant or DEFAULT_VARIANT).lower()
     alike = [name for name, variant in VARIANTS.items() if _is_alike(variant, shape)]
-    return given if given in alike else (alike or ["llama"])[0]
+    return given if given in alike else (alike or [shape.model_family])[0]
 
 
 _SAME_VARIANT = ("vocab_size", "tie_word_embeddings", *WITHOUT_WEIGHTS)

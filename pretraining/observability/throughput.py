@@ -51,7 +51,7 @@ class Stopwatch:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._listeners: list[Callable[[str], None]] = []
-        self._started = self._lap_started = clock()
+        self._started = self._restarted = self._lap_started = clock()
         self.overall_training_seconds = 0.0  # in all finished laps
         self._spent: dict[str, float] = {}  # by name, since the last lap
 
@@ -63,6 +63,11 @@ class Stopwatch:
     def elapsed(self) -> float:
         """Seconds since the start."""
         return self._clock() - self._started
+
+    @property
+    def since_restart(self) -> float:
+        """Seconds since the first lap began, with evaluations and saves."""
+        return self._clock() - self._restarted
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -92,7 +97,7 @@ class Stopwatch:
 
     def restart(self) -> None:
         """Start the first lap now, and drop the time before."""
-        self._lap_started = self._clock()
+        self._restarted = self._lap_started = self._clock()
         self._spent = {}
 
     def lap(self) -> tuple[float, dict[str, float]]:
@@ -136,7 +141,9 @@ class Throughput:
         now, gpus = state.progress, dist.get_world_size()
         steps, tokens = now.steps - self._reported.steps, now.tokens - self._reported.tokens
         self._reported = now
-        rate, overall = tokens / seconds, (now.tokens - self._start.tokens) / self.stopwatch.overall_training_seconds
+        done = now.tokens - self._start.tokens
+        rate, overall = tokens / seconds, done / self.stopwatch.overall_training_seconds
+        by_clock = done / self.stopwatch.since_restart
         flops = flops_per_token(self._shape, span)
         with_recomputed = flops + recomputed_flops_per_token(self._shape, self._recomputed_share, span)
         return {
@@ -144,12 +151,12 @@ class Throughput:
             "samples_per_second": rate / self._seq_length,
             "tokens_per_second_per_gpu": rate / gpus,
             "tokens_per_second_per_gpu_overall": overall / gpus,
-            "tokens_per_day": overall * 86400,
+            "tokens_per_day": by_clock * 86400,
             "mfu": self._utilisation(flops * rate / gpus),
             "hfu": self._utilisation(with_recomputed * rate / gpus),
             "data_share": spent.get("data", 0.0) / seconds,
             **memory,
-            "time_left_seconds": (state.total_steps - now.steps) * tokens / steps / overall,
+            "time_left_seconds": (state.total_steps - now.steps) * tokens / steps / by_clock,
         }
 
     def _utilisation(self, flops_per_second: float) -> float | None:

@@ -155,20 +155,21 @@ class ExportConfig:
         may_be_address=True,
     )
     output_path: str = required(
-        "new folder to write, which appears only when complete; also as the second word", second_word=True
+        "new folder (gguf: file) to write, which appears only when complete; also as the second word", second_word=True
     )
-    format: Literal["hf", "full"] = setting(
+    format: Literal["hf", "full", "gguf"] = setting(
         "hf",
-        "hf: a folder for AutoModelForCausalLM.from_pretrained; full: four .pt files that training can resume from",
+        "hf: a folder for AutoModelForCausalLM.from_pretrained; full: four .pt files that training can resume from; "
+        "gguf: one file for llama.cpp (needs pip install 'pretraining[gguf]')",
     )
     dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16",
-        "type of the weights with hf: bfloat16, as Llama models are published; float32, as they are trained",
+        "type of the weights with hf and gguf: bfloat16, as Llama models are published; float32, as they are trained",
         aliases={"bf16": "bfloat16", "fp32": "float32"},
     )
     max_shard_size: str = setting("5GB", "largest weight file with hf: 500MB, 5GB, 2GiB")
     tokenizer_path: str | None = setting(
-        None, "tokenizer to include with hf: folder or tokenizer.json; none = the run's tokenizer_path"
+        None, "tokenizer to include with hf and gguf: folder or tokenizer.json; none = the run's tokenizer_path"
     )
     block: str | None = setting(None, _BLOCK)
 

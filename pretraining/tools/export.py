@@ -2,6 +2,7 @@
 
     checkpoint, sharded or full -> whole tensors, one at a time -> hf    config.json, safetensors, tokenizer, README
                                                                 -> full  four .pt files and a manifest
+                                                                -> gguf  one file for llama.cpp
 
 Export needs one process, no GPU, and the memory of one tensor (--format=full: of all tensors). The output folder is
 renamed into place when it is complete. The Hugging Face hub shows README.md, so it holds no paths. It names a license
@@ -19,8 +20,9 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +41,7 @@ from pretraining.config.variants import LlamaShape, parameter_count
 from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.errors import CheckpointError, DataError
-from pretraining.files import atomic_folder, is_address, write_flushed, write_json
+from pretraining.files import atomic_folder, exists, is_address, write_flushed, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
     CONFIG_FILE,
@@ -54,6 +56,7 @@ from pretraining.model.hf import (
 )
 from pretraining.text import count_of, format_bytes
 from pretraining.tools.commands import ExportConfig
+from pretraining.tools.gguf_file import check_supported, write_gguf
 
 log = logging.getLogger(__name__)
 
@@ -81,18 +84,27 @@ def export(config: ExportConfig) -> None:
         raise CheckpointError(first_faults(faults) + f". See `pretrain verify {checkpoint.path}`")
     if config.format == "full":
         _export_full(config, checkpoint, tensors)
+    elif config.format == "gguf":
+        _export_gguf(config, checkpoint, tensors)
     else:
         _export_hf(config, checkpoint, tensors, max_bytes)
 
 
-def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors, max_bytes: int) -> None:
+class _Documents(NamedTuple):
+    """What other programs read beside the weights: config.json, generation_config.json, the tokenizer."""
+
+    settings: TrainConfig
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    tokenizer: Tokenizer | None
+
+
+def _describe(config: ExportConfig, checkpoint: CheckpointRef, origin: Mapping[str, Any]) -> _Documents:
+    """Return the documents of an export; `origin` is that of the imported model, if any."""
     manifest, shape = checkpoint.manifest, shape_of(checkpoint.manifest)
     settings = settings_in(manifest.config, f"config of {checkpoint.path}")
     tokenizer = _find_tokenizer(config, settings, shape)
-    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    kinds = {name: (dtype, tuple(size)) for name, size in parameter_shapes(shape).items()}
-    files = plan_files(kinds, max_bytes)
-    is_trained, origin = bool(manifest.data), read_origin(checkpoint.path)
+    is_trained = bool(manifest.data)
     context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
     data, kept, generation = settings.data, origin.get("config", {}), origin.get("generation_config", {})
     tokens, given = token_ids({**kept, **origin}), token_ids(generation)
@@ -107,30 +119,67 @@ def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredT
         pad = _first_known(tokenizer.pad_token, pad, end)
     if pad is not None and pad >= shape.vocab_size:  # transformers builds no embedding with such a padding row
         pad = end
-    output = Path(config.output_path)
-    total = sum(size_of(*kind) for kind in kinds.values())
-    with atomic_folder(output, "--output_path", total) as folder:
-        for name, content in files.items():
-            weights = (check_finite(checkpoint.path, each, read_tensor(tensors, each)).to(dtype) for each in content)
-            write_tensors(folder / name, content, weights)
-        if len(files) > 1:
-            write_json(folder / INDEX_FILE, _index_document(files))
-        write_json(folder / CONFIG_FILE, config_document(shape, config.dtype, context, bos, eos, pad, kept))
-        write_json(folder / GENERATION_CONFIG_FILE, generation_document(bos, ends, pad, generation))
-        if tokenizer is not None:
-            tokenizer.with_settings(context, pad).save(folder)
-        card = _model_card(output.name, manifest, settings, config.dtype, origin, tokenizer is not None)
-        write_flushed(folder / "README.md", card)
-    print_text(f"{output}: step {manifest.step} of {checkpoint.path}, {config.dtype}, {format_bytes(total)}")
-    print_text(f"  weights    {count_of(len(files), 'safetensors file')}")
-    print_text(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    document = config_document(shape, config.dtype, context, bos, eos, pad, kept)
     begin = None if tokenizer is None else tokenizer.begin_of_text
-    if begin is not None and settings.data.bos is None and is_trained:
+    if begin is not None and data.bos is None and is_trained:
         log.warning(
             "the tokenizer puts token %d before every text, but the run had no bos_token: unless the token files "
             "contain it, the model has never seen it. Call tokenizers of transformers with add_special_tokens=False",
             begin,
         )
+    tokenizer = None if tokenizer is None else tokenizer.with_settings(context, pad)
+    return _Documents(settings, document, generation_document(bos, ends, pad, generation), tokenizer)
+
+
+def _export_hf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors, max_bytes: int) -> None:
+    manifest, origin = checkpoint.manifest, read_origin(checkpoint.path)
+    settings, document, generation, tokenizer = _describe(config, checkpoint, origin)
+    dtype = getattr(torch, config.dtype)
+    kinds = {name: (dtype, tuple(size)) for name, size in parameter_shapes(shape_of(manifest)).items()}
+    files, output = plan_files(kinds, max_bytes), Path(config.output_path)
+    total = sum(size_of(*kind) for kind in kinds.values())
+    with atomic_folder(output, "--output_path", total) as folder:
+        for name, content in files.items():
+            weights = (_read_finite(checkpoint.path, tensors, each).to(dtype) for each in content)
+            write_tensors(folder / name, content, weights)
+        if len(files) > 1:
+            write_json(folder / INDEX_FILE, _index_document(files))
+        write_json(folder / CONFIG_FILE, document)
+        write_json(folder / GENERATION_CONFIG_FILE, generation)
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        card = _model_card(output.name, manifest, settings, config.dtype, origin, tokenizer is not None)
+        write_flushed(folder / "README.md", card)
+    print_text(f"{output}: step {manifest.step} of {checkpoint.path}, {config.dtype}, {format_bytes(total)}")
+    print_text(f"  weights    {count_of(len(files), 'safetensors file')}")
+    print_text(f"  load it    AutoModelForCausalLM.from_pretrained({str(output)!r})")
+
+
+def _export_gguf(config: ExportConfig, checkpoint: CheckpointRef, tensors: StoredTensors) -> None:
+    shape, output = shape_of(checkpoint.manifest), Path(config.output_path)
+    _, document, _, tokenizer = _describe(config, checkpoint, read_origin(checkpoint.path))
+    split = check_supported(shape, tokenizer)
+    assert tokenizer is not None  # checked
+    unfinished = output.with_name(f".{output.name}.partial")
+    if exists(output):
+        raise CheckpointError("it exists already. Remove it, or give another --output_path", path=output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        dtype = getattr(torch, config.dtype)
+        read = partial(_read_finite, checkpoint.path, tensors)
+        write_gguf(unfinished, shape, document, tokenizer, split, dtype, read)
+        unfinished.replace(output)
+    except OSError as error:
+        raise CheckpointError(
+            f"it cannot be written ({error.strerror}): give another --output_path", path=output
+        ) from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+    print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, for llama.cpp")
+
+
+def _read_finite(folder: Path, tensors: StoredTensors, name: str) -> torch.Tensor:
+    return check_finite(folder, name, read_tensor(tensors, name))
 
 
 def _first_known(*values: Any) -> Any:

@@ -13,8 +13,8 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -25,13 +25,23 @@ from numpy.typing import NDArray
 
 from pretraining.config.fields import settings_of
 from pretraining.config.plugins import SCORES
+from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
+from pretraining.progress import parse_number
 from pretraining.text import format_seconds
 from pretraining.tools.commands import PageConfig
-from pretraining.tools.run_records import Columns, RunRecord, number_of, read_runs, runs_of_sweep, seconds_of
+from pretraining.tools.run_records import (
+    SWEEP_FILE,
+    Columns,
+    RunRecord,
+    number_of,
+    read_runs,
+    runs_of_sweep,
+    seconds_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,6 +86,9 @@ PLOTS = (
     Plot("Waiting for data", "share of the time", r"data_share"),
     Plot("Peak memory", "GiB", r"memory_gib"),
 )
+OF_SETS = Plot("Evaluation loss by set", "nats per token", r"evaluation_loss/.*")
+FEW_CURVES = 6
+"""Curves whose legend fits into the plot; that of more stands below it."""
 
 
 def report(config: PageConfig) -> None:
@@ -100,13 +113,14 @@ def report(config: PageConfig) -> None:
     path = Path(config.output_path) if config.output_path else default
     if is_folder(path) or path.suffix != ".html":
         raise ConfigError(f"--output_path={path} must be a file that ends in .html")
-    _write(path, render(runs).encode("utf-8", "replace"))
+    swept = _swept_names(Path(config.run_path[0])) if is_sweep else []
+    _write(path, render(runs, swept).encode("utf-8", "replace"))
     for run in runs:
         for note in run.notes:
             log.info("%s: %s", run.name, note)
     log.info("page: %s; open it in a browser", path)
     if picture is not None:
-        _write(picture, _draw(PLOTS[0], runs, {}, picture.suffix[1:]))
+        _write(picture, _draw(_loss_plot(runs), runs, {}, picture.suffix[1:]))
         log.info("picture: %s", picture)
 
 
@@ -117,14 +131,17 @@ def _write(path: Path, content: bytes) -> None:
         write_atomic(path, content)
 
 
-def render(runs: Sequence[RunRecord]) -> str:
-    """Return the HTML page of one or more runs."""
+def render(runs: Sequence[RunRecord], swept: Sequence[str] = ()) -> str:
+    """Return the HTML page of one or more runs; `swept` are the settings that a sweep varies."""
     title = escape(", ".join(run.name for run in runs))
     notes = "".join(f"<li>{escape(run.name)}: {escape(note)}</li>" for run in runs for note in run.notes)
     colours: dict[str, str] = {}
-    figures = [_figure(plot, runs, colours) for plot in (*PLOTS, *_custom_plots(runs))]
+    plots = PLOTS if len(runs) == 1 else (replace(PLOTS[0], numbers="loss|evaluation_loss"), OF_SETS, *PLOTS[1:])
+    figures = [_figure(plot, runs, colours) for plot in (*plots, *_custom_plots(runs))]
+    figures = [*(_draw_sweep(name, runs) for name in swept), *figures]
     sections = [
         ("", f"<ul>{notes}</ul>" if notes else ""),
+        ("Sweep, the best run first", _table(_sweep(runs, swept))),
         ("Summary", _table(_summary(runs))),
         ("Curves", f'<div class="plots">{"".join(figures)}</div>' if any(figures) else "The runs have no reports yet."),
         ("Mixture", _table(_mixture(runs))),
@@ -153,6 +170,58 @@ def _table(rows: Iterable[Sequence[object]]) -> str:
 # Curves
 
 
+def _loss_name(runs: Sequence[RunRecord]) -> str:
+    """Return the loss that all runs have: the mean over the evaluation sets, or else that of training."""
+    are_evaluated = all(math.isfinite(run.evaluations.last("evaluation_loss")) for run in runs)
+    return "evaluation_loss" if are_evaluated else "loss"
+
+
+def _loss_plot(runs: Sequence[RunRecord]) -> Plot:
+    """Return the plot of losses: all of one run, and a line per run for several runs."""
+    name = _loss_name(runs)
+    return PLOTS[0] if len(runs) == 1 else Plot(f"{_label(name).capitalize()} loss", PLOTS[0].unit, name)
+
+
+def _swept_names(folder: Path) -> list[str]:
+    """Return the settings that a sweep varies, from the head of its table."""
+    head = read_text(folder / SWEEP_FILE, str(folder / SWEEP_FILE)).partition("\n")[0].strip().split(",")
+    return [name for name in head if name in settings_of(TrainConfig)]
+
+
+def _results(runs: Sequence[RunRecord], swept: Sequence[str]) -> list[tuple[RunRecord, float, list[str]]]:
+    """Return each run with its last loss and its swept values, the lowest loss first."""
+    name, known = _loss_name(runs), settings_of(TrainConfig)
+    keys = [f"{known[each].section}.{each}" for each in swept]
+    results = [
+        (run, (run.evaluations if name != "loss" else run.training).last(name), [run.settings.get(k, "") for k in keys])
+        for run in runs
+    ]
+    return sorted(results, key=lambda result: (math.isnan(result[1]), result[1]))
+
+
+def _sweep(runs: Sequence[RunRecord], swept: Sequence[str]) -> Iterator[Sequence[object]]:
+    yield (*swept, f"last {_loss_name(runs)}", "run")
+    if swept:
+        yield from ((*values, _format(loss, ".4f"), run.name) for run, loss, values in _results(runs, swept))
+
+
+def _draw_sweep(name: str, runs: Sequence[RunRecord]) -> str:
+    """Return a plot of the last loss against a swept setting as HTML; empty if its values are no numbers."""
+    numbers = [(parse_number(values[0]), loss) for _, loss, values in _results(runs, [name])]
+    points = [(float(value), loss) for value, loss in numbers if value is not None and math.isfinite(loss)]
+    if len({value for value, _ in points}) < 2:
+        return ""
+    values, losses = zip(*points, strict=True)
+    is_log = min(values) > 0 and max(values) >= 10 * min(values)
+
+    def draw(axes: Axes) -> None:
+        axes.plot(values, losses, "o", color="C0")
+        axes.plot(values[0], losses[0], "o", color="C3")  # the best
+        axes.set_xscale("log" if is_log else "linear")
+
+    return _as_figure(_draw_axes(f"Last {_loss_name(runs)} by {name}", name, PLOTS[0].unit, draw, "svg", INK))
+
+
 def _custom_plots(runs: Sequence[RunRecord]) -> list[Plot]:
     """Return a plot per custom metric, of training and evaluations."""
     names = dict.fromkeys(
@@ -168,7 +237,11 @@ def _figure(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str]) -> s
     """Return a plot as HTML; empty if no run has any of its numbers."""
     if not any(True for run in runs for _ in _curves(plot, run, "step")):
         return ""
-    svg = _draw(plot, runs, colours, "svg", INK).decode()
+    return _as_figure(_draw(plot, runs, colours, "svg", INK))
+
+
+def _as_figure(content: bytes) -> str:
+    svg = content.decode()
     return f"<figure>{svg[svg.index('<svg') :].replace(INK, 'currentColor')}</figure>"
 
 
@@ -179,29 +252,47 @@ def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: 
         colours: colour by label, shared by all plots of a page; new labels are added.
         ink: colour of text and axes; with `INK`, the background is transparent.
     """
+    axis = "step" if len(runs) == 1 else "tokens_seen"
+    curves = [(run, *curve) for run in runs for curve in _curves(plot, run, axis)]
+    is_one_per_run = len({name for _, name, _, _ in curves}) == 1
+
+    def draw(axes: Axes) -> None:
+        for run, name, x, y in curves:
+            named = run.name if is_one_per_run else f"{run.name}: {_label(name)}"
+            label = _label(name) if len(runs) == 1 else named
+            colour = colours.setdefault(label, f"C{len(colours) % 10}")
+            marker = "." if name.startswith("evaluation_") or len(x) == 1 else None
+            axes.plot(x, y, label=label, color=colour, marker=marker, linewidth=1.0)
+        for run in runs:
+            _mark(axes, run, axis, len(runs) > 1, ink)
+
+    return _draw_axes(plot.title, "step" if len(runs) == 1 else "tokens", plot.unit, draw, form, ink, len(curves))
+
+
+def _draw_axes(
+    title: str, across: str, unit: str, draw: Callable[[Axes], None], form: str, ink: str, curves: int = 1
+) -> bytes:
+    """Return the axes that `draw` fills as "svg" or "png"; the legend of many `curves` stands below them."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    axis = "step" if len(runs) == 1 else "tokens_seen"
+    rows = -(-curves // 2) if curves > FEW_CURVES else 0
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "text.parse_math": False}):
-        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+        figure = Figure(figsize=(6.0, 3.4 + 0.18 * rows), layout="constrained")
         axes = figure.add_subplot()
-        for run in runs:
-            for name, x, y in _curves(plot, run, axis):
-                label = _label(name) if len(runs) == 1 else f"{run.name}: {_label(name)}"
-                colour = colours.setdefault(label, f"C{len(colours) % 10}")
-                marker = "." if name.startswith("evaluation_") or len(x) == 1 else None
-                axes.plot(x, y, label=label, color=colour, marker=marker, linewidth=1.0)
-            _mark(axes, run, axis, len(runs) > 1, ink)
-        axes.set_title(plot.title, color=ink)
-        axes.set_xlabel("tokens" if len(runs) > 1 else "step", color=ink)
-        axes.set_ylabel(plot.unit, color=ink)
+        draw(axes)
+        axes.set_title(title, color=ink)
+        axes.set_xlabel(across, color=ink)
+        axes.set_ylabel(unit, color=ink)
         axes.tick_params(colors=ink)
         axes.grid(alpha=0.25)
         for spine in axes.spines.values():
             spine.set_color(ink)
-        if len(axes.get_legend_handles_labels()[1]) > 1:
-            axes.legend(fontsize="small", labelcolor=ink, framealpha=0.0)
+        style: dict[str, Any] = {"fontsize": "small", "labelcolor": ink, "framealpha": 0.0}
+        if rows:
+            figure.legend(loc="outside lower center", ncols=2, **style)
+        elif curves > 1:
+            axes.legend(**style)
         content = io.BytesIO()
         metadata = {"Date": None} if form == "svg" else None
         figure.savefig(content, format=form, transparent=ink == INK, metadata=metadata, dpi=150)

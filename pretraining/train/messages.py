@@ -6,20 +6,32 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import torch
 
+from pretraining.checkpoint.start_point import CheckpointRef, is_within
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipes import RUN_CONFIG_FILE
-from pretraining.config.training import OptimizerConfig, TrainConfig
+from pretraining.config.training import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
-from pretraining.config.variants import name_of_model, parameter_count
+from pretraining.config.variants import (
+    DEFAULT_VARIANT,
+    NEUTRAL,
+    SWITCHES,
+    VARIANTS,
+    LlamaShape,
+    format_scaling,
+    name_of_model,
+    parameter_count,
+)
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.flops import flops_per_token
+from pretraining.files import exists, is_address
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS, METRICS_FILE
@@ -40,17 +52,20 @@ def log_plan(plan: Plan) -> None:
     number = torch.get_num_threads()
     threads = f", {count_of(number, 'thread')} each" if processes.device.type == "cpu" else ""
     compiled = "compiled in the first step, which takes from seconds to minutes (--first_step_timeout)"
+    ranks = config.parallel.context_parallel_size
+    shared = f", each sequence on {ranks} ranks (--context_parallel_size)" if ranks > 1 else ""
     reads = _count_reads(plan)
     lines_of = {
         "model": [
             f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
-            f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}"
+            f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}",
+            *_describe_switches(plan.shape, config.model),
         ],
         "blocks": [compiled] if config.parallel.use_torch_compile else [],
         "data": [_describe_data(plan), *describe_passes(*reads)],
-        "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each"],
+        "batch": [f"{plan.batch.describe()}, {count_of(config.data.seq_length, 'token')} each{shared}"],
         "length": [f"{count_of(total_steps, 'step')}, {count_of(plan.token_schedule.tokens_at(total_steps), 'token')}"],
-        "optimizer": [_describe_optimizer(config.optimizer, plan.shape.hidden_size)],
+        "optimizer": [_describe_optimizer(config.optimizer, plan.shape)],
         "schedule": [describe_schedule(config.schedule, plan.learning_rate.horizon)],
         "FLOPs": [_describe_flops(plan)],
         "start": list(_describe_start(plan)),
@@ -88,7 +103,21 @@ def _describe_data(plan: Plan) -> str:
     )
 
 
-def _describe_optimizer(optimizer: OptimizerConfig, hidden_size: int) -> str:
+def _describe_switches(shape: LlamaShape, model: ModelConfig) -> list[str]:
+    """Return the family, the block and the switches that differ from a plain Llama, and a context that was changed."""
+    names = [name for name in SWITCHES if getattr(shape, name) != NEUTRAL[name]]
+    given = {name: format_value(getattr(shape, name)) for name in names}
+    if shape.rope_scaling is not None:
+        given["rope_scaling"] = ",".join(format_scaling(shape.rope_scaling))
+    usual = VARIANTS.get((model.model_variant or DEFAULT_VARIANT).lower())
+    if usual is not None and usual.max_position_embeddings != shape.max_position_embeddings:
+        given["max_position_embeddings"] = (
+            f"{shape.max_position_embeddings} (of the variant: {usual.max_position_embeddings})"
+        )
+    return [", ".join(f"{name} {value}" for name, value in given.items())] if given else []
+
+
+def _describe_optimizer(optimizer: OptimizerConfig, shape: LlamaShape) -> str:
     chosen = optimizer.resolved()
     if chosen.optimizer in OPTIMIZERS:
         names = ("learning_rate", "weight_decay", *OPTIMIZERS[chosen.optimizer].options)
@@ -97,8 +126,15 @@ def _describe_optimizer(optimizer: OptimizerConfig, hidden_size: int) -> str:
         given = user_defined_arguments(optimizer)
     line = f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
     if chosen.optimizer == "muon":
-        factor = RMS_OF_ADAMW * math.sqrt(hidden_size)
-        line += f"; updates of matrices are {factor:.3g} times as long as of plain Muon, by 0.2 x sqrt({hidden_size})"
+        # Ours 0.2 sqrt(longer side); plain Muon's sqrt(max(1, rows / columns)). Their ratio is 0.2 sqrt(columns).
+        widths = {"o_proj": shape.query_width, "down_proj": shape.intermediate_size}
+        others = [
+            f"{RMS_OF_ADAMW * math.sqrt(width):.3g} ({name})"
+            for name, width in widths.items()
+            if width != shape.hidden_size
+        ]
+        factors = ", ".join([f"{RMS_OF_ADAMW * math.sqrt(shape.hidden_size):.3g}", *others])
+        line += f"; updates of matrices are {factors} times as long as of plain Muon, by 0.2 x sqrt(input width)"
     return line
 
 
@@ -111,6 +147,7 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         yield f"at step 0 with the weights of {start.path}"
     else:
         yield f"from {start.path}, step {start.manifest.step}"
+        yield from _describe_unmet_request(plan.config.checkpoint, start)
         if not plan.loads_optimizer:
             yield "with a new optimizer state (--load_optimizer=false)"
         yield from plan.loader.changes_at_resume
@@ -121,6 +158,23 @@ def _describe_start(plan: Plan) -> Iterator[str]:
             yield f"the learning rate is {rate:.3g} at first"
         if state.stop_step < state.total_steps:
             yield f"this invocation stops at step {state.stop_step}"
+
+
+def _describe_unmet_request(config: CheckpointConfig, start: CheckpointRef) -> Iterator[str]:
+    """Yield a line per setting that asks for another start point than the newest checkpoint of the run's folder."""
+    if not start.is_own or start.is_rewind:
+        return
+    asked = {"init_from": "scratch" if config.init_from == "scratch" else None, "ckpt_load_path": config.ckpt_load_path}
+    if config.resume_from_checkpoint is not None and exists(Path(config.resume_from_checkpoint)):
+        asked["resume_from_checkpoint"] = config.resume_from_checkpoint
+    for name, value in asked.items():
+        if value is not None and (
+            name == "init_from" or is_address(value) or not is_within(Path(value), config.folder)
+        ):
+            yield (
+                f"{name}={value} was for the first start of this run, which resumes. For a new run give another "
+                "--ckpt_save_path"
+            )
 
 
 def _describe_flops(plan: Plan) -> str:

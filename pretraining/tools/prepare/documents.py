@@ -223,7 +223,7 @@ def text_of(record: Any, text_field: str) -> str | list[Any]:
     """Return the text or the chat in a JSON object, empty for null; raise a ValueError if there is none."""
     if not isinstance(record, dict):
         raise ValueError(f"it is {_describe(record)}, not a JSON object with a field of text")
-    text = record.get(text_field, record)
+    text = _value_at(record, text_field)
     if text is None:
         return ""
     if text is record:
@@ -236,6 +236,16 @@ def text_of(record: Any, text_field: str) -> str | list[Any]:
     if fault := unicode_fault(text):
         raise ValueError(fault)
     return text
+
+
+def _value_at(record: dict[str, Any], field: str) -> Any:
+    """Return the value of a field, or of a dotted path into nested objects; the record itself if there is none."""
+    head, _, rest = field.partition(".")
+    if field in record or not rest or head not in record:
+        return record.get(field, record)
+    inner = record[head]
+    found = _value_at(inner, rest) if isinstance(inner, dict) else inner
+    return None if inner is None else record if found is inner else found
 
 
 def is_chat(value: Any) -> bool:

@@ -57,8 +57,9 @@ def read_table(file: InputFile, column: str, begin: int = 0, end: int | None = N
             sized = ((table.get_batch(number), file.size / table.num_record_batches) for number in numbers)
         else:  # a stream
             sized = ((batch, 0.0) for batch in table)
+        inside = _path_of(column, _schema_of(table).names)[1:]
         for batch, size in sized:
-            rows = batch.column(0)
+            rows = pc.struct_field(batch.column(0), inside) if inside else batch.column(0)
             rows.validate(full=_is_list(rows.type))  # pyarrow may end the process on damaged lists
             for at in range(0, len(rows), ROWS_AT_ONCE):
                 some = rows.slice(at, ROWS_AT_ONCE)
@@ -107,15 +108,27 @@ def ranges_of_table(file: InputFile, wanted_bytes: int) -> list[tuple[int, int |
     return [(begin, end, bytes_before[end] - bytes_before[begin]) for begin, end in pairwise(cuts)]
 
 
+def _path_of(column: str, names: list[str]) -> list[str]:
+    """Return the column and the fields inside it that a name means: a dotted one reaches into structs."""
+    parts = column.split(".")
+    return [column] if column in names or parts[0] not in names else parts
+
+
 def field_type(schema: pa.Schema, column: str, path: str | Path) -> pa.DataType:
     """Return the type of a column; raise a DataError if no column or several columns have this name."""
-    if schema.names.count(column) != 1:
+    name, *inside = _path_of(column, schema.names)
+    kind = schema.field(name).type if schema.names.count(name) == 1 else None
+    for part in inside:
+        if kind is not None:
+            is_there = pa.types.is_struct(kind) and kind.get_field_index(part) >= 0
+            kind = kind.field(part).type if is_there else None
+    if kind is None:
         columns = ", ".join(f"{field.name!r} ({field.type})" for field in schema) or "none"
         count = "several columns" if column in schema.names else "no column"
         chats = [field.name for field in schema if holds_chats(field.type)]
         remedy = f"--text_field={chats[0]} reads chats" if chats else "set --text_field"
         raise DataError(f"{count} {column!r}. The columns are: {columns}; {remedy}", path=path)
-    return schema.field(column).type
+    return kind
 
 
 def token_type(kind: pa.DataType, column: str, path: str | Path) -> pa.DataType | None:
@@ -277,7 +290,8 @@ def _open_table(file: InputFile, column: str | None = None) -> Iterator[Any]:
                 field_type(_schema_of(table), column, file.path)
             if column is not None and file.format != PARQUET:
                 # Keeps Arrow from unpacking other columns that are compressed.
-                options = pa.ipc.IpcReadOptions(included_fields=[table.schema.get_field_index(column)])
+                first = _path_of(column, table.schema.names)[0]
+                options = pa.ipc.IpcReadOptions(included_fields=[table.schema.get_field_index(first)])
                 table = stack.enter_context(open_arrow(pa.memory_map(str(file.path)), options=options))
             yield table
     except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:

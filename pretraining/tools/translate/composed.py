@@ -17,10 +17,6 @@ from pretraining.tools.translate import key_rules as rules
 from pretraining.tools.translate.key_rules import decimal, each, not_a_llama, off, only, renamed, row, skip, when
 from pretraining.tools.translate.translation import Rule, System, Translation, plain
 
-_SIGNS = (
-    *("defaults", "optimizer.lr_config", "train.max_steps", "logging.wandb_project", "checkpoint.save_steps"),
-    *("checkpoint.save", "checkpoint.load", "model.num_blocks", "dataset.total_batch_size"),
-)
 _OPTIMIZER, _LR = "optimizer.", "optimizer.lr_config."
 _NAME, _BETA, _DECAY, _SCHEDULE = "optimizer.name", "optimizer.beta", "optimizer.weight_decay", f"{_LR}schedule"
 _HORIZON, _STEPS, _SEGMENT = f"{_LR}max_steps", "train.max_steps", "checkpoint.num_steps"
@@ -44,14 +40,21 @@ def _name_of(key: str) -> str:
 
 
 def _defaults(translation: Translation) -> dict[str, str]:
-    """Return the pipeline's defaults: a constant rate, no clipping, no weight decay, float32."""
+    """Return the pipeline's defaults: a constant rate, no clipping or weight decay, float32, the optimizer's betas."""
     has_phases = any(key.startswith(_LR) and key in translation for key in translation.values if key != f"{_LR}lr")
     schedule = "trapezoid" if f"{_LR}decay" in translation else "linear" if has_phases else "constant"
     found = {_SCHEDULE: schedule, "train.use_amp": "true" if "train.precision" in translation else "false"}
     if not any(f"train.{name}" in translation for name in _CLIPPING.split()):
         found["train.gradient_clip_val"] = "0"
-    if _optimizer(translation) in OPTIMIZERS:
+    name = _optimizer(translation) or "adamw"
+    if name in OPTIMIZERS:
         found[_DECAY] = "0"
+    given = translation.values.keys() | translation.flags.keys()
+    if name == "sgdm" and not {_BETA, f"{_OPTIMIZER}momentum", "momentum"} & given:
+        found[_BETA] = "0.9"
+    if name in ("adam", "adamw", "nadam") and f"{_OPTIMIZER}betas" not in translation:
+        missing = [key for key in ("beta1", "beta2") if f"{_OPTIMIZER}adam_{key}" not in translation]
+        found |= {f"{_OPTIMIZER}{key}": {"beta1": "0.9", "beta2": "0.999"}[key] for key in missing}
     return found | {key: "0" for key in _NULL_IS_ZERO if key in translation.values}
 
 
@@ -379,4 +382,4 @@ _RULES: dict[str, Rule] = {
     **each(_IGNORED, skip("not translated: nothing that is learned depends on it")),
 }
 _TITLE = "a folder of composed configs (defaults, optimizer.lr_config, …)"
-SYSTEM = System(_TITLE, _SIGNS, _RULES, _defaults, _combine, _name_of)
+SYSTEM = System(_TITLE, _RULES, _defaults, _combine, _name_of)

@@ -9,10 +9,6 @@ from pretraining.tools.translate import key_rules as rules
 from pretraining.tools.translate.key_rules import each, off, only, renamed, row, skip
 from pretraining.tools.translate.translation import Rule, System, Translation
 
-_SIGNS = (
-    *("train_micro_batch_size_per_gpu", "zero_optimization", "optimizer.params", "scheduler.params"),
-    *("fp16.enabled", "bf16.enabled", "gradient_clipping", "steps_per_print", "wall_clock_breakdown"),
-)
 BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _TYPE, _PARAMS, _SCHEDULE = "optimizer.type", "optimizer.params.", "scheduler.params."
 _PEAK = f"{_SCHEDULE}warmup_max_lr"
@@ -147,4 +143,4 @@ _RULES: dict[str, Rule] = {
     **each(_NOT_HERE, off("it does not exist here")),
     **each(_IGNORED, skip("not translated: about speed, memory, reports, or how numbers are stored")),
 }
-SYSTEM = System("the JSON that DeepSpeed is configured with", _SIGNS, _RULES, _defaults, _combine)
+SYSTEM = System("the JSON that DeepSpeed is configured with", _RULES, _defaults, _combine)

@@ -20,16 +20,6 @@ from pretraining.tools.translate.key_rules import each, not_a_llama, off, only, 
 from pretraining.tools.translate.parse import parse
 from pretraining.tools.translate.translation import DEFAULT, Given, Rule, System, Translation
 
-_SIGNS = (
-    *("model.d_model", "model.n_heads", "model.n_layers", "model.d_ff", "model.max_seq_len", "model.pre_norm"),
-    *("training.batch_size", "training.learning_rate", "training.num_epochs", "training.max_steps"),
-    *("training.lr_scheduler", "training.warmup_steps", "training.use_amp", "training.checkpoint_dir"),
-    *("training.save_steps", "training.eval_steps", "training.logging_steps", "training.use_deepspeed"),
-    *("data.dataset_name", "data.text_column", "data.pack_sequences", "data.packing_strategy", "data.max_length"),
-    *("d_model", "n_heads", "n_layers", "d_ff", "max_seq_len", "num_epochs", "use_amp", "amp_dtype", "checkpoint_dir"),
-    *("use_deepspeed", "deepspeed_config", "distributed_backend", "early_stopping_patience", "pack_sequences"),
-    *("packing_strategy", "text_column"),
-)
 _SIZES = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
 _SAYS_WHICH_MODEL = {"activation", "dropout", "attention_dropout", "norm", "norm_type", "pre_norm"}
 _ROOT = PrepareConfig().output_path
@@ -344,4 +334,4 @@ _RULES: dict[str, Rule] = {
     **each(_NOT_HERE, off("it changes what is learned, and does not exist here")),
     **each(_IGNORED, skip("not translated: nothing that is learned depends on it")),
 }
-SYSTEM = System("the JSON of a training guide: model, training, data", _SIGNS, _RULES, _defaults, _combine, _name_of)
+SYSTEM = System("the JSON of a training guide: model, training, data", _RULES, _defaults, _combine, _name_of)

@@ -22,11 +22,6 @@ _COUNTS_TOKENS = (
     *("max_tokens", "log_interval_tokens", "val_interval_tokens", "checkpoint_interval_tokens", "warmup_tokens"),
     *("stable_tokens", "min_lr_factor", "use_scheduler", "optimizer_type", "train_data_file"),
 )
-_SIGNS = (
-    *("max_iters", "n_embd", "n_layer", "n_head", "block_size", "lr_decay_iters", "warmup_iters", "decay_lr"),
-    *("out_dir", "eval_iters", "always_save_checkpoint", "wandb_log", "wandb_run_name", "lr_muon_adam", "wd_muon_adam"),
-    *("resume_ckpt_fname", *(name for name in _COUNTS_TOKENS if name != "max_tokens")),
-)
 _OF_BOTH = {
     **{"n_head": "12", "block_size": "1024", "eval_iters": "200", "vocab_size": "50304"},
     **{"weight_decay": "0.1", "beta1": "0.9", "beta2": "0.95", "grad_clip": "1.0"},
@@ -268,4 +263,4 @@ _RULES: dict[str, Rule] = {
     **each("branch_window_size_tokens total_tokens checkpoint_token_pos always_save_checkpoint", _IGNORED),
     **each("backend ignore_fused", _IGNORED),
 }
-SYSTEM = System("Python assignments for a train.py, token-counted or nanoGPT's", _SIGNS, _RULES, _defaults, _combine)
+SYSTEM = System("Python assignments for a train.py, token-counted or nanoGPT's", _RULES, _defaults, _combine)

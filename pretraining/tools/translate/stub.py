@@ -7,10 +7,6 @@ from pretraining.tools.translate import key_rules as rules
 from pretraining.tools.translate.key_rules import each, not_a_llama, renamed, row, skip
 from pretraining.tools.translate.translation import Rule, System, Translation
 
-_SIGNS = (
-    *("dist.sharding_stage", "dist.cpu_only", "dist.backend", "dist.dtype", "model.hf_config"),
-    *("lr_scheduler.total_iterations", "lr_scheduler.warmup_iterations", "checkpoint.chkpt_saving_iterations"),
-)
 _MODEL = "model.hf_config."
 _SAME_NAME = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
@@ -105,4 +101,4 @@ _RULES: dict[str, Rule] = {
     "checkpoint.preempt_chkpt_saving_iterations": row("preempt_interval"),
     **each("dist.* dataset.* optim.fused logging.*", _IGNORED),
 }
-SYSTEM = System("one YAML of a training stub (dist, model.hf_config, …)", _SIGNS, _RULES, _defaults, _combine)
+SYSTEM = System("one YAML of a training stub (dist, model.hf_config, …)", _RULES, _defaults, _combine)

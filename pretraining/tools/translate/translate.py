@@ -14,7 +14,7 @@ from typing import Any
 
 from pretraining.config.assignments import TRANSLATED, Assignment, Reader, setting_named
 from pretraining.config.fields import settings_of
-from pretraining.config.recipes import Recipe, is_of_ours
+from pretraining.config.recipes import FOREIGN_SUFFIXES, Recipe, is_of_ours
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw
 from pretraining.errors import ConfigError
@@ -50,23 +50,61 @@ SYSTEMS = {
 }
 
 
-def detect(keys: Collection[str], name: str) -> str | None:
-    """Return the system that the keys belong to; None if unknown.
+def owners_of(key: str) -> list[str]:
+    """Return the systems that have a key, by name or else by its section."""
+    names = {kind: system.name_of(key) for kind, system in SYSTEMS.items()}
+    exact = [kind for kind, name in names.items() if name in SYSTEMS[kind].rules]
+    return exact or [kind for kind, name in names.items() if rule_for(name, SYSTEMS[kind].rules)]
+
+
+def detect(keys: Collection[str], name: str, enough: int = 2) -> str | None:
+    """Return the system that the keys belong to, by keys that only one system has; None if these are not `enough`.
 
     Raises:
-        ConfigError: the keys have signs of several systems.
+        ConfigError: the keys are those of several systems.
     """
-    found = [
-        kind
-        for kind, system in SYSTEMS.items()
-        if any(f"{key}.".startswith(f"{sign}.") for key in keys for sign in system.signs)
-    ]
+    if "defaults" in keys:
+        return "composed"
+    signs = _signs(keys)
+    found = [kind for kind in SYSTEMS if signs.count(kind) >= enough]
     if len(found) > 1:
-        raise ConfigError(
-            f"{name} may be {' or '.join(found)}. Choose: pretrain translate {shlex.quote(name)} --from={found[0]} "
-            "--output_path=mine.yaml; then train with that recipe"
-        )
+        raise ConfigError(f"{name} may be {' or '.join(found)}. Choose: {_choice_of(name, found[0])}")
     return next(iter(found), None)
+
+
+def _signs(keys: Collection[str]) -> list[str]:
+    """Return a system's name for each key that only this system has."""
+    owners = [owners_of(key) for key in keys if setting_named(key) is None]
+    return [each[0] for each in owners if len(each) == 1]
+
+
+def _choice_of(name: str, kind: str) -> str:
+    return f"pretrain translate {shlex.quote(name)} --from={kind} --output_path=mine.yaml; then train with that recipe"
+
+
+def _is_only_ours(key: str) -> bool:
+    return setting_named(key) is not None and all(
+        system.name_of(key) not in system.rules for system in SYSTEMS.values()
+    )
+
+
+def _hints(values: Mapping[str, str | None], name: str, is_ours: bool) -> dict[str, str]:
+    """Return what to write instead of each key of another system in a recipe of this project."""
+    hints: dict[str, str] = {}
+    owners = {key: owners for key in values if setting_named(key) is None and (owners := owners_of(key))}
+    for kind, system in SYSTEMS.items():
+        keys = [key for key, found in owners.items() if found[0] == kind]
+        given = {system.name_of(key): Given(key, values[key], name) for key in keys}
+        translation = Translation(given, {}, ())
+        translation.add_defaults(system.defaults(translation))
+        translation.apply_rules(system.combine, system.rules)
+        for key, each in given.items():
+            made = [f"{name}={text}" for name, (text, source) in translation.settings.items() if source is each]
+            remark = translation.notes[key].remark.partition(". --")[0] if key in translation.notes else ""
+            hints[each.key] = " ".join(made) or ": ".join(filter(None, ("delete it", remark)))
+    signs = [] if is_ours else _signs(values)
+    more = f"; or, if the file is another system's: {_choice_of(name, signs[0])}" if signs else ""
+    return {key: f"{hint}{more}" for key, hint in hints.items()}
 
 
 def translate_recipe(
@@ -82,25 +120,34 @@ def translate_recipe(
         kind: system of the file; None = detected from its keys.
 
     Returns:
-        The recipe; None if the system of the file is unknown.
+        The recipe; None if the file has no key of a known system; a recipe with `hints` alone if it is this project's,
+        or has too few of such keys.
 
     Raises:
         ConfigError: every problem of the file.
     """
     tree = {} if path is None else read_tree(path)
-    kind = "composed" if path is None else kind or detect(flatten(tree), name)
-    if kind is None and path is not None and path.suffix in (".toml", ".py"):
-        raise _unknown_system(name)
-    if kind is None:
-        return None
+    values, is_foreign = flatten(tree), path is not None and path.suffix in FOREIGN_SUFFIXES
+    if path is None:
+        kind = "composed"
+    elif kind is None:
+        is_ours = not is_foreign and "defaults" not in values and any(map(_is_only_ours, values))
+        kind = None if is_ours else detect(values, name, enough=1 if is_foreign else 2)
+        if kind is None and is_foreign:
+            raise _unknown_system(name)
+        if kind is None:
+            hints = _hints(values, name, is_ours)
+            return Recipe(name, [], hints=hints) if hints else None
     translation, used = _translate(path, name, tree, kind, arguments, accepts)
+    lines, notes = translation.table(), translation.notes.values()
     recipe = Recipe(
         name,
         [],
         used=frozenset(used),
         names=tuple(key.removesuffix(".*") for key in SYSTEMS[kind].rules),
         system=kind if translation.notes else "",
-        table=tuple(translation.table()),
+        table=tuple(lines),
+        given_table=tuple(line for line, note in zip(lines, notes, strict=True) if note.given.level != DEFAULT),
         prepare=translation.prepare,
     )
     for setting, (text, given) in translation.settings.items():
@@ -142,7 +189,7 @@ def _translate(
             flags[ours] = _text_of(arguments[argument]) or "none"
     translation = Translation(given, flags, accepts)
     translation.problems += problems
-    if path is not None:
+    if path is not None or len(used) + ("optimizer" in flags) > 1:  # one word alone is an alias
         translation.add_defaults(system.defaults(translation))
     translation.apply_rules(system.combine, system.rules)
     translation.finish()
@@ -173,6 +220,8 @@ def translate(config: TranslateConfig) -> None:
     recipe = translate_recipe(path, name, {}, accepts, config.kind)
     if recipe is None:
         raise _unknown_system(name)
+    if recipe.hints:
+        raise ConfigError([f"{name}: {key} is not known: {hint}" for key, hint in recipe.hints.items()])
     reader = Reader(TrainConfig)
     reader.read([*recipe.defaults, *recipe.assignments])
     if reader.problems:
@@ -192,7 +241,7 @@ def translate(config: TranslateConfig) -> None:
 
 
 def _unknown_system(name: str) -> ConfigError:
-    known = [f"  {kind}: {each.title}, with {', '.join(each.signs[:4])}" for kind, each in SYSTEMS.items()]
+    known = [f"  {kind}: {each.title}" for kind, each in SYSTEMS.items()]
     return ConfigError("\n".join([f"{name} belongs to no known system. Known are:", *known]))
 
 

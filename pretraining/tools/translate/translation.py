@@ -290,7 +290,6 @@ class System:
 
     Attributes:
         title: its files in a few words.
-        signs: keys or sections; each file has one, and files of other systems have none.
         rules: the rule of each key.
         defaults: returns the system's defaults for missing keys, if they change what is learned.
         combine: translates keys that depend on each other, before the rules are applied.
@@ -298,7 +297,6 @@ class System:
     """
 
     title: str
-    signs: tuple[str, ...]
     rules: Mapping[str, Rule]
     defaults: Callable[[Translation], Mapping[str, str]]
     combine: Callable[[Translation], None]

@@ -90,6 +90,7 @@ def observe(
     kept: dict[str, Any] | None = None,
     custom: bool = False,
     scores: Sequence[str] = (),
+    evaluation_seconds: float = 0.0,
 ) -> Recorder:
     """Observe steps of 10 tokens and 2 seconds with the given mean losses, after earlier steps."""
     recorder = Recorder()
@@ -121,6 +122,8 @@ def observe(
         collector.load_state_dict(kept)
     with observer:
         for index, loss in enumerate(losses):
+            with observer.stopwatch.measure("evaluation"):
+                recorder.now += evaluation_seconds
             recorder.now += 2.0
             state.advance(recorder.now)
             tokens_BS2 = torch.stack((torch.full((2, 6), loss).where(LABELS != IGNORED_LABEL, 0), HITS), 2)
@@ -233,6 +236,13 @@ def test_rates_mfu_and_time_left_follow_from_the_clock(monkeypatch: pytest.Monke
     expected = [0.5 * 5.0 / 20.0, 3.0 * 5.0 / 20.0]  # 5 tokens/s at 0.5 and 3 TFLOP each, of 20 TFLOP/s
     assert [report["mfu"] for report in recorder.reports] == pytest.approx(expected)
     assert [report["hfu"] for report in recorder.reports] == pytest.approx([1.25 * mfu for mfu in expected])
+
+
+def test_time_left_and_tokens_per_day_count_evaluations_and_saves() -> None:
+    report = observe([1.0] * 4, every=2, evaluation_seconds=3.0).reports[0]
+    assert report["step_seconds"] == 2.0 and report["tokens_per_second_per_gpu_overall"] == 5.0
+    assert report["tokens_per_day"] == 2.0 * 86400  # 20 tokens in 10 seconds
+    assert report["time_left_seconds"] == pytest.approx(10.0)
 
 
 def test_an_evaluation_is_shown_and_kept(caplog: pytest.LogCaptureFixture) -> None:

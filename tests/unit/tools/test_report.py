@@ -44,15 +44,28 @@ def test_a_page_of_a_run_sums_it_up_and_draws_what_it_reported(tmp_path: Path) -
     assert settings["model.hidden_size"][0] == "16" and "optimizer.adam_eps" not in settings
 
 
+def test_a_picture_of_several_runs_has_a_line_per_run(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in "abcde"]
+    report(PageConfig(tuple(map(str, runs)), str(tmp_path / "a.html"), str(tmp_path / "a.svg")))
+    svg = (tmp_path / "a.svg").read_text()
+    assert ">Evaluation loss</text>" in svg and ">training<" not in svg
+    assert [svg.count(f">{name}</text>") for name in "abcde"] == [1] * 5
+
+
 def test_the_folder_of_a_sweep_means_its_runs_and_gets_the_page(tmp_path: Path) -> None:
     sweep = tmp_path / "lr"
     write_run(sweep / "lr=1e-3")
     write_run(sweep / "lr=2e-3", "learning_rate=2e-3", shift=0.5)
-    (sweep / "sweep.csv").write_text("learning_rate,loss\n")
+    write_run(sweep / "lr=5e-4", "learning_rate=5e-4", shift=0.25)
+    (sweep / "sweep.csv").write_text("learning_rate,status,loss\n")
     (sweep / "notes").mkdir()
     main(["report", str(sweep)])
     page = (sweep / "report.html").read_text()
-    assert [row[0] for row in cells_of(page, "Summary")[1:]] == ["lr=1e-3", "lr=2e-3"]
+    assert [row[0] for row in cells_of(page, "Summary")[1:]] == ["lr=5e-4", "lr=1e-3", "lr=2e-3"]  # by number
+    head, *rows = cells_of(page, "Sweep, the best run first")
+    assert head == ["learning_rate", "last evaluation_loss", "run"]
+    assert [row[1:] for row in rows] == [["4.2000", "lr=1e-3"], ["4.4500", "lr=5e-4"], ["4.7000", "lr=2e-3"]]
+    assert ">Last evaluation_loss by learning_rate</text>" in page
     (sweep / "sweep.csv").unlink()
     with pytest.raises(SystemExit):  # any other folder of runs is not a run
         main(["report", str(sweep)])

@@ -23,6 +23,7 @@ from unit.tools.prepare.prepare_files import read, texts_of
 
 from pretraining.errors import DataError
 from pretraining.tools.prepare import tables
+from pretraining.tools.prepare.documents import text_of
 from pretraining.tools.prepare.formats import recognise
 from pretraining.tools.prepare.packed_files import InputFile
 from pretraining.tools.prepare.tables import column_type, ranges_of_table, token_type
@@ -112,6 +113,25 @@ def test_a_column_of_lists_of_integers_is_token_ids(tmp_path: Path, name: str, k
     file = write(tmp_path / name, {"text": ["a"] * 5, "tokens": pa.array(TOKENS, kind)})
     assert tokens_of(file) == [[1, 2, 3], [], [], [70_000], [4]]
     assert token_type(column_type(file, "tokens"), "tokens", name) == kind.value_type
+
+
+@EVERY_FORMAT
+def test_a_dotted_field_reaches_into_a_struct(name: str, tmp_path: Path) -> None:
+    rows = [{"body": {"text": "a"}, "id": 1}, None, {"body": None, "id": 2}, {"body": {"text": "b"}, "id": 3}]
+    file = write(tmp_path / name, {"doc": pa.array(rows), "id": [1, 2, 3, 4]})
+    assert texts_of(read(file, "doc.body.text")) == ["a", "", "", "b"]
+    for missing in ("doc.body.txt", "doc.id.text", "dc.text"):
+        with pytest.raises(DataError, match=f"no column '{missing}'"):
+            read(file, missing)
+
+
+def test_a_dotted_field_reaches_into_json_objects_and_a_field_of_that_name_wins() -> None:
+    assert text_of({"doc": {"body": {"text": "a"}}}, "doc.body.text") == "a"
+    assert text_of({"doc.text": "b", "doc": {"text": "a"}}, "doc.text") == "b"
+    assert text_of({"doc": None}, "doc.text") == ""
+    for record in ({"doc": {"txt": "a"}}, {"doc": "a"}, {"a": "b"}):
+        with pytest.raises(ValueError, match=r"no field 'doc\.text'"):
+            text_of(record, "doc.text")
 
 
 def test_lists_of_one_length_are_token_ids_too_and_two_columns_of_a_name_are_refused(tmp_path: Path) -> None:

@@ -67,49 +67,61 @@ def test_assignments_are_calculated_and_not_run(tmp_path: Path) -> None:
 
 # A file, its content, and the key that the error names; "" = the file itself
 BAD = [
-    ("a.json", '{"use_amp": true, "learning_rte": 1}', "learning_rte"),
+    ("a.json", '{"use_amp": true, "max_seq_len": 8, "learning_rte": 1}', "learning_rte"),
     ("a.json", '{"seed": 1}', ""),  # a recipe already
     ("gone/a.json", None, ""),
     ("a.toml", "zzz = 1\n", ""),  # of no system
-    ("a.yaml", "dist: {dtype: float32}\ntrain: {max_steps: 5}", ""),  # of two
-    ("a.json", '{"use_amp": "perhaps"}', "use_amp"),
+    ("a.yaml", "dist: {dtype: float32, backend: gloo}\ntrain: {max_steps: 5, precision: bf16}", ""),  # of two
+    ("a.json", '{"use_amp": "perhaps", "max_seq_len": 8}', "use_amp"),
     ("a.json", '{"zero_optimization": {"stage": 2}, "gradient_clipping": "x"}', "gradient_clipping"),
-    ("a.json", '{"zero_optimization": {"stage": 4}}', "zero_optimization.stage"),
+    ("a.json", '{"zero_optimization": {"stage": 4, "overlap_comm": true}}', "zero_optimization.stage"),
     ("a.json", '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "bf16.enabled"),
     ("a.json", '{"gradient_clipping": 1, "amp": {"enabled": true}}', "amp.enabled"),
     ("a.json", '{"gradient_clipping": 1, "optimizer": {"type": "Lamb"}}', "optimizer.type"),
     ("a.json", '{"scheduler": {"type": "X", "params": {"warmup_num_steps": 1}}}', "scheduler.type"),
     ("a.json", '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5}', "train_batch_size"),
-    ("a.yaml", "dist: {dtype: int8}", "dist.dtype"),
+    ("a.yaml", "dist: {dtype: int8, backend: gloo}", "dist.dtype"),
     ("a.yaml", "optim: {betas: 0.9}\ndist: {dtype: float32}", "optim.betas"),
     ("a.yaml", "optim: {lr: 1}\nlr_scheduler: {total_iterations: 9, min_lr: 2}", "lr_scheduler.min_lr"),
-    ("a.yaml", "model: {hf_config: {model_type: qwen3}}", "model.hf_config.model_type"),
-    ("a.yaml", "model: {hf_config: {rope_scaling: {type: dynamic}}}", "model.hf_config.rope_scaling.type"),
+    ("a.yaml", "model: {hf_config: {model_type: qwen3, hidden_act: silu}}", "model.hf_config.model_type"),
+    (
+        "a.yaml",
+        "model: {hf_config: {hidden_act: silu, rope_scaling: {type: dynamic}}}",
+        "model.hf_config.rope_scaling.type",
+    ),
     (
         "a.yaml",
         "model: {hf_config: {rope_scaling: {type: linear, mscale: 1, factor: 2}}}",
         "model.hf_config.rope_scaling.mscale",
     ),
-    ("a.yaml", "model: {hf_config: {rope_scaling: {type: linear}}}", "model.hf_config.rope_scaling.type"),
-    ("a.yaml", "model: {hf_config: {rope_scaling: {type: llama3}}}", "model.hf_config.rope_scaling.type"),
-    ("a.json", '{"use_amp": true, "optimizer": "lamb"}', "optimizer"),
+    (
+        "a.yaml",
+        "model: {hf_config: {hidden_act: silu, rope_scaling: {type: linear}}}",
+        "model.hf_config.rope_scaling.type",
+    ),
+    (
+        "a.yaml",
+        "model: {hf_config: {hidden_act: silu, rope_scaling: {type: llama3}}}",
+        "model.hf_config.rope_scaling.type",
+    ),
+    ("a.json", '{"use_amp": true, "max_seq_len": 8, "optimizer": "lamb"}', "optimizer"),
     ("a.json", '{"use_amp": true, "lr_scheduler": "step"}', "lr_scheduler"),
-    ("a.json", '{"use_amp": true, "dropout": 0.1}', "dropout"),
+    ("a.json", '{"use_amp": true, "max_seq_len": 8, "dropout": 0.1}', "dropout"),
     ("a.json", '{"seed": 1, "training": {"seed": 2, "use_amp": true}}', "training.seed"),
     ("a.json", '{"use_amp": true, "eps": 1, "epsilon": 2}', "epsilon"),
     ("a.json", '{"d_model": 64, "n_heads": 4}', "d_model"),
     ("a.json", '{"use_deepspeed": true, "deepspeed_config": "x"}', "deepspeed_config"),
-    ("a.yaml", "train: {max_steps: '${x}'}", "train.max_steps"),
-    ("a.yaml", "optimizer: {_target_: a.B, lr_config: {lr: 1}}", "optimizer._target_"),
+    ("a.yaml", "train: {max_steps: '${x}', use_amp: false}", "train.max_steps"),
+    ("a.yaml", "optimizer: {_target_: a.B, lr_config: {lr: 1, schedule: linear}}", "optimizer._target_"),
     ("a.yaml", "optimizer: {name: lion, lr_config: {lr: 1}}", "optimizer.name"),
     ("a.yaml", "optimizer: {name: muon_adamw, beta2: 0.9, lr_config: {lr: 1}}", "optimizer.beta2"),
-    ("a.yaml", "optimizer: {lr_config: {schedule: step}}", "optimizer.lr_config.schedule"),
+    ("a.yaml", "optimizer: {lr_config: {schedule: step, lr: 1}}", "optimizer.lr_config.schedule"),
     ("a.yaml", "optimizer: {lr_config: {schedule: piecewise_linear, lr1: 1}}", "optimizer.lr_config.schedule"),
     (
         *("a.yaml", "optimizer: {name: adamw, weight_decay: 1, decouple_weight_decay: false, lr_config: {lr: 1}}"),
         "optimizer.decouple_weight_decay",
     ),
-    ("a.yaml", "checkpoint: {load: true}", "checkpoint.load"),
+    ("a.yaml", "checkpoint: {load: true, save: true}", "checkpoint.load"),
     ("a.yaml", "checkpoint: {load: true, load_path: stub.yaml}", "checkpoint.load_path"),  # a file of theirs
     ("a.yaml", "train: {max_steps: 5}\nmodel: {name: gpt2}", "model.name"),
     ("a.yaml", "train: {max_steps: 5}\nexperimental: {x: true}", "experimental.x"),
@@ -228,8 +240,12 @@ MUON = {"optimizer": "muon", "learning_rate": "2.0", "muon_adam_learning_rate": 
     [
         ("a.json", '{"optimizer": "sgd", "max_steps": 2000, "use_amp": false}', {"weight_decay": "0.01"}),
         ("a.json", '{"optimizer": "sgd", "max_steps": 2000, "use_amp": false}', {"adam_beta2": "0.95"}),
-        ("a.yaml", "model: {hf_config: {hidden_size: 64}}", {"seq_length": "2048", "rms_norm_eps": "1e-06"}),
-        ("a.yaml", "dist: {dtype: float32}", {"seq_length": "4096"}),
+        (
+            "a.yaml",
+            "model: {hf_config: {hidden_size: 64, hidden_act: silu}}",
+            {"seq_length": "2048", "rms_norm_eps": "1e-06"},
+        ),
+        ("a.yaml", "dist: {dtype: float32, backend: gloo}", {"seq_length": "4096"}),
         ("a.yaml", "optim: {lr: 1e-3}\nlr_scheduler: {total_iterations: 9, min_lr: 1e-4}", {"min_lr_ratio": "0.1"}),
         (
             "a.yaml",
@@ -353,7 +369,8 @@ def test_dotted_arguments_work_without_a_file(caplog: pytest.LogCaptureFixture) 
     caplog.set_level("INFO")
     found = values("optimizer=sgdm", "optimizer.lr_config.lr=1.0", "train.max_steps=100", "optimizer.beta=0.8")
     assert (found["optimizer"], found["learning_rate"], found["momentum"]) == ("sgdm", "0.2", "0.8")
-    assert found["grad_clip_thresh"] == "1.0"  # no defaults of another system without its file
+    assert (found["grad_clip_thresh"], found["weight_decay"], found["schedule"]) == ("0.0", "0.0", "constant")
+    assert "default there" in caplog.text
     assert "(composed)" in caplog.text
     found = values("optimizer/lr_config=linear", "optimizer.learning_rate=2", "min_lr_ratio=0.3")
     assert (found["schedule"], found["learning_rate"], found["min_lr_ratio"]) == ("linear", "2.0", "0.3")
@@ -411,14 +428,15 @@ def test_no_mapping_gives_a_traceback(kind: str, data: st.DataObject, tmp_path_f
     keys = st.sampled_from([key.removesuffix(".*") for key in SYSTEMS[kind].rules] + ["zzz", "seed"])
     nested: st.SearchStrategy[Any] = st.dictionaries(st.sampled_from("ab"), TEXTS) | st.lists(TEXTS)
     tree = data.draw(st.dictionaries(keys, TEXTS | st.none() | nested, max_size=12))
-    tree[SYSTEMS[kind].signs[-1]] = "1"
     suffix = ".py" if kind == "nanogpt" else ".json"
     path = tmp_path_factory.mktemp("any") / f"a{suffix}"
     assignments = "\n".join(f"{key} = {value!r}" for key, value in tree.items() if not isinstance(value, dict))
     path.write_text(assignments if kind == "nanogpt" else json.dumps(tree))
     arguments = data.draw(st.dictionaries(keys, TEXTS, max_size=3))
     try:
-        translate_recipe(path, "a", arguments, ["accept_llama", "accept_unknown"])
+        translate_recipe(
+            path, "a", arguments, ["accept_llama", "accept_unknown"], data.draw(st.sampled_from([kind, None]))
+        )
     except ConfigError as error:
         assert error.problems
 

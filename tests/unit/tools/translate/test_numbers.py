@@ -66,6 +66,24 @@ def test_the_momentum_of_torch_and_other_optimizers_is_not_scaled() -> None:
         assert (config.learning_rate, config.momentum) == (0.5, 0.9)
 
 
+def test_words_without_a_file_mean_what_they_mean_beside_one(tmp_path: Path) -> None:
+    """Their momentum is a mean of gradients: read as a sum, steps would be 10 times too long."""
+    words = ["optimizer=sgdm", "optimizer.lr_config.lr=1.0", "train.max_steps=200"]
+    (tmp_path / "config.yaml").write_text("defaults: [{optimizer: sgdm}]\n")
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "sgdm.yaml").write_text("lr_config: {lr: 0.1}\nbeta: 0.9\n")
+    alone, beside = (load(each, WITHOUT_DATA["composed"]) for each in (words, [str(tmp_path / "config.yaml"), *words]))
+    assert alone == beside
+    assert (alone.optimizer.learning_rate, alone.optimizer.momentum) == (0.1, 0.9)
+    assert load(words[:2], {"recipe": "demo"}).optimizer.learning_rate == 0.1
+    assert load(["optimizer=adamw", *words[1:]], WITHOUT_DATA["composed"]).optimizer.adam_beta2 == 0.999
+
+
+def test_one_word_of_another_system_brings_no_defaults() -> None:
+    found = load(["train.max_steps=7"], WITHOUT_DATA["composed"])
+    assert found == load([], {**WITHOUT_DATA["composed"], "num_steps": "7"})
+
+
 def test_a_files_settings_of_a_user_defined_optimizer_become_its_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,8 @@ from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, DataError
 from pretraining.tools.commands import TranslateConfig
 from pretraining.tools.translate.hook import translate_when_needed
-from pretraining.tools.translate.translate import SYSTEMS, translate
+from pretraining.tools.translate.parse import parse
+from pretraining.tools.translate.translate import SYSTEMS, detect, translate
 
 load = partial(load_train_config, translate=translate_when_needed)
 
@@ -48,7 +49,7 @@ def test_a_trainer_reads_files_of_other_systems() -> None:
     assert trainer.config.schedule.warmup_steps == load(["steps.py"]).schedule.warmup_steps
 
 
-def test_a_recipe_overrides_another_systems_defaults_and_its_file_overrides_the_recipe(
+def test_another_systems_file_over_a_recipe_brings_what_it_says_and_no_defaults(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = tmp_path / "mine.yaml"
@@ -57,7 +58,11 @@ def test_a_recipe_overrides_another_systems_defaults_and_its_file_overrides_the_
     config = load([], {"recipe": f"{mine},deepspeed.json"})
     assert (config.schedule.schedule, config.optimizer.grad_clip_thresh) == ("linear", 2.0)
     assert config.optimizer.learning_rate == 3e-4
-    assert "(deepspeed)" in caplog.text and "not in the file" in caplog.text  # the start says what became of each key
+    assert "(deepspeed)" in caplog.text  # the start says what became of each key
+    (tmp_path / "over.json").write_text('{"training": {"max_steps": 2000, "logging_steps": 7}}')
+    config = load([], {"recipe": f"demo,{tmp_path / 'over.json'}", "data_path": "x"})
+    ours = load([], {"recipe": "demo", "data_path": "x", "num_steps": "2000", "report_interval": "7"})
+    assert config == ours and "default there" not in caplog.text
 
 
 def test_a_trainer_that_overrides_log_metrics_is_referred_to_extra_metrics(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,8 +105,71 @@ def test_the_output_holds_no_secret_and_the_printed_command_reads_the_recipe_bac
     assert not (tmp_path / "mine.json").exists()
 
 
-def test_the_signs_of_two_systems_never_overlap() -> None:
+OURS = "model_variant: tiny\ndata_path: x\nseq_length: 64\nlearning_rate: 1e-3\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "ours"),
+    [
+        ("num_epochs: 2", "num_epochs", "num_steps=2ep"),
+        ("use_amp: false", "use_amp", "mixed_precision=false"),
+        ("use_amp: true", "use_amp", "delete it: where the device has units for it"),
+        ("max_seq_len: 128", "max_seq_len", "seq_length=128 max_position_embeddings=128"),
+        ("checkpoint_dir: x", "checkpoint_dir", "ckpt_save_path=x"),
+        ("dropout: 0.1", "dropout", "delete it: a Llama is trained without dropout"),
+        ("max_iters: 50", "max_iters", "num_steps=50"),
+        ("dist: {sharding_stage: zero2, dtype: float32}", "dist.sharding_stage", "sharding_strategy=zero2"),
+        ("optimizer: {lr_config: {lr: 1}}", "optimizer.lr_config.lr", "learning_rate=1"),
+        ("zero_optimization: {stage: 3}", "zero_optimization.stage", "sharding_strategy=fsdp"),
+        (
+            "training: {learning_rate: 3e-4, max_steps: 9, use_amp: false}",
+            "training.learning_rate",
+            "learning_rate=3e-4",
+        ),
+    ],
+)
+def test_another_systems_key_in_a_recipe_is_an_error_with_our_name(
+    line: str, key: str, ours: str, tmp_path: Path
+) -> None:
+    """One such key would otherwise bring that system's precision, optimizer and length."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"{OURS}{line}\n")
+    for read in (lambda: load([str(mine)]), lambda: translate(TranslateConfig(str(mine)))):
+        with pytest.raises(ConfigError) as error:
+            read()
+        assert f"{mine}: {key} is not known: {ours}" in error.value.problems[0]
+        assert "--accept_llama" not in str(error.value)
+
+
+def test_one_key_of_a_system_is_no_file_of_that_system(tmp_path: Path) -> None:
+    over, defaults = tmp_path / "over.yaml", tmp_path / "defaults.yaml"
+    over.write_text("training: {learning_rate: 3e-4}\n")
+    for recipe in (str(over), f"demo,{over}"):
+        with pytest.raises(ConfigError) as error:
+            load([], {"recipe": recipe, "use_dummy_dataset": "true"})
+        (problem,) = error.value.problems
+        assert "training.learning_rate is not known: learning_rate=3e-4; or, if the file is another system's" in problem
+        assert f"pretrain translate {over} --from=guide" in problem
+    translate(TranslateConfig(str(over), kind="guide"))
+    defaults.write_text("defaults: [train]\n")  # a composed file may name its parts alone
+    (tmp_path / "train.yaml").write_text("max_steps: 5\n")
+    assert load([str(defaults)], {"use_dummy_dataset": "true"}).run.num_steps.amount == 5
+
+
+def test_each_golden_file_is_recognised() -> None:
     assert set(settings_of(TranslateConfig)["kind"].choices) == set(SYSTEMS)
-    for name, system in SYSTEMS.items():
-        others = [sign for other, each in SYSTEMS.items() if other != name for sign in each.signs]
-        assert [(sign, each) for sign in system.signs for each in others if f"{each}.".startswith(f"{sign}.")] == []
+    for kind, path in (("nanogpt", "tokens.py"), ("nanogpt", "steps.py"), *list(PAIRS.items())[:4]):
+        assert detect(parse(Path(path)), path) == kind
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("data.batch_sze=3", "batch_size"),
+        ("optimizer.learning_rte=3", "learning_rate"),
+        ("data.batch_size=3", "batch_size"),
+    ],
+)
+def test_a_misspelt_dotted_setting_of_this_project_is_hinted_by_its_name(words: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {hint}\\?"):
+        load([words], {"recipe": "demo"})

@@ -1,0 +1,45 @@
+"""What a start says about the model, the optimizer, and a start point that it does not take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from unit.train.whole_runs import checkpoint, start
+
+
+def test_the_header_names_the_family_its_switches_and_a_changed_context(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    start(tmp_path / "a", "model_variant=qwen3_0.6b", "head_dim=16", "max_position_embeddings=99", "dry_run=true")
+    assert "model       qwen3, " in caplog.text
+    assert "qk_norm head, model_family qwen3, max_position_embeddings 99 (of the variant: 32768)" in caplog.text
+    caplog.clear()
+    start(tmp_path / "b", "dry_run=true")
+    assert "max_position_embeddings" not in caplog.text
+
+
+def test_the_factor_of_muons_updates_is_said_by_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An orthogonal update of an m x n matrix has 0.2 sqrt(max(m, n)) here, and sqrt(max(1, m / n)) in plain Muon."""
+    caplog.set_level("INFO")
+    start(tmp_path, "optimizer=muon", "intermediate_size=128", "dry_run=true")
+    assert "updates of matrices are 1.13, 2.26 (down_proj) times as long as of plain Muon" in caplog.text
+
+
+def test_a_resumed_run_says_which_start_point_it_does_not_take(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    first, other = tmp_path / "first", tmp_path / "other"
+    said = "was for the first start of this run, which resumes. For a new run give another --ckpt_save_path"
+    start(first, "init_from=scratch")
+    assert said not in caplog.text
+    start(first, "init_from=scratch", "num_steps=5")
+    assert f"init_from=scratch {said}" in caplog.text
+    for flag in (f"ckpt_load_path={first}", f"resume_from_checkpoint={checkpoint(first, 4)}"):
+        caplog.clear()
+        start(other / flag[:6], flag, "num_steps=6", "run_steps=1")
+        assert said not in caplog.text
+        start(other / flag[:6], flag, "num_steps=6")
+        assert f"{flag} {said}" in caplog.text
