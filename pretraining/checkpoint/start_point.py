@@ -202,11 +202,12 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
 
 def _how_to_take_back(aside: OwnCheckpoint, config: CheckpointConfig) -> str:
     place = config.folder / CHECKPOINTS / aside.path.name
-    if exists(place):  # the run has saved this step again
-        place = place.with_name(f"{place.name}.back")
-    copy = f"{CHECKPOINTS}/{aside.path.name}/{SET_ASIDE_FILE}"
-    mirrored = "" if config.ckpt_mirror_path is None else f". In the mirror, rename {copy}, if any, to {MANIFEST}"
-    return f"To take it back: {shlex.join(['mv', str(aside.path), str(place)])}{mirrored}"
+    mirrored = f". In the mirror, rename {CHECKPOINTS}/{place.name}/{SET_ASIDE_FILE}, if any, to {MANIFEST}"
+    if exists(place):  # the run has saved this step again, and the mirror has that one
+        place, mirrored = place.with_name(f"{place.name}.back"), ""
+    mirrored = "" if config.ckpt_mirror_path is None else mirrored
+    command = shlex.join(["mv", str(aside.path), str(place)])
+    return f"To take it back, give {RESUME}={place.name} after: {command}{mirrored}"
 
 
 def _started_from(own: OwnCheckpoint, path: Path) -> bool:

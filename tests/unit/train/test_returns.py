@@ -185,7 +185,7 @@ def test_list_shows_what_is_set_aside_and_naming_it_says_how_to_take_it_back(
     path = run / "checkpoints" / aside
     for request in (str(path), "step_4_ckp", "4"):
         error = str(refusal(run, *flags, f"resume_from_checkpoint={request}"))
-        command = re.search(r"To take it back: (mv \S+ \S+)\. In the mirror, rename (\S+), if any", error)
+        command = re.search(r"step_4_ckp after: (mv \S+ \S+)\. In the mirror, rename (\S+), if any", error)
         assert command is not None and shlex.split(command[1])[1] == str(path)
     assert command is not None
     subprocess.run(command[1], shell=True, check=True)
@@ -196,14 +196,20 @@ def test_list_shows_what_is_set_aside_and_naming_it_says_how_to_take_it_back(
 
 
 def test_a_step_that_was_saved_again_is_taken_back_under_another_name(tmp_path: Path) -> None:
-    start(tmp_path, "checkpoint_interval=2")
-    first = shutil.copytree(checkpoint(tmp_path, 4), tmp_path / "first")
-    start(tmp_path, "checkpoint_interval=2", "resume_from_checkpoint=2", "learning_rate=1e-2")
-    [path] = (tmp_path / "checkpoints").glob("set_aside_*/step_4_ckp")
-    error = str(refusal(tmp_path, f"resume_from_checkpoint={path}"))
-    subprocess.run(error.partition("To take it back: ")[2], shell=True, check=True)
-    start(tmp_path, "num_steps=6", "resume_from_checkpoint=step_4_ckp.back")
-    assert started_at(tmp_path) == 4 and equal(checkpoint(tmp_path, 4).with_suffix(".back"), first)
+    run, flags = tmp_path / "run", ("checkpoint_interval=2", f"ckpt_mirror_path=file://{tmp_path}/store")
+    start(run, *flags)
+    first = shutil.copytree(checkpoint(run, 4), tmp_path / "first")
+    start(run, *flags, "resume_from_checkpoint=2", "learning_rate=1e-2")
+    again = shutil.copytree(checkpoint(run, 4), tmp_path / "again")
+    [path] = (run / "checkpoints").glob("set_aside_*/step_4_ckp")
+    error = str(refusal(run, *flags, f"resume_from_checkpoint={path}"))
+    request, command = re.findall(r"give --(\S+) after: (mv \S+ \S+)$", error)[0]
+    subprocess.run(command, shell=True, check=True)
+    start(run, *flags, "num_steps=6", request)
+    assert started_at(run) == 4 and equal(checkpoint(run, 4).with_suffix(".back"), first)
+    assert numbers(run, 6) == [(1, 0), (3, 5)]
+    for place in (run, tmp_path / "store"):  # nothing is lost on the way
+        assert equal(checkpoint(place, 4), again) and equal(checkpoint(place, 4).with_suffix(".back"), first)
 
 
 def test_a_checkpoint_shows_the_evaluation_of_its_own_step_or_none(
