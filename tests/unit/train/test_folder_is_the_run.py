@@ -169,6 +169,8 @@ def test_a_copy_does_not_write_into_the_mirror_of_its_original(tmp_path: Path) -
     assert "is a copy" in refused(copied, "num_steps=5", "--dry_run=true")
     (copied / "run_status.json").unlink()  # fetched from a store
     assert "is a copy" in refused(copied, "num_steps=5", f"--ckpt_mirror_path=file://{store}/")
+    with pytest.raises(SystemExit):
+        main(["push", str(copied)])
     go_on(copied, "num_steps=5", f"--ckpt_mirror_path=file://{tmp_path}/other")
     go_on(copied, "num_steps=6")  # from now on a run of its own
     go_on(run, "num_steps=5")
