@@ -192,7 +192,7 @@ def test_a_record_without_id_or_place_is_that_of_a_moved_run(tmp_path: Path) -> 
     copied = shutil.copytree(run, tmp_path / "b", symlinks=True)
     lines = (copied / "config.yaml").read_text().splitlines(keepends=True)
     assert last_start(copied).folder == run
-    for first in ("", "# Last start: [1, 2]\n", "# Last start: {\n", comment_of_start(copied)):
+    for first in ("", "# Last start: [1, 2]\n", "# Last start: 5\n", "# Last start: {\n", comment_of_start(copied)):
         (copied / "config.yaml").write_text(first + "".join(lines[1:]))
         go_on(copied, "num_steps=5", "--dry_run=true")
 
