@@ -51,7 +51,7 @@ def last_start(run: Path) -> LastStart:
     with suppress(OSError, ValueError):
         first = read_file(run / RUN_CONFIG_FILE).partition(b"\n")[0].decode()
         places = parse_json(first.removeprefix(_COMMENT)) if first.startswith(_COMMENT) else ()
-        if len(places) == 2 and all(isinstance(place, str) for place in places):
+        if isinstance(places, list) and [type(place) for place in places] == [str, str]:
             return LastStart(*map(Path, places))
     return LastStart()
 
@@ -82,7 +82,8 @@ def continue_run(reader: Reader[TrainConfig], recipe: Recipe) -> bool:
     if request is not None and "ckpt_save_path" not in recorded and not _is_of_another_run(request, folder):
         _forget(reader, recorded & {_REQUEST})
     _forget(reader, recorded & (_ONE_START | _replaced_by_given(reader, recorded)))
-    _find_paths(reader, [name for name in reader.chosen if name in recorded], recipe.name, last_start(folder))
+    names, there = [name for name in reader.chosen if name in recorded], last_start(folder).working_folder
+    _find_paths(reader, names, recipe.name, there)
     return _REQUEST in recorded and reader.values.get(_REQUEST) is not None
 
 
@@ -110,35 +111,30 @@ def _replaced_by_given(reader: Reader[TrainConfig], recorded: set[str]) -> froze
     return replaced | {_REQUEST} if "ckpt_load_path" in given else replaced
 
 
-def _find_paths(reader: Reader[TrainConfig], names: Iterable[str], recipe: str, last: LastStart) -> None:
+def _find_paths(reader: Reader[TrainConfig], names: Iterable[str], recipe: str, there: Path | None) -> None:
     """Find relative paths from the working folder of the last start, if they are not found from this one."""
-    there = last.working_folder
     for name in names:
         value = reader.values[name]
         if not reader.settings[name].is_path or not value:
             continue
-        paths = [_find(path, there) for path in (value if isinstance(value, tuple) else (value,))]
-        texts = [text for text, _ in paths]
-        for text, is_found in paths:
-            if not is_found and name in _NEEDED and not reader.values.get("use_dummy_dataset"):
-                places = f"{Path.cwd()}, nor in {there}, the working folder of the last start" if there else Path.cwd()
-                reader.problems.append(f"recipe {recipe}: {name}: {text} is not in {places}: give --{name}")
-        found = tuple(texts) if isinstance(value, tuple) else texts[0]
-        if found != value:
+        paths = value if isinstance(value, tuple) else (value,)
+        found = [_find(path, there) for path in paths]
+        if None in found and name in _NEEDED and not reader.values.get("use_dummy_dataset"):
+            text, here = paths[found.index(None)], Path.cwd()
+            places = f"{here}, nor in {there}, the working folder of the last start" if there else here
+            reader.problems.append(f"recipe {recipe}: {name}: {text} is not in {places}: give --{name}")
+        texts = tuple(new or path for path, new in zip(paths, found, strict=True))
+        if texts != paths:
             log.info("%-11s %s, found from the working folder of the last start", name, ",".join(texts))
-            reader.values[name] = found
+            reader.values[name] = texts if isinstance(value, tuple) else texts[0]
 
 
-def _find(path: str, there: Path | None) -> tuple[str, bool]:
-    """Return a path as it is found from here or there, and whether it is found; absolute ones are not looked for."""
-    if is_address(path) or Path(path).is_absolute() or _is_there(Path(path)):
-        return path, True
-    if there is not None and _is_there(there / path):
-        return str(there / path), True
-    return path, False
-
-
-def _is_there(path: Path) -> bool:
-    with suppress(PretrainError):  # another user's folder
-        return exists(path)
-    return False
+def _find(path: str, there: Path | None) -> str | None:
+    """Return a path as it is found from here or there; None = not found. Absolute ones are not looked for."""
+    if is_address(path) or Path(path).is_absolute():
+        return path
+    for place in (path, str(there / path) if there else path):
+        with suppress(PretrainError):  # another user's folder
+            if exists(Path(place)):
+                return place
+    return None

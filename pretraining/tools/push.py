@@ -17,6 +17,7 @@ from pretraining.files import is_address
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, list_some
 from pretraining.tools.commands import PushConfig
+from pretraining.train.run_status import original_of
 
 
 def push(config: PushConfig) -> None:
@@ -35,6 +36,9 @@ def push(config: PushConfig) -> None:
     address = config.paths[1] if len(config.paths) == 2 else settings.ckpt_mirror_path
     if not is_address(address):
         raise misnamed
+    original = original_of(run) if address == settings.ckpt_mirror_path else None
+    if original is not None:
+        raise CheckpointError(f"is a copy of the run in {original}, whose mirror this is: name another", path=address)
     settings = replace(settings, ckpt_save_path=str(run), ckpt_mirror_path=address)
     store, lease = str(address).partition("?")[0].rstrip("/"), Lease(run)
     lease.acquire()

@@ -57,7 +57,7 @@ def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixt
 def test_a_file_system_error_about_a_path_is_one_error(
     ranks: str, prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(*args: object) -> None:
+    def refused(*args: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied", b"/a/b")
 
     layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
@@ -90,7 +90,7 @@ def test_a_start_in_a_folder_that_is_gone_is_refused(
 def test_an_interrupt_has_its_exit_code_and_an_error_without_a_path_keeps_its_traceback(
     error: BaseException, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise error
 
     monkeypatch.setattr("pretraining.cli.resolve_config", fail)

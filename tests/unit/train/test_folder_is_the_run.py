@@ -169,6 +169,8 @@ def test_a_copy_does_not_write_into_the_mirror_of_its_original(tmp_path: Path) -
     assert "is a copy" in refused(copied, "num_steps=5", "--dry_run=true")
     (copied / "run_status.json").unlink()  # fetched from a store
     assert "is a copy" in refused(copied, "num_steps=5", f"--ckpt_mirror_path=file://{store}/")
+    with pytest.raises(SystemExit):
+        main(["push", str(copied)])
     go_on(copied, "num_steps=5", f"--ckpt_mirror_path=file://{tmp_path}/other")
     go_on(copied, "num_steps=6")  # from now on a run of its own
     go_on(run, "num_steps=5")
@@ -190,7 +192,7 @@ def test_a_record_without_id_or_place_is_that_of_a_moved_run(tmp_path: Path) -> 
     copied = shutil.copytree(run, tmp_path / "b", symlinks=True)
     lines = (copied / "config.yaml").read_text().splitlines(keepends=True)
     assert last_start(copied).folder == run
-    for first in ("", "# Last start: [1, 2]\n", "# Last start: {\n", comment_of_start(copied)):
+    for first in ("", "# Last start: [1, 2]\n", "# Last start: 5\n", "# Last start: {\n", comment_of_start(copied)):
         (copied / "config.yaml").write_text(first + "".join(lines[1:]))
         go_on(copied, "num_steps=5", "--dry_run=true")
 
