@@ -179,10 +179,10 @@ def test_a_system_error_about_the_output_is_an_error_for_users(error: OSError, p
     with pytest.raises(DataError) as refused, output_errors(Path("root")):
         raise error
     assert refused.value.path == Path(path) and refused.value.settings == ("output_path",)
-    with pytest.raises(DataError, match=r"File name too long\. Give a shorter --dataset$"):
-        with output_errors(Path("root"), name_flag="--dataset"):
-            Path("x" * 300).touch()
-    with pytest.raises(CheckpointError, match=r"Give a shorter --ckpt_save_path$"), files.writing_into(Path("root")):
-        Path("x" * 300).touch()
+    root, too_long = Path("root"), Path("x" * 300)
+    with pytest.raises(DataError, match=r"Give a shorter --dataset$"), output_errors(root, name_flag="--dataset"):
+        too_long.touch()
+    with pytest.raises(CheckpointError, match=r"Give a shorter --ckpt_save_path$"), files.writing_into(root):
+        too_long.touch()
     with pytest.raises(BrokenPipeError), output_errors(Path("root")):  # a closed pipe
         raise BrokenPipeError
