@@ -444,27 +444,38 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def is_too_long(error: OSError) -> bool:
+    """Return whether a name or path has more bytes than the file system takes."""
+    return error.errno == errno.ENAMETOOLONG
+
+
 @contextmanager
 def writing_into(run: Path) -> Iterator[None]:
     """Convert an OSError from writing into a run folder into an error for users."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"cannot be written: {error}. Give a --ckpt_save_path with write permission", path=run
-        ) from None
+        remedy = "a shorter --ckpt_save_path" if is_too_long(error) else "a --ckpt_save_path with write permission"
+        raise CheckpointError(f"cannot be written: {error}. Give {remedy}", path=run) from None
 
 
 @contextmanager
-def output_errors(root: Path) -> Iterator[None]:
-    """Convert an OSError from writing to --output_path into an error for users."""
+def output_errors(root: Path, flag: str = "--output_path", name_flag: str = "--output_path") -> Iterator[None]:
+    """Convert an OSError from writing to the folder of a flag into an error for users.
+
+    Args:
+        name_flag: flag that makes the names of files and folders in it shorter.
+    """
     try:
         yield
     except BrokenPipeError:  # of stdout, not of a file
         raise
     except OSError as error:
+        remedy = f"Make room, give write permission or give another {flag}"
+        if is_too_long(error):
+            remedy = f"Give a shorter {name_flag}"
         raise DataError(
-            f"cannot be written: {reason_of(error)}. Make room, give write permission or give another --output_path",
+            f"cannot be written: {reason_of(error)}. {remedy}",
             path=error.filename or root,
         ) from error
 

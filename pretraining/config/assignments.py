@@ -67,7 +67,7 @@ NOT_SUPPORTED = {
     r"expert|(^|_)moe(_|$)": "mixtures of experts are",
     r"(^|_)q?lora(_|$)": "LoRA is",
 }
-"""What users look for and do not find, by patterns of its names."""
+"""Features that users look for and do not find, by patterns of their names."""
 _PART_OF_RUN = re.compile(r"(?:lr_)?(warmup|stable|decay)_(?:ratio|frac|fraction|proportion|percent|percentage|pct)")
 _NONE_TEXTS = (None, "", "none", "None", "null")
 

@@ -69,7 +69,8 @@ def help_text(root: type, command: str, purpose: str, width: int | None = None, 
 
 def _settings_about(word: str, settings: Iterable[Setting]) -> list[Setting]:
     """Return the settings with a word in their names or texts, those with it in the name first."""
-    found = [each for each in settings if word in each.name or word.replace("_", " ") in each.help.lower()]
+    text = word.replace("_", " ")
+    found = [each for each in settings if word in each.name or text in each.help.lower().replace("-", " ")]
     return sorted(found, key=lambda each: word not in each.name)
 
 

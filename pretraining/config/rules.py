@@ -162,7 +162,7 @@ INEFFECTIVE = (
         "no weight decay: a tied head counts as the embedding, which does not decay",
     ),
     *(
-        Row({name: is_changed, "eval_only": [False], **NO_EVALUATION_SET}, "there is nothing to evaluate")
+        Row({name: is_changed, **NO_EVALUATION_SET}, "there is nothing to evaluate")
         for name, is_changed in _CHANGED_EVALUATIONS.items()
     ),
     Row({"sample_prompt": is_on, "tokenizer_path": is_off, "data_path": is_off}, NO_EFFECT),

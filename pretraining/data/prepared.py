@@ -13,13 +13,13 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, recorded_entries, recorded_tokenizer_of
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError, DataError
-from pretraining.files import exists, is_file, read_json, read_object
+from pretraining.files import exists, is_file, read_json
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def prepared_token(name: TokenSetting, config: DataConfig, eval_datasets: Iterab
         path = place / MANIFEST_FILE
         try:
             # Only the separator must be known: a damaged file is no reason to stop a run that names its own.
-            recorded = read_json(path)["tokenizer"] if name == "sep_token" else _recorded(place)
+            recorded = read_json(path)["tokenizer"] if name == "sep_token" else recorded_tokenizer_of(place)
             token = recorded["end_of_text"] if name == "sep_token" else recorded.get("begin_of_text")
             if token is not None and (not isinstance(token, int) or token < 0):
                 raise ValueError(f"{token!r} is not a token id")
@@ -150,7 +150,7 @@ def _tokenizers_of_data(config: DataConfig, eval_datasets: Iterable[str]) -> lis
     """Return the tokenizers that encoded the prepared data, by hash, as they are in the roots of the datasets."""
     places_of: dict[str, list[Path]] = {}
     for place in _places(config, eval_datasets):
-        if isinstance(sha256 := _recorded(place).get("sha256"), str):
+        if isinstance(sha256 := recorded_tokenizer_of(place).get("sha256"), str):
             places_of.setdefault(sha256, []).append(place)
     known = []
     for sha256, places in places_of.items():
@@ -177,6 +177,14 @@ def recorded_tokenizer(config: DataConfig) -> str | None:
     return str(Path(path).absolute()) if path is not None and is_beside else path
 
 
+def tokenizer_entries(config: DataConfig) -> int | None:
+    """Return the entries of the tokenizer that encoded the data, else of --tokenizer_path; None if they are unknown."""
+    recorded = [entries for place in _places(config, ()) if (entries := recorded_entries(place)) is not None]
+    if recorded or config.tokenizer_path is None:
+        return max(recorded, default=None)
+    return load_tokenizer(config.tokenizer_path).vocab_size
+
+
 def _places(config: DataConfig, eval_datasets: Iterable[str]) -> list[Path]:
     """Return the folders of datasets that may have a prepare.json, those to train on first."""
     places = [Path(folder).expanduser() for folder in eval_datasets]
@@ -185,8 +193,3 @@ def _places(config: DataConfig, eval_datasets: Iterable[str]) -> list[Path]:
         prepared = (path.parent for path in sorted(root.glob(f"[!.]*/{MANIFEST_FILE}")))
         places = [*([root / name.strip("/") for name in config.datasets] or prepared), *places]
     return [place.parent if is_file(place) else place for place in places]
-
-
-def _recorded(place: Path) -> dict[str, Any]:
-    tokenizer = read_object(place / MANIFEST_FILE).get("tokenizer")
-    return tokenizer if isinstance(tokenizer, dict) else {}

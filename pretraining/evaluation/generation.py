@@ -138,7 +138,10 @@ def read_prompt(config: TrainConfig, is_resumed: bool) -> tuple[Tokenizer, list[
     tokenizer = load_fitting_tokenizer(data.tokenizer_path, rows)
     ends = tuple(each for each in (data.sep, tokenizer.end_of_text) if each is not None)[:1]
     prompt = encode_prompt(tokenizer, config.evaluation.sample_prompt, data.bos, ends)
-    problem = prompt_problem("--sample_prompt", prompt, tokenizer, rows, data.seq_length)
+    source = "--sample_prompt" if config.evaluation.sample_prompt else "the beginning of generated text"
+    problem = prompt_problem(source, prompt, tokenizer, rows, data.seq_length)
+    if problem and max(prompt) >= rows:
+        problem += f": give --vocab_size={max(tokenizer.vocab_size, max(prompt) + 1)} or more, or --sample_tokens=0"
     if problem and not is_resumed:
         raise ConfigError(problem)
     if problem:
@@ -167,7 +170,9 @@ def prompt_problem(
     largest = max(tokens)
     if largest >= rows:
         named = str(largest) if tokenizer is None else tokenizer.named(largest)
-        return f"{source} gives token {named}, and the model has {rows} rows"
+        entries = 0 if tokenizer is None else tokenizer.vocab_size
+        fewer = f", fewer than the tokenizer's {entries} entries" if entries > rows else ""
+        return f"{source} gives token {named}, and the model has {rows} rows{fewer}"
     if len(tokens) > context:
         return f"{source} gives {len(tokens)} tokens, and the model has a context of {context}: give a shorter prompt"
     return None

@@ -93,12 +93,10 @@ class MLflow:
         self._refused: set[str] = set()
         try:
             self._open_run()
-        except exceptions.MlflowException as error:
-            self._raise_if_final(error)  # else the first report tries again and warns
         except ConfigError:
             raise
         except Exception as error:
-            log.debug("MLflow: %s", error)
+            self._raise_if_final(error)  # else the first report tries again and warns
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Send a report; raise a ConnectionError if MLflow fails."""
@@ -153,8 +151,7 @@ class MLflow:
 
     def _raise_if_final(self, error: Exception) -> None:
         """Raise a ConfigError if all reports would fail with an error, too."""
-        code = getattr(error, "error_code", "")
-        if code in FINAL or (self._server is None and "locked" not in str(error)):
+        if getattr(error, "error_code", "") in FINAL or (self._server is None and "locked" not in str(error)):
             place = self._server or self._folder / DATABASE
             raise ConfigError(
                 f"--tracker=mlflow cannot write to {place}: {describe_failure(error)}. Give its user the right, set "

@@ -35,7 +35,7 @@ SEND_SECONDS = 50.0
 
 
 REFUSED = re.compile(r"\b40[13]\b|permission", re.IGNORECASE)
-"""What W&B says if its server refuses the user."""
+"""Words of W&B when its server refuses the user."""
 OWN_VARIABLES = {"project": "WANDB_PROJECT", "run_name": "WANDB_NAME", "run_id": "WANDB_RUN_ID"}
 """Environment variables of W&B's settings."""
 

@@ -182,7 +182,7 @@ def _train(combination: Combination, run: Path, processes: int) -> str | None:
         command = [sys.executable, "-m", *torchrun, *command]
     if (user := _user_of(run)) is not None:
         return user
-    with output_errors(run):
+    with output_errors(run, "--sweep_path", "--sweep_path"):
         run.mkdir(parents=True, exist_ok=True)
         write_atomic(run / ARGUMENTS_FILE, json.dumps({"arguments": combination.arguments}, indent=1) + "\n")
         with (run / OUTPUT_FILE).open("ab") as output, ReceivedSignals().listening(heeded()) as received:
@@ -281,7 +281,7 @@ def _write_csv(combinations: Sequence[Combination], folder: Path, in_use: Mappin
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    with output_errors(folder):
+    with output_errors(folder, "--sweep_path", "--sweep_path"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "sweep.csv", text.getvalue().encode("utf-8", "surrogateescape"))
 

@@ -200,6 +200,7 @@ TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 FAULTS: dict[str, Callable[[], Any]] = {
     "SIGTERM": lambda: in_step(4, lambda: send(TERM)),
     "SIGUSR1": lambda: in_step(4, lambda: send(USR1)),
+    "SIGHUP": lambda: in_step(4, lambda: send(signal.SIGHUP)),
     "in the first step": lambda: in_step(1, lambda: send(TERM)),
     "in an evaluation": lambda: in_evaluation(lambda: send(TERM)),
     "in a wait for data": lambda: in_data_wait(2, lambda: send(TERM)),

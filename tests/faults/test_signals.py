@@ -13,6 +13,7 @@ from training_runs import assert_same_tensors, checkpoints_of, losses_of, metric
 FAULTS = {
     "SIGTERM": 5,
     "SIGUSR1": 5,
+    "SIGHUP": 5,
     "time limit": 3,
     "in the first step": 2,
     "in an evaluation": 3,
@@ -22,7 +23,7 @@ FAULTS = {
     "before training": 0,
     "in the last step but one": 8,  # trained to the end, but not evaluated
 }
-REASONS = {"SIGUSR1": "SIGUSR1", "time limit": "the time limit is near"}
+REASONS = {"SIGUSR1": "SIGUSR1", "SIGHUP": "SIGHUP", "time limit": "the time limit is near"}
 
 
 @pytest.fixture(scope="module")

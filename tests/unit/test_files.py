@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from pretraining import files
-from pretraining.errors import DataError, PathError
+from pretraining.errors import CheckpointError, DataError, PathError
 from pretraining.files import (
     DEEPEST_JSON,
     PAUSES_SECONDS,
@@ -179,5 +179,10 @@ def test_a_system_error_about_the_output_is_an_error_for_users(error: OSError, p
     with pytest.raises(DataError) as refused, output_errors(Path("root")):
         raise error
     assert refused.value.path == Path(path) and refused.value.settings == ("output_path",)
+    root, too_long = Path("root"), Path("x" * 300)
+    with pytest.raises(DataError, match=r"Give a shorter --dataset$"), output_errors(root, name_flag="--dataset"):
+        too_long.touch()
+    with pytest.raises(CheckpointError, match=r"Give a shorter --ckpt_save_path$"), files.writing_into(root):
+        too_long.touch()
     with pytest.raises(BrokenPipeError), output_errors(Path("root")):  # a closed pipe
         raise BrokenPipeError

@@ -14,7 +14,8 @@ FAULTS = {
     ),
     "faults/test_hangs.py": ("a rank or a read hangs",),
     "faults/test_signals.py": (
-        "SIGTERM, SIGUSR1 or a time limit, at any moment",
+        "SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU or a time limit, at any moment",
+        "a signal that is ignored at the start, as SIGHUP under `nohup`",
         "more signals during the save",
     ),
     "faults/test_saving.py": (

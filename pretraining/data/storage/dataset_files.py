@@ -18,13 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any
 
 from pretraining.config.plugins import TOKEN_FORMATS
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.content import time_of_change
 from pretraining.data.storage.token_format import TokenFormat, format_class
 from pretraining.errors import DataError
-from pretraining.files import entries_of, exists, is_file, is_folder, read_json
+from pretraining.files import entries_of, exists, is_file, is_folder, read_json, read_object
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,18 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             path=root,
         )
     return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
+
+
+def recorded_tokenizer_of(dataset: Path) -> dict[str, Any]:
+    """Return what prepare.json says of the tokenizer that encoded a dataset; empty without it."""
+    tokenizer = read_object(dataset / MANIFEST_FILE).get("tokenizer")
+    return tokenizer if isinstance(tokenizer, dict) else {}
+
+
+def recorded_entries(dataset: Path) -> int | None:
+    """Return the number of entries of the tokenizer that encoded a dataset; None if it is unknown."""
+    entries = recorded_tokenizer_of(dataset).get("vocab_size")
+    return entries if isinstance(entries, int) else None
 
 
 def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: Collection[str] = ()) -> str:

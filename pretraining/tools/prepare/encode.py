@@ -177,7 +177,7 @@ def _exit_with(parent: Connection) -> None:
 
 
 def _encode_in_process(unit: Unit, encoding: Encoding, work: WorkFolder, threads: int) -> Counts:
-    with output_errors(work.root):
+    with output_errors(work.root, name_flag="--dataset or --output_path"):
         return encode_unit(unit, encoding, work, threads, lambda counts: None)
 
 

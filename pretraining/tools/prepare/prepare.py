@@ -88,7 +88,7 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
     check_config(config)
     rank, size = (layout.rank, layout.world_size) if layout else (0, 1)
     work = WorkFolder(Path(config.output_path).expanduser(), config.dataset_name)
-    with output_errors(work.root):
+    with output_errors(work.root, name_flag="--dataset or --output_path"):
         found = find_input(config)
         tokenizer = find_tokenizer(config, work.root)
         found = with_template(found, tokenizer)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.command_line import drop_overridden, load_train_config, resolve_config
 from pretraining.config.fields import required, setting, values_of
+from pretraining.config.recipes import load_config, settings_in
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
@@ -187,6 +188,73 @@ def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytes
     assert (config.run.seed, config.checkpoint.ckpt_save_path) == (7, f"{tmp_path}/runs/a")
     assert config.evaluation.eval_datasets == (f"{tmp_path}/b", "c")
     assert config.evaluation.sample_prompt == "~/x"
+
+
+def test_a_variable_in_a_path_is_expanded_once_where_a_user_typed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {
+        "HOME": "/home/me",
+        "BUCKET": "box",
+        "OWN": "$BUCKET",
+        "AT_HOME": "~/x",
+        "HERE": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "$BUCKET").mkdir()
+    (tmp_path / "a.yaml").write_text(
+        "data_path: $BUCKET-1/${BUCKET}\neval_datasets: [$OWN/a, b]\nsample_prompt: $BUCKET\n"
+    )
+    config = load_train_config(
+        ["ckpt_mirror_path=s3://$BUCKET/x", "ckpt_load_path=$AT_HOME"], {"recipe": "$HERE/a.yaml"}
+    )
+    assert (config.data.data_path, config.evaluation.sample_prompt) == ("box-1/box", "$BUCKET")
+    assert config.evaluation.eval_datasets == ("$BUCKET/a", "b")  # not twice
+    assert (config.checkpoint.ckpt_mirror_path, config.checkpoint.ckpt_load_path) == ("s3://box/x", "/home/me/x")
+    literal = ("$BUCKET", "${a:b}/x", "$1/$", "$(BUCKET)")  # it exists; it is no variable
+    assert [load_train_config([f"data_path={each}"]).data.data_path for each in literal] == list(literal)
+    with pytest.raises(ConfigError, match=r"data_path=\$\{NOPE\}/x: the variable NOPE is not set"):
+        load_train_config(["data_path=${NOPE}/x"])
+
+
+def test_a_dollar_in_a_runs_record_is_a_letter(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    path = tmp_path / "config.yaml"
+    path.write_text("data:\n  data_path: /data/$NOPE\ncheckpoint:\n  ckpt_save_path: runs/a\n")
+    assert load_train_config([], {"recipe": str(path)}).data.data_path == "/data/$NOPE"
+    assert load_config(path).data.data_path == settings_in(path.read_text(), "a record").data.data_path == "/data/$NOPE"
+    (tmp_path / "checkpoints").rmdir()  # now it is a recipe
+    with pytest.raises(ConfigError, match="the variable NOPE is not set"):
+        load_train_config([], {"recipe": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("--warmup_ratio=0.03", "write --warmup_steps=3%"),
+        ("--lr_warmup_fraction=0.1", "write --warmup_steps=10%"),
+        ("--decay_percent=20pct", "write --decay_steps=20%"),
+        ("--warmup_ratio=some", "write --warmup_steps=3%"),
+        ("--dropout=0.1", "dropout is not supported"),
+        ("--attn_pdrop=0.1", "dropout is not supported"),
+        ("--label_smoothing=0.1", "label smoothing is not supported"),
+        ("--tensor_parallel_size=2", "tensor parallelism is not supported"),
+        ("--num_experts=8", "mixtures of experts are not supported"),
+        ("--freeze_layers=2", "frozen parameters are not supported"),
+    ],
+)
+def test_names_that_users_look_for_get_the_way_on(argument: str, said: str) -> None:
+    name, _, value = argument.removeprefix("--").partition("=")
+    with pytest.raises(ConfigError) as error:
+        load_train_config([], DUMMY | {name: value})
+    assert str(error.value) == f"--{name} is not known: {said}"
+
+
+@pytest.mark.parametrize(("typed", "name"), [("fp16", "float16"), ("bf16", "bfloat16"), ("BF16", "bfloat16")])
+def test_types_are_understood_as_docs_write_them(typed: str, name: str) -> None:
+    assert load_train_config([], DUMMY | {"mp_dtype": typed}).parallel.mp_dtype == name
+    assert resolve_config(ExportConfig, ["a", "b", f"dtype={'fp32' if typed == 'fp16' else typed}"]).config.dtype
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,13 @@ def test_help_explains_every_flag() -> None:
     assert "\n  DURATION " in text
 
 
+def test_help_of_a_word_lists_settings_with_it_in_name_or_text() -> None:
+    found = help_text(TrainConfig, "pretrain train", "train a model", width=110, topic="clip")
+    assert found.lstrip().startswith("--grad_clip_thresh=X") and "--seed=" not in found
+    names = [line.split("=")[0].strip() for line in help_text(TrainConfig, "t", "", topic="warm-up").splitlines()]
+    assert "--warmup_steps" in names and "--num_steps" not in names
+
+
 def test_an_unknown_group_is_an_error() -> None:
     for root in (TrainConfig, PrepareConfig):
         with pytest.raises(ConfigError) as error:

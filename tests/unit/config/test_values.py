@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Ge, Le, Lt
 
-from pretraining.config.fields import PositiveInt, Units, setting, settings_of
+from pretraining.config.fields import PartOfRun, PositiveInt, Time, Units, setting, settings_of
 from pretraining.config.values import limit_problem, parse_ranges, parse_value
 from pretraining.errors import ConfigError
 from pretraining.progress import Duration
@@ -30,6 +30,9 @@ class Example:
     every: Duration | None = setting(None, "an interval")
     kind: Literal["one", "two_three"] = setting("one", "a kind", aliases={"uno": "one"})
     kinds: tuple[Literal["one", "two_three"], ...] = setting((), "kinds")
+    part: PartOfRun | None = setting(None, "a part of the run")
+    time: Time | None = setting(None, "a time")
+    own_options: tuple[str, ...] = setting((), "key=value")
     names: tuple[str, ...] = setting((), "names")
     shares: tuple[float, ...] = setting((), "shares")
 
@@ -44,6 +47,15 @@ SETTINGS = settings_of(Example)
         ("text", " a=b, c ", " a=b, c "),
         ("path", "none", None),
         ("path", "", None),
+        ("rate", "5%", 0.05),
+        ("ratio", " 12.5% ", 0.125),
+        ("part", "3%", Duration(3, "percent")),
+        ("time", "24:00:00", Duration(86400, "seconds")),
+        ("time", "1-12:30:05", Duration(131405, "seconds")),
+        ("time", "1-02:00", Duration(93600, "seconds")),
+        ("own_options", "betas=(0.9,0.99),on=true,[1]", ("betas=(0.9,0.99)", "on=true", "[1]")),
+        ("own_options", ["betas=(0.9", "0.99)", "x=[1", "2]"], ("betas=(0.9,0.99)", "x=[1,2]")),
+        ("names", "a(1,b)", ("a(1", "b)")),
         ("count", "5_000", 5000),
         ("count", "1e6", 1_000_000),
         ("count", "8.0", 8),
@@ -92,6 +104,12 @@ def test_a_text_parses_to_this_value(name: str, raw: Any, value: object) -> None
         ("on", "maybe", "true or false is needed"),
         ("length", "soon", "'soon' is not a duration"),
         ("length", "2ep", "epochs are not allowed here, give steps or tokens"),
+        *(("part", text, "A part of the run is written 3%") for text in ("0.03", "3e-2", "3percent", "3 pct")),
+        ("part", "1.5percent", "A part of the run is written 1.5%"),
+        ("time", "24:00", "'24:00' is not a duration"),
+        ("time", "1:61:00", "is not a duration"),
+        ("count", "5%", "a whole number is needed"),
+        ("shares", "5%", "a number is needed"),
         ("kind", "on", "not known (did you mean one?), use one of one, two_three"),
         ("kinds", "one,x", "not known"),
         ("names", "a,,b", "an empty item"),

@@ -114,6 +114,24 @@ def test_data_that_cannot_be_trained_on_is_refused(
     assert isinstance(raised.value, ConfigError if named in changes else DataError)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bos_token": 1003}, "bos_token=1003 is not in the vocabulary of 1000 tokens, the rows of the model, and the"),
+        ({}, "is 1001, but the vocabulary is 0 to 999"),
+    ],
+)
+def test_a_model_with_fewer_rows_than_the_tokenizer_of_the_data_has_entries_is_told_how_many_it_needs(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    write_documents(tmp_path / "web/x.arrow", [[1001] * 50] * 9)
+    (tmp_path / "web" / "prepare.json").write_text('{"tokenizer": {"vocab_size": 1024}}')
+    with pytest.raises(PretrainError) as raised:
+        next(loader(config(tmp_path, **changes), vocab_size=1000))
+    assert said in str(raised.value) and "tokenizer" in str(raised.value)
+    assert "1024 entries" in str(raised.value) and "give --vocab_size=1024 or more" in str(raised.value)
+
+
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[3] / "docs/data.md").read_text()
     example = page.split("## Python")[1].split("```python\n")[1].split("```")[0]

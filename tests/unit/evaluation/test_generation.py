@@ -12,7 +12,7 @@ from pretraining.config.command_line import load_train_config
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError
-from pretraining.evaluation.generation import Sampling, TextSampler, draw_tokens, open_sampler
+from pretraining.evaluation.generation import Sampling, TextSampler, draw_tokens, open_sampler, prompt_problem
 
 CPU = torch.device("cpu")
 
@@ -164,6 +164,23 @@ def test_a_sample_stops_at_the_end_of_the_text(tmp_path: Path) -> None:
 
     sampler = sampler_of(tmp_path, "sample_prompt=a", "sep_token=7")
     assert sampler.sample(Ending(vocab_size=512), CPU).text == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "source"), [([], "the beginning of generated text"), (["sample_prompt=a"], "--sample_prompt")]
+)
+def test_a_model_with_fewer_rows_than_the_tokenizer_has_entries_is_told_how_many_it_needs(
+    flags: list[str], source: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        sampler_of(tmp_path, *flags, "bos_token=700")
+    assert str(error.value).startswith(f"{source} gives token ") and "the model has 512 rows" in str(error.value)
+    assert str(error.value).endswith("give --vocab_size=701 or more, or --sample_tokens=0")
+    tokenizer = train_tokenizer(["a few words"], 270)
+    problem = prompt_problem("--prompt", [265], tokenizer, 260, 8)
+    assert problem is not None and problem.endswith(
+        f"the model has 260 rows, fewer than the tokenizer's {tokenizer.vocab_size} entries"
+    )
 
 
 def test_a_prompt_longer_than_the_context_is_refused_and_cut_in_a_resumed_run(

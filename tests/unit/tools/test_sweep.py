@@ -43,6 +43,8 @@ def test_settings_that_are_lists_vary_between_semicolons() -> None:
     assert len({each.name for each in found}) == 2 and all("/" not in each.name for each in found)
     _, found = sweep.read_sweep([*TINY[1:], f"data_path=/data/{'x' * 200}/a;/data/{'x' * 200}/b"], {})
     assert len({each.name for each in found}) == 2 and all(len(each.name) < 200 for each in found)
+    _, found = sweep.read_sweep([*TINY[1:], f"data_path=/data/{'語' * 110};/data/{'語' * 111}"], {})
+    assert len({each.name for each in found}) == 2 and all(200 < len(each.name.encode()) <= 255 for each in found)
 
 
 @pytest.mark.parametrize(
