@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +26,7 @@ from pretraining.config.recipes import RECIPE_SUFFIXES, Recipe, Translator, read
 from pretraining.config.rules import find_problems, resolve_run_folder
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, PretrainError
 from pretraining.files import exists, is_address
 
 T = TypeVar("T")
@@ -111,12 +112,24 @@ def resolve_config(
 
 def _with_places(problem: str, chosen: Mapping[str, Assignment]) -> str:
     """Add to a problem the keys of another system's file that its settings come from."""
-    places = [
-        given.where
-        for name, given in chosen.items()
-        if given.source.startswith(TRANSLATED) and re.search(rf"\b{name}\b", problem)
-    ]
-    return f"{problem} ({'; '.join(dict.fromkeys(places))})" if places else problem
+    places = _places([name for name in chosen if re.search(rf"\b{name}\b", problem)], chosen)
+    return f"{problem} ({places})" if places else problem
+
+
+@contextmanager
+def naming_places(chosen: Mapping[str, Assignment]) -> Iterator[None]:
+    """Add to errors of a `with` block the keys of another system's file that the settings in them come from."""
+    try:
+        yield
+    except PretrainError as error:
+        if places := _places(error.settings, chosen):
+            error.args = (f"{error} ({places})",)
+        raise
+
+
+def _places(names: Collection[str], chosen: Mapping[str, Assignment]) -> str:
+    given = [each.where for name, each in chosen.items() if name in names and each.source.startswith(TRANSLATED)]
+    return "; ".join(dict.fromkeys(given))
 
 
 def read_given(overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None) -> Reader[TrainConfig]:
