@@ -28,6 +28,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
 from pretraining.errors import ConfigError, PretrainError
 from pretraining.files import exists, is_address
+from pretraining.progress import DefaultDuration, Duration
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -102,6 +103,11 @@ def resolve_config(
         problems += [_with_places(problem, reader.chosen) for problem in find_problems(config, reader.unreadable)]
     if config is None or problems:
         raise ConfigError(problems)
+    warmup = reader.chosen.get("warmup_steps")
+    if isinstance(config, TrainConfig) and any(warmup is each for recipe in recipes for each in recipe.defaults):
+        length = config.schedule.warmup_steps or Duration(0, "steps")
+        schedule = replace(config.schedule, warmup_steps=DefaultDuration(length.amount, length.unit))
+        config = replace(config, schedule=schedule)
     for recipe in recipes:
         if recipe.system:
             lines = "\n".join(recipe.table)

@@ -91,7 +91,7 @@ def export(config: ExportConfig) -> None:
 
 
 class _Documents(NamedTuple):
-    """What other programs read beside the weights: config.json, generation_config.json, the tokenizer."""
+    """Documents beside the weights: config.json, generation_config.json and the tokenizer."""
 
     settings: TrainConfig
     config: dict[str, Any]

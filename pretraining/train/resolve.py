@@ -29,6 +29,7 @@ from pretraining.config.variants import (
 )
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists, is_file, is_folder
+from pretraining.progress import DefaultDuration
 
 if TYPE_CHECKING:
     from pretraining.data.prepared import KnownTokenizer, TokenSetting
@@ -135,7 +136,11 @@ def find_run_folder(config: TrainConfig) -> str | None:
     # The settings in a folder are complete: a start fills in what the user leaves open.
     from_start = vars(model) if model.model_variant is None else ("vocab_size",)
     given = values_of(config)
-    left_open = frozenset(name for name in (*FROM_DATA, *from_start) if given[name] in (None, ()))
+    # A start shortens a default warm-up of another system.
+    of_schedule = ("warmup_steps",) if isinstance(config.schedule.warmup_steps, DefaultDuration) else ()
+    left_open = frozenset(of_schedule) | frozenset(
+        name for name in (*FROM_DATA, *from_start) if given[name] in (None, ())
+    )
     return existing_run_path(pattern, replace(config, model=model), left_open) or pattern
 
 
