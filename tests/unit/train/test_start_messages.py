@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from training_runs import VOCABULARY, write_dataset
-from unit.train.whole_runs import checkpoint, start
+from unit.train.whole_runs import checkpoint, refusal, start
 
 from pretraining.cli import main
 
@@ -42,6 +42,15 @@ def test_a_default_warm_up_of_another_system_fits_any_run_and_a_given_one_is_ref
     with pytest.raises(SystemExit) as error:
         main(["train", *flags, f"--ckpt_save_path={tmp_path / 'b'}"])
     assert f"{guide}: warmup_steps: 9999" in str(error.value.__context__)
+
+
+def test_a_refused_start_leaves_no_folder_with_a_timestamp(tmp_path: Path) -> None:
+    refusal(tmp_path / "runs" / "{timestamp}", "warmup_steps=2ep")
+    assert list((tmp_path / "runs").iterdir()) == []
+    refusal(tmp_path / "mine", "warmup_steps=2ep")
+    assert (tmp_path / "mine" / "run_status.json").exists()  # a folder that the user named stays
+    start(tmp_path / "runs" / "{timestamp}", "num_steps=1")
+    assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
 def test_the_factor_of_muons_updates_is_said_by_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
