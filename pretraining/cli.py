@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
-from pretraining.config.command_line import ResolvedConfig, drop_overridden, resolve_config
+from pretraining.config.command_line import ResolvedConfig, drop_overridden, naming_places, resolve_config
 from pretraining.config.fields import values_of
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
@@ -81,12 +81,13 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
             from pretraining.tools.evaluate import evaluate_and_print
 
     requests = make_stop_requests(signals, config.run.time_limit)
-    if config.run.dry_run:
-        dry_run(resolved, layout, requests, threads)
-    elif config.evaluation.eval_only:
-        evaluate_and_print(config, layout, requests)
-    else:
-        train(config, layout, requests, threads, returns=resolved.returns)
+    with naming_places(resolved.chosen):
+        if config.run.dry_run:
+            dry_run(resolved, layout, requests, threads)
+        elif config.evaluation.eval_only:
+            evaluate_and_print(config, layout, requests)
+        else:
+            train(config, layout, requests, threads, returns=resolved.returns)
 
 
 def _check_prepared(resolved: ResolvedConfig[TrainConfig]) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -26,8 +27,9 @@ from pretraining.config.rules import find_problems, resolve_run_folder
 from pretraining.config.run_recipe import continue_run
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import Raw, format_value, split_list
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, PretrainError
 from pretraining.files import exists, is_address, is_folder
+from pretraining.progress import DefaultDuration, Duration
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -109,6 +111,11 @@ def resolve_config(
         problems += [_with_places(problem, reader.chosen) for problem in find_problems(config, reader.unreadable)]
     if config is None or problems:
         raise ConfigError(problems)
+    warmup = reader.chosen.get("warmup_steps")
+    if isinstance(config, TrainConfig) and any(warmup is each for recipe in recipes for each in recipe.defaults):
+        length = config.schedule.warmup_steps or Duration(0, "steps")
+        schedule = replace(config.schedule, warmup_steps=DefaultDuration(length.amount, length.unit))
+        config = replace(config, schedule=schedule)
     for recipe in recipes:
         if recipe.system:
             lines = "\n".join(recipe.table)
@@ -119,12 +126,24 @@ def resolve_config(
 
 def _with_places(problem: str, chosen: Mapping[str, Assignment]) -> str:
     """Add to a problem the keys of another system's file that its settings come from."""
-    places = [
-        given.where
-        for name, given in chosen.items()
-        if given.source.startswith(TRANSLATED) and re.search(rf"\b{name}\b", problem)
-    ]
-    return f"{problem} ({'; '.join(dict.fromkeys(places))})" if places else problem
+    places = _places([name for name in chosen if re.search(rf"\b{name}\b", problem)], chosen)
+    return f"{problem} ({places})" if places else problem
+
+
+@contextmanager
+def naming_places(chosen: Mapping[str, Assignment]) -> Iterator[None]:
+    """Add to errors of a `with` block the keys of another system's file that the settings in them come from."""
+    try:
+        yield
+    except PretrainError as error:
+        if places := _places(error.settings, chosen):
+            error.args = (f"{error} ({places})",)
+        raise
+
+
+def _places(names: Collection[str], chosen: Mapping[str, Assignment]) -> str:
+    given = [each.where for name, each in chosen.items() if name in names and each.source.startswith(TRANSLATED)]
+    return "; ".join(dict.fromkeys(given))
 
 
 def read_given(overrides: Sequence[str], flags: Mapping[str, Any], translate: Translator | None) -> Reader[TrainConfig]:

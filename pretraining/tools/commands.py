@@ -468,7 +468,10 @@ BESIDE_TRAINING = {
     "plan": Command(PlanConfig, "tools.planner:plan", "estimate memory and speed of a run before it is started"),
     "sweep": Command(SweepConfig, "tools.sweep:sweep", "train a grid of values per setting", parses_arguments=True),
     "translate": Command(
-        TranslateConfig, "tools.translate.translate:translate", "turn another system's settings file into a recipe"
+        TranslateConfig,
+        "tools.translate.translate:translate_command",
+        "turn another system's settings file into a recipe",
+        parses_arguments=True,
     ),
     "verify": Command(VerifyConfig, "tools.verify:verify", "check checkpoints or token files completely"),
     "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, disk and links, and report slow ones"),

@@ -91,7 +91,7 @@ def export(config: ExportConfig) -> None:
 
 
 class _Documents(NamedTuple):
-    """What other programs read beside the weights: config.json, generation_config.json, the tokenizer."""
+    """Documents beside the weights: config.json, generation_config.json and the tokenizer."""
 
     settings: TrainConfig
     config: dict[str, Any]
@@ -275,12 +275,25 @@ def _model_card(
     Args:
         origin: license and base_model of the imported model that the run began with, if known.
     """
-    header = [f"{key}: {json.dumps(origin[key])}" for key in ("license", "base_model") if origin.get(key)]
-    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- llama", *header, "---"]
+    shape = shape_of(manifest)
+    family, known = shape.model_family, {key: origin[key] for key in ("license", "base_model") if origin.get(key)}
+    header = [f"{key}: {json.dumps(value)}" for key, value in known.items()]
+    head = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        f"- {family}",
+        *header,
+        "---",
+    ]
+    kind = "A Llama" if family == "llama" else f"A model of the family {family}"
+    of_origin = {key.replace("_", " "): str(value) for key, value in known.items()}
     parts = [
         "\n".join(head),
         f"# {_escape(name)}",
-        f"A Llama with {parameter_count(shape_of(manifest)):,} parameters in {dtype}.",
+        f"{kind} with {parameter_count(shape):,} parameters in {dtype}.",
+        *[_markdown_list(of_origin)] * bool(of_origin),
     ]
     if manifest.data:
         parts += ["## Training", _markdown_list(_training_items(manifest, settings))]

@@ -32,6 +32,7 @@ from pretraining.config.variants import (
 )
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import exists, is_file, is_folder
+from pretraining.progress import DefaultDuration
 from pretraining.train.run_status import original_of
 
 if TYPE_CHECKING:
@@ -168,7 +169,11 @@ def find_run_folder(config: TrainConfig) -> str | None:
     # The settings in a folder are complete: a start fills in what the user leaves open.
     from_start = vars(model) if model.model_variant is None else ("vocab_size",)
     given = values_of(config)
-    left_open = frozenset(name for name in (*FROM_DATA, *from_start) if given[name] in (None, ()))
+    # A start shortens a default warm-up of another system.
+    of_schedule = ("warmup_steps",) if isinstance(config.schedule.warmup_steps, DefaultDuration) else ()
+    left_open = frozenset(of_schedule) | frozenset(
+        name for name in (*FROM_DATA, *from_start) if given[name] in (None, ())
+    )
     return existing_run_path(pattern, replace(config, model=model), left_open) or pattern
 
 

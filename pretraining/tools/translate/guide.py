@@ -123,7 +123,7 @@ def _feed_forward(translation: Translation, key: str) -> None:
     """Set the feed-forward width; 4 x d_model is for two matrices, and a Llama has three."""
     width, given = translation.count("d_model", "hidden_size"), translation.count(key)
     if width and given == 4 * width and translation.word("activation") != "swiglu":
-        remark = "8/3 of d_model in multiples of 256: three matrices with the parameters of two of 4 x d_model"
+        remark = f"8/3 of d_model in multiples of 256: {rules.describe_gated(width, 256)}"
         translation.set(key, remark, intermediate_size=rules.gated_width(width, 256))
     else:
         translation.set(key, intermediate_size=given)

@@ -184,6 +184,12 @@ def gated_width(width: Fraction | int, multiple: int) -> int:
     return -int(-8 * width // (3 * multiple)) * multiple
 
 
+def describe_gated(width: int, multiple: int) -> str:
+    """Return how many parameters a gated feed-forward layer has in place of two matrices of 4 x `width`."""
+    ours, theirs = 3 * gated_width(width, multiple), 2 * 4 * width
+    return f"three matrices with {ours * width:,} parameters for two of 4 x {width} with {theirs * width:,}"
+
+
 def decimal(number: Fraction) -> str:
     """Return a fraction as a decimal number, as short as a float's."""
     return str(number.numerator) if number.denominator == 1 else repr(float(number))

@@ -158,13 +158,12 @@ def _checkpoint_interval(translation: Translation, key: str) -> None:
 
 
 def _width(translation: Translation, key: str) -> None:
-    translation.set(
-        key,
-        "a Llama: RMSNorm, SwiGLU with the parameters of 4 x n_embd, rotary positions; the head is tied as there",
-        hidden_size=translation.text(key),
-        intermediate_size=rules.gated_width(translation.count(key) or 1, 64),
-        tie_word_embeddings="true",
+    width = translation.count(key) or 1
+    remark = (
+        f"a Llama: RMSNorm, SwiGLU ({rules.describe_gated(width, 64)}), rotary positions; the head is tied as there"
     )
+    settings = {"hidden_size": translation.text(key), "intermediate_size": rules.gated_width(width, 64)}
+    translation.set(key, remark, **settings, tie_word_embeddings="true")
 
 
 def _dataset(translation: Translation, key: str) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pretraining.config.assignments import TRANSLATED, Assignment, Reader, setting_named
+from pretraining.config.command_line import is_bare_path, read_arguments, resolve_config
 from pretraining.config.fields import settings_of
 from pretraining.config.recipes import FOREIGN_SUFFIXES, Recipe, is_of_ours
 from pretraining.config.training import TrainConfig
@@ -96,7 +97,7 @@ def _hints(values: Mapping[str, str | None], name: str, is_ours: bool) -> dict[s
         keys = [key for key, found in owners.items() if found[0] == kind]
         given = {system.name_of(key): Given(key, values[key], name) for key in keys}
         translation = Translation(given, {}, ())
-        translation.add_defaults(system.defaults(translation))
+        translation.add_defaults(system.defaults(translation), f"{kind} for {name}")
         translation.apply_rules(system.combine, system.rules)
         for key, each in given.items():
             made = [f"{name}={text}" for name, (text, source) in translation.settings.items() if source is each]
@@ -190,7 +191,7 @@ def _translate(
     translation = Translation(given, flags, accepts)
     translation.problems += problems
     if path is not None or len(used) + ("optimizer" in flags) > 1:  # one word alone is an alias
-        translation.add_defaults(system.defaults(translation))
+        translation.add_defaults(system.defaults(translation), f"{kind} for {name}")
     translation.apply_rules(system.combine, system.rules)
     translation.finish()
     return translation, used
@@ -202,8 +203,31 @@ def _text_of(raw: Raw) -> str | None:
     return None if text is None or text.strip().lower() in ("null", "none") else text
 
 
-def translate(config: TranslateConfig) -> None:
+def translate_command(overrides: Sequence[str], flags: Mapping[str, Any]) -> None:
+    """Translate a file with the arguments that `pretrain train` takes beside it; raises as `translate`."""
+    own: Reader[TranslateConfig] = Reader(TranslateConfig)
+
+    def is_own(word: str) -> bool:
+        name = word.partition("=")[0].lstrip("-")
+        return is_bare_path(word) or own.find(Assignment(name, "", where=word, flag=word)) is not None
+
+    words = [word for word in overrides if is_own(word)]
+    given = {name: value for name, value in flags.items() if is_own(f"{name}=")}
+    rest, problems = read_arguments(
+        [word for word in overrides if word not in words],
+        {name: value for name, value in flags.items() if name not in given},
+        reads_recipes=False,
+    )
+    if problems:
+        raise ConfigError(problems)
+    translate(resolve_config(TranslateConfig, words, given).config, rest)
+
+
+def translate(config: TranslateConfig, arguments: Sequence[Assignment] = ()) -> None:
     """Print a table with a line per key, then print or write the recipe.
+
+    Args:
+        arguments: settings of the other system or of this project that win over the file.
 
     Raises:
         ConfigError: the file belongs to no known system or cannot be translated, or the recipe's name is not YAML.
@@ -217,17 +241,19 @@ def translate(config: TranslateConfig) -> None:
     if config.kind is None and is_of_ours(read_tree(path)):
         raise ConfigError(f"{name} is already a recipe of this project: train with --recipe={name}")
     accepts = [accepted for accepted in (ACCEPT_LLAMA, ACCEPT_UNKNOWN) if getattr(config, accepted)]
-    recipe = translate_recipe(path, name, {}, accepts, config.kind)
+    recipe = translate_recipe(path, name, {given.name: given.raw for given in arguments}, accepts, config.kind)
     if recipe is None:
         raise _unknown_system(name)
     if recipe.hints:
         raise ConfigError([f"{name}: {key} is not known: {hint}" for key, hint in recipe.hints.items()])
-    reader = Reader(TrainConfig)
-    reader.read([*recipe.defaults, *recipe.assignments])
+    on_top = [*recipe.from_arguments, *(given for given in arguments if given.name not in recipe.used)]
+    reader = Reader(TrainConfig, recipe.names)
+    for source in (recipe.defaults, recipe.assignments, on_top):
+        reader.read(source)
     if reader.problems:
         raise ConfigError(reader.problems)
     print_text("\n".join([f"{name}: {SYSTEMS[recipe.system].title}\n", *recipe.table]))
-    text = recipe_text(recipe)
+    text = recipe_text(recipe, on_top)
     if config.output_path is None:
         print_text(f"\n{text}", end="")
         return
@@ -245,9 +271,10 @@ def _unknown_system(name: str) -> ConfigError:
     return ConfigError("\n".join([f"{name} belongs to no known system. Known are:", *known]))
 
 
-def recipe_text(recipe: Recipe) -> str:
-    """Return a recipe by sections, under its table."""
+def recipe_text(recipe: Recipe, on_top: Sequence[Assignment] = ()) -> str:
+    """Return a recipe by sections, under its table; settings `on_top` win."""
     values = {given.name: str(given.raw) for given in (*recipe.defaults, *recipe.assignments)}
+    values |= {setting_named(given.name) or given.name: _text_of(given.raw) or "null" for given in on_top}
     title = f"{FIRST_WORDS}{recipe.name} ({SYSTEMS[recipe.system].title}):"
     lines = [title, *(f"#{line}" for line in recipe.table)]
     section = None

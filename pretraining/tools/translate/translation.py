@@ -49,7 +49,7 @@ class Given:
     Attributes:
         key: dotted key, as written.
         text: None for null.
-        source: name of the file.
+        source: name of the file; of a default, the system and the file.
         level: DEFAULT, FILE or ARGUMENT.
     """
 
@@ -71,6 +71,8 @@ class Given:
     @property
     def quote(self) -> str:
         """Place and value, for messages."""
+        if self.level == DEFAULT:
+            return f"{self.key}={self.display} is the default of {self.source}"
         return f"{self.place}{'=' if self.level == ARGUMENT else ': '}{self.display}"
 
 
@@ -140,9 +142,9 @@ class Translation:
             raise ConfigError(f"{place}: must be a whole number, at least {smallest}")
         return None if number is None else int(number)
 
-    def add_defaults(self, defaults: Mapping[str, str]) -> None:
-        """Add the other system's defaults for keys that are not given."""
-        self.values |= {key: Given(key, text, "", DEFAULT) for key, text in defaults.items() if key not in self}
+    def add_defaults(self, defaults: Mapping[str, str], source: str) -> None:
+        """Add the other system's defaults for keys that are not given; `source` names the system and the file."""
+        self.values |= {key: Given(key, text, source, DEFAULT) for key, text in defaults.items() if key not in self}
 
     def set(self, key: str, remark: str = "", **settings: object) -> None:
         """Record the settings that a key becomes; None is no value."""

@@ -34,7 +34,7 @@ from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.launch.machine import MachineMemory
-from pretraining.model.hf import parameter_shapes
+from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
 from pretraining.model.llama import Llama
 from pretraining.tools.commands import ExportConfig
 from pretraining.tools.export import export
@@ -192,7 +192,20 @@ def test_the_model_card_names_settings_data_and_losses(tmp_path: Path) -> None:
     write_sharded(tmp_path / "imported/checkpoints/step_0_ckp", weights, manifest_of(PLAIN, 0, data={}))
     run_export(tmp_path, ckpt_load_path=str(tmp_path / "imported"))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "A Llama with" in card and "## Training" not in card and "## Data" not in card
+    assert "A Llama with" in card and "license" not in card
+    assert "## Training" not in card and "## Data" not in card
+
+
+def test_the_model_card_says_family_base_model_and_license(tmp_path: Path) -> None:
+    shape = replace(PLAIN, qk_norm="head", model_family="qwen3")
+    run = tmp_path / "run/checkpoints/step_0_ckp"
+    weights = {name: tensor for name, tensor in tensors_of(shape).items() if not name.startswith("optimizer.")}
+    write_sharded(run, weights, manifest_of(shape, 0, data={}))
+    (run / ORIGIN_FILE).write_text(json.dumps({"license": "apache-2.0", "base_model": "some/base"}))
+    run_export(tmp_path)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- qwen3\n" in card and "A model of the family qwen3 with" in card
+    assert "- license: apache-2.0\n- base model: some/base\n" in card
 
 
 def test_a_tokenizer_that_is_gone_is_warned_of_and_one_that_is_named_must_be_there_and_fit(

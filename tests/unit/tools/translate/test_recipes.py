@@ -11,6 +11,7 @@ import pytest
 from golden.make_translations import FOLDER, PAIRS
 
 from pretraining.api import Trainer
+from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, DataError
@@ -154,6 +155,18 @@ def test_one_key_of_a_system_is_no_file_of_that_system(tmp_path: Path) -> None:
     defaults.write_text("defaults: [train]\n")  # a composed file may name its parts alone
     (tmp_path / "train.yaml").write_text("max_steps: 5\n")
     assert load([str(defaults)], {"use_dummy_dataset": "true"}).run.num_steps.amount == 5
+
+
+def test_arguments_beside_a_file_are_translated_too(tmp_path: Path) -> None:
+    output = tmp_path / "mine.yaml"
+    words = ["guide.json", "training.batch_size=4", "--max_steps=2000", "--learning_rate=3e-3", "--ckpt_save_path=mine"]
+    main(["translate", *words, f"--output_path={output}"])
+    text = output.read_text()
+    for line in ("batch_size: 4", "num_steps: 2000", "learning_rate: 3e-3", "ckpt_save_path: mine"):
+        assert f"  {line}\n" in text
+    for wrong in ("--max_stps=2000", "more.json"):
+        with pytest.raises(SystemExit):
+            main(["translate", "guide.json", wrong])
 
 
 def test_each_golden_file_is_recognised() -> None:
