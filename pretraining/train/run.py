@@ -21,9 +21,10 @@ import torch
 
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.mirror import list_copies
-from pretraining.checkpoint.run_path import RUN_CONFIG_FILE, make_run_path
+from pretraining.checkpoint.run_path import make_run_path
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import build, settings_of, values_of
+from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.config.rules import ineffective_settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
