@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -226,11 +228,12 @@ def _exit_with(error: PretrainError) -> NoReturn:
     """Exit with an error, and print the error unless another process does."""
     if isinstance(error, Preempted) and error.is_out_of_time:
         mark_time_limit()
-    if error.rank is not None:
-        print_text(f"error: rank {error.rank}: {error}", file=sys.stderr, flush=True)
-    elif _prints_errors(for_all_nodes=error.is_everywhere):
-        prefix = "" if isinstance(error, Preempted) else "error: "
-        print_text(f"{prefix}{error}", file=sys.stderr, flush=True)
+    if error.rank is not None or _prints_errors(for_all_nodes=error.is_everywhere):
+        kind = "" if isinstance(error, Preempted) else "error: "
+        text = f"error: rank {error.rank}: {error}" if error.rank is not None else f"{kind}{error}"
+        print_text(text, file=sys.stderr, flush=True)
+        if not isinstance(error, LostPeerError):
+            _record_for_torchrun(text, is_of_one_rank=error.rank is not None)
     else:
         time.sleep(HEAD_START)
     layout = _layout()
@@ -238,6 +241,17 @@ def _exit_with(error: PretrainError) -> NoReturn:
         sys.stdout.flush()
         os._exit(error.exit_code)  # a normal exit could wait for processes that are busy or dead
     sys.exit(error.exit_code)
+
+
+def _record_for_torchrun(text: str, *, is_of_one_rank: bool) -> None:
+    """Write an error to the file whose text torchrun shows in its table of failures, if torchrun started this process.
+
+    Other ranks print lines after the error of one rank, so scripts/torchrun.py repeats it.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": text, "timestamp": int(time.time()), "repeated": is_of_one_rank}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(content))
 
 
 def _prints_errors(for_all_nodes: bool) -> bool:

@@ -3,7 +3,8 @@
 The arguments are those of torchrun. On a worker's failure, plain torchrun prints its own traceback and a table, and
 exits with 1; these hide the error of the worker. This script does the following instead:
 
-- A worker exits with an error code: the worker printed its error, so the job exits with the same code and adds nothing.
+- A worker exits with an error code: the worker printed its error, so the job exits with the same code. An error of one
+  rank is repeated as the last line, since the other ranks print lines after it.
 - A signal kills a worker: one line names signal, rank and machine; exit code 128 + number.
 - SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU arrives: the workers receive it and have unlimited time to save. Repeated
   signals are ignored. The exit code is that of the workers: 75 if the run is saved and can be resumed.
@@ -163,6 +164,8 @@ def run(arguments: list[str]) -> int:
         except ChildFailedError as error:
             rank, failure = first_failure(error)
             if failure.exitcode > 0:
+                if failure.error_file_data.get("repeated"):  # other ranks have printed lines after this error
+                    print(failure.message, file=sys.stderr)
                 return failure.exitcode
             worker = f"error: rank {rank} (local rank {failure.local_rank}) on {socket.gethostname()}"
             print(f"{worker} was killed by signal {-failure.exitcode} ({failure.signal_name()})", file=sys.stderr)

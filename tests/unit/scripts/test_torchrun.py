@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,6 +13,9 @@ from helpers import ROOT
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from pretraining.cli import _exit_with
+from pretraining.errors import DataError
 
 SHARES_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -81,6 +85,28 @@ def test_the_first_failure_decides_the_exit_code_of_the_job(
     torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, workers: list[tuple[int, int]], code: int
 ) -> None:
     assert run(torchrun, monkeypatch, failed(*workers)) == code
+
+
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_the_error_of_one_rank_is_the_last_line(
+    is_repeated: bool,
+    torchrun: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a worker leaves it for torchrun, whose table has the same text."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    error = DataError("is damaged", path="x.arrow")
+    error.rank = 1 if is_repeated else None
+    with pytest.raises(SystemExit):
+        _exit_with(error)
+    text = "error: rank 1: x.arrow: is damaged" if is_repeated else "error: x.arrow: is damaged"
+    assert capsys.readouterr().err == f"{text}\n"
+    failure = ProcessFailure(local_rank=1, pid=100, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert failure.message == text and failure.timestamp > 1_700_000_000
+    assert run(torchrun, monkeypatch, ChildFailedError("main_training.py", {5: failure})) == 1
+    assert capsys.readouterr().err == (f"{text}\n" if is_repeated else "")
 
 
 @pytest.mark.parametrize(
