@@ -51,6 +51,7 @@ class TwoMachines:
         self._branches: Branches = ()
         self._number = 0
         self._is_copied = True
+        self._has_rolled_back = False
         self.branch: list[tuple[int, float]] = []
         self.trains = ""
 
@@ -75,7 +76,7 @@ class TwoMachines:
             assert self.branch == [] or before_step is not None
             self.branch = []
         self._train_from(config, found, before_step)
-        self.trains, self._is_copied = machine, True
+        self.trains, self._is_copied, self._has_rolled_back = machine, True, before_step is not None
         self._check(machine)
 
     def _train_from(self, config: CheckpointConfig, found: CheckpointRef | None, before_step: int | None) -> None:
@@ -165,9 +166,10 @@ class TwoMachines:
             assert _facts(manifest.step, manifest.evaluation_loss) in self.branch
         best = config.folder / "checkpoints" / "best"
         if machine == self.trains and self._mirror is not None and self._is_copied and own:
-            assert checkpoint_at(best.resolve()).evaluation_loss == min(
-                each.checkpoint.evaluation_loss for each in own if each.checkpoint.evaluation_loss is not None
-            )
+            # A real rollback saves its target with the same loss; here it gets another one, after the best was fetched.
+            usable = [each.checkpoint for each in own if each.is_here or not self._has_rolled_back]
+            losses = [each.evaluation_loss for each in usable if each.evaluation_loss is not None]
+            assert checkpoint_at(best.resolve()).evaluation_loss == min(losses)
 
     def _config(self, machine: str) -> CheckpointConfig:
         mirror = f"file://{self._root / 'store'}"
