@@ -14,13 +14,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
@@ -28,7 +26,6 @@ from pretraining.data.storage.index import BLOCK_DOCUMENTS, Index
 from pretraining.data.storage.masks import describe_masks, rows_of
 from pretraining.data.storage.megatron import MegatronFormat
 from pretraining.data.storage.token_format import contiguous_bytes, width_problem
-from pretraining.errors import DataError
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -121,11 +118,10 @@ def _warn_about_masks(files: DatasetFiles, config: DataConfig) -> None:
     if files.file_type not in ("arrow", "arrow_stream"):
         return
     for number in np.unique(np.linspace(0, len(files.paths) - 1, _SAMPLED_FILES, dtype=np.int64)).tolist():
-        with suppress(DataError, pa.ArrowException):  # training names the file when it reads it
-            found = describe_masks(islice(rows_of(files.path(number)), 1), config.col_name, config.strip_tokens)
-            if found is not None:
-                log.warning("%s: %s", files.path(number), found)
-                return
+        found = describe_masks(islice(rows_of(files.path(number)), 1), config.col_name, config.strip_tokens)
+        if found is not None:
+            log.warning("%s: %s", files.path(number), found)
+            return
 
 
 class _Beginning:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 
 from pretraining.data.storage.arrow import MAGIC
 from pretraining.data.storage.token_format import read_bytes
+from pretraining.errors import DataError
 
 MASKS = {
     **dict.fromkeys(("attention_mask", "loss_mask", "assistant_masks", "completion_mask"), 0),
@@ -42,14 +44,16 @@ def describe_masks(batches: Iterable[pa.RecordBatch], column: str, strip_tokens:
     """
     masked: Counter[str] = Counter()
     tokens, total = defaultdict[str, set[int]](set), 0
-    for batch in batches:
-        ids = _values(batch, column)
-        total += 0 if ids is None else len(ids)
-        for name, value in MASKS.items():
-            mask = _values(batch, name)
-            if name != column and ids is not None and mask is not None and len(mask) == len(ids):
-                masked[name] += int((mask == value).sum())
-                tokens[name] |= {*np.unique(ids[mask == value])[: _MOST_PADDINGS + 1].tolist()}
+    damage = (pa.ArrowException, DataError, OSError, ValueError, MemoryError, SystemError)
+    with suppress(*damage):  # which the reader of the tokens names
+        for batch in batches:
+            ids = _values(batch, column)
+            total += 0 if ids is None else len(ids)
+            for name, value in MASKS.items():
+                mask = _values(batch, name)
+                if name != column and ids is not None and mask is not None and len(mask) == len(ids):
+                    masked[name] += int((mask == value).sum())
+                    tokens[name] |= {*np.unique(ids[mask == value])[: _MOST_PADDINGS + 1].tolist()}
     name, count = max(masked.items(), key=lambda each: each[1], default=("", 0))
     if not count or tokens[name] <= {*strip_tokens}:
         return None
@@ -66,7 +70,10 @@ def describe_masks(batches: Iterable[pa.RecordBatch], column: str, strip_tokens:
 def _values(batch: pa.RecordBatch, name: str) -> np.ndarray | None:
     """Return the numbers in a column of lists; None if it holds something else."""
     column = batch.column(name) if batch.schema.names.count(name) == 1 else None
-    values = column.flatten() if column is not None and pa.types.is_nested(column.type) else None
+    if column is None or not pa.types.is_nested(column.type):
+        return None
+    column.validate(full=True)  # pyarrow may end the process on damaged lists
+    values = column.flatten()
     if isinstance(values, pa.Array) and (pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)):
         return np.asarray(pc.fill_null(pc.cast(values, pa.int64(), safe=False), 0).to_numpy(False))
     return None
