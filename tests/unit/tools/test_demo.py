@@ -41,7 +41,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The configurations of the runs that are trained."""
     configs: list[TrainConfig] = []
-    monkeypatch.setattr("pretraining.train.run.train", lambda config, *_: configs.append(config))
+    monkeypatch.setattr("pretraining.train.run.train", lambda config, *_, **options: configs.append(config))
     return configs
 
 

@@ -75,6 +75,12 @@ def test_a_run_of_an_earlier_version_begins_its_branches_at_its_next_save(tmp_pa
     assert Manifest.parse(manifest_of(tmp_path, 2), "").branches == ()
 
 
+def exchange_disks(root: Path) -> None:
+    """Put the folder `old` in the place of `run`, as on another machine, and name that one `first`."""
+    (root / "run").rename(root / "first")
+    (root / "old").rename(root / "run")
+
+
 def test_row_63_an_old_disk_does_not_bring_back_what_the_stores_retention_has_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,8 +95,9 @@ def test_row_63_an_old_disk_does_not_bring_back_what_the_stores_retention_has_re
     start(tmp_path / "run", *flags, "run_steps=1")  # step 7
     start(tmp_path / "run", *flags, "resume_from_checkpoint=7", "run_steps=1")  # step 8, without a record of step 9
     assert not list((tmp_path / "store").rglob("set_aside.json"))
-    start(tmp_path / "old", *flags, "run_steps=2", "learning_rate=2e-3")
-    assert started_at(tmp_path / "old") == 8
+    exchange_disks(tmp_path)
+    start(tmp_path / "run", *flags, "run_steps=2", "learning_rate=2e-3")
+    assert started_at(tmp_path / "run") == 8
     assert [path.parent.name[:10] for path in tmp_path.rglob("step_9_ckp")] == ["set_aside_"]
 
 
@@ -111,9 +118,10 @@ def test_a_copy_that_another_machine_makes_during_a_start_is_not_set_aside(
         return found
 
     monkeypatch.setattr(run_module, "list_copies", list_and_commit)
-    start(tmp_path / "old", *flags, "run_steps=2")
-    assert "step_4_ckp" in caplog.text and checkpoints_of(tmp_path / "old") >= {"step_4_ckp", "step_6_ckp"}
-    assert equal(checkpoint(tmp_path / "old", 4), checkpoint(tmp_path / "run", 4))
+    exchange_disks(tmp_path)
+    start(tmp_path / "run", *flags, "run_steps=2")
+    assert "step_4_ckp" in caplog.text and checkpoints_of(tmp_path / "run") >= {"step_4_ckp", "step_6_ckp"}
+    assert equal(checkpoint(tmp_path / "run", 4), checkpoint(tmp_path / "first", 4))
     assert not list((tmp_path / "store").rglob("set_aside.json"))
 
 
