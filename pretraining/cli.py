@@ -232,7 +232,7 @@ def _exit_with(error: PretrainError) -> NoReturn:
         kind = "" if isinstance(error, Preempted) else "error: "
         text = f"error: rank {error.rank}: {error}" if error.rank is not None else f"{kind}{error}"
         print_text(text, file=sys.stderr, flush=True)
-        if not isinstance(error, LostPeerError):
+        if error.exit_code == FAILED and not isinstance(error, LostPeerError):
             _record_for_torchrun(text, is_of_one_rank=error.rank is not None)
     else:
         time.sleep(HEAD_START)
@@ -249,7 +249,8 @@ def _record_for_torchrun(text: str, *, is_of_one_rank: bool) -> None:
     Other ranks print lines after the error of one rank, so scripts/torchrun.py repeats it.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        content = {"message": text, "timestamp": int(time.time()), "repeated": is_of_one_rank}
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}  # as torch's `record` writes it
+        content = {"message": message, "repeated": is_of_one_rank}
         with suppress(OSError):
             Path(path).write_text(json.dumps(content))
 

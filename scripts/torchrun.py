@@ -50,9 +50,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import main  # noqa: E402
 
 # Warnings and errors that torchrun logs for normal ends of a job, and its banner about OMP_NUM_THREADS.
-LOGS = ("run", "elastic.multiprocessing.api", "elastic.agent.server.api")
+LOGS = (
+    *("run", "elastic.multiprocessing.api", "elastic.agent.server.api"),
+    "elastic.multiprocessing.errors.error_handler",
+)
 EXPECTED = re.compile(
     r"failed \(exitcode|(Sending|Closing) process|Received .* death signal|\W*Setting OMP_NUM_THR"
+    r"|no error file defined for parent"
     r"|Failed to register signal handler"  # for no signal, if SIGQUIT is ignored
 )
 UNTIL_KILLED = 10**9  # seconds
@@ -136,6 +140,10 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     it is the cause among failures in the same second. The others are workers that lost their peer, or that torchrun
     stopped with SIGTERM.
     """
+    latest = max(each.timestamp for each in error.failures.values())
+    for each in error.failures.values():
+        if "repeated" in each.error_file_data:  # its time is that of the worker, not of the poll
+            each.timestamp = latest
     first_rank, first = error.get_first_failure()
     together = [(rank, each) for rank, each in error.failures.items() if each.timestamp == first.timestamp]
     killed = [(rank, each) for rank, each in together if each.exitcode == -signal.SIGKILL]
@@ -165,7 +173,7 @@ def run(arguments: list[str]) -> int:
             rank, failure = first_failure(error)
             if failure.exitcode > 0:
                 if failure.error_file_data.get("repeated"):  # other ranks have printed lines after this error
-                    print(failure.message, file=sys.stderr)
+                    print(failure.error_file_data["message"]["message"], file=sys.stderr)
                 return failure.exitcode
             worker = f"error: rank {rank} (local rank {failure.local_rank}) on {socket.gethostname()}"
             print(f"{worker} was killed by signal {-failure.exitcode} ({failure.signal_name()})", file=sys.stderr)

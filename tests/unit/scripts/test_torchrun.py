@@ -104,7 +104,7 @@ def test_the_error_of_one_rank_is_the_last_line(
     text = "error: rank 1: x.arrow: is damaged" if is_repeated else "error: x.arrow: is damaged"
     assert capsys.readouterr().err == f"{text}\n"
     failure = ProcessFailure(local_rank=1, pid=100, exitcode=1, error_file=str(tmp_path / "error.json"))
-    assert failure.message == text and failure.timestamp > 1_700_000_000
+    assert text in str(failure.message) and failure.timestamp > 1_700_000_000
     assert run(torchrun, monkeypatch, ChildFailedError("main_training.py", {5: failure})) == 1
     assert capsys.readouterr().err == (f"{text}\n" if is_repeated else "")
 
