@@ -83,7 +83,6 @@ class Trainer:
         name_block(config.model.block)
         self.config = config
         self._run_path: str | None = None  # of the last run of this Trainer
-        self._returns = True  # as in `train`
 
     @classmethod
     def from_recipe(cls, *recipes: str | Path, **settings: Any) -> Self:
@@ -99,9 +98,7 @@ class Trainer:
         if recipes:
             flags["recipe"] = [str(recipe) for recipe in recipes]
         resolved = resolve_config(TrainConfig, (), flags, translate=translate_when_needed, continues_runs=True)
-        trainer = cls(resolved.config)
-        trainer._returns = resolved.returns
-        return trainer
+        return cls(resolved.config)
 
     def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[Tensor, Tensor]]:
         """Override this to report user-defined metrics, as `custom/<name>` in training, and in evaluations.
@@ -142,15 +139,7 @@ class Trainer:
 
             is_interrupted = False
             try:
-                result = train(
-                    self.config,
-                    layout,
-                    requests,
-                    threads,
-                    hook=self._hook(),
-                    is_embedded=True,
-                    returns=self._returns,
-                )
+                result = train(self.config, layout, requests, threads, hook=self._hook(), is_embedded=True)
             except Preempted as stop:
                 if stop.result is None:
                     raise

@@ -89,7 +89,7 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         elif config.evaluation.eval_only:
             evaluate_and_print(config, layout, requests)
         else:
-            train(config, layout, requests, threads, returns=resolved.returns)
+            train(config, layout, requests, threads)
 
 
 def _check_prepared(resolved: ResolvedConfig[TrainConfig]) -> None:

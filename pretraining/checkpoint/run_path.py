@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints
+from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.config.fields import settings_of, values_of
-from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, load_config
+from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, load_config, settings_in
 from pretraining.config.run_recipe import comment_of_start
+from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import absolute_if_local, is_folder, real_path, write_atomic, writing_into
@@ -110,10 +111,12 @@ def _is_finished(folder: Path) -> bool:
     return False
 
 
-def make_run_folder(run: Path) -> None:
-    """Make the run's folder if it does not exist; raise a CheckpointError if it cannot be written."""
-    with writing_into(run):
-        (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+def last_settings(run: Path) -> TrainConfig | None:
+    """Return the settings of the last accepted start of the run in a folder; None if they are unknown."""
+    try:
+        return settings_in(read_text(run / RUN_CONFIG_FILE, RUN_CONFIG_FILE), RUN_CONFIG_FILE)
+    except ConfigError:
+        return None
 
 
 def write_config(config: TrainConfig) -> None:

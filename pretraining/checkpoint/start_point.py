@@ -34,12 +34,13 @@ from pretraining.checkpoint.run_folder import (
     is_committed,
     run_of,
 )
+from pretraining.checkpoint.run_path import last_settings
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import exists, from_hub, is_address, is_folder, real_path
 from pretraining.model.hf import MODEL_FILES
-from pretraining.text import count_of, list_some
+from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +104,6 @@ def find_start(
     damaged: Mapping[str, str] = MappingProxyType({}),
     before_step: int | None = None,
     copies: Copies = NO_COPIES,
-    *,
-    returns: bool = True,
 ) -> CheckpointRef | None:
     """Find the checkpoint to start from; None for a new run. Call it in one process of a job.
 
@@ -114,8 +113,6 @@ def find_start(
         damaged: faults of checkpoints that are known to be damaged, by `CheckpointRef.source`.
         before_step: for a rollback: only checkpoints before this step count; None = no rollback.
         copies: checkpoints in the run's mirror.
-        returns: whether `resume_from_checkpoint` asks to go back; False = an earlier start of the run has done so, and
-            the request only tells where a run without checkpoints begins.
 
     Raises:
         CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` refuses the start.
@@ -132,7 +129,7 @@ def find_start(
     if not own:
         start = _start_of_new_run(config, damaged)
     elif before_step is None:
-        start = _own_start(config if returns else replace(config, resume_from_checkpoint=None), own, damaged)
+        start = _own_start(config, own, damaged)
     else:
         start = _newest_good(own, damaged, SAVE_PATH, run)
     if config.init_from == "resume" and start is None:
@@ -168,16 +165,20 @@ def _missing_best(own: Sequence[OwnCheckpoint], start: CheckpointRef) -> Copy | 
 
 
 def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapping[str, str]) -> CheckpointRef:
-    """Find the newest good checkpoint of a run, or the older one that the user asks to go back to."""
+    """Find the newest good checkpoint of a run, or the older one that the user asks to go back to.
+
+    An accepted start records its request, in config.yaml and in later checkpoints, and so does no other one again.
+    """
     run, request = config.folder, config.resume_from_checkpoint
-    newest = _newest_good(own, damaged, SAVE_PATH, run)
+    newest, last = _newest_good(own, damaged, SAVE_PATH, run), last_settings(run)
     if request is None:
         return newest
-    named, earlier = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
+    named = _find_named(own, request)
     newer = tuple(each.path for each in reversed(own) if named is not None and each.step > named.step and each.is_here)
-    if earlier is not None and (earlier == request or (named is not None and _find_named(own, earlier) == named)):
-        names, folder = list_some([path.name for path in newer], 4), run / CHECKPOINTS / f"{SET_ASIDE}<name>"
-        again = f". To go back again, first move {names} to a new folder {folder}" if newer else ""
+    done = [each.checkpoint.resume_from_checkpoint or "" for each in (newest.config, last) if each is not None]
+    if request in done or (named is not None and named in [_find_named(own, each) for each in done if each]):
+        folder = run / CHECKPOINTS / f"{SET_ASIDE}<name>"
+        again = f". To go back again, first move newer checkpoints to a new folder {folder}" if newer else ""
         step = newest.step
         log.info("%s=%s: an earlier start has gone back there; resuming from step %d%s", RESUME, request, step, again)
         return newest
@@ -187,15 +188,11 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
     gone = [OwnCheckpoint(checkpoint_at(path)) for path in reversed(checkpoints_set_aside(run))]
     if aside := _find_named(gone, request):
         raise CheckpointError(f"{RESUME}={request} is set aside. {_how_to_take_back(aside, config)}")
-    if not exists(Path(request)) or is_within(Path(request), run):
-        raise CheckpointError(
-            f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
-            f"{', '.join(each.path.name for each in own[::-1])}"
-        )
     if not any(_started_from(each, Path(request)) for each in own):
         raise CheckpointError(
-            f"--resume_from_checkpoint={request} belongs to another run, and the run in {run} did not start from it. "
-            f"Leave it out to resume from step {newest.step}, or give another --ckpt_save_path for a new run from there"
+            f"{RESUME}={request} is no checkpoint of the run in {run}, which holds "
+            f"{', '.join(each.path.name for each in own[::-1])}, and the run did not start from it. Leave it out to "
+            f"resume from step {newest.step}, or start a new run in another folder"
         )
     return newest
 

@@ -17,7 +17,6 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 from pretraining.checkpoint.lease import must_wait_for_lease
@@ -37,7 +36,7 @@ from pretraining.text import format_table
 from pretraining.tools.inspect import Inspector, describe_summaries, heading
 from pretraining.train.messages import log_plan
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Plan, check_and_build_dims, plan_run, restore_cpu_threads
+from pretraining.train.plan import Plan, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests
 from pretraining.train.resolve import FROM_DATA, find_run_folder, resolve
 from pretraining.train.run import join_job, resolve_in_job
@@ -70,7 +69,7 @@ def dry_run(
         given = resolved.config
         path = on_rank_zero(lambda: find_run_folder(given))
         given = replace(given, checkpoint=replace(given.checkpoint, ckpt_save_path=path))
-        config, start = resolve_in_job(given, partial(resolve, returns=resolved.returns))
+        config, start = resolve_in_job(given, resolve)
         if start is None and config.checkpoint.ckpt_mirror_path is not None:
             log.warning("a dry run does not read --ckpt_mirror_path: a start resumes from a checkpoint there")
         if processes.is_main:
@@ -80,8 +79,7 @@ def dry_run(
         if config.checkpoint.ckpt_save_path is not None:
             on_rank_zero(lambda: _check_folder(config, start))
         data = open_data(config, processes, folder)
-        restore_cpu_threads(start, config, processes, threads)
-        plan = plan_run(config, processes, check_and_build_dims(config, processes), data, start)
+        plan = plan_run(config, processes, check_and_build_dims(config, processes), data, start, threads=threads)
         on_rank_zero(lambda: check_trackers(config))
         log_plan(plan)
         on_every_rank(requests.raise_if_signalled)

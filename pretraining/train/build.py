@@ -255,6 +255,7 @@ def _assemble(
     folder = Path(config.checkpoint.ckpt_save_path or "")  # a run without a folder cannot profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
     return Run(
+        plan=plan,
         state=state,
         context=context,
         batches=read_batches(plan.loader, processes.rank),

@@ -202,9 +202,9 @@ def describe_speed(observer: Observer, processes: Processes) -> str:
     )
 
 
-def describe_end(config: TrainConfig, run: Run) -> str:
+def describe_end(run: Run) -> str:
     """Return how a run ended, and where its files are."""
-    state = run.state
+    state, config = run.state, run.plan.config
     head = f"Stopped at step {state.step} of {state.total_steps}."
     if not run.observer.newest:  # nothing was trained or evaluated
         head = f"This run is already finished, at step {state.step} of {state.total_steps}."

@@ -55,11 +55,13 @@ class Rollback:
     """State that a rollback keeps of the run that has diverged in this start.
 
     Attributes:
+        before_step: only checkpoints before this step are sound.
         skipped: samples to skip besides `--skip_samples`, by their numbers within datasets (`Mixture.numbers`).
         stop_step: last step of this invocation.
         order_version: of the order of samples, in case the run goes back to its initial weights.
     """
 
+    before_step: int
     skipped: Mapping[str, Sequence[Range]]
     stop_step: int
     order_version: int
@@ -120,18 +122,21 @@ def plan_run(
     opened: OpenedData,
     start: CheckpointRef | None,
     rollback: Rollback | None = None,
+    threads: CpuThreads | None = None,
 ) -> Plan:
     """Plan a run from its start point; a collective call.
 
     Args:
         config: fully resolved settings.
         rollback: as in `Plan`.
+        threads: as in `restore_cpu_threads`.
 
     Raises:
         DamagedError: the start point has no readable position in the data.
         PretrainError: the start point or the data do not fit the settings.
     """
     processes.activity.restart(step=start.step if start is not None else 0)
+    restore_cpu_threads(start, config, processes, threads)
     data, shape = opened.training, resolve_shape(config.model)
     loads_optimizer = start is not None and _loads_optimizer(start, config)
     restored = None if start is None or start.weights_only else start

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pretraining.checkpoint.manifest import TRACKERS_STATE, check_same_model, shape_of
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
-from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path
+from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path, last_settings
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.fields import values_of
 from pretraining.config.plugins import TRACKERS
-from pretraining.config.recipes import RUN_CONFIG_FILE, settings_in
 from pretraining.config.rules import check_config
-from pretraining.config.settings_files import read_text
 from pretraining.config.training import NO_TOKEN, DataConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import (
     DEFAULT_VARIANT,
@@ -60,18 +58,18 @@ class Resolved(NamedTuple):
     start: CheckpointRef | None
 
 
-def resolve(config: TrainConfig, copies: Copies = NO_COPIES, *, returns: bool = True) -> Resolved:
+def resolve(config: TrainConfig, copies: Copies = NO_COPIES) -> Resolved:
     """Find a run's start point, and complete its settings; in one process. Writes nothing.
 
     Args:
         config: with the path of the run's folder (`find_run_folder`).
-        copies, returns: as in `find_start`.
+        copies: as in `find_start`.
 
     Raises:
         CheckpointError: as in `find_start` and `refuse_copy`, or the start point has a model with other dimensions.
         ConfigError, DataError: as in `adopt_settings`.
     """
-    start = find_start(config.checkpoint, copies=copies, returns=returns)
+    start = find_start(config.checkpoint, copies=copies)
     refuse_copy(config, start)
     return resolve_from(config, start)
 
@@ -82,10 +80,9 @@ def refuse_copy(config: TrainConfig, start: CheckpointRef | None) -> None:
     The run's folder in the record of the last start tells: it is another one, and holds the same run.
     """
     run = None if config.checkpoint.ckpt_save_path is None else config.checkpoint.folder
-    original = None if run is None else original_of(run)
-    if run is None or original is None:
+    original, before = (None, None) if run is None else (original_of(run), last_settings(run))
+    if original is None or before is None:
         return
-    before = settings_in(read_text(run / RUN_CONFIG_FILE, RUN_CONFIG_FILE), RUN_CONFIG_FILE)
     mirror, theirs = ((each.checkpoint.ckpt_mirror_path or "").rstrip("/") for each in (config, before))
     ids = start.manifest.state.get(TRACKERS_STATE, {}) if start is not None and start.is_own else {}
     shared = {"--ckpt_mirror_path=<another address, or none>": mirror.partition("?")[0]} if mirror == theirs else {}

@@ -50,14 +50,15 @@ from pretraining.observability.metrics import MetricsHook
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.state import evaluation_mode
 from pretraining.text import list_some
+from pretraining.train.build import build_run
 from pretraining.train.loop import Run
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import describe_end, describe_speed
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import check_and_build_dims
+from pretraining.train.plan import Rollback, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
 from pretraining.train.resolve import Resolved, find_run_folder, resolve
-from pretraining.train.rollback import RunBuilder, count_start, train_with_rollbacks
+from pretraining.train.rollback import count_start, train_with_rollbacks
 from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,6 @@ def train(
     *,
     hook: MetricsHook | None = None,
     is_embedded: bool = False,
-    returns: bool = True,
 ) -> TrainResult:
     """Train in every process of a job.
 
@@ -116,7 +116,6 @@ def train(
         threads: CPU threads chosen for this process; None = keep the current number.
         hook: user-defined metrics.
         is_embedded: whether the process belongs to a script; then a single process that hangs is not killed.
-        returns: as in `find_start`.
 
     Raises:
         Preempted: the run was asked to stop early and is saved; `Interrupted` after Ctrl-C.
@@ -142,9 +141,7 @@ def train(
         path = on_rank_zero(make_folder)
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
         with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
-            config, start = resolve_in_job(
-                config, lambda given: resolve(given, list_copies(given.checkpoint), returns=returns)
-            )
+            config, start = resolve_in_job(config, lambda given: resolve(given, list_copies(given.checkpoint)))
             is_resumed = start is not None and not start.weights_only
             sampler = open_sampler(config, processes, is_resumed)  # before training, so that a bad path fails early
             dims = check_and_build_dims(config, processes)
@@ -155,9 +152,13 @@ def train(
                 data = open_data(config, processes)
                 if path is not None:
                     record_environment(Path(path), 0 if start is None else start.step, layout.launcher, processes)
-                builder = RunBuilder(config, processes, dims, data, threads, requests, status, lease, hook, sampler)
-                run = train_with_rollbacks(builder, start)
-        return _finish(config, processes, run, sampler)
+
+                def build(start: CheckpointRef | None, rollback: Rollback | None) -> Run:
+                    plan = plan_run(config, processes, dims, data, start, rollback, threads)
+                    return build_run(plan, requests, status, lease, hook, sampler)
+
+                run = train_with_rollbacks(build, config, status, start)
+        return _finish(run, sampler)
 
 
 @contextmanager
@@ -247,8 +248,9 @@ def _check_same_settings(config: TrainConfig) -> None:
     )
 
 
-def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSampler | None) -> TrainResult:
+def _finish(run: Run, sampler: TextSampler | None) -> TrainResult:
     """Log how a run ended, and return its result, or raise `Preempted`; a collective call."""
+    config, processes = run.plan.config, run.plan.processes
     if config.data.use_dummy_dataset and run.observer.step_seconds:
         log.info(describe_speed(run.observer, processes))
     if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
@@ -256,20 +258,20 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSa
         saved = "saved; the same command resumes from there" if is_saved else "nothing was saved"
         text = f"at step {state.step} of {state.total_steps} ({stop_reason(state.stop)}): {saved}."
         preempted = preemption_error(state.stop, text)
-        preempted.result = _make_result(config, run, "preempted")
+        preempted.result = _make_result(run, "preempted")
         raise preempted
-    log.info(describe_end(config, run))
+    log.info(describe_end(run))
     if sampler is not None:
         with evaluation_mode(run.context.optimizer, run.context.model.masters_changed):
             sample = sampler.sample(run.context.model.module, processes.device)
         if run.observer.newest:
             run.observer.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
         log.info("  generated text:\n%s", sample.indented())
-    return _make_result(config, run, "finished")
+    return _make_result(run, "finished")
 
 
-def _make_result(config: TrainConfig, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
-    state, checkpoints, run_path = run.state, run.checkpoints, config.checkpoint.ckpt_save_path
+def _make_result(run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
+    state, checkpoints, run_path = run.state, run.checkpoints, run.plan.config.checkpoint.ckpt_save_path
     return TrainResult(
         status=status,
         step=state.step,

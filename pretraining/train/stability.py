@@ -132,7 +132,7 @@ class Guards:
             f"step {last}: the updates since step {first} were skipped, {self._in_a_row} in a row "
             "(--max_skipped_steps): loss or gradient was not finite, or the loss was a spike.\nStart from an earlier "
             "checkpoint (--ckpt_load_path, another --ckpt_save_path) with a smaller --learning_rate, or skip the "
-            f"samples: --skip_samples={begin}-{end - 1}."
+            f"samples: --skip_samples={begin}-{end - 1}, or by a rollback (--max_rollbacks)."
         )
         raise DivergenceError(text, first, last, (begin, end))
 

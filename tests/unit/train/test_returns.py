@@ -164,12 +164,12 @@ def test_a_return_that_is_done_is_said_with_the_way_to_do_it_again(
         start(tmp_path, *flags, f"learning_rate={rate}")
         assert started_at(tmp_path) == 6
         [line] = [each for each in caplog.messages if "gone back" in each]
-        named = re.search(r"first move (.*) to a new folder (\S+)<name>", line)
+        named = re.search(r"first move newer checkpoints to a new folder (\S+)<name>", line)
         assert named is not None
-        new = Path(f"{named[2]}{rate}")
+        new = Path(f"{named[1]}{rate}")
         new.mkdir()
-        for name in named[1].split(", "):
-            (tmp_path / "checkpoints" / name).rename(new / name)
+        for step in (4, 6):
+            checkpoint(tmp_path, step).rename(new / f"step_{step}_ckp")
         assert saved(tmp_path)[-1] == "step_2_ckp"
     start(tmp_path, *flags, "learning_rate=3e-4")
     assert started_at(tmp_path) == 2 and losses_of(tmp_path)[-4:] == first

@@ -98,7 +98,7 @@ def test_row_54_inspect_stays_true_after_a_rollback_to_the_border_of_two_phases(
 
 
 STAGES = {
-    "before a target is found": (rollback.RunBuilder, "find_start"),
+    "before a target is found": (rollback, "find_start"),
     "before the target is saved again": (CheckpointManager, "save_now"),
     "before newer checkpoints are set aside": (rollback, "_set_aside_newer"),
     "before training continues": (rollback, "_log_rollback"),
