@@ -7,7 +7,6 @@ import re
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
 
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.run_folder import committed_checkpoints
@@ -16,14 +15,16 @@ from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, load_config
 from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import DEFAULT_VARIANT
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.files import absolute_if_local, is_folder, real_path, write_atomic, writing_into
-
-AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
+from pretraining.progress import DefaultDuration
 
 TIMESTAMP = "{timestamp}"
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 _WRITTEN_TIME = r"\d{8}-\d{6}"
+FROM_DATA = ("sep_token", "bos_token", "tokenizer_path")
+"""Settings that a new run takes from the prepared data, and a resumed run from its checkpoint."""
 _NOT_COMPARED = frozenset(
     {
         *("ckpt_save_path", "init_from", "resume_from_checkpoint", "run_steps", "dry_run"),
@@ -33,18 +34,19 @@ _NOT_COMPARED = frozenset(
 )
 
 
-def existing_run_path(pattern: str, config: TrainConfig, ignored: frozenset[str] = frozenset()) -> str | None:
-    """Return the newest {timestamp} folder of an unfinished run with these settings, or None.
+def find_run_folder(config: TrainConfig) -> str | None:
+    """Return the path of the run's folder: that of an unfinished run with these settings, if it has a {timestamp}.
 
-    A requeued job resumes there. To resume with other settings, name the folder itself.
-
-    Args:
-        ignored: settings that may differ.
+    A requeued job resumes in the newest such folder. Without one, {timestamp} stays in the path. To resume with other
+    settings, name the folder itself.
     """
+    pattern = config.checkpoint.ckpt_save_path
+    if pattern is None or TIMESTAMP not in pattern:
+        return pattern
     for folder in folders_of(pattern):
-        if _has_settings(folder, config, ignored | _NOT_COMPARED) and not _is_finished(folder):
+        if _has_settings(folder, config) and not _is_finished(folder):
             return str(folder)
-    return None
+    return pattern
 
 
 def make_run_path(pattern: str | None, now: datetime | None = None) -> str | None:
@@ -83,17 +85,25 @@ def folders_of(pattern: str) -> list[Path]:
     )
 
 
-def _has_settings(folder: Path, config: TrainConfig, ignored: frozenset[str]) -> bool:
+def _has_settings(folder: Path, config: TrainConfig) -> bool:
     try:
         saved = values_of(load_config(folder / RUN_CONFIG_FILE))
     except ConfigError:
         return False  # there is no file, or a version with other settings wrote it
     saved["tokenizer_path"] = absolute_if_local(saved["tokenizer_path"])  # earlier versions recorded it as typed
-    paths = {name for name, each in settings_of(TrainConfig).items() if each.is_path}
+    settings, given = settings_of(TrainConfig), values_of(config)
+    begins_elsewhere = config.checkpoint.ckpt_load_path or config.checkpoint.resume_from_checkpoint
+    if given["model_variant"] is None and begins_elsewhere is None:
+        given["model_variant"] = DEFAULT_VARIANT
+    # The settings in a folder are complete: a start fills in what the user leaves open.
+    model = vars(config.model) if given["model_variant"] is None else ("vocab_size",)
+    left_open = {name for name in (*FROM_DATA, *model) if given[name] in (None, ())}
+    if isinstance(given["warmup_steps"], DefaultDuration):  # a start shortens a default of another system
+        left_open.add("warmup_steps")
     return all(
-        value == saved[name] or (name in paths and _real(value) == _real(saved[name]))
-        for name, value in values_of(config).items()
-        if name not in ignored
+        value == saved[name] or (settings[name].is_path and _real(value) == _real(saved[name]))
+        for name, value in given.items()
+        if name not in left_open | _NOT_COMPARED
     )
 
 

@@ -174,15 +174,15 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
     if request is None:
         return newest
     named = _find_named(own, request)
-    newer = tuple(each.path for each in reversed(own) if named is not None and each.step > named.step and each.is_here)
     done = [each.checkpoint.resume_from_checkpoint or "" for each in (newest.config, last) if each is not None]
-    if request in done or (named is not None and named in [_find_named(own, each) for each in done if each]):
-        folder = run / CHECKPOINTS / f"{SET_ASIDE}<name>"
-        again = f". To go back again, first move newer checkpoints to a new folder {folder}" if newer else ""
-        step = newest.step
+    is_done = request in done or (named is not None and named in [_find_named(own, each) for each in done if each])
+    if is_done and (named is None or named.path != newest.path):
+        folder, step = run / CHECKPOINTS / f"{SET_ASIDE}<name>", newest.step
+        again = f". To go back again, first move newer checkpoints to a new folder {folder}" if named else ""
         log.info("%s=%s: an earlier start has gone back there; resuming from step %d%s", RESUME, request, step, again)
         return newest
     if named is not None:
+        newer = tuple(each.path for each in reversed(own) if each.step > named.step and each.is_here)
         chosen = _newest_good([named], damaged, RESUME, named.path)
         return replace(chosen, damaged=newest.damaged, is_rewind=True, newer=newer)
     gone = [OwnCheckpoint(checkpoint_at(path)) for path in reversed(checkpoints_set_aside(run))]

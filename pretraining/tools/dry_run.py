@@ -20,6 +20,7 @@ from dataclasses import replace
 from itertools import islice
 
 from pretraining.checkpoint.lease import must_wait_for_lease
+from pretraining.checkpoint.run_path import FROM_DATA, find_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.assignments import Assignment
 from pretraining.config.command_line import ResolvedConfig
@@ -38,7 +39,7 @@ from pretraining.train.messages import log_plan
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Plan, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.resolve import FROM_DATA, find_run_folder, resolve
+from pretraining.train.resolve import resolve
 from pretraining.train.run import join_job, resolve_in_job
 from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
 

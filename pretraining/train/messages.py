@@ -11,6 +11,7 @@ from statistics import median
 
 import torch
 
+from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef, is_within
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
@@ -55,6 +56,8 @@ def log_plan(plan: Plan) -> None:
     ranks = config.parallel.context_parallel_size
     shared = f", each sequence on {ranks} ranks (--context_parallel_size)" if ranks > 1 else ""
     reads = _count_reads(plan)
+    saves = processes.is_main and config.checkpoint.ckpt_save_path is not None
+    unfinished = unfinished_saves(config.checkpoint.folder) if saves else ()
     lines_of = {
         "model": [
             f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
@@ -71,7 +74,7 @@ def log_plan(plan: Plan) -> None:
         "start": list(_describe_start(plan)),
         "damaged": [
             *(f"{line}: skipped" for line in (plan.start.damaged if plan.start is not None else ())),
-            *(f"{path} is incomplete: ignored" for path in plan.unfinished),
+            *(f"{path} is incomplete: ignored" for path in unfinished),
         ],
         "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is saved"],
     }

@@ -13,13 +13,11 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from pretraining.checkpoint.manager import layout_of_run
 from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, Manifest
-from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
@@ -32,7 +30,7 @@ from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.dims import Dims, build_dims
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.parallelize import compute_dtype
-from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.distributed.processes import Processes, on_every_rank
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
@@ -75,7 +73,6 @@ class Plan:
         start: None = initial weights.
         rollback: None = the run has not diverged in this start.
         loads_optimizer: whether to load the optimizer state of the start point, too.
-        unfinished: leftovers of interrupted saves in the run's folder.
         data: training datasets; None for dummy data.
         token_schedule: tokens per step, including the steps before the start point.
         sources: evaluation sets.
@@ -89,7 +86,6 @@ class Plan:
     start: CheckpointRef | None
     rollback: Rollback | None
     loads_optimizer: bool
-    unfinished: list[Path]
     data: OpenedDatasets | None
     batch: BatchSizes
     token_schedule: TokenSchedule
@@ -140,9 +136,6 @@ def plan_run(
     data, shape = opened.training, resolve_shape(config.model)
     loads_optimizer = start is not None and _loads_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
-    saves = config.checkpoint.ckpt_save_path is not None
-    unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if saves else [])
-
     batch = resolve_batch_sizes(config.batch, dims.data, restored.manifest.global_batch_size if restored else None)
     loader = on_every_rank(
         lambda: build_loader(
@@ -152,7 +145,7 @@ def plan_run(
     if rollback is not None and restored is None:
         loader.keep_order(rollback.order_version)
     if restored is not None:
-        on_every_rank(lambda: _restore_position(loader, restored))
+        on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
     if rollback is not None:
         loader.skip(rollback.skipped)
     sources, record = open_evaluation_sources(
@@ -185,7 +178,6 @@ def plan_run(
         start=start,
         rollback=rollback,
         loads_optimizer=loads_optimizer,
-        unfinished=unfinished,
         data=data,
         batch=batch,
         token_schedule=token_schedule,
@@ -195,13 +187,6 @@ def plan_run(
         evaluation=record,
         state=_initial_state(config, token_schedule, training_tokens, restored, rollback),
     )
-
-
-def _restore_position(loader: Loader, restored: CheckpointRef) -> None:
-    try:
-        loader.load_state_dict(restored.manifest.data)
-    except DamagedError as error:
-        raise DamagedError(str(error), path=restored.path) from None
 
 
 def _annealing_start(config: TrainConfig, restored: CheckpointRef | None) -> int:

@@ -1,6 +1,6 @@
 """Settings and start point of a run: what the user gave, completed from the start point or the data.
 
-    settings as given -> `find_run_folder` -> `resolve` -> Resolved: complete settings, start point
+    settings as given -> `run_path.find_run_folder` -> `resolve` -> Resolved: complete settings, start point
 
 Rank 0 resolves for all processes (`run.resolve_in_job`).
 """
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pretraining.checkpoint.manifest import TRACKERS_STATE, check_same_model, shape_of
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
-from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path, last_settings
+from pretraining.checkpoint.run_path import last_settings
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
-from pretraining.config.fields import values_of
 from pretraining.config.plugins import TRACKERS
 from pretraining.config.rules import check_config
 from pretraining.config.training import NO_TOKEN, DataConfig, ModelConfig, TrainConfig
@@ -30,7 +29,6 @@ from pretraining.config.variants import (
 )
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import exists, is_file, is_folder
-from pretraining.progress import DefaultDuration
 from pretraining.train.run_status import original_of
 
 if TYPE_CHECKING:
@@ -43,8 +41,6 @@ log = logging.getLogger(__name__)
 _ENDS: tuple[TokenSetting, ...] = ("sep_token", "bos_token")
 _CHANGEABLE = ("vocab_size", "rope_theta", "rope_scaling")
 """Dimensions that a run may change in the weights it starts from."""
-FROM_DATA = (*_ENDS, "tokenizer_path")
-"""Settings that a new run takes from the prepared data, and a resumed run from its checkpoint."""
 
 
 class Resolved(NamedTuple):
@@ -150,28 +146,6 @@ def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_pa
             f"those of tokens: give at least {before.vocab_size}, or the tokenizer that has at most {rows} tokens "
             "(--tokenizer_path)"
         )
-
-
-def find_run_folder(config: TrainConfig) -> str | None:
-    """Return the path of the run's folder: that of an unfinished run with these settings, if it has a {timestamp}.
-
-    A {timestamp} without such a run stays in the path.
-    """
-    pattern, model = config.checkpoint.ckpt_save_path, config.model
-    if pattern is None or TIMESTAMP not in pattern:
-        return pattern
-    loads = config.checkpoint.ckpt_load_path or config.checkpoint.resume_from_checkpoint
-    if model.model_variant is None and loads is None:
-        model = replace(model, model_variant=DEFAULT_VARIANT)
-    # The settings in a folder are complete: a start fills in what the user leaves open.
-    from_start = vars(model) if model.model_variant is None else ("vocab_size",)
-    given = values_of(config)
-    # A start shortens a default warm-up of another system.
-    of_schedule = ("warmup_steps",) if isinstance(config.schedule.warmup_steps, DefaultDuration) else ()
-    left_open = frozenset(of_schedule) | frozenset(
-        name for name in (*FROM_DATA, *from_start) if given[name] in (None, ())
-    )
-    return existing_run_path(pattern, replace(config, model=model), left_open) or pattern
 
 
 def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:

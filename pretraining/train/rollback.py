@@ -95,7 +95,8 @@ def _build_undamaged(
             log.info("%s: the start point is chosen again", error)
         except DamagedError as error:
             assert start is not None
-            damaged[start.source] = str(error)
+            named = str(start.path) in str(error)
+            damaged[start.source] = str(error) if named else f"{start.path}: {error}"
         _free_memory()
         start = _find_start(config, rollback, damaged)
         count_start(config.checkpoint, status, start)

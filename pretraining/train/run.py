@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,10 +20,9 @@ import torch
 
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.mirror import list_copies
-from pretraining.checkpoint.run_path import make_run_path
+from pretraining.checkpoint.run_path import find_run_folder, make_run_path
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import build, settings_of, values_of
-from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.config.rules import ineffective_settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
@@ -38,9 +36,8 @@ from pretraining.distributed.processes import (
 from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
-from pretraining.errors import ConfigError, DataError, Interrupted, Preempted
+from pretraining.errors import ConfigError, Interrupted, Preempted
 from pretraining.evaluation.generation import TextSampler, open_sampler
-from pretraining.files import exists
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
@@ -57,7 +54,7 @@ from pretraining.train.messages import describe_end, describe_speed
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Rollback, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.resolve import Resolved, find_run_folder, resolve
+from pretraining.train.resolve import Resolved, resolve
 from pretraining.train.rollback import count_start, train_with_rollbacks
 from pretraining.train.run_status import RunStatusWriter
 
@@ -123,22 +120,14 @@ def train(
     """
     name_user()
     requests = StopRequests() if stop_requests is None else stop_requests
-    made: list[Path] = []
-
-    def make_folder() -> str | None:
-        found = find_run_folder(config)
-        path = make_run_path(found)
-        made.extend([Path(path)] if path is not None and path != found else [])
-        return path
-
     # The status is written last: by then the error has its final text.
     with (
-        _without_refused(made),
         nullcontext() if config.checkpoint.ckpt_save_path is not None else _preemption_exits_as_terminated(),
         RunStatusWriter(config.run.max_starts_without_progress, layout.rank == 0) as status,
         join_job(config, layout, requests, is_embedded) as processes,
     ):
-        path = on_rank_zero(make_folder)
+        given = config
+        path = on_rank_zero(lambda: make_run_path(find_run_folder(given)))
         config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
         with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
             config, start = resolve_in_job(config, lambda given: resolve(given, list_copies(given.checkpoint)))
@@ -159,18 +148,6 @@ def train(
 
                 run = train_with_rollbacks(build, config, status, start)
         return _finish(run, sampler)
-
-
-@contextmanager
-def _without_refused(made: list[Path]) -> Iterator[None]:
-    """Remove the folders that this start has made, if its settings or data are refused before it has any steps."""
-    try:
-        yield
-    except (ConfigError, DataError):
-        for folder in made:
-            if not exists(folder / RUN_CONFIG_FILE):
-                shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 @contextmanager

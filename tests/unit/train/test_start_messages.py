@@ -44,13 +44,11 @@ def test_a_default_warm_up_of_another_system_fits_any_run_and_a_given_one_is_ref
     assert f"{guide}: warmup_steps: 9999" in str(error.value.__context__)
 
 
-def test_a_refused_start_leaves_no_folder_with_a_timestamp(tmp_path: Path) -> None:
+def test_a_refused_start_is_no_run_to_go_on_with(tmp_path: Path) -> None:
     refusal(tmp_path / "runs" / "{timestamp}", "warmup_steps=2ep")
-    assert list((tmp_path / "runs").iterdir()) == []
-    refusal(tmp_path / "mine", "warmup_steps=2ep")
-    assert (tmp_path / "mine" / "run_status.json").exists()  # a folder that the user named stays
+    [refused] = (tmp_path / "runs").iterdir()
     start(tmp_path / "runs" / "{timestamp}", "num_steps=1")
-    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert len(list((tmp_path / "runs").iterdir())) == 2 and not (refused / "config.yaml").exists()
 
 
 def test_the_factor_of_muons_updates_is_said_by_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
