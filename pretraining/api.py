@@ -21,8 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from pretraining.checkpoint.run_folder import committed_checkpoints
-from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.run_folder import committed_checkpoints, newest_run_path
 from pretraining.config.command_line import resolve_config
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config, resolve_run_folder

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -92,6 +93,13 @@ def read_document(folder: Path) -> Manifest:
     if form is None:
         raise CheckpointError(f"damaged: its {MANIFEST} is missing", path=folder)
     return form.read(folder)
+
+
+def read_if_good(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint as `read_document` does; None if it is damaged or missing."""
+    with suppress(CheckpointError):
+        return read_document(folder)
+    return None
 
 
 def files_of(folder: Path, manifest: Manifest) -> Files:

@@ -125,14 +125,9 @@ class CheckpointManager:
                 self.best_evaluation_loss,
             )
         self.newest = restored.path
-        for name, state in saved.state.items():
-            if name == RUN_STATE:
-                continue
-            if name not in self._states:
-                log.info("the checkpoint holds a state of %s, which this run does not use: ignored", name)
-                continue
+        for name in (name for name in self._states if name in saved.state):
             try:
-                self._states[name].load_state_dict(state)
+                self._states[name].load_state_dict(saved.state[name])
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise CheckpointError(
                     f"damaged: cannot load its state of {name} ({type(error).__name__}: {error}). Start from an "

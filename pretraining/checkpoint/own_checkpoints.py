@@ -15,12 +15,11 @@ user may have moved them back.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretraining.checkpoint.branches import Point, continues, latest_number, number_of
-from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.forms import read_if_good
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
@@ -126,7 +125,7 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
         CheckpointError: the folder holds only checkpoints that the mirror has set aside.
     """
     here, complete, set_aside = committed_checkpoints(run), copies.complete, copies.set_aside
-    documents = {each.path.name: _document(each.path) for each in here if each.path.name in {*complete, *set_aside}}
+    documents = {each.path.name: read_if_good(each.path) for each in here if each.path.name in {*complete, *set_aside}}
     in_both = [copy.manifest for name, copy in complete.items() if documents.get(name) == copy.manifest]
     shared = max((manifest.step for manifest in in_both), default=-1)
     kept = here
@@ -134,13 +133,12 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
         kept = [each for each in here if each.step <= shared]
         if not kept and not complete:
             raise CheckpointError(
-                "holds only checkpoints that the mirror of the run has set aside, and the mirror has no other one. "
-                "Rename a set_aside.json there to manifest.json, or give another --ckpt_save_path and "
-                f"--ckpt_mirror_path. The folder has {', '.join(each.path.name for each in here)}",
+                "holds only checkpoints that its mirror has set aside: rename a set_aside.json there to manifest.json, "
+                "or give another --ckpt_save_path and --ckpt_mirror_path",
                 path=run,
             )
     gone = [path for path in checkpoints_set_aside(run) if path.name in complete]
-    if any(_document(path) == complete[path.name].manifest for path in gone):
+    if any(read_if_good(path) == complete[path.name].manifest for path in gone):
         complete = {name: copy for name, copy in complete.items() if copy.manifest.step <= shared}
     kept, complete = _without_older_branches(kept, complete, documents)
     by_name = {each.path.name: OwnCheckpoint(each, copy=complete.get(each.path.name)) for each in kept}
@@ -179,9 +177,3 @@ def _is_saved_again(copy: Manifest, own: Checkpoint) -> bool:
     """Return whether another machine has saved a step again, after a rollback to it or after its evaluation."""
     is_evaluated = own.evaluation_loss is None and copy.evaluation_of_step is not None
     return copy.step == own.step and (number_of(copy) > number_of(own) or is_evaluated)
-
-
-def _document(path: Path) -> Manifest | None:
-    with suppress(CheckpointError):
-        return read_document(path)
-    return None

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pretraining.checkpoint.forms import form_of, read_document, read_manifest
+from pretraining.checkpoint.forms import form_of, read_if_good, read_manifest
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, Copy, OwnCheckpoint, own_checkpoints
 from pretraining.checkpoint.run_folder import (
@@ -32,9 +32,9 @@ from pretraining.checkpoint.run_folder import (
     checkpoints_set_aside,
     committed_checkpoints,
     is_committed,
+    last_settings,
     run_of,
 )
-from pretraining.checkpoint.run_path import last_settings
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
@@ -209,10 +209,7 @@ def _how_to_take_back(aside: OwnCheckpoint, config: CheckpointConfig) -> str:
 
 def _started_from(own: OwnCheckpoint, path: Path) -> bool:
     """Return whether the run has named a path of another run as its start point when it saved this checkpoint."""
-    manifest = None if own.copy is None else own.copy.manifest
-    if own.is_here:
-        with suppress(CheckpointError):
-            manifest = read_document(own.path)
+    manifest = read_if_good(own.path) if own.copy is None else own.copy.manifest
     if manifest is None:
         return False
     named = CheckpointRef(own.path, manifest).config.checkpoint

@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import islice
 
 from pretraining.checkpoint.lease import must_wait_for_lease
-from pretraining.checkpoint.run_path import FROM_DATA, find_run_folder
+from pretraining.checkpoint.run_folder import FROM_DATA, find_run_folder
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.assignments import Assignment
 from pretraining.config.command_line import ResolvedConfig

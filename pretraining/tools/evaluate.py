@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretraining.checkpoint.manifest import tensor_state
 from pretraining.checkpoint.restore import load_newest
-from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.run_folder import newest_run_path
 from pretraining.checkpoint.start_point import find_newest
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig

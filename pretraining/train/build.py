@@ -30,8 +30,7 @@ from pretraining.checkpoint.manifest import (
 from pretraining.checkpoint.mirror import Mirror, NewerCopyError, fetch_start
 from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.retention import set_aside
-from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints
-from pretraining.checkpoint.run_path import write_config
+from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints, write_config
 from pretraining.checkpoint.saver import Saver
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
@@ -136,14 +135,9 @@ def build_run(
 def _fetch_start(plan: Plan, events: Events) -> None:
     """Fetch what the start needs from object stores; a collective call."""
     start, config = plan.start, plan.config.checkpoint
-    if start is None or not (start.copy or start.best_copy or start.given_up):
-        return
-
-    def fetch() -> None:
-        fetch_start(config, start)
-        events.open(config.folder)  # the file may be a new one
-
-    on_rank_zero(fetch)
+    if start is not None and (start.copy or start.best_copy or start.given_up):
+        on_rank_zero(partial(fetch_start, config, start))
+        on_rank_zero(partial(events.open, config.folder))  # the file may be a new one
 
 
 def _write_records(plan: Plan) -> None:
@@ -174,7 +168,7 @@ def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Op
 
 def _add_events(plan: Plan, events: Events) -> None:
     """Record the start point, what the user changes there, and the data phase if a new one begins at this step."""
-    step, phase = plan.state.step, plan.loader.reader.mixture.phases[-1]
+    step, phase, data = plan.state.step, plan.loader.reader.mixture.phases[-1], {}
     if plan.start is not None:
         events.add(
             "restore",
@@ -183,20 +177,16 @@ def _add_events(plan: Plan, events: Events) -> None:
             weights_only=plan.start.weights_only,
             passed_over=list(plan.start.damaged),
         )
-    if plan.rollback is None:
-        _add_changes(plan, events)
+    if plan.rollback is None and plan.restored is not None:
+        data = plan.restored.manifest.data
+        if changes := changed_settings(plan.restored.config, plan.config):
+            events.add("settings", step, changes={name: list(values) for name, values in changes.items()})
+    known = Skipped((begin, end) for begin, end in (*data.get("skipped", ()), *data.get(RENUMBERED, ())))
+    skipped = Skipped(plan.config.data.skipped_ranges).without(known)
+    if plan.rollback is None and skipped:
+        events.add("skip_samples", step, samples=[[begin, end - 1] for begin, end in skipped])
     if phase.first_step == step:
         events.add("phase", step, global_batch_size=phase.global_batch_size, weights=phase.weights)
-
-
-def _add_changes(plan: Plan, events: Events) -> None:
-    """Record the settings that the user has changed since the start point, and the samples that the user skips."""
-    data = {} if plan.restored is None else plan.restored.manifest.data
-    known = Skipped((begin, end) for begin, end in (*data.get("skipped", ()), *data.get(RENUMBERED, ())))
-    if plan.restored is not None and (changes := changed_settings(plan.restored.config, plan.config)):
-        events.add("settings", plan.state.step, changes={name: list(values) for name, values in changes.items()})
-    if skipped := Skipped(plan.config.data.skipped_ranges).without(known):
-        events.add("skip_samples", plan.state.step, samples=[[begin, end - 1] for begin, end in skipped])
 
 
 def build_model(shape: LlamaShape, config: TrainConfig, dims: Dims, device: torch.device) -> ParallelModel:

@@ -1,6 +1,6 @@
 """Settings and start point of a run: what the user gave, completed from the start point or the data.
 
-    settings as given -> `run_path.find_run_folder` -> `resolve` -> Resolved: complete settings, start point
+    settings as given -> `find_run_folder` -> `resolve` -> Resolved: complete settings, start point
 
 Rank 0 resolves for all processes (`run.resolve_in_job`).
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pretraining.checkpoint.manifest import TRACKERS_STATE, check_same_model, shape_of
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
-from pretraining.checkpoint.run_path import last_settings
+from pretraining.checkpoint.run_folder import last_settings
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.plugins import TRACKERS
 from pretraining.config.rules import check_config

@@ -5,8 +5,6 @@ The command line and `pretraining.Trainer` start here.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,7 +18,7 @@ import torch
 
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.mirror import list_copies
-from pretraining.checkpoint.run_path import find_run_folder, make_run_path
+from pretraining.checkpoint.run_folder import find_run_folder, make_run_path
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import ineffective_settings
@@ -207,9 +205,6 @@ def _check_same_settings(config: TrainConfig) -> None:
         name: format_value(value) if value is None or not settings[name].per_node else "given"
         for name, value in values_of(config).items()
     }
-    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-    if len(set(gather_from_every_rank(lambda: digest))) == 1:
-        return
     everyone = gather_from_every_rank(lambda: texts)
     different = []
     for name in sorted(set().union(*everyone)):
@@ -219,10 +214,11 @@ def _check_same_settings(config: TrainConfig) -> None:
         if len(ranks) > 1:
             values = (f"{text or 'empty'} on ranks {list_ranks(on)}" for text, on in ranks.items())
             different.append(f"{name} is {' and '.join(values)}")
-    raise ConfigError(
-        f"the processes of this job have different settings: {list_some(different, _MAX_NAMED, '; ')}.\n"
-        "Give all nodes the same recipe and flags; the recipe on a node's own disk may be outdated"
-    )
+    if different:
+        raise ConfigError(
+            f"the processes of this job have different settings: {list_some(different, _MAX_NAMED, '; ')}.\n"
+            "Give all nodes the same recipe and flags; the recipe on a node's own disk may be outdated"
+        )
 
 
 def _finish(run: Run, sampler: TextSampler | None) -> TrainResult:

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.checkpoint.run_folder import newest_manifest
 from pretraining.config.run_recipe import last_start
 from pretraining.errors import CheckpointError, Preempted, PretrainError
 from pretraining.files import checked_values, read_json, with_checksum, write_atomic, writing_into
@@ -210,10 +209,8 @@ def run_id_of(run: Path) -> str:
     status = read_status(run / STATUS_FILE)
     if status is not None and status.run_id:
         return status.run_id
-    for each in reversed(committed_checkpoints(run)):
-        with suppress(CheckpointError):
-            return read_document(each.path).run_id
-    return ""
+    newest = newest_manifest(run)
+    return newest.run_id if newest is not None else ""
 
 
 def read_status(path: Path) -> RunStatus | None:

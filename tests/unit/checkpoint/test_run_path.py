@@ -8,8 +8,13 @@ import pytest
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import EVALUATION_STATE, MANIFEST
-from pretraining.checkpoint.run_folder import checkpoint_path
-from pretraining.checkpoint.run_path import find_run_folder, folders_of, make_run_path, newest_run_path
+from pretraining.checkpoint.run_folder import (
+    checkpoint_path,
+    find_run_folder,
+    folders_of,
+    make_run_path,
+    newest_run_path,
+)
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
