@@ -26,7 +26,7 @@ from pretraining.checkpoint.object_store import TRIES_OF_START
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
-from pretraining.config.training import CheckpointConfig, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import DamagedError, DivergenceError
@@ -99,7 +99,7 @@ def _build_undamaged(
             damaged[start.source] = str(error) if named else f"{start.path}: {error}"
         _free_memory()
         start = _find_start(config, rollback, damaged)
-        count_start(config.checkpoint, status, start)
+        begin(status, config, start)
 
 
 def _find_start(
@@ -110,16 +110,10 @@ def _find_start(
     return on_rank_zero(lambda: find_start(checkpoint, damaged, before, list_copies(checkpoint, TRIES_OF_START)))
 
 
-def count_start(config: CheckpointConfig, status: RunStatusWriter, start: CheckpointRef | None) -> None:
-    """Count a start of a run that saves; a collective call.
-
-    Raises:
-        CheckpointError: the run has crashed too often from this start point, or the folder cannot be written.
-    """
-    if config.ckpt_save_path is not None:
-        step, is_rewind = (0, False) if start is None else (start.step, start.is_rewind)
-        run_id = start.manifest.run_id if start is not None and start.is_own else ""
-        on_rank_zero(lambda: status.begin(config.folder, step, is_rewind=is_rewind, run_id=run_id))
+def begin(status: RunStatusWriter, config: TrainConfig, start: CheckpointRef | None) -> None:
+    """Count the start of a run that saves; a collective call that raises as `RunStatusWriter.begin`."""
+    if config.checkpoint.ckpt_save_path is not None:
+        on_rank_zero(lambda: status.begin(config.checkpoint.folder, start))
 
 
 def _free_memory() -> None:

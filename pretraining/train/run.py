@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -19,8 +19,8 @@ import torch
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.mirror import list_copies
 from pretraining.checkpoint.run_folder import find_run_folder, make_run_path
-from pretraining.checkpoint.start_point import CheckpointRef
-from pretraining.config.fields import build, settings_of, values_of
+from pretraining.checkpoint.start_point import CheckpointRef, find_start
+from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import ineffective_settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
@@ -52,8 +52,8 @@ from pretraining.train.messages import describe_end, describe_speed
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Rollback, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.resolve import Resolved, resolve
-from pretraining.train.rollback import count_start, train_with_rollbacks
+from pretraining.train.resolve import resolve
+from pretraining.train.rollback import begin, train_with_rollbacks
 from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
@@ -124,16 +124,17 @@ def train(
         RunStatusWriter(config.run.max_starts_without_progress, layout.rank == 0) as status,
         join_job(config, layout, requests, is_embedded) as processes,
     ):
-        given = config
-        path = on_rank_zero(lambda: make_run_path(find_run_folder(given)))
-        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
+        path = on_rank_zero(lambda: make_run_path(find_run_folder(config)))
+        saves = replace(config.checkpoint, ckpt_save_path=path)
         with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
-            config, start = resolve_in_job(config, lambda given: resolve(given, list_copies(given.checkpoint)))
+            config, start = resolve(
+                replace(config, checkpoint=saves), lambda: find_start(saves, copies=list_copies(saves))
+            )
             is_resumed = start is not None and not start.weights_only
             sampler = open_sampler(config, processes, is_resumed)  # before training, so that a bad path fails early
             dims = check_and_build_dims(config, processes)
             on_every_rank(requests.raise_if_signalled)
-            count_start(config.checkpoint, status, start)
+            begin(status, config, start)
             on_every_rank(requests.raise_if_pending)
             with explain_out_of_memory(config, dims, processes):
                 data = open_data(config, processes)
@@ -181,21 +182,6 @@ def join_job(
             keep_store_of_job()
         _check_same_settings(config)
         yield processes
-
-
-def resolve_in_job(config: TrainConfig, resolve: Callable[[TrainConfig], Resolved]) -> Resolved:
-    """Resolve on rank 0 for all processes; a collective call that raises as `resolve`.
-
-    Each process keeps the values that its user gave (`per_node`), and takes those that rank 0 has found.
-    """
-
-    def resolve_here() -> tuple[dict[str, Any], CheckpointRef | None]:
-        resolved, given = resolve(config), values_of(config)
-        found = {name: value for name, value in values_of(resolved.config).items() if value != given[name]}
-        return found, resolved.start
-
-    found, start = on_rank_zero(resolve_here)
-    return Resolved(build(type(config), values_of(config) | found), start)
 
 
 def _check_same_settings(config: TrainConfig) -> None:

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pretraining.checkpoint.run_folder import newest_manifest
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.run_recipe import last_start
 from pretraining.errors import CheckpointError, Preempted, PretrainError
 from pretraining.files import checked_values, read_json, with_checksum, write_atomic, writing_into
@@ -80,14 +81,12 @@ class RunStatusWriter:
     def __enter__(self) -> RunStatusWriter:
         return self
 
-    def begin(self, run: Path, restored_step: int, *, is_rewind: bool = False, run_id: str = "") -> None:
+    def begin(self, run: Path, start: CheckpointRef | None) -> None:
         """Count a start; call it again if the checkpoint is damaged and the start uses an older one.
 
         Args:
             run: the run's folder, whose lease this job holds.
-            restored_step: step of the start point.
-            is_rewind: whether the user asked for an older checkpoint.
-            run_id: id in the start point, for a folder without one.
+            start: start point; None = initial weights.
 
         Raises:
             CheckpointError: as in `count_start`, or the file cannot be written.
@@ -97,10 +96,11 @@ class RunStatusWriter:
         first, self._started, self._path = self._started, None, run / STATUS_FILE
         if first is None:
             self._previous = read_status(self._path) or RunStatus()
-            self.run_id = self._previous.run_id or run_id or secrets.token_hex(8)
+            known = start.manifest.run_id if start is not None and start.is_own else ""
+            self.run_id = self._previous.run_id or known or secrets.token_hex(8)
         with writing_into(run):
             try:
-                started = count_start(self._previous, restored_step, self._limit, is_rewind=is_rewind)
+                started = count_start(self._previous, start, self._limit)
             except CheckpointError:
                 if first is not None:  # a start from a damaged checkpoint does not count
                     self._write(self._previous)
@@ -164,20 +164,19 @@ class RunStatusWriter:
         write_atomic(self._path, json.dumps(document, indent=1) + "\n")
 
 
-def count_start(previous: RunStatus, restored_step: int, limit: int, *, is_rewind: bool = False) -> RunStatus:
-    """Return the status of a new start.
+def count_start(previous: RunStatus, start: CheckpointRef | None, limit: int) -> RunStatus:
+    """Return the status of a new start; a return to an older checkpoint resets the count.
 
     Args:
-        restored_step: step of the start point.
+        start: start point; None = initial weights.
         limit: allowed starts in a row without progress; 0 = any number.
-        is_rewind: whether the user asked for an older checkpoint, which resets the count.
 
     Raises:
         CheckpointError: too many starts in a row made no progress.
     """
     # A rewind resets the count once, not again if the previous start went back to the same step.
-    before = previous.started_at_step
-    has_progress = restored_step > before or (restored_step < before and is_rewind)
+    before, step = previous.started_at_step, 0 if start is None else start.step
+    has_progress = step > before or (step < before and start is not None and start.is_rewind)
     crashes = 0 if has_progress else previous.starts_without_progress
     if 0 < limit <= crashes:
         last = "it was killed" if previous.status == "running" else previous.reason
@@ -189,7 +188,7 @@ def count_start(previous: RunStatus, restored_step: int, limit: int, *, is_rewin
             f"before a new checkpoint. The last reason: {last}\n{remedy}, then repeat the command with "
             "--max_starts_without_progress=0"
         )
-    return RunStatus("running", restored_step, "", previous.starts + 1, crashes + 1, restored_step)
+    return RunStatus("running", step, "", previous.starts + 1, crashes + 1, step)
 
 
 def original_of(run: Path) -> Path | None:
