@@ -58,8 +58,7 @@ class CheckpointRef:
         is_own: whether this run saved the checkpoint, and not another run.
         weights_only: whether the run takes only the weights, and starts at step 0.
         damaged: newer damaged checkpoints, one line each with the fault.
-        is_rewind: whether the user asked to go back to this older checkpoint.
-        newer: the run's newer checkpoints, which a rewind sets aside.
+        is_rewind: whether the user asked to go back to this older checkpoint, which sets newer ones aside.
         copy: copy to fetch before the checkpoint can be loaded; None = the checkpoint is at `path`.
         best_copy: copy of the run's best checkpoint, if its folder lacks that one.
         given_up: checkpoints in the folder that the run has gone back from on another machine.
@@ -73,7 +72,6 @@ class CheckpointRef:
     weights_only: bool = False
     damaged: tuple[str, ...] = ()
     is_rewind: bool = False
-    newer: tuple[Path, ...] = ()
     copy: Copy | None = None
     best_copy: Copy | None = None
     given_up: tuple[Path, ...] = ()
@@ -182,9 +180,8 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
         log.info("%s=%s: an earlier start has gone back there; resuming from step %d%s", RESUME, request, step, again)
         return newest
     if named is not None:
-        newer = tuple(each.path for each in reversed(own) if each.step > named.step and each.is_here)
         chosen = _newest_good([named], damaged, RESUME, named.path)
-        return replace(chosen, damaged=newest.damaged, is_rewind=True, newer=newer)
+        return replace(chosen, damaged=newest.damaged, is_rewind=True)
     gone = [OwnCheckpoint(checkpoint_at(path)) for path in reversed(checkpoints_set_aside(run))]
     if aside := _find_named(gone, request):
         raise CheckpointError(f"{RESUME}={request} is set aside. {_how_to_take_back(aside, config)}")

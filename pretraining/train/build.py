@@ -29,7 +29,7 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.checkpoint.mirror import Mirror, NewerCopyError, fetch_start
 from pretraining.checkpoint.restore import load
-from pretraining.checkpoint.retention import set_aside
+from pretraining.checkpoint.retention import set_aside_newer
 from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints, write_config
 from pretraining.checkpoint.saver import Saver
 from pretraining.config.plugins import OPTIMIZERS
@@ -121,9 +121,7 @@ def build_run(
     run = _assemble(plan, context, stop_requests, status, lease, sampler)
     if plan.start is not None and plan.start.is_rewind:
         on_every_rank(stop_requests.raise_if_pending)
-        newer = plan.start.newer
-        if newer:
-            on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, newer))
+        newer = on_rank_zero(partial(set_aside_newer, plan.config.checkpoint.folder, plan.state.step + 1))
         status.events.add("return", plan.state.step, checkpoint=str(plan.start.path), set_aside=list(map(str, newer)))
     on_rank_zero(lambda: _write_records(plan))  # a recorded return is done
     on_every_rank(stop_requests.raise_if_pending)
@@ -347,21 +345,18 @@ def _build_checkpoints(
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
     if config.checkpoint.ckpt_mirror_path is not None:
         step, newest = (own.step, own.path if own.manifest.files else None) if own else (0, None)
-        mirror = Mirror(
-            config.checkpoint,
-            step,
-            newest,
-            given_up=own.given_up_copies if own else (),
-            listed=None if own is None or plan.is_return else own.listed,
-            spare_cores=plan.processes.device.type == "cpu",
-        )
+        given_up = own.given_up_copies if own else ()
+        listed = None if own is None or plan.is_return else own.listed
+        spare = plan.processes.device.type == "cpu"
+        mirror = Mirror(config.checkpoint, step, newest, given_up=given_up, listed=listed, spare_cores=spare)
     if config.checkpoint.ckpt_save_path is not None:
         timeout = collective_timeout(config.guard)
         saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, lease, timeout, mirror)
+    manifest = manifest_of_run(config, *on_rank_zero(lambda: (run_id, _branches_of_saves(plan, mirror))))
     checkpoints = CheckpointManager(
         config.checkpoint,
         saver,
-        manifest_of_run(config, *on_rank_zero(lambda: (run_id, _branches_of_saves(plan, mirror)))),
+        manifest,
         plan.loader,
         states,
         observer,

@@ -16,13 +16,11 @@ from pretraining.checkpoint.start_point import CheckpointRef, is_within
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipes import RUN_CONFIG_FILE
-from pretraining.config.training import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
+from pretraining.config.training import CheckpointConfig, OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import (
-    DEFAULT_VARIANT,
     NEUTRAL,
     SWITCHES,
-    VARIANTS,
     LlamaShape,
     format_scaling,
     name_of_model,
@@ -62,7 +60,7 @@ def log_plan(plan: Plan) -> None:
         "model": [
             f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
             f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}",
-            *_describe_switches(plan.shape, config.model),
+            *_describe_switches(plan.shape),
         ],
         "blocks": [compiled] if config.parallel.use_torch_compile else [],
         "data": [_describe_data(plan), *describe_passes(*reads)],
@@ -106,17 +104,12 @@ def _describe_data(plan: Plan) -> str:
     )
 
 
-def _describe_switches(shape: LlamaShape, model: ModelConfig) -> list[str]:
-    """Return the family, the block and the switches that differ from a plain Llama, and a context that was changed."""
+def _describe_switches(shape: LlamaShape) -> list[str]:
+    """Return the family, the block and the switches that differ from a plain Llama."""
     names = [name for name in SWITCHES if getattr(shape, name) != NEUTRAL[name]]
     given = {name: format_value(getattr(shape, name)) for name in names}
     if shape.rope_scaling is not None:
         given["rope_scaling"] = ",".join(format_scaling(shape.rope_scaling))
-    usual = VARIANTS.get((model.model_variant or DEFAULT_VARIANT).lower())
-    if usual is not None and usual.max_position_embeddings != shape.max_position_embeddings:
-        given["max_position_embeddings"] = (
-            f"{shape.max_position_embeddings} (of the variant: {usual.max_position_embeddings})"
-        )
     return [", ".join(f"{name} {value}" for name, value in given.items())] if given else []
 
 
@@ -167,17 +160,15 @@ def _describe_unmet_request(config: CheckpointConfig, start: CheckpointRef) -> I
     """Yield a line per setting that asks for another start point than the newest checkpoint of the run's folder."""
     if not start.is_own or start.is_rewind:
         return
-    asked = {"init_from": "scratch" if config.init_from == "scratch" else None, "ckpt_load_path": config.ckpt_load_path}
-    if config.resume_from_checkpoint is not None and exists(Path(config.resume_from_checkpoint)):
-        asked["resume_from_checkpoint"] = config.resume_from_checkpoint
+    load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
+    asked = {"init_from": "scratch"} if config.init_from == "scratch" else {}
+    if load_path is not None and (is_address(load_path) or not is_within(Path(load_path), config.folder)):
+        asked["ckpt_load_path"] = load_path
+    if request is not None and exists(Path(request)) and not is_within(Path(request), config.folder):
+        asked["resume_from_checkpoint"] = request
     for name, value in asked.items():
-        if value is not None and (
-            name == "init_from" or is_address(value) or not is_within(Path(value), config.folder)
-        ):
-            yield (
-                f"{name}={value} was for the first start of this run, which resumes. For a new run give another "
-                "--ckpt_save_path"
-            )
+        text = "was for the first start of this run, which resumes. For a new run give another --ckpt_save_path"
+        yield f"{name}={value} {text}"
 
 
 def _describe_flops(plan: Plan) -> str:

@@ -148,15 +148,8 @@ def plan_run(
         on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
     if rollback is not None:
         loader.skip(rollback.skipped)
-    sources, record = open_evaluation_sources(
-        config,
-        opened,
-        batch,
-        processes,
-        dims,
-        recorded_evaluation(restored.manifest) if restored is not None else EvaluationRecord(),
-        loader.order_version,
-    )
+    record = recorded_evaluation(restored.manifest) if restored is not None else EvaluationRecord()
+    sources, record = open_evaluation_sources(config, opened, batch, processes, dims, record, loader.order_version)
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )

@@ -23,8 +23,7 @@ import torch
 
 from pretraining.checkpoint.mirror import NewerCopyError, list_copies
 from pretraining.checkpoint.object_store import TRIES_OF_START
-from pretraining.checkpoint.retention import set_aside
-from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.checkpoint.retention import set_aside_newer
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import TrainConfig
 from pretraining.data.sampling.mixture import Range
@@ -131,21 +130,14 @@ def _rollback_from(run: Run, divergence: DivergenceError) -> Rollback:
 
 
 def _replace_newer(run: Run) -> list[Path]:
-    """Save a run that goes back, set aside the checkpoints that it replaces, and return them; a collective call."""
-    start, folder = run.plan.start, run.plan.config.checkpoint.folder
-    run.checkpoints.save_now(run.state, start.manifest.kind if start is not None and start.is_own else "interval")
-    saved = run.checkpoints.newest
-    return on_rank_zero(lambda: _set_aside_newer(folder, run.state.step, saved))
-
-
-def _set_aside_newer(run: Path, step: int, saved: Path | None) -> list[Path]:
-    """Set aside the checkpoints that a rollback to a step drops, except the one it saved; return their paths.
+    """Save a run that goes back, set aside the checkpoints that it replaces, and return them; a collective call.
 
     They hold weights after the divergence, or a data position before the skipped samples.
     """
-    dropped = [each.path for each in committed_checkpoints(run) if each.step >= step and each.path != saved]
-    set_aside(run, dropped)
-    return dropped
+    start, folder = run.plan.start, run.plan.config.checkpoint.folder
+    run.checkpoints.save_now(run.state, start.manifest.kind if start is not None and start.is_own else "interval")
+    saved = run.checkpoints.newest
+    return on_rank_zero(lambda: set_aside_newer(folder, run.state.step, saved))
 
 
 def _log_rollback(run: Run, divergence: DivergenceError, number: int, newer: Sequence[Path]) -> None:

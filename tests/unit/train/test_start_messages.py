@@ -13,16 +13,10 @@ from unit.train.whole_runs import checkpoint, refusal, start
 from pretraining.cli import main
 
 
-def test_the_header_names_the_family_its_switches_and_a_changed_context(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_header_names_the_family_and_its_switches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    start(tmp_path / "a", "model_variant=qwen3_0.6b", "head_dim=16", "max_position_embeddings=99", "dry_run=true")
-    assert "model       qwen3, " in caplog.text
-    assert "qk_norm head, model_family qwen3, max_position_embeddings 99 (of the variant: 32768)" in caplog.text
-    caplog.clear()
-    start(tmp_path / "b", "dry_run=true")
-    assert "max_position_embeddings" not in caplog.text
+    start(tmp_path / "a", "model_variant=qwen3_0.6b", "head_dim=16", "dry_run=true")
+    assert "model       qwen3, " in caplog.text and "qk_norm head, model_family qwen3" in caplog.text
 
 
 def test_a_default_warm_up_of_another_system_fits_any_run_and_a_given_one_is_refused_by_its_place(
