@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretraining.checkpoint.run_folder import newest_manifest
+from pretraining.checkpoint.run_folder import CHECKPOINTS, newest_manifest
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.run_recipe import last_start
 from pretraining.errors import CheckpointError, Preempted, PretrainError
@@ -99,6 +99,7 @@ class RunStatusWriter:
             known = start.manifest.run_id if start is not None and start.is_own else ""
             self.run_id = self._previous.run_id or known or secrets.token_hex(8)
         with writing_into(run):
+            (run / CHECKPOINTS).mkdir(exist_ok=True)
             try:
                 started = count_start(self._previous, start, self._limit)
             except CheckpointError:

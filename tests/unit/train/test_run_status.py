@@ -86,7 +86,7 @@ def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
         "started_at_step": 5,
         "run_id": status_of(tmp_path)["run_id"],
     }
-    assert {path.name for path in tmp_path.iterdir()} == {STATUS_FILE, "logs"}
+    assert {path.name for path in tmp_path.iterdir()} == {STATUS_FILE, "logs", "checkpoints"}
 
 
 def test_a_crash_loop_is_refused_with_a_remedy(tmp_path: Path) -> None:
