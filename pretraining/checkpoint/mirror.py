@@ -131,9 +131,9 @@ def fetch_start(config: CheckpointConfig, start: CheckpointRef) -> None:
         DamagedError: the copy of the start point is damaged.
         CheckpointError: a store cannot be used, or a checkpoint cannot be written or moved.
     """
-    if start.given_up:
+    if start.run.given_up:
         log.warning("the run has gone back on another machine, and its mirror has set newer checkpoints aside")
-        set_aside(config.folder, start.given_up)
+        set_aside(config.folder, start.run.given_up)
     if start.copy is not None:
         if start.is_own:
             _fetch_log_files(Store(start.copy.address), config.folder)

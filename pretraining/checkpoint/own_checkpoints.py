@@ -111,11 +111,13 @@ class OwnCheckpoints:
         current: the highest step last.
         given_up: checkpoints in the folder that the run has gone back from on another machine.
         given_up_copies: names of complete copies that the run has gone back from, although they are not set aside.
+        copies: names of all complete copies.
     """
 
     current: tuple[OwnCheckpoint, ...] = ()
     given_up: tuple[Path, ...] = ()
     given_up_copies: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
 
 
 def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
@@ -149,7 +151,8 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
             by_name[name] = OwnCheckpoint(facts, is_here=own is not None, copy=copy)
     current = sorted(by_name.values(), key=lambda each: place_in_run(each.checkpoint))
     given_up = tuple(each.path for each in here if each not in kept and each.has_save_name)
-    return OwnCheckpoints(tuple(current), given_up, tuple(name for name in copies.complete if name not in complete))
+    given_up_copies = tuple(name for name in copies.complete if name not in complete)
+    return OwnCheckpoints(tuple(current), given_up, given_up_copies, tuple(copies.complete))
 
 
 def _without_older_branches(

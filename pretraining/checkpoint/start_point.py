@@ -16,14 +16,20 @@ import logging
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from pretraining.checkpoint.forms import form_of, read_if_good, read_manifest
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, Copy, OwnCheckpoint, own_checkpoints
+from pretraining.checkpoint.own_checkpoints import (
+    NO_COPIES,
+    Copies,
+    Copy,
+    OwnCheckpoint,
+    OwnCheckpoints,
+    own_checkpoints,
+)
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     SET_ASIDE,
@@ -61,9 +67,7 @@ class CheckpointRef:
         is_rewind: whether the user asked to go back to this older checkpoint, which sets newer ones aside.
         copy: copy to fetch before the checkpoint can be loaded; None = the checkpoint is at `path`.
         best_copy: copy of the run's best checkpoint, if its folder lacks that one.
-        given_up: checkpoints in the folder that the run has gone back from on another machine.
-        given_up_copies: names of copies that the run has gone back from.
-        listed: names of all complete copies in the run's mirror when the start was chosen.
+        run: what the run has given up elsewhere, and what its mirror held when the start was chosen.
     """
 
     path: Path
@@ -74,9 +78,7 @@ class CheckpointRef:
     is_rewind: bool = False
     copy: Copy | None = None
     best_copy: Copy | None = None
-    given_up: tuple[Path, ...] = ()
-    given_up_copies: tuple[str, ...] = ()
-    listed: tuple[str, ...] = ()
+    run: OwnCheckpoints = field(default_factory=OwnCheckpoints)
 
     @property
     def source(self) -> str:
@@ -141,13 +143,7 @@ def find_start(
         )
     if start is None or not own:
         return start
-    return replace(
-        start,
-        given_up=listed.given_up,
-        given_up_copies=listed.given_up_copies,
-        listed=tuple(copies.complete),
-        best_copy=_missing_best(listed.current, start),
-    )
+    return replace(start, run=replace(listed, current=()), best_copy=_missing_best(listed.current, start))
 
 
 def _missing_best(own: Sequence[OwnCheckpoint], start: CheckpointRef) -> Copy | None:
@@ -245,17 +241,13 @@ def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> C
 
 
 def _find_in_store(address: str, fetched: Path, damaged: Mapping[str, str]) -> CheckpointRef:
-    """Find the newest good checkpoint that an earlier start has fetched, else the newest one at an address."""
+    """Find the newest good checkpoint at an address; those that an earlier start has fetched are not fetched again."""
     from pretraining.checkpoint.object_store import read_copies  # imports pyarrow
 
-    with suppress(CheckpointError):
-        return find_newest(fetched, damaged)
-    copies = read_copies(address).complete.values()
-    if not copies:
-        raise CheckpointError(f"{LOAD_PATH}={address.partition('?')[0]} holds no complete checkpoint")
-    paths = [fetched / CHECKPOINTS / each.name for each in copies]
-    own = [OwnCheckpoint(checkpoint_at(path), False, each) for path, each in zip(paths, copies, strict=True)]
-    return _newest_good(own[::-1], damaged, LOAD_PATH, address.partition("?")[0])
+    found, place = own_checkpoints(fetched, read_copies(address)).current, address.partition("?")[0]
+    if not found:
+        raise CheckpointError(f"{LOAD_PATH}={place} holds no complete checkpoint")
+    return _newest_good(found[::-1], damaged, LOAD_PATH, place)
 
 
 def _are_own(paths: list[Path], run: Path) -> bool:

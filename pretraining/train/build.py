@@ -133,7 +133,7 @@ def build_run(
 def _fetch_start(plan: Plan, events: Events) -> None:
     """Fetch what the start needs from object stores; a collective call."""
     start, config = plan.start, plan.config.checkpoint
-    if start is not None and (start.copy or start.best_copy or start.given_up):
+    if start is not None and (start.copy or start.best_copy or start.run.given_up):
         on_rank_zero(partial(fetch_start, config, start))
         on_rank_zero(partial(events.open, config.folder))  # the file may be a new one
 
@@ -345,8 +345,8 @@ def _build_checkpoints(
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
     if config.checkpoint.ckpt_mirror_path is not None:
         step, newest = (own.step, own.path if own.manifest.files else None) if own else (0, None)
-        given_up = own.given_up_copies if own else ()
-        listed = None if own is None or plan.is_return else own.listed
+        given_up = own.run.given_up_copies if own else ()
+        listed = None if own is None or plan.is_return else own.run.copies
         spare = plan.processes.device.type == "cpu"
         mirror = Mirror(config.checkpoint, step, newest, given_up=given_up, listed=listed, spare_cores=spare)
     if config.checkpoint.ckpt_save_path is not None:

@@ -87,8 +87,8 @@ class TwoMachines:
             config,
             step,
             newest,
-            given_up=() if found is None else found.given_up_copies,
-            listed=None if found is None or is_return else found.listed,
+            given_up=() if found is None else found.run.given_up_copies,
+            listed=None if found is None or is_return else found.run.copies,
         )
         here = [each for each in committed_checkpoints(config.folder) if is_return or each.step <= step]
         known: list[Point] = [*here, *map(checkpoint_at, checkpoints_set_aside(config.folder)), *self._mirror.known]
