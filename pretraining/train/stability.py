@@ -3,7 +3,7 @@
 The device decides inside the step whether to skip an update. The host reads the decision one step later, so that it
 never waits for the running step. All ranks read the same decisions at the same step, so they stop together.
 
-`DivergenceError` stops a run that diverges; `rollback.py` may go back to an earlier checkpoint. `HardwareError` stops a
+`DivergenceError` stops a run that diverges; `run.py` may go back to an earlier checkpoint. `HardwareError` stops a
 run whose replicas no longer hold the same weights.
 """
 

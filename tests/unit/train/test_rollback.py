@@ -17,7 +17,7 @@ from pretraining.checkpoint.manifest import MANIFEST
 from pretraining.checkpoint.retention import apply_retention, set_aside_newer
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.cli import main
-from pretraining.train import rollback
+from pretraining.train import run as run_module
 
 
 @pytest.mark.usefixtures("single_process")
@@ -97,10 +97,10 @@ def test_row_54_inspect_stays_true_after_a_rollback_to_the_border_of_two_phases(
 
 
 STAGES = {
-    "before a target is found": (rollback, "find_start"),
+    "before a target is found": (run_module, "_rollback_from"),
     "before the target is saved again": (CheckpointManager, "save_now"),
-    "before newer checkpoints are set aside": (rollback, "set_aside_newer"),
-    "before training continues": (rollback, "_log_rollback"),
+    "before newer checkpoints are set aside": (run_module, "set_aside_newer"),
+    "before training continues": (run_module, "_log_rollback"),
 }
 LIMIT = ["num_steps=6", "max_skipped_steps=2", "max_rollbacks=1", "checkpoint_interval=1"]
 
