@@ -24,7 +24,7 @@ from pretraining.checkpoint.branches import Branches
 from pretraining.checkpoint.forms import read_document, read_if_good
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.config.fields import settings_of, values_of
-from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, load_config, settings_in
+from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, settings_in
 from pretraining.config.run_recipe import comment_of_start
 from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
@@ -251,10 +251,10 @@ def folders_of(pattern: str) -> list[Path]:
 
 
 def _has_settings(folder: Path, config: TrainConfig) -> bool:
-    try:
-        saved = values_of(load_config(folder / RUN_CONFIG_FILE))
-    except ConfigError:
-        return False  # there is no file, or a version with other settings wrote it
+    recorded = last_settings(folder)
+    if recorded is None:
+        return False
+    saved = values_of(recorded)
     saved["tokenizer_path"] = absolute_if_local(saved["tokenizer_path"])  # earlier versions recorded it as typed
     settings, given = settings_of(TrainConfig), values_of(config)
     begins_elsewhere = config.checkpoint.ckpt_load_path or config.checkpoint.resume_from_checkpoint

@@ -77,8 +77,7 @@ from pretraining.train.open_data import byte_lengths, read_batches
 from pretraining.train.plan import Plan
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import RunStatusWriter
-from pretraining.train.spikes import SpikeDetector
-from pretraining.train.stability import Guards
+from pretraining.train.stability import Guards, SpikeDetector
 from pretraining.train.step import StepContext
 
 log = logging.getLogger(__name__)
