@@ -8,8 +8,8 @@ run whose replicas no longer hold the same weights.
 
 A spike is a loss more than `threshold` standard deviations above the mean of the last `window` losses. This is the rule
 of OLMo 2's training code (`SkipStepOptimizer` of OLMo-core: 128 losses, 6 standard deviations), with one difference:
-only losses of applied updates enter the window. So neither a spike nor a NaN moves the threshold. The device computes it
-from numbers that are the same on all ranks.
+only losses of applied updates enter the window. So neither a spike nor a NaN moves the threshold. Only the device
+computes, from numbers that are the same on all ranks.
 """
 
 from __future__ import annotations
