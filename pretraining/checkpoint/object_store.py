@@ -31,8 +31,8 @@ from pyarrow.lib import ArrowException
 
 from pretraining.checkpoint.forms import misnamed_files
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text, size_fault
-from pretraining.checkpoint.own_checkpoints import Copies, Copy
-from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, SET_ASIDE_FILE, temporary_name
+from pretraining.checkpoint.own_checkpoints import Copies
+from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, SET_ASIDE_FILE, Copy, temporary_name
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import address_problem, exists, flush_folder, parse_json, write_atomic
 from pretraining.model.hf import ORIGIN_FILE

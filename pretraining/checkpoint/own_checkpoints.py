@@ -15,7 +15,7 @@ user may have moved them back.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pretraining.checkpoint.branches import Point, continues, latest_number, number_of
@@ -24,35 +24,13 @@ from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     Checkpoint,
+    Copy,
     checkpoint_from,
     checkpoints_set_aside,
     committed_checkpoints,
     place_in_run,
 )
 from pretraining.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Complete checkpoint in an object store; its bytes are not compared with their checksums yet.
-
-    Attributes:
-        address: address of the store, possibly with a query.
-        folder: folder in the store; "" if the address is that of the checkpoint.
-    """
-
-    address: str
-    folder: str
-    manifest: Manifest
-
-    def __str__(self) -> str:
-        """Return the address of the checkpoint, without a query."""
-        return f"{self.address.partition('?')[0].rstrip('/')}/{self.folder}".rstrip("/")
-
-    @property
-    def name(self) -> str:
-        """Name of the checkpoint."""
-        return str(self).rpartition("/")[2]
 
 
 @dataclass(frozen=True)
@@ -74,36 +52,6 @@ NO_COPIES = Copies()
 
 
 @dataclass(frozen=True)
-class OwnCheckpoint:
-    """Checkpoint of a run.
-
-    Attributes:
-        checkpoint: its facts; its path is in the run's folder, also if it is only in the mirror.
-        is_here: whether the run's folder holds it, possibly damaged.
-        copy: copy in the mirror.
-    """
-
-    checkpoint: Checkpoint
-    is_here: bool = True
-    copy: Copy | None = None
-
-    @property
-    def path(self) -> Path:
-        """Path in the run's folder."""
-        return self.checkpoint.path
-
-    @property
-    def step(self) -> int:
-        """Number of updates before the checkpoint."""
-        return self.checkpoint.step
-
-    @property
-    def places(self) -> list[Path | Copy]:
-        """Places to load it from, the best first."""
-        return [*([self.path] if self.is_here else []), *([self.copy] if self.copy is not None else [])]
-
-
-@dataclass(frozen=True)
 class OwnCheckpoints:
     """Checkpoints that a run may continue from.
 
@@ -114,7 +62,7 @@ class OwnCheckpoints:
         copies: names of all complete copies.
     """
 
-    current: tuple[OwnCheckpoint, ...] = ()
+    current: tuple[Checkpoint, ...] = ()
     given_up: tuple[Path, ...] = ()
     given_up_copies: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
@@ -143,13 +91,13 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
     if any(read_if_good(path) == complete[path.name].manifest for path in gone):
         complete = {name: copy for name, copy in complete.items() if copy.manifest.step <= shared}
     kept, complete = _without_older_branches(kept, complete, documents)
-    by_name = {each.path.name: OwnCheckpoint(each, copy=complete.get(each.path.name)) for each in kept}
+    by_name = {each.path.name: replace(each, copy=complete.get(each.path.name)) for each in kept}
     for name, copy in complete.items():
         own = by_name.get(name)
-        if own is None or own.checkpoint.kind is None or _is_saved_again(copy.manifest, own.checkpoint):
+        if own is None or own.kind is None or _is_saved_again(copy.manifest, own):
             facts = checkpoint_from(run / CHECKPOINTS / name, copy.manifest)
-            by_name[name] = OwnCheckpoint(facts, is_here=own is not None, copy=copy)
-    current = sorted(by_name.values(), key=lambda each: place_in_run(each.checkpoint))
+            by_name[name] = replace(facts, is_here=own is not None, copy=copy)
+    current = sorted(by_name.values(), key=place_in_run)
     given_up = tuple(each.path for each in here if each not in kept and each.has_save_name)
     given_up_copies = tuple(name for name in copies.complete if name not in complete)
     return OwnCheckpoints(tuple(current), given_up, given_up_copies, tuple(copies.complete))

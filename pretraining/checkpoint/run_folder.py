@@ -65,6 +65,29 @@ _NOT_COMPARED = frozenset(
 
 
 @dataclass(frozen=True)
+class Copy:
+    """Complete checkpoint in an object store; its bytes are not compared with their checksums yet.
+
+    Attributes:
+        address: address of the store, possibly with a query.
+        folder: folder in the store; "" if the address is that of the checkpoint.
+    """
+
+    address: str
+    folder: str
+    manifest: Manifest
+
+    def __str__(self) -> str:
+        """Return the address of the checkpoint, without a query."""
+        return f"{self.address.partition('?')[0].rstrip('/')}/{self.folder}".rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint."""
+        return str(self).rpartition("/")[2]
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Committed checkpoint, possibly damaged, with the facts for listings, retention and starts.
 
@@ -76,6 +99,8 @@ class Checkpoint:
         decided_by: definition of the evaluation sets of the loss; others are not compared with it.
         skipped_in_a_row: skipped updates just before the checkpoint.
         branches: of the run, up to the checkpoint.
+        is_here: whether the run's folder holds it, possibly damaged; else only the mirror does.
+        copy: copy in the mirror.
     """
 
     path: Path
@@ -86,6 +111,13 @@ class Checkpoint:
     decided_by: tuple[str, ...] = ()
     skipped_in_a_row: int = 0
     branches: Branches = ()
+    is_here: bool = True
+    copy: Copy | None = None
+
+    @property
+    def places(self) -> list[Path | Copy]:
+        """Places to load it from, the best first."""
+        return [*([self.path] if self.is_here else []), *([self.copy] if self.copy is not None else [])]
 
 
 def committed_checkpoints(run: Path) -> list[Checkpoint]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,18 +21,13 @@ from types import MappingProxyType
 
 from pretraining.checkpoint.forms import form_of, read_if_good, read_manifest
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import (
-    NO_COPIES,
-    Copies,
-    Copy,
-    OwnCheckpoint,
-    OwnCheckpoints,
-    own_checkpoints,
-)
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, OwnCheckpoints, own_checkpoints
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     SET_ASIDE,
     SET_ASIDE_FILE,
+    Checkpoint,
+    Copy,
     checkpoint_at,
     checkpoints_set_aside,
     committed_checkpoints,
@@ -44,7 +38,7 @@ from pretraining.checkpoint.run_folder import (
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, from_hub, is_address, is_folder, real_path
+from pretraining.files import from_hub, is_address, is_folder, real_path
 from pretraining.model.hf import MODEL_FILES
 from pretraining.text import count_of
 
@@ -146,19 +140,19 @@ def find_start(
     return replace(start, run=replace(listed, current=()), best_copy=_missing_best(listed.current, start))
 
 
-def _missing_best(own: Sequence[OwnCheckpoint], start: CheckpointRef) -> Copy | None:
+def _missing_best(own: Sequence[Checkpoint], start: CheckpointRef) -> Copy | None:
     """Return the copy of the best checkpoint up to the start point, if the run's folder lacks that checkpoint."""
     if all(each.is_here for each in own):
         return None
     from pretraining.checkpoint.retention import best_of  # imports torch
 
-    saved = [each for each in own if each.checkpoint.has_save_name and each.step <= start.step]
-    best = best_of([each.checkpoint for each in saved])
-    missing = [each.copy for each in saved if each.checkpoint == best and not each.is_here and each.copy != start.copy]
+    saved = [each for each in own if each.has_save_name and each.step <= start.step]
+    best = best_of(saved)
+    missing = [each.copy for each in saved if each == best and not each.is_here and each.copy != start.copy]
     return missing[0] if missing else None
 
 
-def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapping[str, str]) -> CheckpointRef:
+def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping[str, str]) -> CheckpointRef:
     """Find the newest good checkpoint of a run, or the older one that the user asks to go back to.
 
     An accepted start records its request, in config.yaml and in later checkpoints, and so does no other one again.
@@ -178,9 +172,12 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
     if named is not None:
         chosen = _newest_good([named], damaged, RESUME, named.path)
         return replace(chosen, damaged=newest.damaged, is_rewind=True)
-    gone = [OwnCheckpoint(checkpoint_at(path)) for path in reversed(checkpoints_set_aside(run))]
+    gone = [checkpoint_at(path) for path in reversed(checkpoints_set_aside(run))]
     if aside := _find_named(gone, request):
-        raise CheckpointError(f"{RESUME}={request} is set aside. {_how_to_take_back(aside, config)}")
+        raise CheckpointError(
+            f"{RESUME}={request} is set aside. To take it back, move {aside.path} to {run / CHECKPOINTS}. If there is "
+            f"one of its name, give another name; else rename its {SET_ASIDE_FILE} in the mirror, if any, to {MANIFEST}"
+        )
     if not any(_started_from(each, Path(request)) for each in own):
         raise CheckpointError(
             f"{RESUME}={request} is no checkpoint of the run in {run}, which holds "
@@ -190,17 +187,7 @@ def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapp
     return newest
 
 
-def _how_to_take_back(aside: OwnCheckpoint, config: CheckpointConfig) -> str:
-    place = config.folder / CHECKPOINTS / aside.path.name
-    mirrored = f". In the mirror, rename {CHECKPOINTS}/{place.name}/{SET_ASIDE_FILE}, if any, to {MANIFEST}"
-    if exists(place):  # the run has saved this step again, and the mirror has that one
-        place, mirrored = place.with_name(f"{place.name}.back"), ""
-    mirrored = "" if config.ckpt_mirror_path is None else mirrored
-    command = shlex.join(["mv", str(aside.path), str(place)])
-    return f"To take it back, give {RESUME}={place.name} after: {command}{mirrored}"
-
-
-def _started_from(own: OwnCheckpoint, path: Path) -> bool:
+def _started_from(own: Checkpoint, path: Path) -> bool:
     """Return whether the run has named a path of another run as its start point when it saved this checkpoint."""
     manifest = read_if_good(own.path) if own.copy is None else own.copy.manifest
     if manifest is None:
@@ -212,11 +199,11 @@ def _started_from(own: OwnCheckpoint, path: Path) -> bool:
 
 def named_checkpoint(run: Path, request: str) -> Path | None:
     """Return the checkpoint in a run's folder that `resume_from_checkpoint` names there; None = no such one."""
-    named = _find_named([OwnCheckpoint(each) for each in reversed(committed_checkpoints(run))], request)
+    named = _find_named(committed_checkpoints(run)[::-1], request)
     return None if named is None else named.path
 
 
-def _find_named(own: list[OwnCheckpoint], request: str) -> OwnCheckpoint | None:
+def _find_named(own: list[Checkpoint], request: str) -> Checkpoint | None:
     """Return the checkpoint with this name, step or path, of a run's own checkpoints, newest first."""
     by_name = {each.path.name: each for each in own}
     by_step = {str(each.step): each for each in own}
@@ -278,7 +265,7 @@ def find_newest(
             f"{flag}={source} holds no complete checkpoint: no {MANIFEST}, and none in a folder {CHECKPOINTS}/"
             f"{describe_other_weights(source)}"
         )
-    return _newest_good([OwnCheckpoint(checkpoint_at(path)) for path in paths], damaged, flag, source)
+    return _newest_good([checkpoint_at(path) for path in paths], damaged, flag, source)
 
 
 def checkpoints_at(source: Path) -> list[Path]:
@@ -289,7 +276,7 @@ def checkpoints_at(source: Path) -> list[Path]:
 
 
 def _newest_good(
-    checkpoints: Sequence[OwnCheckpoint], damaged: Mapping[str, str], flag: str, source: Path | str
+    checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str], flag: str, source: Path | str
 ) -> CheckpointRef:
     """Return the first checkpoint without a known fault; a damaged one in the folder is replaced by its copy."""
     faults: list[str] = []
