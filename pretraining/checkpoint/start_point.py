@@ -215,7 +215,7 @@ def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> C
     """Find the start point of a run without checkpoints; None = initial weights."""
     load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
     if load_path is not None and is_address(load_path):
-        found = _find_in_store(load_path, fetched_path(config), damaged)
+        found = _find_in_store(load_path, config.folder, damaged)
     elif load_path is None:
         if request is None:
             return None
@@ -227,11 +227,13 @@ def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> C
     return replace(found, is_own=False, weights_only=found.weights_only or config.weights_only)
 
 
-def _find_in_store(address: str, fetched: Path, damaged: Mapping[str, str]) -> CheckpointRef:
+def _find_in_store(address: str, run: Path, damaged: Mapping[str, str]) -> CheckpointRef:
     """Find the newest good checkpoint at an address; those that an earlier start has fetched are not fetched again."""
     from pretraining.checkpoint.object_store import read_copies  # imports pyarrow
 
-    found, place = own_checkpoints(fetched, read_copies(address)).current, address.partition("?")[0]
+    place = address.partition("?")[0]
+    fetched = run / FETCHED / re.sub(r"[^\w.-]+", "_", place)  # with the layout of a run
+    found = own_checkpoints(fetched, read_copies(address)).current
     if not found:
         raise CheckpointError(f"{LOAD_PATH}={place} holds no complete checkpoint")
     return _newest_good(found[::-1], damaged, LOAD_PATH, place)
@@ -241,12 +243,6 @@ def _are_own(paths: list[Path], run: Path) -> bool:
     """Return whether the run has saved all these checkpoints; then it did not start from them."""
     own = {real_path(each.path) for each in committed_checkpoints(run)}
     return all(real_path(path) in own for path in paths)
-
-
-def fetched_path(config: CheckpointConfig) -> Path:
-    """Return the folder for checkpoints fetched from the address `ckpt_load_path`; its layout is that of a run."""
-    name = re.sub(r"[^\w.-]+", "_", (config.ckpt_load_path or "").partition("?")[0])
-    return config.folder / FETCHED / name
 
 
 def find_newest(

@@ -162,7 +162,6 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
         check_same_model(start.manifest, shape, start.path, _CHANGEABLE if start.weights_only else ())
         if start.weights_only:
             _check_and_log_changes(start, shape, adopted.data.tokenizer_path)
-            _warn_of_begin_token(start, adopted.data)
     return adopted
 
 
@@ -211,16 +210,17 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
     if not asks and not is_lost:
         return data
     weights = _tokenizer_of_weights(start) if start is not None and asks else None
+    if start is not None and not is_resumed:
+        _warn_of_begin_token(start, data, weights)
     asked = data if asks else replace(data, accept_tokenizer=True)
     return replace(data, tokenizer_path=choose_tokenizer(asked, sets, weights, rows))
 
 
-def _warn_of_begin_token(start: CheckpointRef, data: DataConfig) -> None:
+def _warn_of_begin_token(start: CheckpointRef, data: DataConfig, weights: KnownTokenizer | None) -> None:
     """Warn if the weights expect a begin-of-text token, and the run has none."""
     begin = start.manifest.data.get("bos_token")
-    if not start.manifest.data:  # weights of others expect what their tokenizer does
-        found = _tokenizer_of_weights(start)
-        begin = None if found is None or found.tokenizer is None else found.tokenizer.begin_of_text
+    if not start.manifest.data and weights is not None and weights.tokenizer is not None:
+        begin = weights.tokenizer.begin_of_text  # weights of others expect what their tokenizer does
     if begin is not None and data.bos is None:
         log.warning(
             "the weights of %s expect token %d before every text, and this run has no bos_token: unless the token "

@@ -129,9 +129,9 @@ class RunStatusWriter:
         found = read_status(self._path) if self._started is not None else None
         if self._started is None or (found is not None and found.starts != self._started.starts):
             return  # no start was counted, or a later start owns the folder and the file
-        status, reason = self._outcome(error)
         step = self._started.step if self._state is None else self._state.step
-        crashes = self._started.starts_without_progress - (not self._is_without_progress(error, step))
+        status, reason, is_crash = self._outcome(error, is_at_start=step <= self._started.step)
+        crashes = self._started.starts_without_progress - (not is_crash)
         ended = replace(self._started, status=status, step=step, reason=reason, starts_without_progress=crashes)
         try:
             self._write(ended)
@@ -140,24 +140,19 @@ class RunStatusWriter:
         self.events.add("end", step, status=status, reason=reason)
         self.events.close()
 
-    def _is_without_progress(self, error: BaseException | None, step: int) -> bool:
-        """Return whether the start crashed, or ran out of time before its first step; later, preemption saves."""
-        if isinstance(error, Preempted):
-            return error.is_out_of_time and self._started is not None and step <= self._started.step
-        # All ranks report a wrong flag at once. It is no crash, and must not use up the allowed starts.
-        is_mistake = isinstance(error, PretrainError) and error.is_everywhere and self._state is None
-        return not (error is None or is_mistake or isinstance(error, KeyboardInterrupt))
-
-    def _outcome(self, error: BaseException | None) -> tuple[str, str]:
+    def _outcome(self, error: BaseException | None, *, is_at_start: bool) -> tuple[str, str, bool]:
+        """Return status and reason, and whether the start crashed or ran out of time before its first step."""
         if error is None:
             assert self._state is not None, "a run without an error has reached the training loop"
             early = f": stopped early, {self._state.early_end}" if self._state.early_end else ""
-            return "finished", f"{self._state.step} of {self._state.total_steps} steps are done{early}"
+            return "finished", f"{self._state.step} of {self._state.total_steps} steps are done{early}", False
         if isinstance(error, Preempted):
-            return "preempted", error.reason
-        if isinstance(error, PretrainError):
-            return "failed", str(error)
-        return "failed", f"{type(error).__name__}: {error}".removesuffix(": ")
+            return "preempted", error.reason, error.is_out_of_time and is_at_start
+        if not isinstance(error, PretrainError):
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            return "failed", reason, not isinstance(error, KeyboardInterrupt)
+        # All ranks report a wrong flag at once. It is no crash, and must not use up the allowed starts.
+        return "failed", str(error), not error.is_everywhere or self._state is not None
 
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
