@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from pretraining.config.fields import Setting, build, sections_of, settings_of
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, did_you_mean, parse_value, percent_of
-from pretraining.progress import MULTIPLIERS, PERCENT
+from pretraining.config.values import Raw, did_you_mean, parse_value
+from pretraining.progress import MULTIPLIERS
 
 T = TypeVar("T")
 
@@ -57,7 +57,6 @@ NOT_SUPPORTED = {
     r"(^|_)q?lora(_|$)": "LoRA is",
 }
 """Features that users look for and do not find, by patterns of their names."""
-_PART_OF_RUN = re.compile(r"(?:lr_)?(warmup|stable|decay)_(?:ratio|frac|fraction|proportion|percent|percentage|pct)")
 _NONE_TEXTS = (None, "", "none", "None", "null")
 
 
@@ -176,8 +175,6 @@ class Reader(Generic[T]):
 
     def _hint(self, assignment: Assignment) -> str:
         section, name = assignment.section_and_name
-        if hint := self._hint_of_part(name, assignment.raw):
-            return hint
         if missing := next((what for pattern, what in NOT_SUPPORTED.items() if re.search(pattern, name)), None):
             return f"{missing} not supported"
         known = [*self.settings, *self.aliases, *(RECIPE_NAMES if issubclass(self.root, TrainConfig) else ())]
@@ -186,15 +183,6 @@ class Reader(Generic[T]):
             or did_you_mean(name, known, "did you mean {}?")
             or "--help lists every setting"
         )
-
-    def _hint_of_part(self, name: str, raw: Raw) -> str:
-        """Return how a share of the run, such as warmup_ratio=0.03, is written; "" for other names."""
-        match = _PART_OF_RUN.fullmatch(name)
-        setting = self.settings.get(f"{match[1]}_steps") if match is not None else None
-        if setting is None or PERCENT not in setting.units:
-            return ""
-        percent = percent_of(raw) if isinstance(raw, str) else None
-        return f"write --{setting.name}={percent or '3%'}"
 
     def _parse(self, setting: Setting, assignment: Assignment) -> Any:
         """Parse an assignment's text, after the translation of an alias."""

@@ -227,10 +227,7 @@ def test_a_dollar_in_a_runs_record_is_a_letter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("--warmup_ratio=0.03", "write --warmup_steps=3%"),
-        ("--lr_warmup_fraction=0.1", "write --warmup_steps=10%"),
-        ("--decay_percent=20pct", "write --decay_steps=20%"),
-        ("--warmup_ratio=some", "write --warmup_steps=3%"),
+        ("--warmup_ratio=0.03", "did you mean warmup_steps?"),
         ("--dropout=0.1", "dropout is not supported"),
         ("--attn_pdrop=0.1", "dropout is not supported"),
         ("--label_smoothing=0.1", "label smoothing is not supported"),
