@@ -24,15 +24,15 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
-from pretraining.checkpoint.object_store import (
+from pretraining.checkpoint.copies import (
     TRIES_OF_START,
     Store,
     StoreError,
     fetch_copy,
     read_copies,
 )
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE_FILE, checkpoint_from, committed_checkpoints

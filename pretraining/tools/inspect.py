@@ -73,7 +73,7 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
         for name in _WHERE_FROM
     )
     if source is not None and is_address(source):
-        from pretraining.checkpoint.object_store import local_view
+        from pretraining.checkpoint.copies import local_view
 
         with local_view(source, with_files=False) as run:
             inspect_command(overrides, {**flags, "ckpt_load_path": str(run)})

@@ -22,9 +22,9 @@ from types import MappingProxyType
 
 import torch
 
+from pretraining.checkpoint.copies import TRIES_OF_START
 from pretraining.checkpoint.lease import Lease
 from pretraining.checkpoint.mirror import NewerCopyError, list_copies
-from pretraining.checkpoint.object_store import TRIES_OF_START
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import make_run_folder

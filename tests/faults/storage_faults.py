@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from pretraining import files
-from pretraining.checkpoint import manager, mirror, object_store, saver, writer
+from pretraining.checkpoint import copies, manager, mirror, saver, writer
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.cli import main
 from pretraining.data import dataset
@@ -89,16 +89,16 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
 
 def kill_in_upload(ranks: list[int], checkpoint: str) -> None:
     """SIGKILL these ranks when half a file of a checkpoint is sent to the mirror."""
-    upload = object_store.Store.upload
+    upload = copies.Store.upload
 
-    def half(self: object_store.Store, file: Path, name: str, *others: Any) -> None:
+    def half(self: copies.Store, file: Path, name: str, *others: Any) -> None:
         if checkpoint in name and _rank() in ranks:
             threading.Timer(0.05, _die).start()
         upload(self, file, name, *others)
         if checkpoint in name and _rank() in ranks:
             threading.Event().wait()
 
-    object_store.Store.upload = half  # type: ignore[method-assign,assignment]
+    copies.Store.upload = half  # type: ignore[method-assign,assignment]
 
 
 def unreadable_samples(ranks: list[int]) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, assert_same_tensors, checkpoints_of, losses_of, metrics_of
 
-from pretraining.checkpoint import object_store
+from pretraining.checkpoint import copies
+from pretraining.checkpoint.copies import Store, _fetch, read_copies
 from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, list_copies
-from pretraining.checkpoint.object_store import Store, _fetch, read_copies
 from pretraining.cli import main
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError
@@ -209,7 +209,7 @@ def test_a_copy_is_never_half_replaced(copied: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_upload_rests_until_the_run_is_over(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "REST_RATIO", 1e6)
+    monkeypatch.setattr(copies, "REST_RATIO", 1e6)
     path = copied / "run" / "checkpoints" / "step_6_ckp"
     shutil.rmtree(copied / "store" / "checkpoints" / path.name)
     mirror = mirror_of(copied, spare_cores=True)
