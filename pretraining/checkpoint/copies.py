@@ -1,10 +1,10 @@
-"""Folder in an object store, and its checkpoints. pyarrow connects to S3, Google Cloud Storage, Azure and disks.
+"""Checkpoints in an object store.
 
     <address>/checkpoints/step_1000_ckp/<files>, manifest.json    address of a run: the manifest is written last
     <address>/<files>, manifest.json                              address of a checkpoint
 
 A folder without a manifest, or with files of other sizes, is no complete checkpoint. A fetch compares files with the
-checksums in the manifest, and the checkpoint appears complete or not at all. Credentials come from the environment.
+checksums in the manifest, and the checkpoint appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -17,212 +17,71 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from itertools import count
+from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic, thread_time
-from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlsplit
-
-import pyarrow.fs
-from pyarrow.lib import ArrowException
+from time import thread_time
 
 from pretraining.checkpoint.forms import misnamed_files
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text, size_fault
+from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text
 from pretraining.checkpoint.own_checkpoints import Copies, Copy
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, SET_ASIDE_FILE, temporary_name
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import address_problem, exists, flush_folder, parse_json, write_atomic
+from pretraining.files import exists, flush_folder, parse_json, write_atomic
 from pretraining.model.hf import ORIGIN_FILE
-
-T = TypeVar("T")
+from pretraining.object_store import PIECE_BYTES, Store
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 2**22
 READING_THREADS = 8
 REST_RATIO = 49
 """Seconds that an upload pauses per second of CPU time. A model on a CPU waits for the slowest core in each step, so an
 upload on one core slows all cores (docs/performance.md)."""
 TRIES_OF_START = 5
-LOG_SECONDS = 60.0
-"""Time between two log lines about a failing store."""
-LONGEST_PAUSE_SECONDS = 30.0
 
 
-class StoreError(CheckpointError):
-    """A call of a store has failed; the next try may succeed."""
+def upload_file(
+    store: Store, file: Path, name: str, entry: FileEntry, stop: threading.Event, full_speed: threading.Event
+) -> None:
+    """Write a checkpoint's file as an object.
 
-
-class Store:
-    """Folder in an object store; object names are relative to it.
-
-    Attributes:
-        address: without its query (after the question mark).
-        problem: last error of the store; empty if there was none.
+    Args:
+        stop: stops the upload when set.
+        full_speed: until it is set, the thread pauses most of the time.
 
     Raises:
-        CheckpointError: the address is of an unknown kind, or contains credentials.
+        OSError: the file cannot be read.
+        CheckpointError: the file does not have the checksum in its manifest.
+        StoreError: the store fails.
     """
+    checksum = 0
 
-    def __init__(self, address: str) -> None:
-        if (problem := address_problem(address)) is not None:
-            raise CheckpointError(f"an address that {problem}")
-        self.address = address.partition("?")[0].rstrip("/")
-        self.problem = ""
-        with self._as_store_error(""):
-            self._system, self._root = _connect(address)
-
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a small object; None if the object does not exist."""
-        with self._as_store_error(name):
-            try:
-                with self._system.open_input_stream(self._path(name)) as stream:
-                    return bytes(stream.read())
-            except FileNotFoundError:
-                return None
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a small object."""
-        self._write(name, [content], len(content))
-
-    def upload(
-        self, file: Path, name: str, entry: FileEntry, stop: threading.Event, full_speed: threading.Event
-    ) -> None:
-        """Write a checkpoint's file as an object.
-
-        Args:
-            stop: stops the upload when set.
-            full_speed: until it is set, the thread pauses most of the time.
-
-        Raises:
-            OSError: the file cannot be read.
-            CheckpointError: the file does not have the size and the checksum in its manifest.
-        """
-        checksum = 0
-        if fault := size_fault(file, entry):  # before the store: it would seem to have lost the bytes
-            raise CheckpointError(fault)
-
-        def pieces() -> Iterator[bytes]:
-            nonlocal checksum
-            with file.open("rb", buffering=0) as source:
+    def pieces() -> Iterator[bytes]:
+        nonlocal checksum
+        with file.open("rb", buffering=0) as source:
+            began = thread_time()
+            while (piece := source.read(PIECE_BYTES)) and not stop.is_set():
+                checksum = zlib.crc32(piece, checksum)
+                yield piece
+                full_speed.wait(REST_RATIO * (thread_time() - began))
                 began = thread_time()
-                while (piece := source.read(PIECE_BYTES)) and not stop.is_set():
-                    checksum = zlib.crc32(piece, checksum)
-                    yield piece
-                    full_speed.wait(REST_RATIO * (thread_time() - began))
-                    began = thread_time()
 
-        self._write(name, pieces(), entry.bytes)
-        if crc32_text(checksum) != entry.crc32:
-            raise CheckpointError("damaged: its checksum differs from its manifest", path=file)
-
-    def download(self, name: str, file: Path) -> FileEntry:
-        """Write an object to a file and flush it to disk; return its size and checksum."""
-        checksum = 0
-        with file.open("wb", buffering=0) as target:
-            with self._as_store_error(name):
-                stream = self._system.open_input_stream(self._path(name))
-            with stream:
-                while piece := self._next_piece(stream, name):
-                    checksum = zlib.crc32(piece, checksum)
-                    target.write(piece)
-            os.fsync(target.fileno())
-            return FileEntry(target.tell(), crc32_text(checksum))
-
-    def sizes(self) -> dict[str, int]:
-        """Return the size of every object by its name."""
-        selector = pyarrow.fs.FileSelector(self._root, recursive=True, allow_not_found=True)
-        with self._as_store_error(""):
-            found = self._system.get_file_info(selector)
-        files = [info for info in found if info.type == pyarrow.fs.FileType.File]
-        return {info.path.removeprefix(self._root).lstrip("/"): info.size for info in files}
-
-    def remove(self, name: str) -> None:
-        """Remove an object, or a folder with everything in it."""
-        with self._as_store_error(name), suppress(FileNotFoundError):
-            if self._system.get_file_info(self._path(name)).type == pyarrow.fs.FileType.File:
-                self._system.delete_file(self._path(name))
-            else:
-                self._system.delete_dir(self._path(name))
-
-    def retry(self, action: Callable[[], T], stop: threading.Event, tries: int = 0) -> T:
-        """Repeat an action until the store does it, and log the error once per minute.
-
-        Args:
-            stop: ends the retries when set.
-            tries: maximum; 0 = any number.
-
-        Raises:
-            StoreError: the last try has failed, or a try after `stop` was set.
-        """
-        pause, logged = 1.0, -LOG_SECONDS
-        for number in count(1):
-            try:
-                return action()
-            except StoreError as error:
-                if number == tries or stop.is_set():
-                    raise
-                if monotonic() - logged >= LOG_SECONDS:
-                    logged = monotonic()
-                    log.warning("%s; trying again", error)
-                stop.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        raise AssertionError("the loop has no end")
-
-    def _write(self, name: str, pieces: Iterable[bytes], size: int) -> None:
-        path = self._path(name)
-        with self._as_store_error(name):
-            if isinstance(self._system, pyarrow.fs.LocalFileSystem):
-                self._system.create_dir(path.rpartition("/")[0])
-            stream = self._system.open_output_stream(path)
-        try:
-            for piece in pieces:
-                with self._as_store_error(name):
-                    stream.write(piece)
-                    stream.flush()  # otherwise some file systems buffer without a limit, and upload in the background
-        finally:
-            with self._as_store_error(name):
-                stream.close()
-        with self._as_store_error(name):
-            written = self._system.get_file_info(path).size
-            if written != size:
-                raise OSError(f"the object has {written or 0:,} bytes instead of {size:,}")
-
-    def _next_piece(self, stream: Any, name: str) -> bytes:
-        with self._as_store_error(name):
-            return bytes(stream.read(PIECE_BYTES))
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}".rstrip("/")
-
-    @contextmanager
-    def _as_store_error(self, name: str) -> Iterator[None]:
-        """Turn pyarrow's errors about a store into a `StoreError`."""
-        try:
-            yield
-        except (OSError, ArrowException) as error:
-            self.problem = (str(error).splitlines() or [type(error).__name__])[0]
-            raise StoreError(f"cannot be used: {self.problem}", path=f"{self.address}/{name}") from error
+    store.write(name, pieces())
+    if crc32_text(checksum) != entry.crc32:
+        raise CheckpointError("damaged: its checksum differs from its manifest", path=file)
 
 
-def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
-    """Return the file system of an address, and the path in it."""
-    parts = urlsplit(address)
-    if parts.scheme != "s3":
-        system, path = pyarrow.fs.FileSystem.from_uri(address)
-        return system, path.rstrip("/")
-    query = dict(parse_qsl(parts.query))
-    if not query.keys() & {"region", "endpoint_override"}:
-        query["region"] = pyarrow.fs.resolve_s3_region(parts.netloc)
-    # By default, a stream of a slow store buffers whole files, and a request times out after three seconds.
-    system = pyarrow.fs.S3FileSystem(background_writes=False, connect_timeout=10, request_timeout=60, **query)
-    return system, f"{parts.netloc}{parts.path}".rstrip("/")
-
-
-# Checkpoints
+def _download_file(store: Store, name: str, file: Path) -> FileEntry:
+    """Write an object to a file and flush it to disk; return its size and checksum."""
+    checksum = 0
+    with file.open("wb") as target:
+        for piece in store.read_pieces(name):
+            checksum = zlib.crc32(piece, checksum)
+            target.write(piece)
+        target.flush()
+        os.fsync(target.fileno())
+        return FileEntry(target.tell(), crc32_text(checksum))
 
 
 def read_copies(address: str) -> Copies:
@@ -295,7 +154,7 @@ def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | N
         return fault
 
     def fetch(name: str) -> str | None:
-        entry = store.retry(lambda: store.download(prefix + name, temporary / name), stop, TRIES_OF_START)
+        entry = store.retry(lambda: _download_file(store, prefix + name, temporary / name), stop, TRIES_OF_START)
         return None if entry == manifest.files[name] else f"size or checksum of {name} differs from the manifest"
 
     temporary.mkdir(parents=True)
@@ -303,7 +162,7 @@ def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | N
         with ThreadPoolExecutor(READING_THREADS) as pool:
             fault = next(filter(None, list(pool.map(fetch, manifest.files))), None)
         if fault is None:
-            store.download(prefix + MANIFEST, temporary / MANIFEST)
+            _download_file(store, prefix + MANIFEST, temporary / MANIFEST)
             flush_folder(temporary)
             if exists(path):
                 path.rename(temporary_name(path))  # the next save removes it

@@ -26,10 +26,9 @@ from typing import Any
 
 from pretraining.checkpoint.copies import (
     TRIES_OF_START,
-    Store,
-    StoreError,
     fetch_copy,
     read_copies,
+    upload_file,
 )
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
@@ -45,6 +44,7 @@ from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import checked_values, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
 from pretraining.model.hf import ORIGIN_FILE
+from pretraining.object_store import Store, StoreError
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
@@ -92,7 +92,7 @@ def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
     def read() -> Copies:
         copies = read_copies(address)
         name, content = f"probe.{secrets.token_hex(4)}", b"may this run write here?"
-        store.write(name, content)
+        store.write(name, [content])
         if store.read(name) != content:
             raise StoreError("reads back other bytes than were written", path=f"{store.address}/{name}")
         store.remove(name)
@@ -347,7 +347,9 @@ class Mirror:
                 if content is not None:
                     self._store.retry(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._closing)
                 target = f"{folder}/{name}"
-                upload = partial(self._store.upload, checkpoint / name, target, entry, self._closing, self._full_speed)
+                upload = partial(
+                    upload_file, self._store, checkpoint / name, target, entry, self._closing, self._full_speed
+                )
                 self._store.retry(upload, self._closing)
 
     def _commit(self, checkpoint: Path) -> None:
@@ -359,7 +361,9 @@ class Mirror:
         if any(each.step == self._step for each in self._held.values()):
             # First: beside a checkpoint of the new branch, an older branch counts as moved back by the user.
             self._store.retry(self._set_given_up_aside, self._closing)
-        self._store.retry(lambda: self._store.write(f"{_store_folder(checkpoint)}/{MANIFEST}", content), self._closing)
+        self._store.retry(
+            lambda: self._store.write(f"{_store_folder(checkpoint)}/{MANIFEST}", [content]), self._closing
+        )
         self._held[checkpoint.name] = read_document(checkpoint)
         self._given_up.pop(checkpoint.name, None)
         with suppress(StoreError):  # the next commit tries again
@@ -370,7 +374,7 @@ class Mirror:
     def _take_over(self, given_up: Collection[str], listed: Collection[str] | None) -> None:
         """Become the mirror's writer, and list its checkpoints."""
         run_id = _read_owner(self._store).get("run") or _read_run_id(self._run) or secrets.token_hex(8)
-        self._store.write(MIRROR_FILE, _to_json(run=run_id, writer=self._token))
+        self._store.write(MIRROR_FILE, [_to_json(run=run_id, writer=self._token)])
         if _read_run_id(self._run) != run_id:
             write_atomic(self._run / MIRROR_FILE, _to_json(run=run_id))
         copies = read_copies(self._config.ckpt_mirror_path or "")
@@ -389,7 +393,7 @@ class Mirror:
     def _set_given_up_aside(self) -> None:
         for name, manifest in list(self._given_up.items()):
             folder = f"{CHECKPOINTS}/{name}"
-            self._store.write(f"{folder}/{SET_ASIDE_FILE}", json.dumps(manifest.document()).encode())
+            self._store.write(f"{folder}/{SET_ASIDE_FILE}", [json.dumps(manifest.document()).encode()])
             self._store.remove(f"{folder}/{MANIFEST}")
             log.info("%s/%s is set aside, since the run has gone back from it", self._store.address, folder)
             del self._given_up[name]
@@ -415,7 +419,7 @@ class Mirror:
             self._log_files_copied = monotonic()
             for name in COPIED_FILES:
                 if is_file(self._run / name):
-                    self._store.write(name, (self._run / name).read_bytes())
+                    self._store.write(name, [(self._run / name).read_bytes()])
 
 
 def _store_folder(checkpoint: Path) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pretraining import files
+from pretraining import files, object_store
 from pretraining.checkpoint import copies, manager, mirror, saver, writer
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.cli import main
@@ -89,16 +89,16 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
 
 def kill_in_upload(ranks: list[int], checkpoint: str) -> None:
     """SIGKILL these ranks when half a file of a checkpoint is sent to the mirror."""
-    upload = copies.Store.upload
+    upload = copies.upload_file
 
-    def half(self: copies.Store, file: Path, name: str, *others: Any) -> None:
+    def half(store: object_store.Store, file: Path, name: str, *others: Any) -> None:
         if checkpoint in name and _rank() in ranks:
             threading.Timer(0.05, _die).start()
-        upload(self, file, name, *others)
+        upload(store, file, name, *others)
         if checkpoint in name and _rank() in ranks:
             threading.Event().wait()
 
-    copies.Store.upload = half  # type: ignore[method-assign,assignment]
+    mirror.upload_file = half  # type: ignore[attr-defined]
 
 
 def unreadable_samples(ranks: list[int]) -> None:
