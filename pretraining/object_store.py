@@ -110,12 +110,14 @@ class Store:
                 raise OSError(f"the object has {written or 0:,} bytes instead of {size:,}")
 
     def remove(self, name: str) -> None:
-        """Remove an object, or a folder with everything in it."""
+        """Remove an object, or a folder with everything in it, if there is one."""
+        path = self._path(name)
         with self._as_store_error(name), suppress(FileNotFoundError):
-            if self._system.get_file_info(self._path(name)).type == pyarrow.fs.FileType.File:
-                self._system.delete_file(self._path(name))
-            else:
-                self._system.delete_dir(self._path(name))
+            found = self._system.get_file_info(path).type
+            if found == pyarrow.fs.FileType.File:
+                self._system.delete_file(path)
+            elif found == pyarrow.fs.FileType.Directory:
+                self._system.delete_dir(path)
 
     def retry(self, action: Callable[[], T], stop: threading.Event, tries: int = 0) -> T:
         """Repeat an action until the store does it, and log the error once per minute.

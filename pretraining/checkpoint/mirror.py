@@ -31,7 +31,7 @@ from pretraining.checkpoint.copies import (
     upload_file,
 )
 from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE_FILE, checkpoint_from, committed_checkpoints
@@ -66,17 +66,13 @@ class TakenOverError(CheckpointError):
     """Another process writes into this run's mirror."""
 
 
-class NewerCopyError(CheckpointError):
-    """Another machine has copied a newer checkpoint since this start has chosen its start point."""
-
-
 # Start of a run
 
 
 def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
-    """List the checkpoints in a run's mirror, after a check that the run may write there; in one process.
+    """List the checkpoints in a run's mirror, after a check that the mirror is of this run; in one process.
 
-    Nothing is written into the run's folder, so a start that is refused later leaves no trace of a wrong mirror.
+    Nothing is written, so a start that is refused later leaves no trace of a wrong mirror.
 
     Args:
         tries: maximum, if the store fails.
@@ -91,11 +87,6 @@ def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
 
     def read() -> Copies:
         copies = read_copies(address)
-        name, content = f"probe.{secrets.token_hex(4)}", b"may this run write here?"
-        store.write(name, [content])
-        if store.read(name) != content:
-            raise StoreError("reads back other bytes than were written", path=f"{store.address}/{name}")
-        store.remove(name)
         _check_run_id(store, folder, copies)
         return copies
 
@@ -201,7 +192,7 @@ class Mirror:
         protected: checkpoint that is being copied, and the next one; retention keeps both.
 
     Raises:
-        NewerCopyError: the mirror holds a newer checkpoint that is not listed; on every rank alike.
+        DamagedError: the mirror holds a newer checkpoint that is not listed; on every rank alike.
     """
 
     def __init__(
@@ -330,37 +321,26 @@ class Mirror:
         return DONE
 
     def _upload(self, checkpoint: Path) -> None:
-        """Upload this process's files, in a background thread.
-
-        A step that is saved again usually has the same files, which are not uploaded again. If a file differs, the
-        manifest in the store is removed first.
-        """
+        """Upload this process's files, in a background thread, after the removal of an earlier copy's manifest."""
         rank, world_size = rank_and_world_size()
-        folder, uploaded = _store_folder(checkpoint), dict[str, FileEntry]()
-        content = self._store.retry(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._closing)
-        with suppress(CheckpointError, ValueError):
-            uploaded = dict(Manifest.parse(parse_json(content or b""), folder).files)
+        folder = _store_folder(checkpoint)
         for name, entry in read_document(checkpoint).files.items():
             number = re.match(r"shard-(\d+)-", name)
-            if (int(number[1]) - 1 if number else 0) % world_size == rank and uploaded.get(name) != entry:
-                self._store.retry(self._check_writer, self._closing)
-                if content is not None:
-                    self._store.retry(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._closing)
-                target = f"{folder}/{name}"
-                upload = partial(
-                    upload_file, self._store, checkpoint / name, target, entry, self._closing, self._full_speed
-                )
-                self._store.retry(upload, self._closing)
+            if (int(number[1]) - 1 if number else 0) % world_size == rank:
+                self._retry(self._check_writer)
+                self._retry(partial(self._store.remove, f"{folder}/{MANIFEST}"))
+                path, target = checkpoint / name, f"{folder}/{name}"
+                self._retry(partial(upload_file, self._store, path, target, entry, self._closing, self._full_speed))
 
     def _commit(self, checkpoint: Path) -> None:
         """Upload the manifest, remove superseded copies, and copy the log files; in a background thread of rank 0."""
         if rank_and_world_size()[0] != 0:
             return
         content = (checkpoint / MANIFEST).read_bytes()
-        self._store.retry(self._check_writer, self._closing)
+        self._retry(self._check_writer)
         if any(each.step == self._step for each in self._held.values()):
             # First: beside a checkpoint of the new branch, an older branch counts as moved back by the user.
-            self._store.retry(self._set_given_up_aside, self._closing)
+            self._retry(self._set_given_up_aside)
         self._store.retry(
             lambda: self._store.write(f"{_store_folder(checkpoint)}/{MANIFEST}", [content]), self._closing
         )
@@ -370,6 +350,9 @@ class Mirror:
             self._set_given_up_aside()
             self._remove_superseded(checkpoint.name)
             self._copy_log_files()
+
+    def _retry(self, action: Callable[[], None]) -> None:
+        self._store.retry(action, self._closing)
 
     def _take_over(self, given_up: Collection[str], listed: Collection[str] | None) -> None:
         """Become the mirror's writer, and list its checkpoints."""
@@ -384,7 +367,7 @@ class Mirror:
         self._given_up = {name: each for name, each in complete.items() if name not in self._held}
         unseen = [] if listed is None else sorted(self._given_up.keys() - {*listed})
         if unseen:
-            raise NewerCopyError(
+            raise DamagedError(
                 f"holds newer checkpoints of another machine ({list_some(unseen, 4)})", path=self._store.address
             )
         if self._newest is not None and not self.lacks(self._newest):
