@@ -70,9 +70,9 @@ class TakenOverError(CheckpointError):
 
 
 def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
-    """List the checkpoints in a run's mirror, after a check that the mirror is of this run; in one process.
+    """List the checkpoints in a run's mirror, after a check that the run may write there; in one process.
 
-    Nothing is written, so a start that is refused later leaves no trace of a wrong mirror.
+    Nothing is written into the run's folder, so a start that is refused later leaves no trace of a wrong mirror.
 
     Args:
         tries: maximum, if the store fails.
@@ -86,7 +86,9 @@ def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
     store = Store(address)
 
     def read() -> Copies:
-        copies = read_copies(address)
+        copies, probe = read_copies(address), f"probe.{secrets.token_hex(4)}"
+        store.write(probe, [b"may this run write here?"])
+        store.remove(probe)
         _check_run_id(store, folder, copies)
         return copies
 
