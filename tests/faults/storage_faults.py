@@ -131,7 +131,7 @@ def lose_mirror() -> None:
     commit = mirror.Mirror._commit
 
     def late(self: mirror.Mirror, checkpoint: Path) -> None:
-        self._store.write(mirror.MIRROR_FILE, mirror._to_json(run="same", writer="another"))
+        self._store.write(mirror.MIRROR_FILE, [mirror._to_json(run="same", writer="another")])
         commit(self, checkpoint)
 
     mirror.Mirror._commit = late  # type: ignore[method-assign]
