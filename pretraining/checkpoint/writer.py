@@ -17,7 +17,6 @@ import errno
 import json
 import logging
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -238,18 +237,12 @@ def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
     """Return the file number, from 1, of each tensor; each process has its own files.
 
-    Tensors of a block are adjacent, in the order of blocks. `SMALL_FILE_BYTES` and `FILE_BYTES` limit a file's size.
+    Tensors are in the order of their names. `SMALL_FILE_BYTES` and `FILE_BYTES` limit a file's size.
     """
-    block = re.compile(r"\blayers\.(\d+)\.")
-
-    def place(name: str) -> tuple[int, str]:
-        match = block.search(name)
-        return (int(match.group(1)) if match else -1), name
-
     of_process = sum(tensor.nbytes for tensor in tensors.values()) // world_size
     file_bytes = min(max(-(-of_process // FILES_OF_PROCESS), SMALL_FILE_BYTES), FILE_BYTES)
     files, before = {}, 0
-    for name in sorted(tensors, key=place):
+    for name in sorted(tensors):
         files[name] = 1 + before // (file_bytes * world_size)
         before += tensors[name].nbytes
     return files
