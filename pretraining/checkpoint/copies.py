@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 from time import thread_time
 
 from pretraining.checkpoint.forms import misnamed_files
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest, crc32_text
+from pretraining.checkpoint.manifest import MANIFEST, ChecksummedFile, FileEntry, Manifest, crc32_text
 from pretraining.checkpoint.own_checkpoints import Copies, Copy
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, SET_ASIDE_FILE, temporary_name
 from pretraining.errors import CheckpointError, DamagedError
@@ -74,14 +73,10 @@ def upload_file(
 
 def _download_file(store: Store, name: str, file: Path) -> FileEntry:
     """Write an object to a file and flush it to disk; return its size and checksum."""
-    checksum = 0
-    with file.open("wb") as target:
+    with ChecksummedFile(file) as target:
         for piece in store.read_pieces(name):
-            checksum = zlib.crc32(piece, checksum)
             target.write(piece)
-        target.flush()
-        os.fsync(target.fileno())
-        return FileEntry(target.tell(), crc32_text(checksum))
+        return target.finish()
 
 
 def read_copies(address: str) -> Copies:

@@ -40,6 +40,7 @@ from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, rank_and_world_size
+from pretraining.distributed.rendezvous import in_background
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import checked_values, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
@@ -290,7 +291,7 @@ class Mirror:
 
     def _start_upload(self) -> None:
         self._is_uploaded = False
-        self._work = _in_background(partial(self._run_part, self._upload, self.protected[0]))
+        self._work = in_background(partial(self._run_part, self._upload, self.protected[0]), "mirror")
 
     def _continue_copy(self, status: int) -> None:
         if status == TAKEN_OVER:
@@ -301,7 +302,7 @@ class Mirror:
         self._sync.forget()
         if status == DONE and not self._is_uploaded:
             self._is_uploaded = True
-            self._work = _in_background(partial(self._run_part, self._commit, checkpoint))
+            self._work = in_background(partial(self._run_part, self._commit, checkpoint), "mirror")
             return
         self._not_copied = checkpoint if status == FAILED else None
         if status == DONE:
@@ -409,17 +410,3 @@ class Mirror:
 
 def _store_folder(checkpoint: Path) -> str:
     return f"{CHECKPOINTS}/{checkpoint.name}"
-
-
-def _in_background(action: Callable[[], int]) -> Future[int]:
-    """Run an action in a daemon thread, so that a process can exit without it."""
-    future: Future[int] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:  # a bug: `result` raises it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="mirror", daemon=True).start()
-    return future

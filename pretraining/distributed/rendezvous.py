@@ -239,6 +239,14 @@ def choose_interface(hosts: Iterable[str]) -> None:
 
 def run_in_thread(call: Callable[[], T], poll: Callable[[], object]) -> T:
     """Run a blocking call of PyTorch in a thread, and `poll` until the call returns."""
+    outcome = in_background(call, "rendezvous")
+    while not outcome.done():
+        poll()
+    return outcome.result()
+
+
+def in_background(call: Callable[[], T], name: str) -> Future[T]:
+    """Run a call in a daemon thread, so that the process can exit while the call blocks."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -247,10 +255,8 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], object]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
-    while not outcome.done():
-        poll()
-    return outcome.result()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 def _first_line(error: BaseException) -> str:
