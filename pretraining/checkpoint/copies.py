@@ -27,7 +27,7 @@ from pretraining.checkpoint.manifest import MANIFEST, ChecksummedFile, FileEntry
 from pretraining.checkpoint.own_checkpoints import Copies, Copy
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE, SET_ASIDE_FILE, temporary_name
 from pretraining.errors import CheckpointError, DamagedError
-from pretraining.files import exists, flush_folder, parse_json, write_atomic
+from pretraining.files import exists, flush_folder, parse_json, write_atomic, writing_into
 from pretraining.model.hf import ORIGIN_FILE
 from pretraining.object_store import PIECE_BYTES, Store
 
@@ -124,13 +124,36 @@ def fetch_copy(copy: Copy, path: Path) -> None:
         CheckpointError: the store cannot be read, or the disk cannot be written.
     """
     log.info("fetching %s to %s", copy, path)
+    temporary = temporary_name(path)
     try:
-        fault = _fetch(Store(copy.address), copy.folder, copy.manifest, path)
-        _fetch_origin(copy, path.parents[1])
-    except OSError as error:
-        raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from None
-    if fault is not None:
-        raise DamagedError(f"damaged: {fault}", path=str(copy))
+        with writing_into(path):
+            _fetch_files(Store(copy.address), copy, temporary)
+            if exists(path):
+                path.rename(temporary_name(path))  # the next save removes it
+            temporary.rename(path)
+            flush_folder(path.parent)
+            _fetch_origin(copy, path.parents[1])
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _fetch_files(store: Store, copy: Copy, folder: Path) -> None:
+    """Fetch the files of a checkpoint into a new folder; raise a DamagedError if one differs from the manifest."""
+    prefix, stop = f"{copy.folder}/".lstrip("/"), threading.Event()
+
+    def fetch(name: str) -> str | None:
+        entry = store.retry(lambda: _download_file(store, prefix + name, folder / name), stop, TRIES_OF_START)
+        return None if entry == copy.manifest.files[name] else f"size or checksum of {name} differs from the manifest"
+
+    faults = list(misnamed_files(folder, copy.manifest))
+    if not faults:
+        folder.mkdir(parents=True)
+        with ThreadPoolExecutor(READING_THREADS) as pool:
+            faults = list(filter(None, pool.map(fetch, copy.manifest.files)))
+    if faults:
+        raise DamagedError(f"damaged: {faults[0]}", path=str(copy))
+    _download_file(store, prefix + MANIFEST, folder / MANIFEST)
+    flush_folder(folder)
 
 
 def _fetch_origin(copy: Copy, run: Path) -> None:
@@ -140,32 +163,6 @@ def _fetch_origin(copy: Copy, run: Path) -> None:
     content = None if exists(run / ORIGIN_FILE) else Store(f"{root}?{query}" if query else root).read(ORIGIN_FILE)
     if content is not None:
         write_atomic(run / ORIGIN_FILE, content)
-
-
-def _fetch(store: Store, folder: str, manifest: Manifest, path: Path) -> str | None:
-    """Fetch a checkpoint, in place of a damaged one if any; return what is wrong with it, or None."""
-    temporary, prefix, stop = temporary_name(path), f"{folder}/".lstrip("/"), threading.Event()
-    if fault := next(misnamed_files(temporary, manifest), None):
-        return fault
-
-    def fetch(name: str) -> str | None:
-        entry = store.retry(lambda: _download_file(store, prefix + name, temporary / name), stop, TRIES_OF_START)
-        return None if entry == manifest.files[name] else f"size or checksum of {name} differs from the manifest"
-
-    temporary.mkdir(parents=True)
-    try:
-        with ThreadPoolExecutor(READING_THREADS) as pool:
-            fault = next(filter(None, list(pool.map(fetch, manifest.files))), None)
-        if fault is None:
-            _download_file(store, prefix + MANIFEST, temporary / MANIFEST)
-            flush_folder(temporary)
-            if exists(path):
-                path.rename(temporary_name(path))  # the next save removes it
-            temporary.rename(path)
-            flush_folder(path.parent)
-        return fault
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager

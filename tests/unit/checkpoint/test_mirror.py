@@ -12,11 +12,11 @@ import pytest
 from training_runs import TINY, assert_same_tensors, checkpoints_of, losses_of, metrics_of
 
 from pretraining.checkpoint import copies
-from pretraining.checkpoint.copies import _fetch, read_copies
+from pretraining.checkpoint.copies import fetch_copy, read_copies
 from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, list_copies
 from pretraining.cli import main
 from pretraining.config.training import CheckpointConfig
-from pretraining.errors import CheckpointError, ConfigError
+from pretraining.errors import CheckpointError, ConfigError, DamagedError
 from pretraining.object_store import Store
 from pretraining.tools.commands import PushConfig
 from pretraining.tools.push import push
@@ -108,8 +108,8 @@ def test_names_in_a_downloaded_manifest_lead_nowhere_else(copied: Path) -> None:
     *_, newest = read_copies(f"file://{copied}/store").complete.values()
     entry = next(iter(newest.manifest.files.values()))
     hostile = replace(newest.manifest, files={"../outside.safetensors": entry})
-    fault = _fetch(Store(newest.address), newest.folder, hostile, copied / "run" / "checkpoints" / "fetched")
-    assert fault is not None and "outside" in fault
+    with pytest.raises(DamagedError, match="outside"):
+        fetch_copy(replace(newest, manifest=hostile), copied / "run" / "checkpoints" / "fetched")
     assert not list(copied.rglob("outside*")) and not list(copied.rglob("fetched*"))
 
 
