@@ -100,7 +100,7 @@ class CheckpointError(PretrainError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files changed after they were written; another checkpoint may be good."""
+    """A start point that cannot be used, since its files changed or a newer one exists; another one may be good."""
 
 
 class LaunchError(PretrainError):

@@ -81,7 +81,7 @@ def _inspect_given(translated: Translated) -> None:
         for name in _WHERE_FROM
     )
     if source is not None and is_address(source):
-        from pretraining.checkpoint.object_store import local_view
+        from pretraining.checkpoint.copies import local_view
 
         with local_view(source, with_files=False) as run:
             _inspect_given(_load_from(translated, str(run), request))
