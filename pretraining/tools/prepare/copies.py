@@ -6,9 +6,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 
-from pretraining.data.storage.content import combine, content_record, open_ranges
+from pretraining.data.storage.content import checksum_of_parts, open_ranges
 from pretraining.text import count_of
 from pretraining.tools.commands import COMPRESSED_ENDINGS
 from pretraining.tools.prepare.formats import FORMATS
@@ -17,22 +16,18 @@ from pretraining.tools.prepare.packed_files import InputFile
 log = logging.getLogger(__name__)
 
 _ENDINGS = (".txt", ".text", *(ending for row in FORMATS if row.has_fields for ending in row.endings))
-_PLACES, _PLACE_BYTES = 16, 1 << 12
-"""Places of a file that are compared, spread evenly: all of a small one."""
 
 
 def warn_of_copies(files: Sequence[InputFile]) -> None:
     """Warn of the first files with one text: of one name before known endings in a folder, or of equal content.
 
-    Only files of equal size are read, and only in a few places.
+    Only files of equal size are read, and only parts of them.
     """
     names = _groups(files, _plain_path)
     _warn(names, "the same name before their endings")
     named = {file for group in names for file in group[1:]}
-    candidates = _groups((file for file in files if file.size and file not in named), lambda file: file.size)
-    for places in (1, _PLACES):  # the beginnings tell most files apart
-        candidates = [alike for group in candidates for alike in _groups(group, partial(_content, places=places))]
-    _warn(candidates, "the same size and content")
+    sizes = _groups((file for file in files if file.size and file not in named), lambda file: file.size)
+    _warn([alike for group in sizes for alike in _groups(group, _content)], "the same size and content")
 
 
 def _groups(files: Iterable[InputFile], key: Callable[[InputFile], Hashable]) -> list[list[InputFile]]:
@@ -52,12 +47,10 @@ def _plain_path(file: InputFile) -> str:
     return path
 
 
-def _content(file: InputFile, places: int) -> Hashable:
-    """Return the record of some places of a file, or the file itself if it cannot be read."""
-    begins = {max(file.size - _PLACE_BYTES, 0) * number // (_PLACES - 1) for number in range(places)}
+def _content(file: InputFile) -> Hashable:
+    """Return the checksum of parts of a file, or the file itself if it cannot be read."""
     with suppress(OSError), open_ranges(file.path) as read:
-        records = (content_record(read, begin, min(begin + _PLACE_BYTES, file.size)) for begin in sorted(begins))
-        return combine(*records)
+        return checksum_of_parts(read, file.size)
     return file
 
 

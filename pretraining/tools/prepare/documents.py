@@ -306,15 +306,8 @@ def _describe(value: Any) -> str:
 
 
 def _remedy(value: Any, text_field: str) -> str:
-    """Return the command that makes text of a JSON value."""
-    field = f".[{json.dumps(text_field)}]"
-    if isinstance(value, list) and value and all(type(each) is int for each in value):
-        return "Token ids are read from Parquet and Arrow: pandas.read_json(…, lines=True).to_parquet(…) converts them"
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        return f"jq makes text of it: jq -c '{field} |= join(\" \")'"
+    """Return the way on from a JSON value that is no text."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys():
         role = '{human: "user", gpt: "assistant"}[.from] // .from'
-        return f"jq makes a chat of it: jq -c '{field} |= map({{role: ({role}), content: .value}})'"
-    if isinstance(value, dict) and (names := [name for name, each in value.items() if isinstance(each, str)]):
-        return f"jq makes text of it: jq -c '{field} |= .[{json.dumps(names[0])}]'"
-    return "Set another --text_field"
+        return f"jq makes a chat of it: jq -c '.[{json.dumps(text_field)}] |= map({{role: ({role}), content: .value}})'"
+    return "Set another --text_field; --text_field=a.b reads the field b of an object a"
