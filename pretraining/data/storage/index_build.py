@@ -14,7 +14,6 @@ import os
 import zlib
 from collections.abc import Collection, Iterable
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import IO
 
@@ -41,10 +40,10 @@ from pretraining.data.storage.index import (
 )
 from pretraining.data.storage.index_files import (
     changes_since,
-    damaged_index,
     find_index,
-    index_paths,
+    index_name,
     note_times,
+    open_any_index,
     read_as,
     read_documents,
     write_once,
@@ -76,32 +75,27 @@ def build_index(files: DatasetFiles, config: DataConfig, workers: int | None = N
     index = find_index(files, config, workers)
     if index is not None:
         return index
-    damaged = damaged_index(files, config)
-    if damaged is not None:
-        log.warning("index %s is damaged: rebuilding it", damaged)
     log.info(
         "indexing dataset '%s': %s, %s", files.name, count_of(len(files.paths), "file"), format_bytes(sum(files.sizes))
     )
-    indexed = files
 
     def write(file: IO[bytes]) -> str:
-        nonlocal indexed
         read = partial(_read_file, files, config, load_format(files.file_type, config))
         threads = workers or min(32, usable_cores())
         with closing(map_in_order(read, range(len(files.paths)), threads)) as documents_of_files:
-            indexed = replace(files, content=_write_index(file, files, config, documents_of_files))
-        if files.content not in (None, indexed.content):
+            content = _write_index(file, files, config, documents_of_files)
+        if files.content not in (None, content):
             raise DataError(
                 f"dataset '{files.name}' has other files on this machine than on that of rank 0, of equal names and "
                 "sizes: copy them again",
                 path=files.folder,
             )
-        name = index_paths(indexed, config)[0].name
+        name = index_name(files, config, content)
         note_times(name, files, config)
         return name
 
     what = f"the index of dataset '{files.name}'"
-    return write_once(index_folders(files, config), what, write, lambda: find_index(indexed, config))
+    return Index(write_once(index_folders(files, config), what, write, lambda path: open_any_index(path) is not None))
 
 
 def held_out_mask(dataset: str, fraction: float, path: str, rows: int) -> np.ndarray:

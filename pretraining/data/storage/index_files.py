@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 import numpy as np
 
@@ -34,22 +34,16 @@ from pretraining.text import count_of, format_bytes
 
 log = logging.getLogger(__name__)
 
-Made = TypeVar("Made")
 Record = Callable[[int], int | None]
 """Returns the record of the content of a file by its number, as it is now."""
 _MOST_THREADS = 32
 
 
-def index_paths(files: DatasetFiles, config: DataConfig) -> list[Path]:
-    """Return possible paths of an index, in order: in `index_path` or, without one, beside the data or in a cache."""
+def index_name(files: DatasetFiles, config: DataConfig, content: str) -> str:
+    """Return the name of the index of a listing with a record of content; "" = an index of an earlier version."""
     # Each listing and content has its own file, so no job replaces an index that a running job has mapped.
-    content = f"-{files.content}" if files.content else ""
-    name = f"{_stem(files, config)}{content}.index"
-    return [folder / name for folder in index_folders(files, config)]
-
-
-def _stem(files: DatasetFiles, config: DataConfig) -> str:
-    return f"{index_digest(files, config)}-{files.digest[:16]}"
+    suffix = f"-{content}" if content else ""
+    return f"{index_digest(files, config)}-{files.digest[:16]}{suffix}.index"
 
 
 def find_index(files: DatasetFiles, config: DataConfig, workers: int | None = None) -> Index | None:
@@ -60,20 +54,18 @@ def find_index(files: DatasetFiles, config: DataConfig, workers: int | None = No
     Raises:
         DataError: such a file is unusable.
     """
-    if files.content:
-        return next(filter(None, map(open_any_index, index_paths(files, config))), None)
-    if files.content is not None:  # one process has found an index without a record
-        return next(_candidates(files, config), None)
+    known = _files_by_age(files, config, index_name(files, config, files.content or ""))
+    if files.content is not None:  # one process of the job has decided
+        return next(filter(None, map(open_any_index, known)), None)
     record = cache(partial(_record_now, files, config, load_format(files.file_type, config)))
     threads = workers or min(_MOST_THREADS, usable_cores())
-    candidates = _candidates(files, config)
-    return next((index for index in candidates if _is_current(index, files, config, record, threads)), None)
-
-
-def _candidates(files: DatasetFiles, config: DataConfig) -> Iterator[Index]:
-    """Yield the sound indices of a listing: those of earlier versions, then by age, the newest first."""
-    plain, recorded = index_paths(files, config), _files_by_age(files, config, f"{_stem(files, config)}-*.index")
-    yield from filter(None, map(open_any_index, [*plain, *recorded]))
+    for path in [*known, *_files_by_age(files, config, index_name(files, config, "*"))]:
+        index = open_any_index(path)
+        if index is None:
+            log.warning("index %s is damaged: it is not used", path)
+        elif _is_current(index, files, config, record, threads):
+            return index
+    return None
 
 
 def _files_by_age(files: DatasetFiles, config: DataConfig, pattern: str) -> list[Path]:
@@ -88,12 +80,6 @@ def open_any_index(path: Path) -> Index | None:
         return Index(path)
     except (OSError, DataError, ValueError, KeyError, TypeError):
         return None
-
-
-def damaged_index(files: DatasetFiles, config: DataConfig) -> Path | None:
-    """Return the path of an index file that cannot be used; None without any."""
-    found = _files_by_age(files, config, f"{_stem(files, config)}*.index")
-    return next((path for path in found if open_any_index(path) is None), None)
 
 
 def recorded_indices(files: DatasetFiles, config: DataConfig) -> list[Index]:
@@ -139,7 +125,8 @@ def _is_current(index: Index, files: DatasetFiles, config: DataConfig, record: R
     if not index.content:
         return True
     times = np.array(files.times, dtype="<i8")
-    notes = [note for path in _notes(index.path.name, files, config) if len(note := _read_note(path)) == len(times)]
+    paths = [(folder / index.path.name).with_suffix(".times") for folder in index_folders(files, config)]
+    notes = [note for note in map(_read_note, paths) if len(note) == len(times)]
     stale = min((np.flatnonzero(note != times) for note in notes), key=len, default=np.arange(len(times))).tolist()
     if not stale:
         return True
@@ -165,22 +152,13 @@ def _record_now(files: DatasetFiles, config: DataConfig, token_format: TokenForm
 
 def note_times(name: str, files: DatasetFiles, config: DataConfig) -> None:
     """Note the times of change of files that have the content of the index with this name, if a folder is writable."""
-    times, paths = np.array(files.times, dtype="<i8"), _notes(name, files, config)
 
     def write(file: IO[bytes]) -> str:
-        file.write(times.tobytes())
-        return paths[0].name
-
-    def find() -> bool | None:
-        return any(np.array_equal(_read_note(path), times) for path in paths) or None
+        file.write(np.array(files.times, dtype="<i8").tobytes())
+        return Path(name).with_suffix(".times").name
 
     with suppress(DataError):  # then the next start looks at the files again
-        write_once(index_folders(files, config), "the times of change", write, find)
-
-
-def _notes(name: str, files: DatasetFiles, config: DataConfig) -> list[Path]:
-    """Return possible paths of the noted times of the index with this name."""
-    return [(folder / name).with_suffix(".times") for folder in index_folders(files, config)]
+        write_once(index_folders(files, config), "the times of change", write, lambda path: False)
 
 
 def _read_note(path: Path) -> np.ndarray:
@@ -195,14 +173,14 @@ def _read_note(path: Path) -> np.ndarray:
 
 
 def write_once(
-    folders: Sequence[Path], what: str, write: Callable[[IO[bytes]], str], find: Callable[[], Made | None]
-) -> Made:
-    """Write a file atomically to the first writable of several folders, and open it.
+    folders: Sequence[Path], what: str, write: Callable[[IO[bytes]], str], is_valid: Callable[[Path], bool]
+) -> Path:
+    """Write a file atomically to the first writable of several folders, and return its path.
 
     Args:
         what: the file, for messages: "the index of dataset 'web'".
         write: writes the file, and returns its name.
-        find: opens a valid file in any of the folders; None without any. It is called after `write`.
+        is_valid: whether there is a valid file at the path, which stays; it is called after `write`.
 
     Raises:
         DataError: no folder is writable, or the disk is full.
@@ -223,15 +201,11 @@ def write_once(
             file.flush()
             os.fsync(file.fileno())
         # Keep a file that another job has written meanwhile: it may be mapped on another machine.
-        made = find()
-        if made is None:
+        if not is_valid(path):
             Path(temporary).chmod(0o644)  # temporary files are private
             Path(temporary).replace(path)
-            made = find()
     except OSError as error:
         raise DataError(f"{what} cannot be written: {reason_of(error)}", path=folder) from error
     finally:
         Path(temporary).unlink(missing_ok=True)
-    if made is None:
-        raise DataError(f"{what} was written here, but is unreadable", path=path)
-    return made
+    return path
