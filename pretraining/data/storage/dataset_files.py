@@ -80,7 +80,7 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     if not is_folder(root):
         itself = f"; for this file, give --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
         dummy = ". --use_dummy_dataset=true trains on made-up tokens" if not exists(root) else ""
-        raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}{dummy}", path=root)
+        raise DataError(f"--data_path is not a folder{itself}. {_how_to_prepare(root)}{dummy}", path=root)
     kinds = TOKEN_FORMATS if config.file_type == "auto" else (config.file_type,)
     formats = {name: format_class(name) for name in kinds}
     suffixes = tuple(dict.fromkeys(row.suffix for row in formats.values()))
@@ -98,11 +98,11 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     for name in names:
         if name not in found:
             place = root / name
-            raise DataError(f"dataset '{name}' has no {patterns} files. {how_to_prepare(place)}", path=place)
+            raise DataError(f"dataset '{name}' has no {patterns} files. {_how_to_prepare(place)}", path=place)
     if not found:
         raise DataError(
             f"no sub-folder has {patterns} files. For this folder itself, give --data_path={root.parent} "
-            f"--datasets={root.name}. {how_to_prepare(root)}",
+            f"--datasets={root.name}. {_how_to_prepare(root)}",
             path=root,
         )
     return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
@@ -326,9 +326,6 @@ def _sub_folders(folder: Path) -> list[str]:
     return sorted(child.name for child in entries_of(folder) if not child.name.startswith(".") and is_folder(child))
 
 
-def how_to_prepare(path: str | Path, text_field: str | None = None) -> str:
-    """Return the command that makes token files from a folder or file, of a column `text_field` with token ids."""
+def _how_to_prepare(path: Path) -> str:
     command = f"pretrain prepare --input_path={shlex.quote(str(path))}"
-    if text_field is not None:
-        return f"`{command} --text_field={shlex.quote(text_field)}` writes these tokens again"
     return f"`{command}` makes token files from text, Parquet and saved datasets"
