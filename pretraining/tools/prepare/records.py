@@ -38,7 +38,7 @@ UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
 """Upper bound of ids of an unknown tokenizer, by the bits that hold them."""
 _RECORD_FORMAT = 4
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
-_LATER_NUMBERS = ("marked_documents", "lost")
+_LATER_NUMBERS = ("bad_records", "marked_documents", "lost")
 """Numbers that older files do not have."""
 _MOST_BAD_RECORDS = 100
 """Bad records that prepare.json names; it counts all."""
@@ -177,41 +177,29 @@ class WorkFolder:
         return self.path / f"unit_{unit.number:06d}.json"
 
 
-@dataclass(frozen=True)
-class PrepareSummary:
-    """A prepared dataset, as recorded in prepare.json.
+@dataclass(kw_only=True)
+class PrepareSummary(Counts):
+    """A prepared dataset with its counts, as recorded in prepare.json.
 
     Attributes:
         folder: sub-folder of the root (data_path of training), which holds the tokenizer.
         settings: everything besides the tokenizer that the content depends on.
-        empty_documents: documents without text; they are not written.
-        characters, text_bytes: size of the text, and as UTF-8; 0 if the input was token ids.
         tokenizer: hash of the tokenizer; None if the input was token ids of an unknown tokenizer.
         vocab_size: upper bound of ids.
-        bad_records: records that cannot be read and were left out; `bad_record_names` are the first of them.
-        marked_documents: documents that hold the name of a special token; of chats, in their messages.
-        lost: unknown tokens, or characters without a token: text that the tokenizer cannot encode; `first_loss` names
-            the first place.
+        bad_record_names: the first records that cannot be read.
+        first_loss: place of the first text that the tokenizer cannot encode.
         input_content: digest of the records of the input; None in an earlier version.
     """
 
     folder: Path
     settings: dict[str, Any]
-    documents: int
-    empty_documents: int
-    tokens: int
-    characters: int
-    text_bytes: int
     files: tuple[TokenFile, ...]
     tokenizer: str | None
     vocab_size: int
     end_of_text: int | None
-    bad_records: int = 0
-    bad_record_names: tuple[str, ...] = ()
-    marked_documents: int = 0
-    lost: int = 0
-    first_loss: str = ""
-    input_content: str | None = None
+    bad_record_names: tuple[str, ...]
+    first_loss: str
+    input_content: str | None
 
     @property
     def token_bytes(self) -> int:
@@ -238,14 +226,8 @@ def manifest(
         },
         "column": COLUMN,
         "dtype": dtype,
-        "documents": counts.documents,
-        "empty_documents": counts.empty_documents,
-        "tokens": counts.tokens,
-        "characters": counts.characters,
-        "text_bytes": counts.text_bytes,
-        "bad_records": counts.bad_records,
+        **{name: getattr(counts, name) for name in (*_NUMBERS, *_LATER_NUMBERS)},
         "bad_record_names": [name for record in records for name in record.bad_records][:_MOST_BAD_RECORDS],
-        **{name: getattr(counts, name) for name in _LATER_NUMBERS},
         "first_loss": next((record.first_loss for record in records if record.first_loss), ""),
         "files": [asdict(file) for record in records for file in record.files],
     }
@@ -273,7 +255,6 @@ def read_summary(folder: Path) -> PrepareSummary:
             tokenizer=content["tokenizer"]["sha256"],
             vocab_size=content["tokenizer"]["vocab_size"],
             end_of_text=content["tokenizer"]["end_of_text"],
-            bad_records=content.get("bad_records", 0),  # older files have none
             bad_record_names=tuple(content.get("bad_record_names", ())),
             first_loss=content.get("first_loss", ""),
             input_content=content.get("input_content"),

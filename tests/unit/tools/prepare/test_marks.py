@@ -21,8 +21,8 @@ from pretraining.data.tokenizer import Tokenizer, load_tokenizer, train_tokenize
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import documents, encode, units
+from pretraining.tools.prepare.chats import Marks
 from pretraining.tools.prepare.documents import Document
-from pretraining.tools.prepare.marks import Marks
 from pretraining.tools.prepare.packed_files import InputFile
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.records import Encoding
