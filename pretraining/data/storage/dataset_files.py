@@ -197,11 +197,11 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
     suffixes = _suffixes_of(formats[kind])
     paths = tuple(sorted(path for path in scan.sizes if path.endswith(suffixes)))
     if kind == "arrow_stream":
-        by_folder: dict[str, set[str]] = {}
-        for path in paths:
-            by_folder.setdefault(path[: path.rfind("/") + 1], set()).add(path)
-        prefixes = [state.removesuffix(STATE_FILE) for state in scan.states]
-        left_out = {path for prefix in prefixes for path in _unsaved_files(place, prefix, by_folder.get(prefix, set()))}
+        saved = {prefix: saved_files(place / prefix) for prefix in scan.saved}
+        split = ((path, path.rpartition("/")[0], path.rpartition("/")[2]) for path in paths)
+        left_out = {path for path, prefix, file in split if prefix in saved and file not in saved[prefix]}
+        if left_out:
+            log.info("%s: no %s names %s, which is left out", place, STATE_FILE, list_some(sorted(left_out), 3))
         paths = tuple(path for path in paths if path not in left_out)
     sizes, times = (tuple(values[path] for path in paths) for values in (scan.sizes, scan.times))
     digest = hashlib.blake2b(digest_size=16)
@@ -212,21 +212,17 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
     return DatasetFiles(name, folder, paths, sizes, digest.hexdigest(), kind, alone, times)
 
 
-def _unsaved_files(place: Path, prefix: str, own: set[str]) -> list[str]:
-    """Return the files in a folder of `save_to_disk` that its state.json does not name.
-
-    Args:
-        prefix: relative path of the folder, empty or with a slash at the end.
-        own: relative paths of its files.
+def saved_files(folder: Path) -> set[str]:
+    """Return the names of the files that the state.json in a folder of `save_to_disk` lists; others are no data.
 
     Raises:
-        DataError: the state is unreadable, or a file is missing.
+        DataError: the state is unreadable, a file is missing, or the rows have another order.
     """
-    state = place / prefix / STATE_FILE
+    state = folder / STATE_FILE
     try:
         document = read_json(state)
-        named = {prefix + str(each["filename"]) for each in document["_data_files"]}
-        selects = bool(document.get("_indices_data_files"))
+        named = {str(each["filename"]) for each in document["_data_files"]}
+        selects = document.get("_indices_data_files") or document.get("_indices_files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"does not name the files of a saved dataset ({type(error).__name__}: {error})", path=state
@@ -234,15 +230,12 @@ def _unsaved_files(place: Path, prefix: str, own: set[str]) -> list[str]:
     if selects:
         raise DataError(
             "its rows are selected by a second file (_indices_data_files): save the dataset again after "
-            "`flatten_indices()`",
+            f"`flatten_indices()`, or read it with `pretrain prepare --hf_dataset={folder}`",
             path=state,
         )
-    if missing := sorted(named - own):
+    if missing := sorted(named - {entry.name for entry in entries_of(folder)}):
         raise DataError(f"names {list_some(missing, 3)}, which is not there: the dataset is incomplete", path=state)
-    unsaved = sorted(own - named)
-    if unsaved:
-        log.info("%s does not name %s, which is left out", state, list_some(unsaved, 3))
-    return unsaved
+    return named
 
 
 @dataclass
@@ -252,13 +245,13 @@ class _Scan:
     Attributes:
         sizes: bytes by relative path.
         times: time of change by relative path.
-        states: relative paths of `STATE_FILE`s.
+        saved: relative paths of folders with a `STATE_FILE`.
         repeated: relative paths of folders that were found under another path before.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
     times: dict[str, int] = field(default_factory=dict)
-    states: list[str] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
 
     def add(self, path: str, status: os.stat_result) -> None:
@@ -318,7 +311,7 @@ def _list_folder(folder: str, prefix: str, suffixes: tuple[str, ...], found: _Sc
                 # Follows links, so that a broken link is an error, not a missing file.
                 found.add(prefix + entry.name, entry.stat())
             elif entry.name == STATE_FILE:
-                found.states.append(prefix + entry.name)
+                found.saved.append(prefix.rstrip("/"))
     return folders
 
 

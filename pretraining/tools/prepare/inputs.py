@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, STATE_FILE, saved_files
 from pretraining.data.storage.doubts import split_of
 from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder, read_object
@@ -46,8 +46,8 @@ TRAIN, ALL_SPLITS = "train", "all"
 _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
 _DESCRIPTIONS = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos"}
 """Names, without ending, of files beside records that describe them."""
-SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""Files in which `save_to_disk` lists the files of a dataset, and the folders of a DatasetDict."""
+SAVED_SPLITS = "dataset_dict.json"
+"""File in which `save_to_disk` lists the folders of a DatasetDict."""
 
 LeftOut = defaultdict[str, list[str]]
 """Names of files that are not read, by reason."""
@@ -185,22 +185,14 @@ def _without_caches(folder: Path, names: list[str], left_out: LeftOut) -> list[s
     """Return the files of a folder without caches of the `datasets` library, such as the results of `map`.
 
     Raises:
-        DataError: `save_to_disk` listed files that are missing, or wrote an order of rows beside them.
+        DataError: a saved dataset is incomplete, or has its rows in another order.
     """
-    state = read_object(folder / SAVED_DATASET)
-    listed = state.get("_data_files")
-    if isinstance(listed, list):
-        if state.get("_indices_data_files") or state.get("_indices_files"):
-            raise DataError(f"it has its rows in another order: read it with --hf_dataset={folder}", path=folder)
-        kept = {str(entry.get("filename")) for entry in listed if isinstance(entry, dict)}
-        if missing := sorted(name for name in kept if not is_file(folder / name)):
-            problem = f"it is missing, but {SAVED_DATASET} lists it. Copy the folder again"
-            raise DataError(problem, path=folder / missing[0])
-        reason = f"{SAVED_DATASET} does not list them"
+    if is_file(folder / STATE_FILE) and any(name.endswith(".arrow") for name in names):
+        kept, reason = saved_files(folder), f"{STATE_FILE} does not list them"
     else:
         kept = {name for name in names if not _CACHE.fullmatch(name)}
         reason = "`datasets` names its caches so; to read one, name it as a file"
-    others = sorted(set(names) - kept - {SAVED_DATASET, "dataset_info.json"})
+    others = sorted(set(names) - kept - {STATE_FILE, "dataset_info.json"})
     if others:
         left_out[reason] += others
     return [name for name in names if name in kept]
