@@ -14,7 +14,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, Index
 from pretraining.data.storage.masks import describe_masks, rows_of
-from pretraining.data.storage.megatron import MegatronFormat
 from pretraining.data.storage.token_format import contiguous_bytes, width_problem
 from pretraining.text import list_some
 
@@ -102,13 +100,6 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
         log.warning(
             "dataset '%s': no token marks the borders of documents, so they run together. Give --sep_token=<id of the "
             "end of a text>, or --document_mask=true",
-            files.name,
-        )
-    without_type = replace(config, token_dtype=None)
-    if config.file_type == "auto" and files.file_type == "bin" and MegatronFormat.accepts(files.path(0), without_type):
-        log.warning(
-            "dataset '%s': with --token_dtype, its .bin files are read without their .idx files, which have documents "
-            "and type. A new run should leave out --token_dtype",
             files.name,
         )
 
