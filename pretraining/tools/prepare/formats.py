@@ -154,15 +154,7 @@ FORMATS = (
     Format("a PDF", (b"%PDF-",), remedy="Extract its text: pdftotext {file}"),
     Format(
         "of a rare format (ORC, Feather 1, Avro, HDF5, SQLite, compress, lzip, lzop, old lz4)",
-        (
-            b"Obj\x01",
-            b"\x89HDF\r\n\x1a\n",
-            b"SQLite format 3\0",
-            b"\x1f\x9d",
-            b"LZIP\x01",
-            b"\x89LZO",
-            b"\x02\x21\x4c\x18",
-        ),
+        (b"Obj\x01", b"\x89HDF", b"SQLite format 3\0", b"\x1f\x9d", b"LZIP\x01", b"\x89LZO", b"\x02\x21\x4c\x18"),
         matches=_binary(b"ORC", b"FEA1"),
         remedy=f"Unpack it, or {_TO_LINES}",
     ),
