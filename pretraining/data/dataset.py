@@ -25,8 +25,7 @@ from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skip
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.doubts import warn_about_splits, warn_about_tokens
-from pretraining.data.storage.index_build import build_index
-from pretraining.data.storage.index_files import find_index
+from pretraining.data.storage.index_files import build_index, find_index
 from pretraining.errors import ConfigError, DataError
 
 
