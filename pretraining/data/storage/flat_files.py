@@ -7,6 +7,7 @@ these equal the documents of an Arrow file.
 from __future__ import annotations
 
 import zlib
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ _BIN_HEADER_BYTES = 1024
 NPY_MAGIC = b"\x93NUMPY"
 
 _TOKENS_AT_ONCE = 1 << 22
+_header_lock = Lock()
+"""Python's `ast`, which reads the header, fails at random in several threads at once."""
 
 
 class _FlatFormat:
@@ -72,7 +75,8 @@ class NpyFormat(_FlatFormat):
                 "no NumPy header: damaged, or an array without a header, as Dolma and OLMo write. " + _advice(content)
             )
         try:
-            array = np.lib.format.open_memmap(path, mode="r")
+            with _header_lock:
+                array = np.lib.format.open_memmap(path, mode="r")
         except Exception as error:  # the header is a Python literal, whose parser raises many types
             raise DataError(f"truncated or damaged: {error}") from error
         if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.byteorder == ">":
