@@ -94,7 +94,7 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             raise DataError(f"--datasets names '{name}', which does not exist; {root} has {there}", path=root / name)
     companions = tuple(filter(None, map(_companion, formats.values())))
     scanned = {name: _scan(root / name, suffixes, companions) for name in names or _sub_folders(root)}
-    found = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.sizes)}
+    found = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.files)}
     for name in names:
         if name not in found:
             place = root / name
@@ -150,7 +150,7 @@ Formats = Mapping[str, type[TokenFormat]]
 
 def _dataset(root: Path, name: str, scan: _Scan, formats: Formats, config: DataConfig) -> DatasetFiles:
     """Make the listing of a dataset from the files found in its folder."""
-    place, kind = root / name, _kind_of(root / name, name, scan.sizes, formats, config)
+    place, kind = root / name, _kind_of(root / name, name, scan.files, formats, config)
     listed = _listing(place, name, scan, kind, formats)
     if scan.repeated:
         # An earlier version listed a folder under each of its paths. A listing that it has indexed stays.
@@ -167,10 +167,10 @@ def _dataset(root: Path, name: str, scan: _Scan, formats: Formats, config: DataC
     return listed
 
 
-def _kind_of(place: Path, name: str, sizes: Mapping[str, int], formats: Formats, config: DataConfig) -> str:
+def _kind_of(place: Path, name: str, paths: Collection[str], formats: Formats, config: DataConfig) -> str:
     """Return the format of a dataset: by suffix, then by the content of its first file."""
     suffixes = dict.fromkeys(row.suffix for row in formats.values())
-    present = [suffix for suffix in suffixes if any(path.endswith(suffix) for path in sizes)]
+    present = [suffix for suffix in suffixes if any(path.endswith(suffix) for path in paths)]
     of_suffix = [[kind for kind, row in formats.items() if row.suffix == suffix] for suffix in present]
     if len(present) > 1:
         kinds = [kinds[0] for kinds in of_suffix]
@@ -179,7 +179,7 @@ def _kind_of(place: Path, name: str, sizes: Mapping[str, int], formats: Formats,
             path=place,
         )
     [(first, *others)] = of_suffix
-    example = min(path for path in sizes if path.endswith(present[0]))
+    example = min(path for path in paths if path.endswith(present[0]))
     path = str(place if is_file(place) else place / example)
     return next((kind for kind in others if formats[kind].accepts(path, config)), first)  # type: ignore[attr-defined]
 
@@ -195,7 +195,7 @@ def _suffixes_of(row: type[TokenFormat]) -> tuple[str, ...]:
 
 def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -> DatasetFiles:
     suffixes = _suffixes_of(formats[kind])
-    paths = tuple(sorted(path for path in scan.sizes if path.endswith(suffixes)))
+    paths = tuple(sorted(path for path in scan.files if path.endswith(suffixes)))
     if kind == "arrow_stream":
         saved = {prefix: saved_files(place / prefix) for prefix in scan.saved}
         split = ((path, path.rpartition("/")[0], path.rpartition("/")[2]) for path in paths)
@@ -203,7 +203,8 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
         if left_out:
             log.info("%s: no %s names %s, which is left out", place, STATE_FILE, list_some(sorted(left_out), 3))
         paths = tuple(path for path in paths if path not in left_out)
-    sizes, times = (tuple(values[path] for path in paths) for values in (scan.sizes, scan.times))
+    sizes = tuple(scan.files[path].st_size for path in paths)
+    times = tuple(time_of_change(scan.files[path]) for path in paths)
     digest = hashlib.blake2b(digest_size=16)
     for path, size in zip(paths, sizes, strict=True):
         digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
@@ -243,20 +244,14 @@ class _Scan:
     """The files found in a folder.
 
     Attributes:
-        sizes: bytes by relative path.
-        times: time of change by relative path.
+        files: status by relative path.
         saved: relative paths of folders with a `STATE_FILE`.
         repeated: relative paths of folders that were found under another path before.
     """
 
-    sizes: dict[str, int] = field(default_factory=dict)
-    times: dict[str, int] = field(default_factory=dict)
+    files: dict[str, os.stat_result] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
-
-    def add(self, path: str, status: os.stat_result) -> None:
-        """Add a file."""
-        self.sizes[path], self.times[path] = status.st_size, time_of_change(status)
 
 
 def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] = (), once: bool = True) -> _Scan:
@@ -272,7 +267,7 @@ def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] =
         beside = [folder.with_suffix(suffix) for suffix in companions]
         paths = [folder, *beside] if folder.name.endswith(suffixes) else []
         for each in filter(is_file, paths):
-            found.add(each.name, each.stat())
+            found.files[each.name] = each.stat()
         return found
     seen: set[tuple[int, int]] = set()
     visits, kept = 0, (*suffixes, *companions)
@@ -309,7 +304,7 @@ def _list_folder(folder: str, prefix: str, suffixes: tuple[str, ...], found: _Sc
                 folders.append((entry.name, entry.is_symlink()))
             elif entry.name.endswith(suffixes):
                 # Follows links, so that a broken link is an error, not a missing file.
-                found.add(prefix + entry.name, entry.stat())
+                found.files[prefix + entry.name] = entry.stat()
             elif entry.name == STATE_FILE:
                 found.saved.append(prefix.rstrip("/"))
     return folders

@@ -294,15 +294,10 @@ def _json_values(read: Callable[[int], str]) -> Iterator[Any]:
 
 
 def _describe(value: Any) -> str:
-    """Return what a JSON value is, with its article."""
-    if isinstance(value, str):
-        return "a string"
-    if isinstance(value, list):
-        first = f", the first is {_describe(value[0])}" if value else ""
-        return f"a list of {count_of(len(value), 'value')}{first}"
+    """Return what a JSON value is."""
     if isinstance(value, dict):
         return f"an object with the fields {', '.join(map(repr, value))[:200] or 'none'}"
-    return f"{json.dumps(value)}"
+    return json.dumps(value)[:60]
 
 
 def _remedy(value: Any, text_field: str) -> str:

@@ -40,8 +40,8 @@ def read_content(part: Part) -> Content:
 
 
 def changed_parts(parts: Sequence[Part], contents: Sequence[Content]) -> list[Part]:
-    """Return the parts whose content is not the recorded one; none without records. Unchanged times cost no read."""
-    pairs = [(part, record) for part, (time, record) in zip(parts, contents, strict=False) if time != _time_of(part)]
+    """Return the parts whose content is not the recorded one. Unchanged times cost no read."""
+    pairs = [(part, record) for part, (time, record) in zip(parts, contents, strict=True) if time != _time_of(part)]
     now = map_in_order(read_content, [part for part, _ in pairs], usable_cores())
     return [part for (part, record), (_, found) in zip(pairs, now, strict=True) if found != record]
 

@@ -36,7 +36,7 @@ FORMAT_VERSION = 1
 """Format of prepare.json."""
 UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
 """Upper bound of ids of an unknown tokenizer, by the bits that hold them."""
-_RECORD_FORMAT = 4
+_RECORD_FORMAT = 5
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
 _LATER_NUMBERS = ("bad_records", "marked_documents", "lost")
 """Numbers that older files do not have."""
@@ -105,9 +105,6 @@ class Encoding:
     def key(self, unit: Unit) -> str:
         """Return a hash of everything that the unit's token files depend on."""
         own = asdict(replace(self, skip_bad=False))
-        for name, default in (("special_tokens", "text"), ("chat_template", ""), ("now", "")):
-            if own[name] == default:  # units of earlier versions keep their keys
-                del own[name]
         text = json.dumps([_RECORD_FORMAT, own, [(part.name, part.size) for part in unit.parts]])
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -121,7 +118,7 @@ class UnitRecord:
         largest_token: -1 without tokens.
         bad_records: the first bad records, with file, row and fault.
         first_loss: place of the first text that the tokenizer cannot encode.
-        contents: of the parts; empty in an earlier version.
+        contents: of the parts.
     """
 
     key: str
@@ -213,11 +210,10 @@ def manifest(
     """Return the content of prepare.json; `tokenizer` is None for token ids of an unknown tokenizer."""
     counts = sum((record.counts for record in records), Counts())
     contents = [each for record in records for each in record.contents]
-    is_recorded = all(record.contents for record in records)  # an interrupted call of an earlier version
     content = {
         "format_version": FORMAT_VERSION,
         "settings": dict(settings),
-        "input_content": digest_of_records(record for _, record in contents) if is_recorded else None,
+        "input_content": digest_of_records(record for _, record in contents),
         "tokenizer": {
             "sha256": tokenizer and tokenizer.sha256,
             "vocab_size": vocab_size,

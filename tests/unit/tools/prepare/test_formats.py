@@ -217,7 +217,7 @@ BAD: list[tuple[str, str, int, str]] = [
     ("a.json", '[{"text": "a"}, {"text": NaN}]', 2, "holds NaN"),
     ("a.json", '[{"text": "a"}, 7]', 2, "it is 7, not a JSON object"),
     ("a.json", '[{"text": "a"}, {"text": ', 2, "not valid JSON"),
-    ("a.json", '["a", "b"]', 1, "it is a string, not a JSON object"),
+    ("a.json", '["a", "b"]', 1, 'it is "a", not a JSON object'),
     ("a.json", '{\n "data": [{"text": "a"}]\n}', 1, "The fields are: 'data'"),
     ("a.jsonl", '{"text": ["a", "b"]}', 1, "Set another --text_field"),
     ("a.jsonl", '{"text": {"id": 1, "body": "a"}}', 1, "--text_field=a.b reads the field b of an object a"),
