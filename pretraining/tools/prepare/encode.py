@@ -38,7 +38,6 @@ from pretraining.errors import DataError
 from pretraining.files import output_errors
 from pretraining.tools.prepare.chats import ChatRenderer, Marks
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
-from pretraining.tools.prepare.input_content import read_content
 from pretraining.tools.prepare.records import (
     UNKNOWN_VOCABULARIES,
     Counts,
@@ -46,6 +45,7 @@ from pretraining.tools.prepare.records import (
     Encoding,
     UnitRecord,
     WorkFolder,
+    read_content,
 )
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
 from pretraining.tools.prepare.units import Part, Render, Unit, read_part

@@ -31,24 +31,22 @@ from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.chats import time_for, with_template
 from pretraining.tools.prepare.console import Progress, print_summary
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
-from pretraining.tools.prepare.input_content import (
-    INPUTS_FILE,
-    changed_parts,
-    check_input,
-    inputs_document,
-    times_of,
-)
 from pretraining.tools.prepare.inputs import warn_of_copies
 from pretraining.tools.prepare.records import (
+    INPUTS_FILE,
     UNKNOWN_VOCABULARIES,
     Encoder,
     Encoding,
     PrepareSummary,
     UnitRecord,
     WorkFolder,
+    changed_parts,
+    check_input,
+    inputs_document,
     manifest,
     read_finished,
     read_summary,
+    times_of,
 )
 from pretraining.tools.prepare.units import Input, Unit, find_input, warn_of_masks
 from pretraining.tools.prepare.vocabulary import find_tokenizer, trained_tokenizer

@@ -9,6 +9,10 @@
 
 A done file is written when all token files of its unit are on disk. After an interruption, a call continues with the
 units that have no done file. The file `prepare.json` holds no times and no paths: the same input gives the same file.
+
+Just before a part of the input is encoded, its content is recorded in the done file of its unit. The file prepare.json
+has a digest of all records, and .inputs.json beside it the records, and the times of change that were seen with them: a
+part with another time is read again. A dataset of an earlier version has neither, and is not compared.
 """
 
 from __future__ import annotations
@@ -17,21 +21,28 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from pretraining.data.storage.content import digest_of_records
+from pretraining.data.storage.content import combine, content_record, digest_of_records, open_ranges, time_of_change
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.threads import map_in_order
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
-from pretraining.files import entries_of, exists, is_folder, read_json, read_object, write_atomic
-from pretraining.tools.prepare.input_content import Content, remedy_for
+from pretraining.files import entries_of, exists, is_folder, read_json, read_object, reason_of, write_atomic
+from pretraining.launch.machine import usable_cores
+from pretraining.text import list_some
 from pretraining.tools.prepare.token_files import COLUMN, TokenFile, token_dtype
-from pretraining.tools.prepare.units import Unit
+from pretraining.tools.prepare.units import Part, Unit
 
+INPUTS_FILE = ".inputs.json"
+"""Records of the input of a dataset, in its folder."""
+Content = tuple[int, int]
+"""Digest of the times of change of a part's files, and record of their content."""
 FORMAT_VERSION = 1
 """Format of prepare.json."""
 UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
@@ -305,3 +316,78 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if exists(path) else None
+
+
+# The content of the input
+
+
+def read_content(part: Part) -> Content:
+    """Return the content of a part; raise a DataError if it cannot be read."""
+    try:
+        time, records = _time_of(part), []
+        for path, begin, end in part.raw:
+            with open_ranges(path) as read:
+                records.append(content_record(read, begin, end))
+    except OSError as error:
+        raise DataError(f"it cannot be read: {reason_of(error)}", path=error.filename or part.name) from error
+    return time, combine(*records)
+
+
+def changed_parts(parts: Sequence[Part], contents: Sequence[Content]) -> list[Part]:
+    """Return the parts whose content is not the recorded one. Unchanged times cost no read."""
+    pairs = [(part, record) for part, (time, record) in zip(parts, contents, strict=True) if time != _time_of(part)]
+    now = map_in_order(read_content, [part for part, _ in pairs], usable_cores())
+    return [part for (part, record), (_, found) in zip(pairs, now, strict=True) if found != record]
+
+
+def times_of(parts: Sequence[Part]) -> str:
+    """Return a digest of the times of change of all parts."""
+    return digest_of_records(map(_time_of, parts))
+
+
+def inputs_document(contents: Sequence[Content]) -> str:
+    """Return the content of .inputs.json."""
+    return json.dumps({"contents": contents})
+
+
+def check_input(folder: Path, digest: str | None, parts: Sequence[Part]) -> None:
+    """Raise a DataError if the input is not the one that a dataset was prepared from.
+
+    Args:
+        folder: of the dataset.
+        digest: of the records, from prepare.json; None in an earlier version.
+    """
+    if digest is None:
+        return
+    times, noted = [_time_of(part) for part in parts], _read_note(folder, digest)
+    if times == [time for time, _ in noted] or len(noted) not in (0, len(parts)):  # cut by another version
+        return
+    noted = noted or [(-1, -1)] * len(parts)
+    stale = [number for number, (time, _) in enumerate(noted) if time != times[number]]
+    read = map_in_order(lambda number: read_content(parts[number]), stale, usable_cores())
+    found = dict(zip(stale, read, strict=True))
+    now = [found.get(number, content) for number, content in enumerate(noted)]
+    if digest_of_records(record for _, record in now) != digest:
+        changed = {parts[number].source_name for number, content in found.items() if noted[number][1] != content[1]}
+        named = f"changed in content: {list_some(sorted(changed), 12)}"
+        raise DataError(f"it was prepared from other text ({named}). {remedy_for(folder)}", path=folder)
+    with suppress(OSError):  # then the next call reads these parts again
+        write_atomic(folder / INPUTS_FILE, inputs_document(now))
+
+
+def remedy_for(folder: Path) -> str:
+    """Return the way on if a dataset was made from something else."""
+    return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"
+
+
+def _read_note(folder: Path, digest: str) -> list[Content]:
+    """Return the recorded content of each part; empty if the file is lost, damaged or of another dataset."""
+    try:
+        contents = [(int(time), int(record)) for time, record in read_object(folder / INPUTS_FILE)["contents"]]
+        return contents if digest_of_records(record for _, record in contents) == digest else []
+    except (OSError, KeyError, TypeError, ValueError, OverflowError):
+        return []
+
+
+def _time_of(part: Part) -> int:
+    return combine(*(time_of_change(path.stat()) for path, _, _ in part.raw))
