@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from pretraining.config.training import ModelConfig, TrainConfig
-from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count, resolve_shape
+from pretraining.config.variants import VARIANTS, LlamaShape, resolve_shape
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.memory import estimate_memory
 from pretraining.text import format_gib
 

@@ -1,51 +1,13 @@
-"""Floating-point operations per token of training, and the costs of a decoder block.
+"""Floating-point operations per token of training.
 
 Letters: D hidden, H query heads, K key/value heads, E head dim, F feed-forward, V vocabulary, L layers, S sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
-
 from pretraining.config.training import PER_OPERATION, ParallelConfig, checkpointed_blocks
-from pretraining.config.variants import LlamaShape, block_matrices, block_vectors
-
-
-@dataclass(frozen=True)
-class BlockCosts:
-    """Sizes of a decoder block, from which operations, memory and time are computed.
-
-    Attributes:
-        matrices: rows and columns of q, k, v, o, gate, up and down.
-        vectors: lengths of norms and biases.
-        query_width: H·E.
-        results: elements per token in the results of matrix products and attention.
-        last_product: parameters of the last matrix product (down), whose result backward does not need.
-    """
-
-    matrices: tuple[tuple[int, int], ...]
-    vectors: tuple[int, ...]
-    query_width: int
-    results: int
-    last_product: int
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters in matrix products."""
-        return sum(rows * columns for rows, columns in self.matrices)
-
-
-def block_costs(shape: LlamaShape) -> BlockCosts:
-    """Return the costs of one block."""
-    matrices = block_matrices(shape)
-    return BlockCosts(
-        matrices=matrices,
-        vectors=block_vectors(shape),
-        query_width=shape.query_width,
-        results=shape.query_width + sum(rows for rows, _ in matrices),
-        last_product=prod(matrices[-1]) if matrices else 0,
-    )
+from pretraining.config.variants import LlamaShape
+from pretraining.estimate.costs import block_costs
 
 
 def matmul_parameters(shape: LlamaShape) -> int:

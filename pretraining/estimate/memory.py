@@ -13,7 +13,8 @@ from functools import cached_property
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import PER_OPERATION, OptimizerConfig, TrainConfig, checkpointed_blocks
-from pretraining.config.variants import LlamaShape, block_parameters, parameter_count
+from pretraining.config.variants import LlamaShape
+from pretraining.estimate.costs import block_parameters, parameter_count
 from pretraining.estimate.flops import block_costs
 
 MASTER_BYTES = 4

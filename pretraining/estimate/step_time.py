@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.strategies import STRATEGIES, DimSizes
 from pretraining.config.training import TrainConfig, checkpointed_blocks
-from pretraining.config.variants import LlamaShape, parameter_count
+from pretraining.config.variants import LlamaShape
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.devices import Gpu
 from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token, recomputed_share
 

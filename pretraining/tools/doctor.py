@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.writer import plan_save
 from pretraining.config.training import CheckpointConfig, ModelConfig
-from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.config.variants import resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import (
     Processes,
@@ -40,6 +40,7 @@ from pretraining.distributed.processes import (
     on_rank_zero,
 )
 from pretraining.errors import CheckpointError, ConfigError
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.memory import MASTER_BYTES, optimizer_state_bytes
 from pretraining.files import is_folder

@@ -37,10 +37,11 @@ from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape, parameter_count
+from pretraining.config.variants import LlamaShape
 from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.errors import CheckpointError, DataError
+from pretraining.estimate.costs import parameter_count
 from pretraining.files import atomic_folder, exists, is_address, write_flushed, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (

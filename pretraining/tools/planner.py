@@ -22,9 +22,10 @@ from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES, DimSizes, dim_sizes, unsharded_sizes
 from pretraining.config.training import ALL_BLOCKS, DataConfig, OptimizerConfig, ParallelConfig, ShardingStrategy
-from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
+from pretraining.config.variants import LlamaShape, name_of_model, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.estimate.advice import memory_advice
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.devices import GPUS, Gpu
 from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes

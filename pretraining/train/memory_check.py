@@ -17,7 +17,7 @@ import torch
 from pretraining.checkpoint.pt_files import check_host_memory
 from pretraining.config.strategies import DimSizes
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
+from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import (
@@ -27,6 +27,7 @@ from pretraining.distributed.torch_private import (
 )
 from pretraining.errors import ConfigError, OutOfMemoryError
 from pretraining.estimate.advice import memory_advice
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.memory import STATE_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
 from pretraining.launch.machine import machine_memory
 from pretraining.observability.profiler import TRACES

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count
+from pretraining.config.variants import VARIANTS, LlamaShape
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.flops import flops_per_token, matmul_parameters, recomputed_flops_per_token
 from pretraining.model.llama import Llama
 

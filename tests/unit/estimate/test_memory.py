@@ -13,8 +13,9 @@ from helpers import ROOT
 from pretraining.config.command_line import resolve_config
 from pretraining.config.context import ContextGroup
 from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
-from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
+from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import ModelInputs
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.memory import estimate_memory, kept_bytes_per_token
 from pretraining.model.llama import Llama
 from pretraining.tools.commands import PlanConfig
