@@ -14,13 +14,14 @@ from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import PER_OPERATION, OptimizerConfig, TrainConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape
-from pretraining.estimate.costs import block_parameters, parameter_count
-from pretraining.estimate.flops import block_costs
+from pretraining.estimate.costs import block_costs, parameter_count
 
 MASTER_BYTES = 4
 """Bytes per parameter of the masters, and of the gradients: float32."""
 STATE_BYTES = 4
 """Bytes per value of optimizer state: float32."""
+UPDATE_BYTES = {"normalized_sgdm": 4, "nadam": 8, "rmsprop": 4}
+"""Bytes of temporary tensors in an optimizer's update, per parameter of the larger parameter group."""
 RUNTIME_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Memory of an idle process: code, and on a GPU the context, kernels and communication buffers."""
 MOST_LOGITS = 2**28
@@ -146,7 +147,7 @@ def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str
     """
     normalized = 2 * shape.hidden_size + (0 if shape.qk_norm == "off" else shape.query_width + shape.key_width)
     norms = normalized * (8 if device_type == "cpu" else compute_bytes)
-    kept = block_costs(shape).results + 2 * shape.intermediate_size
+    kept = shape.query_width + block_costs(shape).results + 2 * shape.intermediate_size
     return compute_bytes * kept + norms + 4 * (2 + shape.num_attention_heads)
 
 
@@ -241,7 +242,7 @@ class _Step:
     @cached_property
     def block(self) -> int:
         """Elements of a block."""
-        return block_parameters(self.shape)
+        return block_costs(self.shape).parameters
 
     @cached_property
     def root(self) -> int:
@@ -277,7 +278,8 @@ class _Step:
         stored, full = hidden, self.kept
         if parallel.selective_checkpointing == PER_OPERATION:
             # Results of matrix products and attention, too, including the last one, which backward does not need.
-            stored += self.tokens * (self.itemsize * block_costs(shape).results + 4 * shape.num_attention_heads)
+            results = shape.query_width + block_costs(shape).results
+            stored += self.tokens * (self.itemsize * results + 4 * shape.num_attention_heads)
             full += hidden
         found = [(self.kept, self.kept)] * shape.num_hidden_layers
         for index in recomputed:
@@ -367,16 +369,14 @@ def _after_blocks(step: _Step) -> Iterator[_Usage]:
 
 def _update_bytes(step: _Step) -> int:
     """Return the temporary bytes of an update, which runs group by group: matrices, then embedding and norms."""
-    entry = OPTIMIZERS.get(step.config.optimizer.optimizer)
-    if entry is None:
-        return 0
+    optimizer = step.config.optimizer.optimizer
     per_block, norms, root = _local_parameters(step.shape, step.shard_size)
     matrices, rest = step.shape.num_hidden_layers * per_block, step.shape.num_hidden_layers * norms + root
-    if entry.matrix_update_bytes is not None:
-        return matrices * entry.matrix_update_bytes[step.is_sharded]
+    if optimizer == "muon":  # as simulated; shards are sent to their owners and back
+        return matrices * (10 if step.is_sharded else 5)
     rows = 0 if step.shape.tie_word_embeddings else -(-step.shape.vocab_size // step.shard_size)
     head = rows * step.shape.hidden_size
-    return entry.update_bytes * max(matrices + head, rest - head)
+    return UPDATE_BYTES.get(optimizer, 0) * max(matrices + head, rest - head)
 
 
 def _loss_bytes(step: _Step) -> int:
