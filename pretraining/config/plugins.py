@@ -1,4 +1,4 @@
-"""Registries of the plugins that users choose by name: optimizers, schedules, trackers, token formats, scores.
+"""Registries of the plugins that users choose by name: optimizers, schedules, trackers, token formats.
 
     --optimizer=adamw                 built in: a row of a table here, with the path of its code
     --optimizer=my_package.lion:Lion  user-defined class or function, without registration
@@ -136,12 +136,6 @@ TOKEN_FORMATS = {
 }
 """Token formats. A row with the suffix of an earlier row has a method `accepts`, which looks into a file."""
 TOKEN_SUFFIXES = (".arrow", ".npy", ".bin")
-SCORES = {
-    "loss": "pretraining.observability.metrics:Loss",
-    "perplexity": "pretraining.observability.metrics:Perplexity",
-    "token_accuracy": "pretraining.observability.metrics:TokenAccuracy",
-    "bits_per_byte": "pretraining.observability.metrics:BitsPerByte",
-}
 _OF_SERVICES = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
 TRACKERS = {
     "tensorboard": Entry("pretraining.observability.tensorboard:TensorBoard"),

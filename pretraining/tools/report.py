@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretraining.config.fields import settings_of
-from pretraining.config.plugins import SCORES
 from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
@@ -77,7 +76,9 @@ class Plot:
 PLOTS = (
     Plot("Loss", "nats per token", r"loss|evaluation_loss(/.*)?"),
     Plot("Training loss by dataset", "nats per token", r"loss/.*"),
-    *(Plot(name.replace("_", " ").capitalize(), "", rf"(evaluation_)?{name}(/.*)?") for name in list(SCORES)[1:]),
+    Plot("Perplexity", "", r"(evaluation_)?perplexity(/.*)?"),
+    Plot("Token accuracy", "", r"(evaluation_)?token_accuracy(/.*)?"),
+    Plot("Bits per byte", "", r"(evaluation_)?bits_per_byte(/.*)?"),
     Plot("Learning rate", "", r"learning_rate(_group_\d+)?"),
     Plot("Gradient norm", "", r"grad_norm"),
     Plot("Skipped updates", "", r"skipped_updates"),
