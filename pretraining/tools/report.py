@@ -28,13 +28,13 @@ from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
+from pretraining.observability.report_file import number_of
 from pretraining.text import format_seconds
 from pretraining.tools.commands import PageConfig
 from pretraining.tools.run_records import (
     SWEEP_FILE,
     Columns,
     RunRecord,
-    number_of,
     read_runs,
     runs_of_sweep,
     seconds_of,

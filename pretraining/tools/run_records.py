@@ -37,10 +37,10 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.data.resume import restored_mixture
 from pretraining.errors import CheckpointError, ConfigError, PretrainError
-from pretraining.files import check_regular, entries_of, exists, is_folder, parse_json, read_json
+from pretraining.files import entries_of, exists, is_folder, read_json
 from pretraining.observability.events import EVENTS_FILE
+from pretraining.observability.report_file import is_evaluation, number_of, read_lines
 from pretraining.observability.trackers import LOGS, METRICS_FILE
-from pretraining.text import count_of
 from pretraining.train.run_status import STATUS_FILE, read_status
 
 T = TypeVar("T")
@@ -198,36 +198,6 @@ def read_run(folder: Path, name: str) -> RunRecord:
     return run
 
 
-def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON lines file that have a step; add the number of other lines to `notes`.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-    """
-    check_regular(path)
-    damaged = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                found = parse_json(line)
-            except ValueError:
-                found = None
-            if isinstance(found, dict) and math.isfinite(number_of(found.get("step"))):
-                yield found
-            else:
-                damaged += 1
-    if damaged:
-        notes.append(f"{path.name}: {count_of(damaged, 'damaged line')} left out.")
-
-
-def number_of(value: Any) -> float:
-    """Return a JSON number as a float; NaN for other values and for numbers that are too large."""
-    try:
-        return float(value) if type(value) in (int, float) else math.nan
-    except OverflowError:
-        return math.nan
-
-
 def seconds_of(text: Any) -> float:
     """Return seconds since 1970 of an ISO time; NaN for other values."""
     try:
@@ -238,8 +208,7 @@ def seconds_of(text: Any) -> float:
 
 def _read_metrics(path: Path, run: RunRecord) -> None:
     for report in read_lines(path, run.notes):
-        is_evaluation = "loss" not in report and any(name.startswith("evaluation_") for name in report)
-        (run.evaluations if is_evaluation else run.training).add(report)
+        (run.evaluations if is_evaluation(report) else run.training).add(report)
 
 
 def _is_held(folder: Path) -> bool:

@@ -36,10 +36,10 @@ from pretraining.errors import CheckpointError, ConfigError, Interrupted, Preemp
 from pretraining.files import output_errors, read_object, write_atomic
 from pretraining.launch.signals import ReceivedSignals, heeded, terminate_with_parent
 from pretraining.launch.terminal import ignore_output_errors, print_text
+from pretraining.observability.report_file import number_of, read_lines
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of, format_table
 from pretraining.tools.commands import SweepConfig, SweepSettings
-from pretraining.tools.run_records import number_of, read_lines
 from pretraining.tools.translate.hook import translate_when_needed
 from pretraining.train.run_status import STATUS_FILE
 
@@ -243,7 +243,7 @@ def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
     except OSError:  # nothing is reported yet
         pass
     for note in notes:
-        log.warning("%s: %s", run, note)
+        log.warning("%s", note)
     outcome = read_object(run / OUTCOME_FILE)
     newest["status"] = outcome.get("status", "not finished")
     results = {name: newest.get(name) for name in RESULTS}

@@ -98,7 +98,7 @@ class FakeStore:
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """A stand-in for the package wandb that records its calls."""
-    fake = MagicMock(__spec__=ModuleSpec("wandb", None))
+    fake = MagicMock(__spec__=ModuleSpec("wandb", None, origin="a stand-in"))
     fake.errors.UsageError = KeyError
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_CONSOLE"):
@@ -110,7 +110,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     store = FakeStore()
     module: Any = ModuleType("mlflow")
-    module.__spec__ = ModuleSpec("mlflow", None)
+    module.__spec__ = ModuleSpec("mlflow", None, origin="a stand-in")
     module.MlflowClient = store
     module.exceptions = SimpleNamespace(MlflowException=FakeError)
     module.entities = SimpleNamespace(
