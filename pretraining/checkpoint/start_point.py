@@ -229,7 +229,7 @@ def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> C
 
 def _find_in_store(address: str, run: Path, damaged: Mapping[str, str]) -> CheckpointRef:
     """Find the newest good checkpoint at an address; those that an earlier start has fetched are not fetched again."""
-    from pretraining.checkpoint.object_store import read_copies  # imports pyarrow
+    from pretraining.checkpoint.copies import read_copies  # imports pyarrow
 
     place = address.partition("?")[0]
     fetched = run / FETCHED / re.sub(r"[^\w.-]+", "_", place)  # with the layout of a run

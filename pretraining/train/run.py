@@ -27,9 +27,9 @@ from typing import Any, Literal
 
 import torch
 
+from pretraining.checkpoint.copies import TRIES_OF_START
 from pretraining.checkpoint.lease import hold_lease
-from pretraining.checkpoint.mirror import NewerCopyError, list_copies
-from pretraining.checkpoint.object_store import TRIES_OF_START
+from pretraining.checkpoint.mirror import list_copies
 from pretraining.checkpoint.retention import set_aside_newer
 from pretraining.checkpoint.run_folder import find_run_folder, make_run_path
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
@@ -145,8 +145,7 @@ def train(
             config, start = resolve(
                 replace(config, checkpoint=saves), lambda: find_start(saves, copies=list_copies(saves))
             )
-            is_resumed = start is not None and not start.weights_only
-            sampler = open_sampler(config, processes, is_resumed)  # before training, so that a bad path fails early
+            sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
             dims = check_and_build_dims(config, processes)
             on_every_rank(requests.raise_if_signalled)
             begin(status, config, start)
@@ -210,17 +209,15 @@ def _build_undamaged(
     start: CheckpointRef | None,
     rollback: Rollback | None = None,
 ) -> Run:
-    """Build the run from a start point or, if that is damaged, from the next good one; a collective call."""
+    """Build the run from a start point or, if that is damaged or no longer the newest, another; a collective call."""
     damaged: dict[str, str] = {}
     while True:
         try:
             return build(start, rollback)
-        except NewerCopyError as error:
-            log.info("%s: the start point is chosen again", error)
         except DamagedError as error:
-            assert start is not None
-            named = str(start.path) in str(error)
-            damaged[start.source] = str(error) if named else f"{start.path}: {error}"
+            if start is not None:
+                named = str(start.path) in str(error)
+                damaged[start.source] = str(error) if named else f"{start.path}: {error}"
         _free_memory()
         start = _find_start(config, rollback, damaged)
         begin(status, config, start)
