@@ -123,19 +123,15 @@ def _describe_optimizer(optimizer: OptimizerConfig, shape: LlamaShape) -> str:
     line = f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
     if chosen.optimizer == "muon":
         # Ours 0.2 sqrt(longer side); plain Muon's sqrt(max(1, rows / columns)). Their ratio is 0.2 sqrt(columns).
-        widths = {"o_proj": shape.query_width, "down_proj": shape.intermediate_size}
-        others = [
-            f"{RMS_OF_ADAMW * math.sqrt(width):.3g} ({name})"
-            for name, width in widths.items()
-            if width != shape.hidden_size
-        ]
-        factors = ", ".join([f"{RMS_OF_ADAMW * math.sqrt(shape.hidden_size):.3g}", *others])
+        widths = {shape.hidden_size: "", shape.query_width: " (o_proj)", shape.intermediate_size: " (down_proj)"}
+        widths[shape.hidden_size] = ""
+        factors = ", ".join(f"{RMS_OF_ADAMW * math.sqrt(width):.3g}{name}" for width, name in widths.items())
         line += f"; updates of matrices are {factors} times as long as of plain Muon, by 0.2 x sqrt(input width)"
     return line
 
 
 def _describe_start(plan: Plan) -> Iterator[str]:
-    start, state = plan.start, plan.state
+    start = plan.start
     if start is None:
         yield f"from initial weights, seed {plan.config.run.seed}"
         return
@@ -149,11 +145,9 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         yield from plan.loader.changes_at_resume
         for name, (was, is_now) in changed_settings(start.config, plan.config).items():
             yield f"{name} changed from {was} to {is_now}"
-        if state.step < state.total_steps:
-            rate = plan.learning_rate.at(state.step, plan.config.optimizer.peak_learning_rate)
+        if plan.state.step < plan.state.total_steps:
+            rate = plan.learning_rate.at(plan.state.step, plan.config.optimizer.peak_learning_rate)
             yield f"the learning rate is {rate:.3g} at first"
-        if state.stop_step < state.total_steps:
-            yield f"this invocation stops at step {state.stop_step}"
 
 
 def _describe_unmet_request(config: CheckpointConfig, start: CheckpointRef) -> Iterator[str]:
