@@ -136,7 +136,8 @@ def plan_run(
     data, shape = opened.training, resolve_shape(config.model)
     loads_optimizer = start is not None and _loads_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
-    batch = resolve_batch_sizes(config.batch, dims.data, restored.manifest.global_batch_size if restored else None)
+    saved = restored.manifest if restored is not None else Manifest()  # before the first step
+    batch = resolve_batch_sizes(config.batch, dims.data, saved.global_batch_size or None)
     loader = on_every_rank(
         lambda: build_loader(
             data, config.data, batch, dims.data_rank, config.run.seed, shape.vocab_size, group=dims.context_group
@@ -145,11 +146,11 @@ def plan_run(
     if rollback is not None and restored is None:
         loader.keep_order(rollback.order_version)
     if restored is not None:
-        on_every_rank(lambda: loader.load_state_dict(restored.manifest.data))
+        on_every_rank(lambda: loader.load_state_dict(saved.data))
     if rollback is not None:
         loader.skip(rollback.skipped)
-    record = recorded_evaluation(restored.manifest) if restored is not None else EvaluationRecord()
-    sources, record = open_evaluation_sources(config, opened, batch, processes, dims, record, loader.order_version)
+    record, order = recorded_evaluation(saved), loader.order_version
+    sources, record = open_evaluation_sources(config, opened, batch, processes, dims, record, order)
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
@@ -178,7 +179,7 @@ def plan_run(
         loader=loader,
         sources=sources,
         evaluation=record,
-        state=_initial_state(config, token_schedule, training_tokens, restored, rollback),
+        state=_initial_state(config, token_schedule, training_tokens, saved, rollback),
     )
 
 
@@ -248,22 +249,14 @@ def restore_cpu_threads(
 
 
 def _initial_state(
-    config: TrainConfig,
-    token_schedule: TokenSchedule,
-    training_tokens: int | None,
-    restored: CheckpointRef | None,
-    rollback: Rollback | None,
+    config: TrainConfig, tokens: TokenSchedule, training_tokens: int | None, saved: Manifest, rollback: Rollback | None
 ) -> TrainState:
-    progress = Progress(0, 0)
-    if restored is not None:
-        progress = Progress(restored.manifest.step, restored.manifest.tokens_seen, restored.manifest.seconds)
-    total_steps = config.run.num_steps.to_steps(token_schedule, training_tokens)
+    total_steps, run_steps = config.run.num_steps.to_steps(tokens, training_tokens), config.run.run_steps
+    stop_step = total_steps if run_steps is None else min(total_steps, saved.step + run_steps)
     if rollback is not None:
         stop_step = rollback.stop_step
-    else:
-        run_steps = config.run.run_steps
-        stop_step = total_steps if run_steps is None else min(total_steps, progress.steps + run_steps)
-    return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)
+    progress = Progress(saved.step, saved.tokens_seen, saved.seconds)
+    return TrainState(total_steps, stop_step, tokens.tokens_per_step, progress)
 
 
 def check_and_build_dims(config: TrainConfig, processes: Processes) -> Dims:
