@@ -7,7 +7,6 @@ Errors are raised on all ranks alike (`on_rank_zero`, `on_every_rank`), so a mis
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -79,8 +78,6 @@ from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import RunStatusWriter
 from pretraining.train.stability import Guards, SpikeDetector
 from pretraining.train.step import StepContext
-
-log = logging.getLogger(__name__)
 
 REPORT_STATE = "report"  # in checkpoints
 MIRROR_WAIT_SHARE = 0.8
@@ -165,15 +162,10 @@ def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Op
 
 def _add_events(plan: Plan, events: Events) -> None:
     """Record the start point, what the user changes there, and the data phase if a new one begins at this step."""
-    step, phase, data = plan.state.step, plan.loader.reader.mixture.phases[-1], {}
-    if plan.start is not None:
-        events.add(
-            "restore",
-            step,
-            checkpoint=str(plan.start.path),
-            weights_only=plan.start.weights_only,
-            passed_over=list(plan.start.damaged),
-        )
+    step, start, phase, data = plan.state.step, plan.start, plan.loader.reader.mixture.phases[-1], {}
+    if start is not None:
+        damaged = list(start.damaged)
+        events.add("restore", step, checkpoint=str(start.path), weights_only=start.weights_only, passed_over=damaged)
     if plan.rollback is None and plan.restored is not None:
         data = plan.restored.manifest.data
         if changes := changed_settings(plan.restored.config, plan.config):
@@ -268,8 +260,6 @@ def _build_context(
         conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": config.data.document_mask}
         spikes = SpikeDetector(config.guard.spike_threshold, config.guard.spike_window, device, conditions)
     shard_group, sources = plan.dims.group("shard"), plan.loader.reader.sources
-    if hook is not None and plan.dims.context > 1:
-        log.info("metrics     extra_metrics gets a part of each row: column i is token batch.columns_S[i] of its row")
     metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
     return StepContext(
         model=model,

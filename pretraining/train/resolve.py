@@ -175,14 +175,13 @@ def _adopt_model(config: TrainConfig, start: CheckpointRef | None) -> ModelConfi
     model = config.model
     if model.model_variant is None:
         model = ModelConfig(model_variant=DEFAULT_VARIANT) if shape is None else model_settings(shape)
-    if needs_vocabulary:
-        rows = 0 if shape is None else shape.vocab_size
-        if shape is None:
-            entries = load_tokenizer(config.data.tokenizer_path or "").vocab_size
-            rows = rounded_vocabulary(entries)
-            path = config.data.tokenizer_path
-            log.info("vocab_size  %s, for the %s entries of %s", f"{rows:,}", f"{entries:,}", path)
-        model = replace(model, vocab_size=rows)
+    if needs_vocabulary and shape is not None:
+        model = replace(model, vocab_size=shape.vocab_size)
+    elif needs_vocabulary:
+        path = config.data.tokenizer_path or ""
+        entries = load_tokenizer(path).vocab_size
+        model = replace(model, vocab_size=rounded_vocabulary(entries))
+        log.info("vocab_size  %s, for the %s entries of %s", f"{model.vocab_size:,}", f"{entries:,}", path)
     given = {name: value for name, value in vars(config.model).items() if value not in (None, ())}
     return replace(model, **given)
 
