@@ -14,13 +14,13 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.checkpoint.checkpoint_files import SHAPES, manifest_of, tensors_of, write_full_form
+from unit.checkpoint.checkpoint_files import SHAPES, file_entry, manifest_of, tensors_of, write_full_form
 
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.headers import StoredTensors, load_file, read_header, read_headers
 from pretraining.checkpoint.manifest import FULL_FILES, ITERATION_FILE, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
 from pretraining.checkpoint.pt_files import FullSave, manifest_of_files, write_file
-from pretraining.checkpoint.reader import file_entry, read_tensor
+from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.recipes import settings_in
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.llama import Llama
