@@ -46,9 +46,8 @@ from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import DamagedError
-from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
-from pretraining.evaluation.held_out import Evaluator, definition_of
+from pretraining.evaluation.held_out import EarlyStopping, Evaluator, definition_of
 from pretraining.files import writing_into
 from pretraining.model.init import initialize_parameters, parameter_name
 from pretraining.model.llama import Llama

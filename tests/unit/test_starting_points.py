@@ -10,7 +10,7 @@ import pytest
 
 from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
 from pretraining.config.variants import VARIANTS
-from pretraining.estimate.memory import estimate_memory
+from pretraining.estimate.memory import Rank, estimate_memory
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 LINE = re.compile(
@@ -32,7 +32,7 @@ def gib(variant: str, seq_length: str, context: str, group: int, checkpointing: 
         data=DataConfig(seq_length=int(seq_length)),
     )
     shape = VARIANTS[variant]
-    return estimate_memory(config, shape, shard_size=group, compute_bytes=2, device_type="cuda").total / 2**30
+    return estimate_memory(config, shape, Rank(group, 2, "cuda")).total / 2**30
 
 
 def test_the_table_is_there() -> None:
