@@ -71,7 +71,7 @@ def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
         raise CheckpointError(f"is missing{describe_other_weights(path)}", path=path / CONFIG_FILE)
     check_inside(path, GENERATION_CONFIG_FILE, CheckpointError)  # an export would publish another file's entries
     shape = shape_of_document(read_json_of(path, CONFIG_FILE), str(path / CONFIG_FILE))
-    files = weight_files(path)
+    files = _weight_files(path)
     weights = read_headers(path, files)
     if "embed_tokens.weight" in weights.chunks:
         raise CheckpointError(f"holds {INNER_MODEL}", path=path)
@@ -124,10 +124,11 @@ def describe_other_weights(path: Path) -> str:
 
 def manifest_of_folder(path: Path) -> Manifest:
     """Return the manifest of a checkpoint of step 0 with this folder's weights alone; raises as `open_folder`."""
-    return Manifest(model=describe_model(open_folder(path)[0]))
+    shape, weights = open_folder(path)
+    return Manifest(model=describe_model(shape), files=dict.fromkeys(weights.headers))
 
 
-def weight_files(path: Path) -> list[str]:
+def _weight_files(path: Path) -> list[str]:
     """Return the names of the files with a folder's weights; raise a CheckpointError if one is not in the folder."""
     if exists(path / WEIGHTS_FILE):
         names = [WEIGHTS_FILE]

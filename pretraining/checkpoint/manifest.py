@@ -95,7 +95,7 @@ class FileEntry:
 
 
 Files = Mapping[str, FileEntry | None]
-"""File names of a folder, with size and checksum if known."""
+"""Names of the files with tensors in a folder, with size and checksum if known."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,13 @@ class Manifest:
     model: dict[str, Any] = field(default_factory=dict)
     world: dict[str, Any] = field(default_factory=dict)
     torch_version: str = field(default_factory=lambda: _torch_version())
-    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
     config: str = ""
+
+    @property
+    def recorded_files(self) -> dict[str, FileEntry]:
+        """Files with known sizes and checksums: all files of a checkpoint that a run saved."""
+        return {name: entry for name, entry in self.files.items() if entry is not None}
 
     @property
     def losses_of(self) -> str | None:

@@ -327,7 +327,7 @@ class Mirror:
         """Upload this process's files, in a background thread, after the removal of an earlier copy's manifest."""
         rank, world_size = rank_and_world_size()
         folder = _store_folder(checkpoint)
-        for name, entry in read_document(checkpoint).files.items():
+        for name, entry in read_document(checkpoint).recorded_files.items():
             number = re.match(r"shard-(\d+)-", name)
             if (int(number[1]) - 1 if number else 0) % world_size == rank:
                 self._retry(self._check_writer)
