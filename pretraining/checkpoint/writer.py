@@ -14,6 +14,7 @@ form of torch's HuggingFaceStorageWriter, so torch's reader reads these files, t
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import shutil
@@ -270,27 +271,17 @@ def write_tensors(
     Returns:
         Size and checksum of the file, computed from memory without reading back.
     """
-    with ChecksummedFile(path) as file:
-        for content in _file_content(_header(kinds, metadata or {"format": "pt"}), kinds, values):
-            file.write(content)
+    file = ChecksummedFile(path)
+    # Small tensors are joined, since threads wait for each other at each write; larger pieces are not copied.
+    with io.BufferedWriter(file, CHUNK_BYTES - 1) as joined:
+        joined.write(_header(kinds, metadata or {"format": "pt"}))
+        for (dtype, shape), value in zip(kinds.values(), values, strict=True):
+            assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
+            content = memory_of(value.cpu().contiguous())
+            for begin in range(0, len(content), CHUNK_BYTES):
+                joined.write(content[begin : begin + CHUNK_BYTES])
+        joined.flush()
         return file.finish()
-
-
-def _file_content(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of a file in order; small tensors are joined, since threads wait for each other at each write."""
-    small = [memoryview(header)]
-    for (dtype, shape), value in zip(kinds.values(), values, strict=True):
-        assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
-        content = memory_of(value.cpu().contiguous())
-        is_large = len(content) >= CHUNK_BYTES
-        if not is_large:
-            small.append(content)
-        if is_large or sum(map(len, small)) >= CHUNK_BYTES:
-            yield memoryview(b"".join(small))
-            small.clear()
-        for begin in range(0, len(content) if is_large else 0, CHUNK_BYTES):
-            yield content[begin : begin + CHUNK_BYTES]
-    yield memoryview(b"".join(small))
 
 
 def _header(kinds: Kinds, metadata: Mapping[str, str]) -> bytes:
