@@ -17,19 +17,16 @@ from pretraining.checkpoint.manifest import (
     MANIFEST,
     SHARD_SUFFIX,
     Manifest,
+    read_json_of,
     size_fault,
 )
 from pretraining.errors import CheckpointError
-from pretraining.files import is_file, lfs_pointer_hint, read_json
+from pretraining.files import is_file
 from pretraining.model.hf import CONFIG_FILE
 
 
 def _read_saved(folder: Path) -> Manifest:
-    path = folder / MANIFEST
-    try:
-        return Manifest.parse(read_json(path), str(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(lfs_pointer_hint(path) or f"cannot be read: {error}", path=path) from None
+    return Manifest.parse(read_json_of(folder, MANIFEST), str(folder / MANIFEST))
 
 
 def _read_pt(folder: Path) -> Manifest:

@@ -23,7 +23,7 @@ import yaml
 
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.headers import StoredTensors, read_headers
-from pretraining.checkpoint.manifest import Manifest, describe_model
+from pretraining.checkpoint.manifest import Manifest, describe_model, read_json_of
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
@@ -33,7 +33,6 @@ from pretraining.files import (
     entries_of,
     exists,
     is_folder,
-    lfs_pointer_hint,
     read_file,
     read_json,
     read_object,
@@ -157,15 +156,6 @@ def _check_weight_file(path: Path, name: str) -> None:
     if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
         raise CheckpointError(f"names {name!r}: only safetensors files of this folder are read", path=path / INDEX_FILE)
     check_inside(path, name, CheckpointError)
-
-
-def read_json_of(path: Path, name: str) -> Any:
-    """Read a JSON file of a folder; raise a CheckpointError if it cannot be read."""
-    try:
-        return read_json(path / name)
-    except (OSError, ValueError) as error:
-        problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
-        raise CheckpointError(problem, path=path / name) from None
 
 
 # Origin of a run

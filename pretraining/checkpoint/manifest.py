@@ -34,7 +34,7 @@ from pretraining.config.variants import (
     size_problems,
 )
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, is_file, lfs_pointer_hint, with_checksum
+from pretraining.files import exists, is_file, lfs_pointer_hint, read_json, with_checksum
 from pretraining.optim.horizon import ANNEALING_FROM
 from pretraining.progress import PENDING_EVALUATION
 
@@ -308,6 +308,15 @@ class ChecksummedFile(io.FileIO):
         """Flush the file to disk; return its size and checksum."""
         os.fsync(self.fileno())
         return FileEntry(self.tell(), crc32_text(self.crc32))
+
+
+def read_json_of(path: Path, name: str) -> Any:
+    """Read a JSON file of a folder; raise a CheckpointError if it cannot be read."""
+    try:
+        return read_json(path / name)
+    except (OSError, ValueError) as error:
+        problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
+        raise CheckpointError(problem, path=path / name) from None
 
 
 def size_fault(path: Path, written: FileEntry) -> str | None:
