@@ -271,9 +271,9 @@ def write_tensors(
     Returns:
         Size and checksum of the file, computed from memory without reading back.
     """
-    file = ChecksummedFile(path)
-    # Small tensors are joined, since threads wait for each other at each write; larger pieces are not copied.
-    with io.BufferedWriter(file, CHUNK_BYTES - 1) as joined:
+    with ChecksummedFile(path) as file:
+        # Small tensors are joined, since threads wait for each other at each write; larger pieces are not copied.
+        joined = io.BufferedWriter(file, CHUNK_BYTES - 1)
         joined.write(_header(kinds, metadata or {"format": "pt"}))
         for (dtype, shape), value in zip(kinds.values(), values, strict=True):
             assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
