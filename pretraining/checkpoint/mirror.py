@@ -24,12 +24,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from pretraining.checkpoint.copies import (
-    TRIES_OF_START,
-    fetch_copy,
-    read_copies,
-    upload_file,
-)
+from pretraining.checkpoint.copies import TRIES_OF_START, fetch_copy, read_copies, upload_file
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, readable_document
