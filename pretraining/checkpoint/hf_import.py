@@ -136,8 +136,8 @@ def _weight_files(path: Path) -> list[str]:
             names = sorted(set(read_json_of(path, INDEX_FILE)["weight_map"].values()))
         except (KeyError, TypeError, AttributeError):
             names = []
-        if not names or not all(isinstance(name, str) for name in names):
-            raise CheckpointError("has no weight_map from tensors to files", path=path / INDEX_FILE)
+        if not names or not all(map(_is_weight_file, names)):
+            raise CheckpointError("has no weight_map from tensors to safetensors files here", path=path / INDEX_FILE)
     else:
         found = describe_other_weights(path) or ": fetch the model's safetensors files"
         raise CheckpointError(f"has no {WEIGHTS_FILE} or {INDEX_FILE}{found}", path=path)
@@ -148,14 +148,13 @@ def _weight_files(path: Path) -> list[str]:
             path=path,
         )
     for name in names:
-        _check_weight_file(path, name)
+        check_inside(path, name, CheckpointError)
     return names
 
 
-def _check_weight_file(path: Path, name: str) -> None:
-    if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
-        raise CheckpointError(f"names {name!r}: only safetensors files of this folder are read", path=path / INDEX_FILE)
-    check_inside(path, name, CheckpointError)
+def _is_weight_file(name: object) -> bool:
+    """Return whether an index names a safetensors file of its own folder."""
+    return isinstance(name, str) and Path(name).name == name and "\0" not in name and name.endswith(".safetensors")
 
 
 # Origin of a run
