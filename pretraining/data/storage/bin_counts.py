@@ -29,7 +29,7 @@ from pretraining.data.storage.index import SPLITS, Index
 from pretraining.data.storage.index_files import write_once
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
-from pretraining.files import check_regular, exists, parse_json
+from pretraining.files import check_regular, parse_json
 from pretraining.launch.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -60,11 +60,8 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
     found = find_bin_counts(files, index, config)
     if found is not None:
         return found
-    damaged = next((path for path in _paths(files, index, config) if exists(path)), None)
-    if damaged is not None:
-        log.warning("%s is damaged, or belongs to another index: rebuilding it", damaged)
     name, seq_length, packing = files.name, config.seq_length, config.packing
-    documents, header = f"{len(index.documents):,}", _header(index, config)
+    documents = f"{len(index.documents):,}"
     log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
 
     def write(file: IO[bytes]) -> str:
@@ -72,25 +69,21 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
         bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
         np.cumsum(counts, axis=1, out=bounds[:, 1:])
         content = bounds.tobytes()
-        line = json.dumps({**header, "crc32": zlib.crc32(content)}).encode()
+        line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
         file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # aligns the numbers
         return _name(index, config)
 
     what = f"the counts of dataset '{name}'"
-    write_once(index_folders(files, config), what, write, lambda path: _open(path, header) is not None)
-    made = find_bin_counts(files, index, config)
+    path = write_once(index_folders(files, config), what, write, lambda path: bool(_open(path, index, config)))
+    made = _open(path, index, config)
     assert made is not None, "written, but unreadable"
     return made
 
 
 def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
-    """Open the valid bin counts of a dataset; None without any."""
-    header = _header(index, config)
-    for path in _paths(files, index, config):
-        bounds = _open(path, header)
-        if bounds is not None:
-            return BinCounts(config.packing, config.seq_length, dict(zip(SPLITS, bounds, strict=True)))
-    return None
+    """Open the valid bin counts of a dataset, which are beside a possible place of its index; None without any."""
+    paths = (folder / _name(index, config) for folder in index_folders(files, config))
+    return next(filter(None, (_open(path, index, config) for path in paths)), None)
 
 
 def count_bins(index: Index, seq_length: int, packing: Packing, begin: int, end: int) -> np.ndarray:
@@ -130,11 +123,6 @@ def _count_in_processes(name: str, index: Index, seq_length: int, packing: Packi
     return np.concatenate(list(map_in_order(count, ranges, processes)), axis=1)
 
 
-def _paths(files: DatasetFiles, index: Index, config: DataConfig) -> list[Path]:
-    """Return possible paths of the counts, beside the possible paths of the index."""
-    return [folder / _name(index, config) for folder in index_folders(files, config)]
-
-
 def _name(index: Index, config: DataConfig) -> str:
     return f"{index.path.stem}-{config.packing}-{config.seq_length}.bins"
 
@@ -151,22 +139,26 @@ def _header(index: Index, config: DataConfig) -> dict[str, Any]:
     }
 
 
-def _open(path: Path, header: dict[str, Any]) -> np.ndarray | None:
-    """Map the counts in a file, [splits, blocks + 1]; None if they are missing, damaged or have another header."""
+def _open(path: Path, index: Index, config: DataConfig) -> BinCounts | None:
+    """Map the counts in a file; None if it is missing, damaged or of another index."""
+    header = _header(index, config)
     try:
         check_regular(path)
         with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = content.find(b"\n") + 1
         recorded = parse_json(content[:begin])
-        if "documents" in recorded:  # a checksum of documents, which earlier versions wrote in place of the index's
+        if recorded.pop("documents", None) is not None:  # of earlier versions, in place of the checksum of the index
             recorded["index"] = header["index"]
-            del recorded["documents"]
-        if recorded != {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:
-            return None
-        return np.frombuffer(content, dtype="<i8", offset=begin).reshape(len(SPLITS), -1)
-    except (OSError, ValueError, TypeError):
+        if recorded == {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:
+            bounds = np.frombuffer(content, dtype="<i8", offset=begin).reshape(len(SPLITS), -1)
+            return BinCounts(config.packing, config.seq_length, dict(zip(SPLITS, bounds, strict=True)))
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, AttributeError):
+        pass
+    log.warning("%s is damaged, or belongs to another index: it is not used", path)
+    return None
 
 
 if __name__ == "__main__":
