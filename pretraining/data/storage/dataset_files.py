@@ -50,6 +50,7 @@ class DatasetFiles:
         digest: hexadecimal 128-bit hash of paths and sizes.
         times: time of change of each file; empty if unknown.
         content: record of the content of all files, that of their index; "" = their index has none, None = not asked.
+        ending: last bytes of every undamaged file; empty = not checked.
     """
 
     name: str
@@ -61,6 +62,7 @@ class DatasetFiles:
     is_file: bool = False
     times: tuple[int, ...] = ()
     content: str | None = None
+    ending: bytes = b""
 
     def path(self, number: int) -> str:
         """Return the absolute path of a file by its number."""
@@ -210,7 +212,8 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
         digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
     alone = is_file(place)
     folder = str(place.parent if alone else place)
-    return DatasetFiles(name, folder, paths, sizes, digest.hexdigest(), kind, alone, times)
+    ending = formats[kind].ending
+    return DatasetFiles(name, folder, paths, sizes, digest.hexdigest(), kind, alone, times, ending=ending)
 
 
 def saved_files(folder: Path) -> set[str]:

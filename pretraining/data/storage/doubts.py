@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.arrow import MAGIC
+from pretraining.data.storage.arrow import MAGIC, STREAM_MAGIC
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, Index
 from pretraining.data.storage.token_format import contiguous_bytes, read_bytes, width_problem
@@ -117,8 +117,6 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
 
 def _warn_about_masks(files: DatasetFiles, config: DataConfig) -> None:
     """Log a warning if a column masks tokens in the first rows of a few files."""
-    if files.file_type not in ("arrow", "arrow_stream"):
-        return
     for number in np.unique(np.linspace(0, len(files.paths) - 1, _SAMPLED_FILES, dtype=np.int64)).tolist():
         found = describe_masks(islice(rows_of(files.path(number)), 1), config.col_name, config.strip_tokens)
         if found is not None:
@@ -166,9 +164,12 @@ def _marks_nothing(config: DataConfig) -> bool:
 
 
 def rows_of(path: str | Path) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of an Arrow file or stream, at most `ROWS_AT_ONCE` at a time."""
+    """Yield the rows of an Arrow file or stream, at most `ROWS_AT_ONCE` at a time; none of another file."""
     content = pa.py_buffer(read_bytes(str(path)))
-    is_file = content[: len(MAGIC)].to_pybytes() == MAGIC
+    beginning = content[: len(MAGIC)].to_pybytes()
+    is_file = beginning == MAGIC
+    if not is_file and not beginning.startswith(STREAM_MAGIC):
+        return
     table = pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
     for batch in map(table.get_batch, range(table.num_record_batches)) if is_file else table:
         yield from (batch.slice(begin, ROWS_AT_ONCE) for begin in range(0, len(batch), ROWS_AT_ONCE))
