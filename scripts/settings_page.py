@@ -19,7 +19,8 @@ from pretraining.config.fields import Setting, settings_of  # noqa: E402
 from pretraining.config.help import describe_default, sections_for_readers  # noqa: E402
 from pretraining.config.training import TrainConfig  # noqa: E402
 from pretraining.config.values import describe_type  # noqa: E402
-from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count  # noqa: E402
+from pretraining.config.variants import VARIANTS, LlamaShape  # noqa: E402
+from pretraining.estimate.costs import parameter_count  # noqa: E402
 
 PAGE = ROOT / "docs" / "configurations.md"
 SHORT = {

@@ -1,4 +1,4 @@
-"""Registries of the plugins that users choose by name: optimizers, schedules, trackers, token formats, scores.
+"""Registries of the plugins that users choose by name: optimizers, schedules, trackers, token formats.
 
     --optimizer=adamw                 built in: a row of a table here, with the path of its code
     --optimizer=my_package.lion:Lion  user-defined class or function, without registration
@@ -63,15 +63,11 @@ class OptimizerEntry(Entry):
         defaults: values of settings that are None.
         moments: tensors kept per parameter, of its shape; "momentum_buffer" only if momentum is not 0.
         matrix_moments: the same for the blocks' matrices, if different.
-        update_bytes: bytes of temporary tensors in an update, per parameter of the larger parameter group.
-        matrix_update_bytes: the same for the blocks' matrices, (whole, sharded), if different.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     moments: tuple[str, ...] = ()
     matrix_moments: tuple[str, ...] | None = None
-    update_bytes: int = 0
-    matrix_update_bytes: tuple[int, int] | None = None
 
 
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
@@ -96,21 +92,18 @@ OPTIMIZERS = {
         ("momentum",),
         {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9},
         _MOMENTUM,
-        update_bytes=4,
     ),
     "nadam": OptimizerEntry(
         "pretraining.optim.adaptive:NAdamW",
         _OF_ADAM,
         {"learning_rate": 3e-4, "weight_decay": 0.1},
         _ADAM_MOMENTS,
-        update_bytes=8,
     ),
     "rmsprop": OptimizerEntry(
         "pretraining.optim.adaptive:RMSprop",
         ("rms_alpha", "momentum", "adam_epsilon"),
         {"learning_rate": 3e-4, "weight_decay": 0.0, "rms_alpha": 0.99, "momentum": 0.0},
         ("square_avg", *_MOMENTUM),
-        update_bytes=4,
     ),
     "muon": OptimizerEntry(
         "pretraining.optim.muon:muon",
@@ -118,7 +111,6 @@ OPTIMIZERS = {
         {"learning_rate": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "muon_ns_steps": 5},
         _ADAM_MOMENTS,
         matrix_moments=_MOMENTUM,
-        matrix_update_bytes=(5, 10),  # as simulated; shards are sent to their owners and back
     ),
 }
 _WARMUP_AND_DECAY = "pretraining.optim.schedules:warmup_and_decay"
@@ -144,12 +136,6 @@ TOKEN_FORMATS = {
 }
 """Token formats. A row with the suffix of an earlier row has a method `accepts`, which looks into a file."""
 TOKEN_SUFFIXES = (".arrow", ".npy", ".bin")
-SCORES = {
-    "loss": "pretraining.observability.metrics:Loss",
-    "perplexity": "pretraining.observability.metrics:Perplexity",
-    "token_accuracy": "pretraining.observability.metrics:TokenAccuracy",
-    "bits_per_byte": "pretraining.observability.metrics:BitsPerByte",
-}
 _OF_SERVICES = ("tracker_project_name", "tracker_run_name", "tracker_run_id")
 TRACKERS = {
     "tensorboard": Entry("pretraining.observability.tensorboard:TensorBoard"),

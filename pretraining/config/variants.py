@@ -11,13 +11,12 @@ import reprlib
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
 from typing import Any, get_args
 
-from pretraining.config.plugins import PLUGIN_PATH, load_plugin, plugin_errors
+from pretraining.config.plugins import PLUGIN_PATH, load_plugin
 from pretraining.config.training import AttentionBias, ModelConfig, ModelFamily, NormPosition, QkNorm
 from pretraining.config.values import did_you_mean
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -255,8 +254,8 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
     shares_width = variant.query_width == variant.hidden_size and model.head_dim is None
     if shares_width:
         shape = replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads)
-    if problems := list(_head_problems(shape, shares_width)):
-        raise ConfigError(problems)
+    if misfits := list(_head_problems(shape, shares_width)):
+        raise ConfigError(misfits)
     return replace(shape, rope_scaling=parse_scaling(model.rope_scaling, variant.rope_scaling))
 
 
@@ -353,46 +352,6 @@ def rounded_vocabulary(entries: int) -> int:
     return -(-entries // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
-def parameter_count(shape: LlamaShape) -> int:
-    """Return the number of trained parameters.
-
-    Besides the blocks: the embedding (V x D), the last norm (D) and, unless tied, the head (V x D).
-    """
-    width = shape.hidden_size
-    matrices_of_vocabulary = 1 if shape.tie_word_embeddings else 2
-    blocks = shape.num_hidden_layers * block_parameters(shape)
-    return blocks + matrices_of_vocabulary * shape.vocab_size * width + width
-
-
-def block_parameters(shape: LlamaShape) -> int:
-    """Return the parameters of a block: matrices, norms and biases."""
-    return sum(rows * columns for rows, columns in block_matrices(shape)) + sum(block_vectors(shape))
-
-
-def block_matrices(shape: LlamaShape) -> tuple[tuple[int, int], ...]:
-    """Return rows and columns of a block's matrices: q (HE x D), k, v (KE x D), o, gate, up (F x D) and down.
-
-    Those of a user-defined block are measured, in the order of its parameters.
-    """
-    if shape.block is not None:
-        return _measure_block(shape)[0]
-    width, feed_forward = shape.hidden_size, shape.intermediate_size
-    query, key = shape.query_width, shape.key_width
-    attention = ((query, width), (key, width), (key, width), (width, query))
-    return (*attention, (feed_forward, width), (feed_forward, width), (width, feed_forward))
-
-
-def block_vectors(shape: LlamaShape) -> tuple[int, ...]:
-    """Return the lengths of a block's norms and biases: two norms (D), and those that the switches add."""
-    if shape.block is not None:
-        return _measure_block(shape)[1]
-    width, query, key = shape.hidden_size, shape.query_width, shape.key_width
-    norms = {"off": (), "head": (shape.head_dim, shape.head_dim), "whole": (query, key)}[shape.qk_norm]
-    of_attention = {"false": (), "qkv": (query, key, key), "true": (query, key, key, width)}[shape.attention_bias]
-    of_feed_forward = (shape.intermediate_size, shape.intermediate_size, width) if shape.mlp_bias else ()
-    return (width, width, *norms, *of_attention, *of_feed_forward)
-
-
 def name_block(path: str | None) -> None:
     """Allow `load_block` to import a class, because the user has named it."""
     if path is not None:
@@ -421,19 +380,6 @@ def load_block(path: str) -> type[Any]:
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         raise ConfigError(f"--block={path} is no torch.nn.Module: give a class, such as a subclass of DecoderBlock")
     return found
-
-
-@cache
-def _measure_block(shape: LlamaShape) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Build a user-defined block without memory, and return its matrices and the sizes of its other parameters."""
-    import torch
-
-    assert shape.block is not None
-    block = load_block(shape.block)
-    with plugin_errors("block", shape.block), torch.device("meta"):
-        sizes = [tuple(parameter.shape) for parameter in block(shape, 0).parameters()]
-    matrices = tuple((size[0], math.prod(size[1:])) for size in sizes if len(size) > 1)
-    return matrices, tuple(math.prod(size) for size in sizes if len(size) < 2)
 
 
 # Rotary scaling
@@ -521,20 +467,23 @@ def _scaling_problems(scaling: RopeScaling) -> Iterator[str]:
         yield "beta_slow must be below beta_fast"
 
 
-def _head_problems(shape: LlamaShape, shares_width: bool) -> Iterator[str]:
+def _head_problems(shape: LlamaShape, shares_width: bool) -> Iterator[Problem]:
     hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
     if shares_width and hidden % heads:
-        yield (
+        yield Problem(
+            ("hidden_size", "num_attention_heads"),
             f"hidden_size={hidden} / num_attention_heads={heads} = {hidden / heads:.2f} must be a whole number. "
-            "Change one, or give --head_dim"
+            "Change one, or give --head_dim",
         )
     elif shape.head_dim % 2:
-        yield (
+        yield Problem(
+            ("head_dim", "hidden_size"),
             f"head_dim={shape.head_dim} must be even, since rotary embeddings rotate pairs. Change --head_dim, or "
-            f"--hidden_size to a multiple of {2 * heads}"
+            f"--hidden_size to a multiple of {2 * heads}",
         )
     if heads % kv_heads:
-        yield (
+        yield Problem(
+            ("num_attention_heads", "num_key_value_heads"),
             f"num_attention_heads={heads} / num_key_value_heads={kv_heads} = {heads / kv_heads:.2f} must be a whole "
-            "number. Change --num_attention_heads or --num_key_value_heads (a divisor of it)"
+            "number. Change --num_attention_heads or --num_key_value_heads (a divisor of it)",
         )

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from pretraining.config.training import ModelConfig, TrainConfig
-from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count, resolve_shape
-from pretraining.estimate.memory import estimate_memory
+from pretraining.config.variants import VARIANTS, LlamaShape, resolve_shape
+from pretraining.estimate.costs import parameter_count
+from pretraining.estimate.memory import Rank, estimate_memory
 from pretraining.text import format_gib
 
 SHORTEST = 128
@@ -16,58 +17,32 @@ SHORTEST = 128
 MOST_DOUBLINGS = 10
 """Doublings of the number of devices."""
 
-Change = tuple[str, TrainConfig, LlamaShape, int]
-"""Flags, the changed settings, the model's shape, the devices per copy of the model."""
+Change = tuple[str, TrainConfig, LlamaShape, Rank]
+"""Flags, the changed settings, the model's shape, the rank."""
 
 
-def memory_advice(
-    config: TrainConfig,
-    shape: LlamaShape,
-    *,
-    shard_size: int,
-    compute_bytes: int,
-    device_type: str,
-    limit_bytes: float | None = None,
-    state_bytes: float | None = None,
-) -> list[str]:
+def memory_advice(config: TrainConfig, shape: LlamaShape, rank: Rank, limit_bytes: float | None = None) -> list[str]:
     """Return flags that reduce memory, each with the memory per process that results.
 
     Args:
-        config: settings.
-        shape: dimensions of the model.
-        shard_size: devices per copy of the model.
-        compute_bytes: bytes per value in the compute dtype.
-        device_type: "cpu" or "cuda".
         limit_bytes: memory that the result must fit into; None = less than now.
-        state_bytes: bytes of state per parameter of a user-defined optimizer; None = as AdamW.
     """
-
-    def total_of(settings: TrainConfig, model: LlamaShape, devices: int) -> int:
-        return estimate_memory(
-            settings,
-            model,
-            shard_size=devices,
-            compute_bytes=compute_bytes,
-            device_type=device_type,
-            state_bytes=state_bytes,
-        ).total
-
-    limit = total_of(config, shape, shard_size) - 1 if limit_bytes is None else limit_bytes
+    limit = estimate_memory(config, shape, rank).total - 1 if limit_bytes is None else limit_bytes
     found = []
-    for changes in _changes(config, shape, shard_size, device_type):
-        for flags, changed, model, devices in changes:
-            if (total := total_of(changed, model, devices)) <= limit:
+    for changes in _changes(config, shape, rank):
+        for flags, *changed in changes:
+            if (total := estimate_memory(*changed).total) <= limit:
                 found.append(f"{flags} (about {format_gib(total)})")
                 break
     return found
 
 
-def _changes(config: TrainConfig, shape: LlamaShape, shard_size: int, device_type: str) -> Iterator[list[Change]]:
+def _changes(config: TrainConfig, shape: LlamaShape, rank: Rank) -> Iterator[list[Change]]:
     """Yield a list per kind of change, smallest change first."""
 
     def change(flags: str, section: str, **values: Any) -> Change:
         changed = {section: replace(getattr(config, section), **values)}
-        return flags, replace(config, **changed), shape, shard_size
+        return flags, replace(config, **changed), shape, rank
 
     size, length = config.batch.batch_size, config.data.seq_length
     halves = [size >> times for times in range(1, size.bit_length())]
@@ -77,16 +52,19 @@ def _changes(config: TrainConfig, shape: LlamaShape, shard_size: int, device_typ
     if config.loss.loss_chunk_tokens == 0:
         yield [change("--loss_chunk_tokens=none", "loss", loss_chunk_tokens=None)]
     ranks = config.parallel.context_parallel_size
-    sizes = [2**power for power in range(shard_size.bit_length()) if shard_size % 2**power == 0]
+    sizes = [2**power for power in range(rank.shard_size.bit_length()) if rank.shard_size % 2**power == 0]
     yield [
         change(f"--context_parallel_size={size}", "parallel", context_parallel_size=size)
         for size in sizes
         if size > ranks and length % (2 * size) == 0
     ]
-    noun = "GPUs" if device_type == "cuda" else "machines"
+    noun = "GPUs" if rank.device_type == "cuda" else "machines"
     _, sharded, *_ = change("", "parallel", sharding_strategy="fsdp")
-    counts = [shard_size * 2**doublings for doublings in range(1, MOST_DOUBLINGS + 1)]
-    yield [(f"{count} {noun} with --sharding_strategy=fsdp", sharded, shape, count) for count in counts]
+    counts = [rank.shard_size * 2**doublings for doublings in range(1, MOST_DOUBLINGS + 1)]
+    yield [
+        (f"{count} {noun} with --sharding_strategy=fsdp", sharded, shape, replace(rank, shard_size=count))
+        for count in counts
+    ]
     lengths = [length >> times for times in range(1, length.bit_length()) if length >> times >= SHORTEST]
     yield [change(f"--seq_length={half}", "data", seq_length=half) for half in lengths]
     variants = [
@@ -94,7 +72,7 @@ def _changes(config: TrainConfig, shape: LlamaShape, shard_size: int, device_typ
     ]
     variants.sort(key=lambda variant: (parameter_count(variant[1]), variant[0]), reverse=True)
     yield [
-        (f"--model_variant={name} --vocab_size={shape.vocab_size}", config, variant, shard_size)
+        (f"--model_variant={name} --vocab_size={shape.vocab_size}", config, variant, rank)
         for name, variant in variants
         if parameter_count(variant) < parameter_count(shape)
     ]

@@ -1,69 +1,21 @@
-"""Floating-point operations per token of training, and the costs of a decoder block.
+"""Floating-point operations per token of training.
 
 Letters: D hidden, H query heads, K key/value heads, E head dim, F feed-forward, V vocabulary, L layers, S sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
-
 from pretraining.config.training import PER_OPERATION, ParallelConfig, checkpointed_blocks
-from pretraining.config.variants import LlamaShape, block_matrices, block_vectors
-
-
-@dataclass(frozen=True)
-class BlockCosts:
-    """Sizes of a decoder block, from which operations, memory and time are computed.
-
-    Attributes:
-        matrices: rows and columns of q, k, v, o, gate, up and down.
-        vectors: lengths of norms and biases.
-        query_width: H·E.
-        results: elements per token in the results of matrix products and attention.
-        last_product: parameters of the last matrix product (down), whose result backward does not need.
-    """
-
-    matrices: tuple[tuple[int, int], ...]
-    vectors: tuple[int, ...]
-    query_width: int
-    results: int
-    last_product: int
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters in matrix products."""
-        return sum(rows * columns for rows, columns in self.matrices)
-
-
-def block_costs(shape: LlamaShape) -> BlockCosts:
-    """Return the costs of one block."""
-    matrices = block_matrices(shape)
-    return BlockCosts(
-        matrices=matrices,
-        vectors=block_vectors(shape),
-        query_width=shape.query_width,
-        results=shape.query_width + sum(rows for rows, _ in matrices),
-        last_product=prod(matrices[-1]) if matrices else 0,
-    )
-
-
-def matmul_parameters(shape: LlamaShape) -> int:
-    """Return the parameters in matrix products: of the blocks, and of the head (D·V, tied or not).
-
-    The embedding is a look-up and does not count.
-    """
-    return shape.num_hidden_layers * block_costs(shape).matmul_parameters + shape.hidden_size * shape.vocab_size
+from pretraining.config.variants import LlamaShape
+from pretraining.estimate.costs import block_costs
 
 
 def flops_per_token(shape: LlamaShape, seq_length: float) -> float:
     """Return the floating-point operations per token of training: 6 x matmul parameters + 6·L·(H·E)·S.
 
     Matrices: 2 FLOPs per token and parameter, a multiplication and an addition. Backward adds twice as many, for the
-    gradients of input and parameter: 2 + 4 = 6.
-
-    Attention: the scores of a token against S keys cost 2·(H·E)·S, the mix of S values as much again. Forward and
-    backward together are three times that, 12·(H·E)·S per layer. Causality halves it: a token sees S/2 on average.
+    gradients of input and parameter: 2 + 4 = 6. The head counts (D·V, tied or not); the embedding is a look-up and does
+    not.
 
     Recomputed activations, norms, rotations and softmax do not count. This is the numerator of MFU in PaLM (Chowdhery
     et al. 2022, appendix B), except that the attention term is not halved there.
@@ -73,31 +25,27 @@ def flops_per_token(shape: LlamaShape, seq_length: float) -> float:
         seq_length: S, tokens per sequence. Under a document mask: length of a token's document, averaged over tokens;
             the formula is linear in S.
     """
-    attention = 6 * shape.num_hidden_layers * block_costs(shape).query_width * seq_length
-    return 6 * matmul_parameters(shape) + attention
+    blocks = shape.num_hidden_layers * block_forward_flops(shape, seq_length)
+    return 3 * (blocks + 2 * shape.hidden_size * shape.vocab_size)
 
 
-def recomputed_flops_per_token(shape: LlamaShape, share: float, seq_length: float) -> float:
-    """Return the operations per token that activation checkpointing repeats: a share of the blocks' forward.
+def block_forward_flops(shape: LlamaShape, seq_length: float) -> float:
+    """Return the operations per token of a block's forward: 2 x matmul parameters + 2·(H·E)·S.
 
-        forward of the blocks  =  2 x matmul parameters of the blocks  +  2·L·(H·E)·S
-
-    The sum with `flops_per_token` is the numerator of HFU (Chowdhery et al. 2022, appendix B), which does not count the
-    recomputation inside a flash kernel's backward. `seq_length` is as in `flops_per_token`.
+    Attention: the scores of a token against S keys cost 2·(H·E)·S, the mix of S values as much again. Causality halves
+    it: a token sees S/2 on average.
     """
-    block = block_costs(shape)
-    matrices = 2 * shape.num_hidden_layers * block.matmul_parameters
-    return share * (matrices + 2 * shape.num_hidden_layers * block.query_width * seq_length)
+    return 2 * block_costs(shape).matmul_parameters + 2 * shape.query_width * seq_length
 
 
-def recomputed_share(parallel: ParallelConfig, shape: LlamaShape, seq_length: float) -> float:
-    """Return the share of the blocks' forward operations that backward repeats; 0 = none.
+def recomputed_flops_per_token(parallel: ParallelConfig, shape: LlamaShape, seq_length: float) -> float:
+    """Return the operations per token that activation checkpointing repeats; `seq_length` is as in `flops_per_token`.
 
-    A checkpointed block repeats all but its last matrix product, whose result backward does not need. `seq_length` is
-    as in `flops_per_token`.
+    A checkpointed block repeats all but its last matrix product, whose result backward does not need. The sum with
+    `flops_per_token` is the numerator of HFU (Chowdhery et al. 2022, appendix B), which does not count the
+    recomputation inside a flash kernel's backward.
     """
     if not parallel.fsdp_activation_checkpointing or parallel.selective_checkpointing == PER_OPERATION:
         return 0.0
-    blocks, block = checkpointed_blocks(parallel.selective_checkpointing, shape.num_hidden_layers), block_costs(shape)
-    forward = 2 * block.matmul_parameters + 2 * block.query_width * seq_length
-    return len(blocks) / shape.num_hidden_layers * (1 - 2 * block.last_product / forward)
+    blocks = len(checkpointed_blocks(parallel.selective_checkpointing, shape.num_hidden_layers))
+    return blocks * (block_forward_flops(shape, seq_length) - 2 * block_costs(shape).last_product)

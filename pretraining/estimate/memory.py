@@ -13,13 +13,15 @@ from functools import cached_property
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import PER_OPERATION, OptimizerConfig, TrainConfig, checkpointed_blocks
-from pretraining.config.variants import LlamaShape, block_parameters, parameter_count
-from pretraining.estimate.flops import block_costs
+from pretraining.config.variants import LlamaShape
+from pretraining.estimate.costs import block_costs, parameter_count
 
 MASTER_BYTES = 4
 """Bytes per parameter of the masters, and of the gradients: float32."""
 STATE_BYTES = 4
 """Bytes per value of optimizer state: float32."""
+UPDATE_BYTES = {"normalized_sgdm": 4, "nadam": 8, "rmsprop": 4}
+"""Bytes of temporary tensors in an optimizer's update, per parameter of the larger parameter group."""
 RUNTIME_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Memory of an idle process: code, and on a GPU the context, kernels and communication buffers."""
 MOST_LOGITS = 2**28
@@ -62,41 +64,42 @@ class MemoryEstimate:
         return self.state - self.later_gradients + temporary + self.runtime
 
 
-def estimate_memory(
-    config: TrainConfig,
-    shape: LlamaShape,
-    *,
-    shard_size: int,
-    compute_bytes: int,
-    device_type: str,
-    state_bytes: float | None = None,
-) -> MemoryEstimate:
+@dataclass(frozen=True)
+class Rank:
+    """What the memory of a rank depends on besides settings and model.
+
+    Attributes:
+        shard_size: ranks per copy of the model.
+        itemsize: e; 2 in bfloat16 and float16, 4 in float32.
+        device_type: "cpu" or "cuda".
+        state_bytes: bytes per parameter that a user-defined optimizer keeps; None = as many as AdamW.
+    """
+
+    shard_size: int
+    itemsize: int
+    device_type: str
+    state_bytes: float | None = None
+
+
+def estimate_memory(config: TrainConfig, shape: LlamaShape, rank: Rank) -> MemoryEstimate:
     """Estimate the memory of one rank at the peak of a training step.
 
     The state is exact. The rest follows from the shapes of the tensors at the point of the step with the most memory
     (`_usages`); on a CPU each part is taken at its own largest point. Reserves of allocators, workspaces of kernels and
     compilation are not included. docs/planner.md compares the estimate with simulated steps, docs/performance.md with
     runs.
-
-    Args:
-        config: settings.
-        shape: dimensions of the model.
-        shard_size: ranks per copy of the model.
-        compute_bytes: e; 2 in bfloat16 and float16, 4 in float32.
-        device_type: "cpu" or "cuda".
-        state_bytes: as in `optimizer_state_bytes`.
     """
-    step = _Step(config, shape, shard_size, compute_bytes, device_type)
+    step = _Step(config, shape, rank)
     usages = list(_usages(step))
-    peak = _largest_parts(usages) if device_type == "cpu" else max(usages, key=lambda usage: usage.total)
+    peak = _largest_parts(usages) if rank.device_type == "cpu" else max(usages, key=lambda usage: usage.total)
     return MemoryEstimate(
         parameters=step.local,
         gradients=step.local,
-        optimizer_state=optimizer_state_bytes(config.optimizer, shape, shard_size, state_bytes),
+        optimizer_state=optimizer_state_bytes(config.optimizer, shape, rank.shard_size, rank.state_bytes),
         gathered=peak.gathered,
         activations=peak.activations,
         loss=peak.loss,
-        runtime=RUNTIME_BYTES[device_type],
+        runtime=RUNTIME_BYTES[rank.device_type],
         later_gradients=step.local - peak.gradients,
     )
 
@@ -107,7 +110,7 @@ def optimizer_state_bytes(
     """Return the bytes of optimizer state on one of `shard_size` ranks, without the step counters (4 per tensor).
 
     Args:
-        state_bytes: bytes per parameter that a user-defined optimizer keeps; None = as many as AdamW.
+        state_bytes: as in `Rank`.
     """
     if state_bytes is not None:
         return round(state_bytes * -(-parameter_count(shape) // shard_size))
@@ -145,7 +148,7 @@ def kept_bytes_per_token(shape: LlamaShape, compute_bytes: int, device_type: str
     """
     normalized = 2 * shape.hidden_size + (0 if shape.qk_norm == "off" else shape.query_width + shape.key_width)
     norms = normalized * (8 if device_type == "cpu" else compute_bytes)
-    kept = block_costs(shape).results + 2 * shape.intermediate_size
+    kept = shape.query_width + block_costs(shape).results + 2 * shape.intermediate_size
     return compute_bytes * kept + norms + 4 * (2 + shape.num_attention_heads)
 
 
@@ -181,20 +184,18 @@ class _Step:
 
     config: TrainConfig
     shape: LlamaShape
-    shard_size: int
-    itemsize: int
-    device_type: str
+    rank: Rank
 
     @cached_property
     def local_block(self) -> int:
         """This rank's shard of a block's float32 masters, or of their gradients."""
-        matrices, norms, _ = _local_parameters(self.shape, self.shard_size)
+        matrices, norms, _ = _local_parameters(self.shape, self.rank.shard_size)
         return MASTER_BYTES * (matrices + norms)
 
     @cached_property
     def local_root(self) -> int:
         """This rank's shard of embedding, last norm and head in float32."""
-        return MASTER_BYTES * _local_parameters(self.shape, self.shard_size)[2]
+        return MASTER_BYTES * _local_parameters(self.shape, self.rank.shard_size)[2]
 
     @property
     def local(self) -> int:
@@ -204,7 +205,7 @@ class _Step:
     @property
     def is_sharded(self) -> bool:
         """Whether several ranks share one copy of the model."""
-        return self.shard_size > 1
+        return self.rank.shard_size > 1
 
     @property
     def frees_blocks(self) -> bool:
@@ -214,7 +215,7 @@ class _Step:
     @property
     def has_copies(self) -> bool:
         """Whether a model without sharding computes with copies of its masters."""
-        return not self.is_sharded and self.itemsize < MASTER_BYTES
+        return not self.is_sharded and self.rank.itemsize < MASTER_BYTES
 
     @property
     def accumulates(self) -> bool:
@@ -240,7 +241,7 @@ class _Step:
     @cached_property
     def block(self) -> int:
         """Elements of a block."""
-        return block_parameters(self.shape)
+        return block_costs(self.shape).parameters
 
     @cached_property
     def root(self) -> int:
@@ -250,20 +251,20 @@ class _Step:
     @cached_property
     def kept(self) -> int:
         """Activations that a block without checkpointing stores."""
-        kept = self.tokens * kept_bytes_per_token(self.shape, self.itemsize, self.device_type)
+        kept = self.tokens * kept_bytes_per_token(self.shape, self.rank.itemsize, self.rank.device_type)
         if self.context == 1:
             return kept
         # Keys and values of whole rows in place of the rank's own. Besides, a GPU copies keys that both chunks see, and
         # a CPU joins the results of pieces (model/shared_rows.py).
         copied = self.gathered_keys // (2 * self.context)
-        if self.device_type == "cpu":
-            copied = self.itemsize * self.tokens * self.shape.query_width
+        if self.rank.device_type == "cpu":
+            copied = self.rank.itemsize * self.tokens * self.shape.query_width
         return kept + self.gathered_keys * (self.context - 1) // self.context + copied
 
     @property
     def gathered_keys(self) -> int:
         """Keys and values of a block that the ranks of a context group gather: 2·B·S·K·E elements."""
-        return self.itemsize * 2 * self.shape.key_width * self.tokens * self.context
+        return self.rank.itemsize * 2 * self.shape.key_width * self.tokens * self.context
 
     @cached_property
     def blocks(self) -> list[tuple[int, int]]:
@@ -272,11 +273,12 @@ class _Step:
         recomputed: list[int] = []
         if parallel.fsdp_activation_checkpointing:
             recomputed = checkpointed_blocks(parallel.selective_checkpointing, shape.num_hidden_layers)
-        hidden = self.itemsize * self.tokens * shape.hidden_size
+        hidden = self.rank.itemsize * self.tokens * shape.hidden_size
         stored, full = hidden, self.kept
         if parallel.selective_checkpointing == PER_OPERATION:
             # Results of matrix products and attention, too, including the last one, which backward does not need.
-            stored += self.tokens * (self.itemsize * block_costs(shape).results + 4 * shape.num_attention_heads)
+            results = shape.query_width + block_costs(shape).results
+            stored += self.tokens * (self.rank.itemsize * results + 4 * shape.num_attention_heads)
             full += hidden
         found = [(self.kept, self.kept)] * shape.num_hidden_layers
         for index in recomputed:
@@ -308,7 +310,7 @@ def _largest_parts(usages: Sequence[_Usage]) -> _Usage:
 
 def _at_loss(step: _Step) -> _Usage:
     """Estimate the usage in the loss, with all activations, and the logits of a chunk."""
-    itemsize, layers, hidden = step.itemsize, step.shape.num_hidden_layers, step.tokens * step.shape.hidden_size
+    itemsize, layers, hidden = step.rank.itemsize, step.shape.num_hidden_layers, step.tokens * step.shape.hidden_size
     if step.is_sharded:
         # The buffer of the last all-gather, already copied out, stays until the next all-gather.
         whole = step.root + step.block * (1 if step.frees_blocks else layers + 1)
@@ -316,14 +318,14 @@ def _at_loss(step: _Step) -> _Usage:
     else:
         gathered = itemsize * (step.root + layers * step.block) if step.has_copies else 0
     # Input and result of the last norm (float32 on a CPU), and the gradient of the result.
-    norm = (8 if step.device_type == "cpu" else itemsize) + 2 * itemsize
+    norm = (8 if step.rank.device_type == "cpu" else itemsize) + 2 * itemsize
     activations = sum(stored for stored, _ in step.blocks) + norm * hidden + step.rotation
     return _Usage(step.local if step.accumulates else 0, gathered, activations, _loss_bytes(step))
 
 
 def _in_block(step: _Step, index: int, kept: int) -> _Usage:
     """Estimate the usage in the backward of a block, after its last matrix product: three gradients of activations."""
-    shape, itemsize, done = step.shape, step.itemsize, step.shape.num_hidden_layers - 1 - index
+    shape, itemsize, done = step.shape, step.rank.itemsize, step.shape.num_hidden_layers - 1 - index
     width, feed_forward = shape.hidden_size, shape.intermediate_size
     temporary = itemsize * step.tokens * (width + 2 * feed_forward)  # gradients of the result, of gate and of up
     if step.context > 1:
@@ -350,7 +352,7 @@ def _in_block(step: _Step, index: int, kept: int) -> _Usage:
 
 def _after_blocks(step: _Step) -> Iterator[_Usage]:
     """Yield the usage after the blocks' backward, without activations: root gradients before and after reduction."""
-    itemsize = step.itemsize
+    itemsize = step.rank.itemsize
     if not step.has_copies and not step.is_sharded:
         return
     if not step.is_sharded:
@@ -366,16 +368,14 @@ def _after_blocks(step: _Step) -> Iterator[_Usage]:
 
 def _update_bytes(step: _Step) -> int:
     """Return the temporary bytes of an update, which runs group by group: matrices, then embedding and norms."""
-    entry = OPTIMIZERS.get(step.config.optimizer.optimizer)
-    if entry is None:
-        return 0
-    per_block, norms, root = _local_parameters(step.shape, step.shard_size)
+    optimizer = step.config.optimizer.optimizer
+    per_block, norms, root = _local_parameters(step.shape, step.rank.shard_size)
     matrices, rest = step.shape.num_hidden_layers * per_block, step.shape.num_hidden_layers * norms + root
-    if entry.matrix_update_bytes is not None:
-        return matrices * entry.matrix_update_bytes[step.is_sharded]
-    rows = 0 if step.shape.tie_word_embeddings else -(-step.shape.vocab_size // step.shard_size)
+    if optimizer == "muon":  # as simulated; shards are sent to their owners and back
+        return matrices * (10 if step.is_sharded else 5)
+    rows = 0 if step.shape.tie_word_embeddings else -(-step.shape.vocab_size // step.rank.shard_size)
     head = rows * step.shape.hidden_size
-    return entry.update_bytes * max(matrices + head, rest - head)
+    return UPDATE_BYTES.get(optimizer, 0) * max(matrices + head, rest - head)
 
 
 def _loss_bytes(step: _Step) -> int:
@@ -384,10 +384,10 @@ def _loss_bytes(step: _Step) -> int:
     A chunk needs its logits, in the compute dtype and in float32, and their log-softmax. The head's gradient is in
     float32 from the second chunk on.
     """
-    itemsize, vocabulary = step.itemsize, step.vocabulary
+    itemsize, vocabulary = step.rank.itemsize, step.vocabulary
     chunk = step.config.loss.loss_chunk_tokens
     if chunk is None:
-        chunk = loss_chunk_tokens(step.device_type, step.shape.vocab_size)
+        chunk = loss_chunk_tokens(step.rank.device_type, step.shape.vocab_size)
     chunk = min(step.tokens, chunk or step.tokens)
     chunks = -(-step.tokens // chunk)
     is_narrow = itemsize < MASTER_BYTES

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.strategies import STRATEGIES, DimSizes
 from pretraining.config.training import TrainConfig, checkpointed_blocks
-from pretraining.config.variants import LlamaShape, parameter_count
+from pretraining.config.variants import LlamaShape
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.devices import Gpu
-from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token, recomputed_share
+from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token
 
 SLOWDOWN = 1.245
 """Time of all computation, relative to its matrix products at the sustained rate."""
@@ -99,9 +100,8 @@ def estimate_step_time(
     """
     tokens = batch.micro_batch_size * config.data.seq_length // dims.context
     steps = batch.grad_accum_steps
-    share = recomputed_share(config.parallel, shape, config.data.seq_length)
     model = flops_per_token(shape, config.data.seq_length)
-    repeated = recomputed_flops_per_token(shape, share, config.data.seq_length)
+    repeated = recomputed_flops_per_token(config.parallel, shape, config.data.seq_length)
     per_flop = SLOWDOWN / (cluster.gpu.sustained_tflops * 1e12)
     compute, recompute = ((model + repeated) * tokens * per_flop, repeated * tokens * per_flop)
     parameters = parameter_count(shape)

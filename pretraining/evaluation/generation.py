@@ -10,7 +10,6 @@ is slow but simple. `CachedModel` runs each token once, in one process, for `pre
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +27,6 @@ from pretraining.errors import ConfigError
 from pretraining.model.cache import KeyValueCache
 from pretraining.model.llama import Llama
 from pretraining.model.rope import compute_rotation
-
-log = logging.getLogger(__name__)
 
 UNFINISHED_CHARACTER = "\ufffd"
 """Replacement character that tokenizers return for bytes that do not form a character yet."""
@@ -108,12 +105,12 @@ class TextSampler:
         return Sample(self.prompt, "".join(stream_text(self.tokenizer.decode, self.prompt_tokens, drawn)))
 
 
-def open_sampler(config: TrainConfig, processes: Processes, is_resumed: bool) -> TextSampler | None:
+def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
     """Return the sampler of the settings; None if they ask for no text. A collective call that raises as `read_prompt`.
 
     Rank 0 keeps the tokenizer in memory, since its files may move during a long run.
     """
-    read = on_every_rank(lambda: read_prompt(config, is_resumed) if processes.is_main else None)
+    read = on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
     shared = on_rank_zero(lambda: read and read[1:])
     if shared is None:
         return None
@@ -122,10 +119,8 @@ def open_sampler(config: TrainConfig, processes: Processes, is_resumed: bool) ->
     return TextSampler(prompt, *shared, count, config.data.seq_length, config.run.seed, tokenizer)
 
 
-def read_prompt(config: TrainConfig, is_resumed: bool) -> tuple[Tokenizer, list[int], tuple[int, ...]] | None:
+def read_prompt(config: TrainConfig) -> tuple[Tokenizer, list[int], tuple[int, ...]] | None:
     """Return tokenizer, prompt and ends of generated text; None if the settings ask for no text.
-
-    A resumed run leaves out what the model cannot take of a prompt, with a warning.
 
     Raises:
         DataError, ConfigError: the tokenizer cannot be read, or has more tokens than the model, or the prompt is longer
@@ -139,14 +134,7 @@ def read_prompt(config: TrainConfig, is_resumed: bool) -> tuple[Tokenizer, list[
     ends = tuple(each for each in (data.sep, tokenizer.end_of_text) if each is not None)[:1]
     prompt = encode_prompt(tokenizer, config.evaluation.sample_prompt, data.bos, ends)
     source = "--sample_prompt" if config.evaluation.sample_prompt else "the beginning of generated text"
-    problem = prompt_problem(source, prompt, tokenizer, rows, data.seq_length)
-    if problem and max(prompt) >= rows:
-        problem += f": give --vocab_size={max(tokenizer.vocab_size, max(prompt) + 1)} or more, or --sample_tokens=0"
-    if problem and not is_resumed:
-        raise ConfigError(problem)
-    if problem:
-        log.warning("%s", problem)
-        prompt = [token for token in prompt if token < rows][-data.seq_length :]
+    check_prompt(source, prompt, tokenizer, rows, data.seq_length)
     return tokenizer, prompt, ends
 
 
@@ -163,19 +151,16 @@ def encode_prompt(tokenizer: Tokenizer, text: str, begin: int | None, ends: Sequ
     return tokens or [next(iter(ends), 0)]
 
 
-def prompt_problem(
-    source: str, tokens: Sequence[int], tokenizer: Tokenizer | None, rows: int, context: int
-) -> str | None:
-    """Return why a model with this many rows cannot continue a prompt from this source; None if it can."""
+def check_prompt(source: str, tokens: Sequence[int], tokenizer: Tokenizer | None, rows: int, context: int) -> None:
+    """Raise a ConfigError if a model with this many rows cannot continue a prompt from this source."""
     largest = max(tokens)
     if largest >= rows:
         named = str(largest) if tokenizer is None else tokenizer.named(largest)
-        entries = 0 if tokenizer is None else tokenizer.vocab_size
-        fewer = f", fewer than the tokenizer's {entries} entries" if entries > rows else ""
-        return f"{source} gives token {named}, and the model has {rows} rows{fewer}"
+        raise ConfigError(f"{source} gives token {named}, and the model has {rows} rows")
     if len(tokens) > context:
-        return f"{source} gives {len(tokens)} tokens, and the model has a context of {context}: give a shorter prompt"
-    return None
+        raise ConfigError(
+            f"{source} gives {len(tokens)} tokens, and the model has a context of {context}: give a shorter prompt"
+        )
 
 
 class CachedModel:

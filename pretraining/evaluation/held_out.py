@@ -19,8 +19,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 
 from pretraining.data.batch import StepBatch
 from pretraining.distributed.fsdp import reshard_model
-from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import TextSampler
 from pretraining.observability.collector import sum_over_ranks
 from pretraining.observability.display import CUSTOM
@@ -182,32 +182,25 @@ def evaluate(
     tables: list[Tensor | float] = [0.0] * len(sources)  # sums of this rank, [sets, columns]
     # As in training: the sum of losses per micro-batch. Summing the table would differ in the last digits.
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    with closing(_read(sources)) as batches:
-        for index, batch in batches:
-            if should_stop():
-                reshard_model(model)
-                return None
-            for host_batch in batch.micro_batches:
-                micro_batch = host_batch.to(device, non_blocking=True)
-                inputs = micro_batch.model_inputs()
-                outputs = model(*inputs)
-                loss_sum += outputs.objective_sum.double() - outputs.z_loss_sum
-                sets = len(sources[index].sets)
-                tables[index] += metrics.measure(outputs, inputs, micro_batch, sets, byte_lengths_V, by_set=True)
+    for index, source in enumerate(sources):
+        with source.open_batches() as batches:
+            for batch in batches:
+                if should_stop():
+                    reshard_model(model)
+                    return None
+                for host_batch in batch.micro_batches:
+                    micro_batch = host_batch.to(device, non_blocking=True)
+                    inputs = micro_batch.model_inputs()
+                    outputs = model(*inputs)
+                    loss_sum += outputs.objective_sum.double() - outputs.z_loss_sum
+                    sums = metrics.measure(outputs, inputs, micro_batch, len(source.sets), byte_lengths_V, by_set=True)
+                    tables[index] += sums
     reshard_model(model)
     width = len(metrics.columns)
     # The zeros are for a source without a batch.
     filled = [loss_sum.new_zeros(len(s.sets), width) + table for s, table in zip(sources, tables, strict=True)]
     reduced = sum_over_ranks({"loss": loss_sum, "sets": torch.cat(filled)})
     return _weigh(sources, metrics, reduced["sets"], reduced["loss"])
-
-
-def _read(sources: Sequence[EvaluationSource]) -> Generator[tuple[int, StepBatch], None, None]:
-    """Yield the batches of all sources, each with the index of its source."""
-    for index, source in enumerate(sources):
-        with source.open_batches() as batches:
-            for batch in batches:
-                yield index, batch
 
 
 def _weigh(
@@ -223,6 +216,49 @@ def _weigh(
     if all(factor == 1 for factor in factors):
         of_all[losses] = loss_sum
     return Evaluation(metrics, {None: of_all, **sums})
+
+
+@dataclass
+class EarlyStopping:
+    """Counter of evaluations without a new lowest loss; part of the evaluator's state in checkpoints.
+
+    Attributes:
+        limit: evaluations in a row that stop the run; 0 = never.
+        definition: of the evaluation sets of the loss (`definition_of`). A resume with another one resets the counter.
+        best_loss: lowest loss so far.
+        in_a_row: evaluations since the lowest loss.
+    """
+
+    limit: int = 0
+    definition: str | None = None
+    best_loss: float | None = None
+    in_a_row: int = 0
+
+    def count_evaluation(self, loss: float, state: TrainState) -> None:
+        """Count an evaluation, and stop the run at the limit; the same on every rank."""
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            self.best_loss, self.in_a_row = loss, 0
+        else:
+            self.in_a_row += 1
+        self.stop_if_due(state)
+
+    def stop_if_due(self, state: TrainState) -> None:
+        """Stop the run if the limit is reached, possibly in an earlier invocation."""
+        if 0 < self.limit <= self.in_a_row:
+            wanted = "finite loss" if self.best_loss is None else f"loss below {self.best_loss:.4f}"
+            where = "the last evaluation" if self.in_a_row == 1 else f"{self.in_a_row} evaluations in a row"
+            state.end_early(f"no {wanted} in {where}, --early_stopping_evaluations={self.limit}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, JSON-able; without a limit it has no counter, as in earlier versions."""
+        if not self.limit:
+            return {}
+        return {"definition": self.definition, "best_loss": self.best_loss, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counter, if the checkpoint has one for the same sets; earlier releases recorded no definition."""
+        if "in_a_row" in state and state.get("definition") == self.definition:
+            self.best_loss, self.in_a_row = state["best_loss"], int(state["in_a_row"])
 
 
 @dataclass

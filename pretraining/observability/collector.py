@@ -20,11 +20,9 @@ from torch import Tensor
 from pretraining.data.batch import MicroBatch, ModelInputs, send
 from pretraining.distributed.grad_norm import gradient_norm, local_part
 from pretraining.model.loss import HeadLoss
-from pretraining.observability.metrics import Counts, Metrics, Perplexity, mean
+from pretraining.observability.metrics import LABEL_COLUMNS, Metrics, mean, perplexity
 from pretraining.observability.step_outcome import StepOutcome
 
-BUILTIN_COLUMNS = 4
-"""Number of label columns in every run; checkpoints name the columns if there are more."""
 _NO_SUMS = {"steps": 0, "loss_sum": 0.0, "z_loss_sum": 0.0, "valid_tokens": 0, "skipped_updates": 0}
 
 
@@ -97,12 +95,12 @@ class Collector:
         unreadable = torch.full_like(span, self._unreadable)
         found = sum_over_ranks({**self._sums, "span": span, "unreadable": unreadable}, self._counts | norms)
         self.lacks_labels = not found["tokens"] and not found["unreadable"] and found["skipped"] < self._steps
-        rows, counts = found["metrics"], Counts(found["tokens"], 0)
+        rows, tokens = found["metrics"], found["tokens"]
         values: dict[str, float | None] = {
             **self.metrics.values([sum(column) for column in zip(*rows, strict=True)]),
-            "loss": mean(found["loss"], counts),  # from the sum of the step; the table's differs in the last digits
-            "perplexity": Perplexity().value(found["loss"], counts),
-            "z_loss": mean(found["z_loss"], counts),
+            "loss": mean(found["loss"], tokens),  # from the sum of the step; the table's differs in the last digits
+            "perplexity": perplexity(found["loss"], tokens),
+            "z_loss": mean(found["z_loss"], tokens),
             "learning_rate": outcome.learning_rate,
             "grad_norm": found["grad_norm"],
             "param_norm": found["param_norm"],
@@ -131,7 +129,7 @@ class Collector:
         They are zero if they are not finite or have no record; those of all labels also if their columns changed.
         """
         columns, pairs = list(self.metrics.label_columns), self.metrics.pairs
-        is_same = state.get("score_columns", columns[:BUILTIN_COLUMNS]) == columns
+        is_same = state.get("score_columns", list(LABEL_COLUMNS)) == columns
         scores = state.get("scores", {}) if is_same else {}
         custom = [each for name in pairs for each in _numbers(state.get("custom", {}).get(name), 2)]
         rows = [_numbers(scores.get(name), len(columns)) for name in self._datasets]
@@ -155,7 +153,7 @@ class Collector:
                 name: list(map(_finite, row[: len(columns)])) for name, row in zip(self._datasets, rows, strict=True)
             },
             "custom": {name: [next(custom), next(custom)] for name in self.metrics.pairs},
-            **({} if len(columns) == BUILTIN_COLUMNS else {"score_columns": list(columns)}),
+            **({} if columns == LABEL_COLUMNS else {"score_columns": list(columns)}),
             **lacking,
         }
 

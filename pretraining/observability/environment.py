@@ -76,15 +76,12 @@ def _git_state(root: Path) -> dict[str, Any] | None:
 
     A repository that merely contains the installed package does not count.
     """
-
-    def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
-        if Path(top) != root.resolve():
-            return None
-        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError, ValueError):
+    if not exists(root / ".git"):
         return None
+    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit, dash, _ = done.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": bool(dash)}

@@ -23,7 +23,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pretraining.observability.report_file import RecordFile, Sink, line_sink
+from pretraining.observability.report_file import LineFile, Sink
 from pretraining.observability.trackers import LOGS
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,7 @@ class Events:
         path = run / LOGS / EVENTS_FILE
         try:
             path.parent.mkdir(exist_ok=True)
-            file = RecordFile(path)
-            if path.read_bytes()[-1:] not in (b"", b"\n"):
-                file.append(b"\n")  # a killed process left an incomplete line
-            self._sink = line_sink(file)
+            self._sink = LineFile(path).sink()
         except OSError as error:
             log.warning("%s cannot be written (%s): this start has no events", path, error.strerror or error)
 

@@ -2,12 +2,12 @@
 
     outputs of a micro-batch --sums on the device--> [sets, columns] --all-reduce--> value of each metric
 
-A metric is a value of totals. Its totals are columns of a table, with a row per dataset or evaluation set; tables are
-added up over micro-batches, steps and ranks. Three doors lead here:
+A metric is a number made of a sum and a count. Both are columns of a table, with a row per dataset or evaluation set;
+tables are added up over micro-batches, steps and ranks. Three doors lead here:
 
-    SCORES in config/plugins.py   the metrics of every run; columns of a class are what each label adds
-    --extra_scores                user-defined classes of the same kind (docs/extending.md)
-    Trainer.extra_metrics         a function that returns a sum and a count per name (docs/python.md)
+    METRICS                 those of every run
+    --extra_scores          user-defined classes, which sum over labels (docs/extending.md)
+    Trainer.extra_metrics   a function that returns a sum and a count per name (docs/python.md)
 
 The first call of a function compares its names on all ranks. Otherwise, nothing here waits for the device or for other
 processes.
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pretraining.config.plugins import SCORES, load_plugin, plugin_errors
+from pretraining.config.plugins import load_plugin, plugin_errors
 from pretraining.config.training import IGNORED_LABEL
 from pretraining.data.batch import MicroBatch, ModelInputs, send
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank
@@ -66,46 +66,39 @@ class Score(Protocol):
         """Return the value of a sum; NaN without tokens, None (not reported) if it is unknown."""
 
 
-class Loss:
-    """Cross-entropy in nats per token."""
-
-    def sum(self, tokens: PredictedTokens) -> Tensor:
-        """Return losses [B, S]."""
-        return tokens.losses_BS
-
-    def value(self, total: float, counts: Counts) -> float | None:
-        """Return the mean."""
-        return mean(total, counts)
+def mean(total: float, count: float) -> float:
+    """Return a sum per count; NaN without a count."""
+    return total / count if count else math.nan
 
 
-class Perplexity(Loss):
-    """Exponential of the loss."""
-
-    def value(self, total: float, counts: Counts) -> float | None:
-        """Return the exponential of the mean loss, or infinity on overflow."""
-        loss = mean(total, counts)
-        return math.exp(loss) if not loss > 700 else math.inf
+def perplexity(total: float, count: float) -> float:
+    """Return the exponential of the mean loss, or infinity on overflow."""
+    loss = mean(total, count)
+    return math.exp(loss) if not loss > 700 else math.inf
 
 
-class TokenAccuracy(Loss):
-    """Share of tokens that the model predicts as the likeliest."""
-
-    def sum(self, tokens: PredictedTokens) -> Tensor:
-        """Return hits [B, S]."""
-        return tokens.hits_BS
+def bits_per_byte(total: float, count: float) -> float | None:
+    """Return the bits per byte of a sum of losses; None if the bytes are unknown."""
+    return total / math.log(2) / count if count else None
 
 
-class BitsPerByte(Loss):
-    """Bits per byte of the text."""
+class Metric(NamedTuple):
+    """A metric: the function of a sum and a count, and their columns."""
 
-    def value(self, total: float, counts: Counts) -> float | None:
-        """Return the bits per byte; None if the bytes are unknown."""
-        return total / math.log(2) / counts.bytes if counts.bytes else None
+    value: Callable[[float, float], float | None]
+    total: str
+    counted: str = "tokens"
 
 
-def mean(total: float, counts: Counts) -> float:
-    """Return a total per token; NaN without tokens."""
-    return total / counts.tokens if counts.tokens else math.nan
+METRICS = {
+    "loss": Metric(mean, "losses"),
+    "perplexity": Metric(perplexity, "losses"),
+    "token_accuracy": Metric(mean, "hits"),
+    "bits_per_byte": Metric(bits_per_byte, "losses", "bytes"),
+}
+"""Metrics of every run."""
+LABEL_COLUMNS = ("losses", "hits", "tokens", "bytes")
+"""Columns of every run: sums over valid labels, their number, and the bytes of their text (0 = unknown)."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +128,6 @@ class MetricsHook:
     needs_hidden_states: bool = False
 
 
-class Metric(NamedTuple):
-    """The function from totals to a number, with the columns of the total and of what it counts."""
-
-    value: Callable[[float, Counts], float | None]
-    total: str
-    counted: str = "tokens"
-
-
 class Metrics:
     """Metrics of a run, which measure the outputs of one model.
 
@@ -152,7 +137,7 @@ class Metrics:
         model: a Llama, possibly sharded; only a hook needs it.
 
     Attributes:
-        label_columns: losses, hits, tokens, bytes, then those of other scores.
+        label_columns: those of every run, then one per user-defined score.
         pairs: columns of the sum and of the count, per name that the hook returns; empty before the first call.
 
     Raises:
@@ -162,22 +147,10 @@ class Metrics:
     def __init__(
         self, extra: Sequence[str] = (), hook: MetricsHook | None = None, model: nn.Module | None = None
     ) -> None:
-        scores: dict[str, Score] = {name: load_plugin("table", path)() for name, path in SCORES.items()}
-        for path in extra:
-            name = CUSTOM + path.rpartition(":")[2]
-            if name in scores:
-                raise ConfigError(f"--extra_scores={','.join(extra)} has two classes of one name: rename one of them")
-            scores[name] = _load_user_score(path)
-        self._metrics: dict[str, Metric] = {}
-        self._sums: dict[str, Callable[[PredictedTokens], Tensor]] = {}  # by column
-        # Scores that inherit `sum` share its column.
-        columns: dict[Callable[..., Tensor], str] = {Loss.sum: "losses", TokenAccuracy.sum: "hits"}
-        for name, score in scores.items():
-            column = columns.setdefault(type(score).sum, name)
-            self._sums.setdefault(column, score.sum)
-            self._metrics[name] = Metric(score.value, column)
-        losses, hits, *others = columns.values()
-        self.label_columns = (losses, hits, "tokens", "bytes", *others)
+        self._scores = {CUSTOM + path.rpartition(":")[2]: _load_user_score(path) for path in extra}
+        if len(self._scores) < len(extra):
+            raise ConfigError(f"--extra_scores={','.join(extra)} has two classes of one name: rename one of them")
+        self.label_columns = (*LABEL_COLUMNS, *self._scores)
         self.pairs: dict[str, tuple[str, str]] = {}
         self._hook, self._is_known = hook, False
         self._hidden: Tensor | None = None
@@ -225,30 +198,29 @@ class Metrics:
         if by_set:
             parts = _split_rows(*parts[0], numbers_B.tolist())
         rows = {number: self._call(self._hook, *part) for number, part in parts.items()}
-        pairs = table.new_zeros(sets, 2 * len(self.pairs))
-        for number, row in rows.items():
-            pairs[number] = row
-        return torch.cat((table, pairs), 1)
+        pairs = [rows.get(number, table.new_zeros(2 * len(self.pairs))) for number in range(sets)]
+        return torch.cat((table, torch.stack(pairs)), 1)
 
     def values(self, sums: Sequence[float]) -> dict[str, float]:
         """Return the value of each known metric by name, from sums in the order of `columns`."""
         totals = dict(zip(self.columns, sums, strict=True))
-        found = {
-            name: value(totals[total], Counts(totals[counted], totals["bytes"]))
-            for name, (value, total, counted) in self._metrics.items()
-        }
+        counts = Counts(totals["tokens"], totals["bytes"])
+        found = {name: metric.value(totals[metric.total], totals[metric.counted]) for name, metric in METRICS.items()}
+        found |= {name: score.value(totals[name], counts) for name, score in self._scores.items()}
+        found |= {CUSTOM + name: mean(totals[total], totals[count]) for name, (total, count) in self.pairs.items()}
         return {name: value for name, value in found.items() if value is not None}
 
     def _sum_over_labels(self, tokens_BS2: Tensor, labels_BS: Tensor, byte_lengths_V: Tensor | None) -> Tensor:
         """Return the sums over the labels of each row, [B, label columns] float64."""
         losses_BS, hits_BS = tokens_BS2.unbind(2)
-        tokens = PredictedTokens(losses_BS, hits_BS, labels_BS)
         counted_BS = labels_BS != IGNORED_LABEL
-        by_column = {"tokens": counted_BS, "bytes": torch.zeros_like(counted_BS)}
+        bytes_BS = torch.zeros_like(counted_BS)
         if byte_lengths_V is not None:
-            by_column["bytes"] = byte_lengths_V[labels_BS.where(counted_BS, 0)] * counted_BS
-        by_column |= {column: sum_of(tokens).where(counted_BS, 0) for column, sum_of in self._sums.items()}
-        return torch.stack([by_column[name].sum(1, dtype=torch.float64) for name in self.label_columns], 1)
+            bytes_BS = byte_lengths_V[labels_BS.where(counted_BS, 0)] * counted_BS
+        tokens = PredictedTokens(losses_BS, hits_BS, labels_BS)
+        own = [score.sum(tokens).where(counted_BS, 0) for score in self._scores.values()]
+        columns = [losses_BS.where(counted_BS, 0), hits_BS.where(counted_BS, 0), counted_BS, bytes_BS, *own]
+        return torch.stack([column_BS.sum(1, dtype=torch.float64) for column_BS in columns], 1)
 
     def _make_outputs(self, outputs: HeadLoss) -> Outputs:
         hidden, self._hidden = self._hidden, None
@@ -268,7 +240,6 @@ class Metrics:
             found = on_every_rank(lambda: _call_function(hook, outputs, inputs))
             everyone = gather_from_every_rank(lambda: tuple(found))
             self._is_known, self.pairs = True, {name: (f"sum of {name}", f"count of {name}") for name in everyone[0]}
-            self._metrics |= {CUSTOM + name: Metric(mean, *pair) for name, pair in self.pairs.items()}
             for rank, names in enumerate(everyone):
                 self._check_names(names, f"on rank {rank}")
         return torch.cat([outputs.losses.new_zeros(0, dtype=torch.float64), *found.values()])

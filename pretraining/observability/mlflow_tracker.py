@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 from pretraining.errors import ConfigError
@@ -43,7 +42,7 @@ FINAL = {
     "BAD_REQUEST",
     "FEATURE_DISABLED",
 }
-"""Error codes that would come again at each report."""
+"""Error codes of a start that would come again at each report."""
 MAX_CHARACTERS = 6000
 """MLflow's limit of a parameter's length."""
 VARIABLES = {
@@ -55,17 +54,18 @@ VARIABLES = {
 
 
 def allowed_names(names: Iterable[str]) -> list[str]:
-    """Return names that MLflow takes: other characters become underscores, and equal results get numbers.
+    """Return names that MLflow takes: other characters become underscores, and equal results get an ending.
 
     MLflow takes letters, digits and `/ _ - . :` and blanks, and slashes as in a plain relative path.
     """
     found: list[str] = []
     for name in names:
-        allowed = re.sub(r"[^/\w.\- :]", "_", name)[:MAX_NAME]
+        allowed = re.sub(r"[^/\w.\- :]", "_", name)[: MAX_NAME - 8]
         if posixpath.normpath(allowed) != allowed or allowed.startswith(("..", "/")) or allowed == ".":
             allowed = re.sub(r"^\.+$|/", "_", allowed)
-        copies = (f"{allowed[: MAX_NAME - 8]}_{number}" for number in count(2))
-        found.append(allowed if allowed not in found else next(each for each in copies if each not in found))
+        while allowed in found:
+            allowed += "_2"
+        found.append(allowed)
     return found
 
 
@@ -90,42 +90,26 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=self._server or f"sqlite:///{self._folder / DATABASE}")
         self.run_id = run.run_id or os.environ.get("MLFLOW_RUN_ID") or None
         self._is_open = False
-        self._refused: set[str] = set()
         try:
             self._open_run()
-        except ConfigError:
-            raise
-        except Exception as error:
-            self._raise_if_final(error)  # else the first report tries again and warns
+        except Exception as error:  # unless it is final, the first report tries again and warns
+            if getattr(error, "error_code", "") in FINAL or (self._server is None and "locked" not in str(error)):
+                raise ConfigError(
+                    f"--tracker=mlflow cannot write to {self._server or self._folder / DATABASE}: "
+                    f"{describe_failure(error)}. Give its user the right, set another MLFLOW_TRACKING_URI or "
+                    "--tracker_project_name, or leave mlflow out of --tracker"
+                ) from error
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Send a report; raise a ConnectionError if MLflow fails."""
+        """Send a report; raise a ConnectionError if MLflow fails, unless it refuses this report."""
         now = round(time.time() * 1000)
         known = {name: float(value) for name, value in values.items() if value is not None}
         with self._connection_errors():
             self._open_run()
-            metrics = [
-                self._entities.Metric(name, value, now, step)
-                for name, value in zip(allowed_names(known), known.values(), strict=True)
-                if name not in self._refused
-            ]
+            named = zip(allowed_names(known), known.values(), strict=True)
+            metrics = [self._entities.Metric(name, value, now, step) for name, value in named]
             for begin in range(0, len(metrics), MAX_METRICS):
-                self._send(metrics[begin : begin + MAX_METRICS])
-
-    def _send(self, metrics: list[Any]) -> None:
-        """Send metrics; if MLflow refuses them, send each alone, and leave out those that it refuses from then on."""
-        try:
-            self._client.log_batch(self.run_id, metrics=metrics)
-        except self._error as error:
-            if error.error_code != REFUSED:
-                raise
-            if len(metrics) > 1:
-                for metric in metrics:
-                    self._send([metric])
-                return
-            name = metrics[0].key
-            self._refused.add(name)
-            log.warning("--tracker=mlflow: MLflow refuses the metric %r (%s): it is left out", name, str(error)[:200])
+                self._client.log_batch(self.run_id, metrics=metrics[begin : begin + MAX_METRICS])
 
     def close(self) -> None:
         """Finish the run, as failed if an exception is being handled."""
@@ -139,6 +123,8 @@ class MLflow:
         try:
             yield
         except self._error as error:
+            if error.error_code == REFUSED:
+                raise
             raise ConnectionError(f"MLflow: {error}") from error
 
     def _open_run(self) -> None:
@@ -148,15 +134,6 @@ class MLflow:
         if self.run_id is None or not self._resume_run(self.run_id):
             self._make_run()
         self._is_open = True
-
-    def _raise_if_final(self, error: Exception) -> None:
-        """Raise a ConfigError if all reports would fail with an error, too."""
-        if getattr(error, "error_code", "") in FINAL or (self._server is None and "locked" not in str(error)):
-            place = self._server or self._folder / DATABASE
-            raise ConfigError(
-                f"--tracker=mlflow cannot write to {place}: {describe_failure(error)}. Give its user the right, set "
-                "another MLFLOW_TRACKING_URI or --tracker_project_name, or leave mlflow out of --tracker"
-            ) from error
 
     def _experiment(self) -> str:
         """Return the id of the experiment, which is made if there is none of its name."""
@@ -168,11 +145,6 @@ class MLflow:
         if experiment is None:
             location = None if self._server else (self._folder / ARTIFACTS).as_uri()
             return str(self._client.create_experiment(name, artifact_location=location))
-        if getattr(experiment, "lifecycle_stage", "") == "deleted":
-            raise ConfigError(
-                f"--tracker=mlflow: the experiment {name} is deleted. Restore it with `mlflow experiments restore "
-                f"--experiment-id {experiment.experiment_id}`, or give another --tracker_project_name"
-            )
         return str(experiment.experiment_id)
 
     def _make_run(self) -> None:

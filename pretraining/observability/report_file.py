@@ -1,22 +1,24 @@
-"""Sinks, which carry reports and events to files and trackers and survive failures of disks and services.
+"""Reports and events on their way to files and trackers, and back from files of lines.
 
 a report --> Sink, which queues it until the write succeeds --> a file or a tracker
+a file of lines --read_lines--> reports; damaged lines are left out
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pretraining.files import check_regular, exists
+from pretraining.files import check_regular, exists, parse_json
 from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
@@ -119,14 +121,57 @@ class RecordFile:
         self._file.close()
 
 
-def line_sink(file: RecordFile) -> Sink:
-    """Return a sink that appends reports to a file, one JSON object per line."""
-    return Sink(str(file.path), lambda *report: file.append(json_line(*report)), file.close)
+class LineFile(RecordFile):
+    """A file with one JSON object per report. Opening it ends a line that a killed process has left incomplete."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if path.read_bytes()[-1:] not in (b"", b"\n"):
+            self.append(b"\n")
+
+    def log(self, step: int, values: dict[str, Any], seconds: float | None = None) -> None:
+        """Append a report; `seconds` since 1970, None = now."""
+        moment = format_time(time.time() if seconds is None else seconds)
+        self.append(json.dumps({"step": step, "time": moment, **values}).encode() + b"\n")
+
+    def sink(self) -> Sink:
+        """Return a sink that writes this file."""
+        return Sink(str(self.path), self.log, self.close)
 
 
-def json_line(step: int, values: dict[str, Any], seconds: float) -> bytes:
-    """Return a report as one line of JSON; `seconds` since 1970."""
-    return json.dumps({"step": step, "time": format_time(seconds), **values}).encode() + b"\n"
+def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of lines that have a step; add the number of other lines to `notes`.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+    """
+    check_regular(path)
+    damaged = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                found = parse_json(line)
+            except ValueError:
+                found = None
+            if isinstance(found, dict) and math.isfinite(number_of(found.get("step"))):
+                yield found
+            else:
+                damaged += 1
+    if damaged:
+        notes.append(f"{path}: {count_of(damaged, 'damaged line')} left out.")
+
+
+def is_evaluation(report: Mapping[str, Any]) -> bool:
+    """Return whether a report is that of an evaluation."""
+    return "loss" not in report
+
+
+def number_of(value: Any) -> float:
+    """Return a JSON number as a float; NaN for other values and for numbers that are too large."""
+    try:
+        return float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def format_time(seconds: float) -> str:

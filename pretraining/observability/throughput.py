@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
 from pretraining.estimate.devices import peak_tflops
-from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token, recomputed_share
+from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.progress import Progress, TrainState
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class Throughput:
         self.stopwatch = stopwatch
         self.peak_tflops = peak_tflops(device_name(device))
         self._shape, self._device, self._seq_length = shape, device, config.data.seq_length
-        self._recomputed_share = recomputed_share(config.parallel, shape, config.data.seq_length)
+        self._parallel = config.parallel
         self._start = self._reported = start
 
     def report(self, state: TrainState, span: float) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Throughput:
         rate, overall = tokens / seconds, done / self.stopwatch.overall_training_seconds
         by_clock = done / self.stopwatch.since_restart
         flops = flops_per_token(self._shape, span)
-        with_recomputed = flops + recomputed_flops_per_token(self._shape, self._recomputed_share, span)
+        with_recomputed = flops + recomputed_flops_per_token(self._parallel, self._shape, span)
         return {
             "step_seconds": seconds / steps,
             "samples_per_second": rate / self._seq_length,

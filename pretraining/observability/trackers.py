@@ -11,6 +11,7 @@ services, so that all starts share one run there.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -28,9 +29,15 @@ from pretraining.config.plugins import TRACKERS, load_plugin, plugin_errors
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
-from pretraining.files import check_regular, exists, parse_json, write_atomic
-from pretraining.observability.report_file import MAX_PENDING, RecordFile, Sink, describe_failure, json_line, line_sink
-from pretraining.text import count_of
+from pretraining.files import exists, write_atomic
+from pretraining.observability.report_file import (
+    MAX_PENDING,
+    LineFile,
+    Sink,
+    describe_failure,
+    is_evaluation,
+    read_lines,
+)
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +92,8 @@ class Tracker(Protocol):
         """Write buffered values."""
 
 
-class JsonLines(RecordFile):
-    """The file metrics.jsonl, one line per report. Opening it drops the lines that the run will report again."""
+class JsonLines(LineFile):
+    """The file metrics.jsonl. Opening it drops the lines that the run will report again."""
 
     def __init__(self, run: TrackedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -94,10 +101,6 @@ class JsonLines(RecordFile):
         if exists(path):
             _drop_lines_after(path, run.restored_step, drops_evaluation=run.repeats_evaluation)
         super().__init__(path)
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Append a line."""
-        self.append(json_line(step, values, time.time()))
 
 
 class QueuedSink(Sink):
@@ -231,7 +234,7 @@ def open_trackers(
     trackers = Trackers(ids={name: run_id for name, run_id in run_ids.items() if isinstance(run_id, str)})
     try:
         if logs is not None:
-            trackers.sinks[METRICS_FILE] = line_sink(JsonLines(replace(tracked, folder=logs)))
+            trackers.sinks[METRICS_FILE] = JsonLines(replace(tracked, folder=logs)).sink()
         for name in report.tracker:
             if name == "jsonl" and logs is not None and folder.resolve() == logs.resolve():
                 continue  # metrics.jsonl is open already
@@ -271,9 +274,8 @@ def _start_tracker(name: str, run: TrackedRun) -> QueuedSink:
 
 
 def _find_tracker(name: str) -> Any:
-    spec = find_spec(name) if name in ("wandb", "mlflow") else None
-    is_folder = spec is not None and spec.origin is None and spec.submodule_search_locations is not None
-    if name in ("wandb", "mlflow") and (spec is None or is_folder):  # a folder of this name is no package
+    # A folder of this name, which wandb makes, is a package without an origin.
+    if name in ("wandb", "mlflow") and getattr(find_spec(name), "origin", None) is None:
         raise ConfigError(f"--tracker={name} needs the `{name}` package: pip install 'pretraining[{name}]'")
     return load_plugin("tracker", TRACKERS[name].path if name in TRACKERS else name)
 
@@ -301,22 +303,9 @@ def _drop_lines_after(path: Path, step: int, *, drops_evaluation: bool) -> None:
     Args:
         drops_evaluation: whether to drop the evaluation of the step itself, too.
     """
-    check_regular(path)
-    lines = path.read_bytes().split(b"\n")
-    places = [_place_of(line) for line in lines]
-    damaged = places[:-1].count(None)  # a kill may leave an incomplete last line
-    if damaged:
-        log.warning("%s: %s dropped", path, count_of(damaged, "damaged line"))
+    notes: list[str] = []
     last = (step, not drops_evaluation)
-    kept = (line for line, place in zip(lines, places, strict=True) if place is not None and place <= last)
-    write_atomic(path, b"".join(line + b"\n" for line in kept))
-
-
-def _place_of(line: bytes) -> tuple[float, bool] | None:
-    """Return the step of a report, and whether it is an evaluation; None if the line is not a report."""
-    try:
-        values = parse_json(line)
-        step = values["step"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return (step, "evaluation_loss" in values) if isinstance(step, int | float) else None
+    kept = [each for each in read_lines(path, notes) if (each["step"], is_evaluation(each)) <= last]
+    write_atomic(path, "".join(json.dumps(report) + "\n" for report in kept))
+    for note in notes:
+        log.warning("%s", note)

@@ -14,7 +14,6 @@ import platform
 import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.writer import plan_save
 from pretraining.config.training import CheckpointConfig, ModelConfig
-from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.config.variants import resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import (
     Processes,
@@ -40,6 +39,7 @@ from pretraining.distributed.processes import (
     on_rank_zero,
 )
 from pretraining.errors import CheckpointError, ConfigError
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.memory import MASTER_BYTES, optimizer_state_bytes
 from pretraining.files import is_folder
@@ -56,11 +56,10 @@ MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 MESSAGE_MIB = {"cpu": 16, "cuda": 256}
 REPEATS, BUDGET_SECONDS = 5, 0.3
-SAVE_SECONDS, SAVED_TENSOR_BYTES = 8, 2**24
+SAVED_TENSOR_BYTES = 2**24
 BAD_TIMES = 3.0
 """A rank that is slower than the others by this factor is "bad" rather than "look at"."""
 LOW_SHARE_OF_PEAK, SLOW_DISK_GIB, SLOW_BFLOAT16 = 0.4, 0.1, 1.5
-HOT_CELSIUS = 88.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def doctor(config: DoctorConfig) -> None:
         ranks = gather_from_every_rank(lambda: _examine(config, processes))
         for rank, more in enumerate(gather_from_every_rank(lambda: _measure_links(config, processes))):
             ranks[rank].readings.extend(more)
-        saves = _measure_saves(config, ranks)
+        saves = _measure_saves(config, processes.world_size)
         rows = [*_same_versions(ranks), *_judge(ranks, config.doctor.slow_factor), *saves]
         worst: Verdict = next(each for each in ("bad", "look at", "good") if any(row.verdict == each for row in rows))
         if processes.is_main:
@@ -134,11 +133,9 @@ def _examine(config: DoctorConfig, processes: Processes) -> RankReport:
     if device.type == "cuda":
         versions["CUDA"] = str(torch.version.cuda or torch.version.hip)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    readings = [_cores(processes.local_world_size), _memory(processes.local_world_size)]
+    readings = [_cores(processes.local_world_size)]
     readings += _matmuls(device, name, compute_dtype(config.parallel, device) == torch.bfloat16)
     readings += _copies(device, processes.local_world_size)
-    if device.type == "cuda":
-        readings += _gpu_health(str(torch.cuda.get_device_properties(device).uuid))
     if options.disk_path is not None and processes.local_rank == 0:
         readings += _disk(Path(options.disk_path), options.disk_mib, f".pretrain_doctor_{processes.rank}_{os.getpid()}")
     return RankReport(socket.gethostname(), versions, readings)
@@ -153,29 +150,21 @@ def _cores(processes: int) -> Reading:
     return Reading("cores", cores, "cores", normal, verdict, advice)
 
 
-def _memory(processes: int) -> Reading:
-    memory = machine_memory()
-    verdict: Verdict = "good" if memory.available > 2**28 * processes else "bad"
-    normal = "0.25 GiB per process, plus the model"
-    return Reading("host memory", memory.available / GIB, "GiB", normal, verdict, "stop other programs or request more")
-
-
 def _matmuls(device: torch.device, name: str, is_chosen: bool) -> Iterator[Reading]:
-    size, rates = MATMUL_SIZE[device.type], {}
-    for dtype in (torch.bfloat16, torch.float32):
-        rates[dtype] = matmul_tflops(device, dtype, size)
-    half, full = rates[torch.bfloat16], rates[torch.float32]
-    peak, verdict, normal = peak_tflops(name), "good", ""
-    advice = "check the GPU's clocks and other programs on it (nvidia-smi)"
+    """Yield the rates of matrix products; `is_chosen` says that the run would compute in bfloat16."""
+    size = MATMUL_SIZE[device.type]
+    half, full = (matmul_tflops(device, dtype, size) for dtype in (torch.bfloat16, torch.float32))
+    peak = peak_tflops(name)
+    verdict: Verdict = "good"
+    normal = advice = ""
     if peak is not None:
         verdict = "good" if half >= LOW_SHARE_OF_PEAK * peak else "look at"
         normal = f"at least {LOW_SHARE_OF_PEAK:.0%} of the peak of {peak:g}"
-    elif full > SLOW_BFLOAT16 * half:
+        advice = "check the GPU's clocks and other programs on it (nvidia-smi)"
+    elif is_chosen and full > SLOW_BFLOAT16 * half:
         verdict, normal = "look at", f"not below float32, which is {full:.3g}"
-        if not is_chosen:
-            verdict, normal = "good", f"not used: training is in float32 here, at {full:.3g}"
         advice = "train in float32: --mixed_precision=false"
-    yield Reading(f"matmul bfloat16 {size}", half, "TFLOP/s", normal, verdict, advice)  # type: ignore[arg-type]
+    yield Reading(f"matmul bfloat16 {size}", half, "TFLOP/s", normal, verdict, advice)
     yield Reading(f"matmul float32 {size}", full, "TFLOP/s")
 
 
@@ -200,24 +189,6 @@ def _copies(device: torch.device, processes: int) -> Iterator[Reading]:
         for name, to, of in (("host to device", piece, host), ("device to host", host, piece)):
             copy = partial(to.copy_, of, non_blocking=True)
             yield Reading(name, len(host) / GIB / seconds_of(copy, device), "GiB/s")
-
-
-def _gpu_health(uuid: str) -> Iterator[Reading]:
-    """Yield temperature and memory errors of a GPU; nothing without nvidia-smi."""
-    query = "temperature.gpu,ecc.errors.uncorrected.volatile.total"
-    command = ["nvidia-smi", f"--id=GPU-{uuid.removeprefix('GPU-')}", f"--query-gpu={query}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return
-    heat, errors = (float(word) if word.strip().isdigit() else 0.0 for word in done.stdout.split(","))
-    is_hot = heat >= HOT_CELSIUS
-    yield Reading(
-        "GPU room to heat", HOT_CELSIUS - heat, "°C", "above 0", "look at" if is_hot else "good", "cool the machine"
-    )
-    yield Reading(
-        "GPU memory errors", 0.0 - errors, "", "0", "bad" if errors else "good", "reset the GPU, or replace it"
-    )
 
 
 def _disk(folder: Path, mib: int, name: str) -> Iterator[Reading]:
@@ -271,25 +242,22 @@ def _measure_links(config: DoctorConfig, processes: Processes) -> list[Reading]:
     shifts = {"next rank": 1, "next machine": on_rank_zero(lambda: processes.local_world_size)}
     for name, shift in shifts.items():
         if shift % ranks and (name == "next rank" or 1 < shift < ranks):
-            seconds = exchange_seconds(sent, received, processes.rank, ranks, shift)
+            to, of = (processes.rank + shift) % ranks, (processes.rank - shift) % ranks
+            exchange = partial(_exchange, sent, received, to, of)
+            seconds = seconds_of(exchange, device, together=True)
             found.append(Reading(f"messages to the {name}", size / GIB / seconds, "GiB/s"))
     return found
 
 
-def exchange_seconds(sent: torch.Tensor, received: torch.Tensor, rank: int, ranks: int, shift: int) -> float:
-    """Return the seconds to send to rank + shift and receive from rank - shift at the same time."""
-
-    def exchange() -> None:
-        to, of = (rank + shift) % ranks, (rank - shift) % ranks
-        operations = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, of)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    return seconds_of(exchange, sent.device, together=True)
+def _exchange(sent: torch.Tensor, received: torch.Tensor, to: int, of: int) -> None:
+    """Send to one rank, and receive from another at the same time."""
+    operations = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, of)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
 
 
-def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Row]:
-    """Write a checkpoint, or a few seconds of one, into --ckpt_save_path; all ranks must call this.
+def _measure_saves(config: DoctorConfig, ranks: int) -> list[Row]:
+    """Write a checkpoint, or --disk_mib of it per rank, into --ckpt_save_path; all ranks must call this.
 
     The code of training writes it. All tensors share one buffer, so memory stays small.
 
@@ -299,44 +267,43 @@ def _measure_saves(config: DoctorConfig, ranks: Sequence[RankReport]) -> list[Ro
     path = config.checkpoint.ckpt_save_path
     if path is None or path == CheckpointConfig.ckpt_save_path:
         return []
-    shape = resolve_shape(config.model)
-    size = MASTER_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
-    is_named = config.model != ModelConfig()
     places = (Path(path).absolute(), *Path(path).absolute().parents)
     folder = on_rank_zero(lambda: next(place for place in places if is_folder(place)))
     free = on_rank_zero(lambda: shutil.disk_usage(folder).free)
-    disk = next((each.value for rank in ranks for each in rank.readings if each.check.startswith("disk write")), 0.0)
-    longest = max(config.doctor.disk_mib * MIB, int(disk * GIB * SAVE_SECONDS))
-    written = min(size, free // 2, longest) if is_named else min(free // 2, longest)
-    pieces = max(1, written // SAVED_TENSOR_BYTES)
-    buffer = torch.randint(256, (max(1, written // pieces),), dtype=torch.uint8)
+    size, written = None, min(free // 2, ranks * config.doctor.disk_mib * MIB)
+    if config.model != ModelConfig():
+        shape = resolve_shape(config.model)
+        size = MASTER_BYTES * parameter_count(shape) + optimizer_state_bytes(config.optimizer, shape)
+        written = min(size, written)
+    try:
+        rate = _measure_save(folder, written)
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(f"--ckpt_save_path={path}: no checkpoint can be saved in {folder} ({error})") from None
+    if size is None:
+        return [Row("saves", "good", f"{rate:.3g} GiB/s, {free / GIB:,.1f} GiB free; name a model to see the size")]
+    verdict: Verdict = "bad" if free < size else "look at" if free < 3 * size else "good"
+    room = f"{free / GIB:,.1f} GiB free, {size / GIB:,.2f} per checkpoint"
+    seconds = size / GIB / rate
+    saves = f"{rate:.3g} GiB/s: {seconds:,.1f} s per checkpoint"
+    return [
+        Row("room for checkpoints", verdict, room, "three checkpoints", "free disk space, or set --keep_last=1"),
+        Row("saves", "look at" if seconds > 300 else "good", saves, "below 5 minutes", "use a faster disk"),
+    ]
+
+
+def _measure_save(folder: Path, size: int) -> float:
+    """Return the GiB/s of a save of this size in a temporary folder; a collective call."""
+    pieces = max(1, size // SAVED_TENSOR_BYTES)
+    buffer = torch.randint(256, (max(1, size // pieces),), dtype=torch.uint8)
     plan = plan_save({f"layers.{number}.weight": buffer for number in range(pieces)})
-    where = on_rank_zero(lambda: _temporary_folder(folder))
+    where = on_rank_zero(lambda: Path(tempfile.mkdtemp(prefix=".pretrain_doctor_", dir=folder)))
     try:
         dist.all_reduce(torch.zeros(1))  # a barrier: all ranks start at the same time
         began = time.perf_counter()
         on_every_rank(lambda: plan.write(where))
-        rate = buffer.nbytes * pieces / GIB / _slowest(time.perf_counter() - began)
-    except (CheckpointError, OSError) as error:
-        raise ConfigError(f"--ckpt_save_path={path}: no checkpoint can be saved in {folder} ({error})") from None
+        return buffer.nbytes * pieces / GIB / _slowest(time.perf_counter() - began)
     finally:
         on_rank_zero(lambda: shutil.rmtree(where, ignore_errors=True))
-    if not is_named:
-        return [Row("saves", "good", f"{rate:.3g} GiB/s, {free / GIB:,.1f} GiB free; name a model to see the size")]
-    verdict: Verdict = "bad" if free < size else "look at" if free < 3 * size else "good"
-    room = f"{free / GIB:,.1f} GiB free, {size / GIB:,.2f} per checkpoint"
-    saves = f"{rate:.3g} GiB/s: {size / GIB / rate:,.1f} s per checkpoint"
-    return [
-        Row("room for checkpoints", verdict, room, "three checkpoints", "free disk space, or set --keep_last=1"),
-        Row("saves", "look at" if size / GIB / rate > 300 else "good", saves, "below 5 minutes", "use a faster disk"),
-    ]
-
-
-def _temporary_folder(folder: Path) -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix=".pretrain_doctor_", dir=folder))
-    except OSError as error:
-        raise ConfigError(f"--ckpt_save_path: no checkpoint can be saved in {folder} ({error})") from None
 
 
 # Verdicts

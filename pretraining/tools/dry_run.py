@@ -75,8 +75,7 @@ def dry_run(
             log.warning("a dry run does not read --ckpt_mirror_path: a start resumes from a checkpoint there")
         if processes.is_main:
             _print(describe_settings(config, resolved, start))
-        is_resumed = start is not None and not start.weights_only
-        on_every_rank(lambda: read_prompt(config, is_resumed) if processes.is_main else None)
+        on_every_rank(lambda: read_prompt(config) if processes.is_main else None)
         if config.checkpoint.ckpt_save_path is not None:
             on_rank_zero(lambda: _check_folder(config, start))
         data = open_data(config, processes, folder)

@@ -37,10 +37,11 @@ from pretraining.checkpoint.start_point import CheckpointRef, find_newest
 from pretraining.checkpoint.writer import Kinds, size_of, write_tensors
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape, parameter_count
+from pretraining.config.variants import LlamaShape
 from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.errors import CheckpointError, DataError
+from pretraining.estimate.costs import parameter_count
 from pretraining.files import atomic_folder, exists, is_address, write_flushed, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
@@ -69,7 +70,7 @@ def export(config: ExportConfig) -> None:
         ConfigError, DataError: unusable settings or tokenizer.
     """
     if is_address(config.ckpt_load_path):
-        from pretraining.checkpoint.object_store import local_view
+        from pretraining.checkpoint.copies import local_view
 
         with local_view(config.ckpt_load_path, with_files=True) as run:
             export(replace(config, ckpt_load_path=str(run)))
@@ -264,48 +265,36 @@ def _index_document(files: dict[str, Kinds]) -> dict[str, Any]:
     }
 
 
-# README.md
-
-
 def _model_card(
     name: str, manifest: Manifest, settings: TrainConfig, dtype: str, origin: Mapping[str, Any], has_tokenizer: bool
 ) -> str:
-    """Return the README.md of a model: training, data, and how to load it; config.json beside it has the shape.
+    """Return the README.md of a model: facts, and how to load it; config.json beside it has the shape.
 
     Args:
         origin: license and base_model of the imported model that the run began with, if known.
     """
-    shape = shape_of(manifest)
-    family, known = shape.model_family, {key: origin[key] for key in ("license", "base_model") if origin.get(key)}
-    header = [f"{key}: {json.dumps(value)}" for key, value in known.items()]
-    head = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags:",
-        f"- {family}",
-        *header,
-        "---",
-    ]
-    kind = "A Llama" if family == "llama" else f"A model of the family {family}"
-    of_origin = {key.replace("_", " "): str(value) for key, value in known.items()}
-    parts = [
-        "\n".join(head),
-        f"# {_escape(name)}",
-        f"{kind} with {parameter_count(shape):,} parameters in {dtype}.",
-        *[_markdown_list(of_origin)] * bool(of_origin),
-    ]
+    shape, known = shape_of(manifest), {key: origin[key] for key in ("license", "base_model") if origin.get(key)}
+    metadata = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": [shape.model_family],
+        **known,
+    }
+    facts = {"family": shape.model_family, "parameters": f"{parameter_count(shape):,} in {dtype}", **known}
     if manifest.data:
-        parts += ["## Training", _markdown_list(_training_items(manifest, settings))]
-        parts += ["## Data", _markdown_list(_data_items(manifest))]
+        facts |= _training_facts(manifest, settings)
     classes = ["AutoModelForCausalLM", *["AutoTokenizer"] * has_tokenizer]
-    loads = "\n".join(f"{each}.from_pretrained({name!r})" for each in classes)
-    parts += ["## Use", f"```python\nfrom transformers import {', '.join(classes)}\n\n{loads}\n```"]
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown_list(items: Mapping[str, str]) -> str:
-    return "\n".join(f"- {_escape(name)}: {_escape(value)}" for name, value in items.items())
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()),
+        "---",
+        f"\n# {_escape(name)}\n",
+        *(f"- {key.replace('_', ' ')}: {_escape(str(value))}" for key, value in facts.items()),
+        f"\n```python\nfrom transformers import {', '.join(classes)}\n",
+        *(f"{each}.from_pretrained({name!r})" for each in classes),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _escape(text: str) -> str:
@@ -313,20 +302,15 @@ def _escape(text: str) -> str:
     return html.escape(re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(text.split())), quote=False)
 
 
-def _training_items(manifest: Manifest, settings: TrainConfig) -> dict[str, str]:
+def _training_facts(manifest: Manifest, settings: TrainConfig) -> dict[str, str]:
     data, optimizer, schedule = settings.data, settings.optimizer, settings.schedule.schedule
     losses = {"training loss": manifest.loss, "held-out loss": manifest.evaluation_of_step}
     batch = f"{manifest.global_batch_size:,} sequences of {data.seq_length:,} tokens"
+    weights = manifest.data["phases"][-1]["weights"]
+    shares = {name: weight / (sum(weights.values()) or 1) for name, weight in weights.items()}
     return {
         "length": f"{manifest.step:,} steps of {batch}, {manifest.tokens_seen:,} tokens in all",
         **{name: f"{loss:.4f} nats per token" for name, loss in losses.items() if loss is not None},
         "optimizer": f"{optimizer.optimizer}, learning rate {optimizer.peak_learning_rate:g}, {schedule}",
+        "data, by weight": ", ".join(f"{name} {share:.2%}" for name, share in shares.items()),
     }
-
-
-def _data_items(manifest: Manifest) -> dict[str, str]:
-    """Return the datasets, with their newest weights and the tokens trained on."""
-    counts, weights = manifest.data["counts"], manifest.data["phases"][-1]["weights"]
-    shares = {name: weights.get(name, 0) / (sum(weights.values()) or 1) for name in counts}
-    tokens = {name: samples * manifest.tokens_seen // max(1, sum(counts.values())) for name, samples in counts.items()}
-    return {name: f"{shares[name]:.2%} by weight, {tokens[name]:,} tokens trained on" for name in counts}

@@ -20,9 +20,10 @@ from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpo
 from pretraining.checkpoint.writer import size_of, write_tensors
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
-from pretraining.config.variants import LlamaShape, model_settings, parameter_count
+from pretraining.config.variants import LlamaShape, model_settings
 from pretraining.data.tokenizer import TOKENIZER_FILE
 from pretraining.errors import CheckpointError
+from pretraining.estimate.costs import parameter_count
 from pretraining.files import atomic_folder, from_hub, is_file, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES, parameter_shapes

@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ from typing import Any
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES, DimSizes, dim_sizes, unsharded_sizes
-from pretraining.config.training import ALL_BLOCKS, DataConfig, OptimizerConfig, ParallelConfig, ShardingStrategy
-from pretraining.config.variants import LlamaShape, name_of_model, parameter_count, resolve_shape
+from pretraining.config.training import ALL_BLOCKS, DataConfig, ParallelConfig, ShardingStrategy
+from pretraining.config.variants import LlamaShape, name_of_model, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.estimate.advice import memory_advice
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.devices import GPUS, Gpu
 from pretraining.estimate.flops import flops_per_token
-from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
+from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, Rank, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
 from pretraining.text import count_of, describe_passes, describe_repeats, format_gib, format_seconds, format_table
@@ -80,7 +80,8 @@ def plan(config: PlanConfig) -> None:
     Raises:
         ConfigError: the GPUs do not divide into groups, nothing fits, or flags contradict each other.
     """
-    options, shape = config.plan, resolve_shape(config.model)
+    config, shape = _with_state_bytes(config), resolve_shape(config.model)
+    options = config.plan
     cluster = cluster_of(config)
     plans = search(config, shape, cluster) if options.search else [make_plan(config, shape, cluster)]
     if not plans:
@@ -107,14 +108,7 @@ def make_plan(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> Layout
         global_batch_size=None,
     )
     config = replace(config, batch=resolved)
-    memory = estimate_memory(
-        config,
-        shape,
-        shard_size=dims.shard,
-        compute_bytes=_compute_bytes(config),
-        device_type="cuda",
-        state_bytes=_state_bytes(config),
-    )
+    memory = estimate_memory(config, shape, _rank(config, dims))
     step = estimate_step_time(config, shape, batch, cluster, dims)
     tokens = batch.global_batch_size * config.data.seq_length
     flops = flops_per_token(shape, config.data.seq_length) * tokens
@@ -136,8 +130,9 @@ def dims_on(cluster: Cluster, parallel: ParallelConfig) -> DimSizes:
     return dim_sizes(parallel, [cluster.gpus_per_node] * (nodes * cluster.gpus_per_node) + [left] * left)
 
 
-def _compute_bytes(config: PlanConfig) -> int:
-    return MASTER_BYTES if config.parallel.mixed_precision is False else COMPUTE_BYTES
+def _rank(config: PlanConfig, dims: DimSizes) -> Rank:
+    itemsize = MASTER_BYTES if config.parallel.mixed_precision is False else COMPUTE_BYTES
+    return Rank(dims.shard, itemsize, "cuda", config.plan.optimizer_state_bytes)
 
 
 def not_counted(config: PlanConfig) -> list[str]:
@@ -282,11 +277,9 @@ def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Lay
     if chosen.memory.later_gradients:
         later = format_gib(-chosen.memory.later_gradients)
         yield f"  {'not at once':16}{later:>12}  gradients that are made after the peak"
-    if config.optimizer.optimizer not in OPTIMIZERS and config.plan.optimizer_state_bytes is None:
-        measured = _state_bytes(config)
-        counted = (
-            "as AdamW, since it cannot be made here" if measured is None else f"{measured:.2f} bytes per parameter"
-        )
+    if config.optimizer.optimizer not in OPTIMIZERS:
+        size = config.plan.optimizer_state_bytes
+        counted = "as AdamW, since it cannot be made here" if size is None else f"{size:.2f} bytes per parameter"
         yield f"  (the state of the optimizer is counted {counted}: set --optimizer_state_bytes to change it)"
     step = chosen.step
     yield f"step        {step.total:.3g} s on {chosen.tokens:,} tokens"
@@ -310,23 +303,22 @@ def _report(config: PlanConfig, shape: LlamaShape, cluster: Cluster, chosen: Lay
 
 
 def _count_reads(data: DataConfig, tokens: int | None) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the tokens and the passes of a run per dataset; empty if no prepare.json has the sizes."""
+    """Return the tokens and the passes of a run per dataset; empty unless prepare.json has the sizes."""
     if data.data_path is None or tokens is None:
         return {}, {}
     from pretraining.tools.prepare.records import read_summary  # imports NumPy, which no other plan needs
 
     root, sizes = Path(data.data_path), dict[str, float]()
-    names = [name.strip("/") for name in data.datasets] or sorted(each.name for each in root.glob("[!.]*"))
-    for name in names:
+    for name in data.datasets or sorted(each.name for each in root.glob("[!.]*")):
         with suppress(FileNotFoundError, NotADirectoryError):
             summary = read_summary(root / name)
             # The end of text is a token of each document.
-            sizes[name] = (summary.tokens + summary.documents) * (1 - data.held_out_fraction)
-    if not data.weights and data.datasets and len(sizes) < len(names):
+            sizes[name.strip("/")] = (summary.tokens + summary.documents) * (1 - data.held_out_fraction)
+    if len(sizes) < len(data.datasets):
         return {}, {}
-    weights = dict(zip(names, data.weights, strict=True)) if data.weights else sizes
+    weights = dict(zip(sizes, data.weights, strict=True)) if data.weights else sizes
     read = {name: round(tokens * weight / sum(weights.values())) for name, weight in weights.items() if weight}
-    return read, {name: count / sizes[name] for name, count in read.items() if sizes.get(name)}
+    return read, {name: count / sizes[name] for name, count in read.items()}
 
 
 def _run(config: PlanConfig, chosen: LayoutEstimate) -> str:
@@ -411,39 +403,24 @@ def _nothing_fits(config: PlanConfig, shape: LlamaShape, cluster: Cluster) -> st
     planned = make_plan(least, shape, cluster)
     if planned.memory.total <= limit:
         return f"{problem}. It fits with --global_batch_size={planned.dims.data} or less"
-    advice = memory_advice(
-        least,
-        shape,
-        shard_size=planned.dims.shard,
-        compute_bytes=_compute_bytes(config),
-        device_type="cuda",
-        limit_bytes=limit,
-        state_bytes=_state_bytes(config),
-    )
+    advice = memory_advice(least, shape, _rank(least, planned.dims), limit)
     layout = "--sharding_strategy=fsdp --fsdp_activation_checkpointing=true --batch_size=1"
     return f"{problem}. With {layout}, this fits: {'; '.join(advice) or 'a smaller model'}"
 
 
 def _checkpoint_bytes(config: PlanConfig, shape: LlamaShape) -> int:
-    state = optimizer_state_bytes(config.optimizer, shape, 1, _state_bytes(config))
+    state = optimizer_state_bytes(config.optimizer, shape, 1, config.plan.optimizer_state_bytes)
     return MASTER_BYTES * parameter_count(shape) + state
 
 
-def _state_bytes(config: PlanConfig) -> float | None:
-    """Return the bytes per parameter that a user-defined optimizer keeps; None if it is built in, or not known here."""
-    if config.plan.optimizer_state_bytes is not None:
-        return config.plan.optimizer_state_bytes
-    return _measured_bytes(config.optimizer)
-
-
-@cache
-def _measured_bytes(optimizer: OptimizerConfig) -> float | None:
-    if optimizer.optimizer in OPTIMIZERS or find_spec("torch") is None:
-        return None
+def _with_state_bytes(config: PlanConfig) -> PlanConfig:
+    """Return the settings with the measured state of a user-defined optimizer, unless it is given or not known here."""
+    options, optimizer = config.plan, config.optimizer
+    if optimizer.optimizer in OPTIMIZERS or options.optimizer_state_bytes is not None or find_spec("torch") is None:
+        return config
     from pretraining.optim.registry import measure_state  # imports torch, which no other plan needs
 
-    try:
-        measured = measure_state(optimizer)
-    except ConfigError:  # its module may be on the cluster only
-        return None
-    return None if measured is None else measured.bytes_per_parameter
+    with suppress(ConfigError):  # its module may be on the cluster only
+        if (measured := measure_state(optimizer)) is not None:
+            return replace(config, plan=replace(options, optimizer_state_bytes=measured.bytes_per_parameter))
+    return config

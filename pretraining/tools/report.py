@@ -8,12 +8,13 @@ The folders are only read, so the page of a running run can be made at any time.
 
 from __future__ import annotations
 
+import csv
 import io
 import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
@@ -23,24 +24,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretraining.config.fields import settings_of
-from pretraining.config.plugins import SCORES
 from pretraining.config.settings_files import read_text
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import format_value
 from pretraining.errors import ConfigError
 from pretraining.files import check_replaceable, is_folder, output_errors, write_atomic
-from pretraining.progress import parse_number
+from pretraining.observability.report_file import number_of
 from pretraining.text import format_seconds
 from pretraining.tools.commands import PageConfig
 from pretraining.tools.run_records import (
     SWEEP_FILE,
     Columns,
     RunRecord,
-    number_of,
     read_runs,
     runs_of_sweep,
     seconds_of,
+    settings_as_text,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +75,9 @@ class Plot:
 PLOTS = (
     Plot("Loss", "nats per token", r"loss|evaluation_loss(/.*)?"),
     Plot("Training loss by dataset", "nats per token", r"loss/.*"),
-    *(Plot(name.replace("_", " ").capitalize(), "", rf"(evaluation_)?{name}(/.*)?") for name in list(SCORES)[1:]),
+    Plot("Perplexity", "", r"(evaluation_)?perplexity(/.*)?"),
+    Plot("Token accuracy", "", r"(evaluation_)?token_accuracy(/.*)?"),
+    Plot("Bits per byte", "", r"(evaluation_)?bits_per_byte(/.*)?"),
     Plot("Learning rate", "", r"learning_rate(_group_\d+)?"),
     Plot("Gradient norm", "", r"grad_norm"),
     Plot("Skipped updates", "", r"skipped_updates"),
@@ -108,13 +108,12 @@ def report(config: PageConfig) -> None:
     except ImportError:
         raise ConfigError("pretrain report needs matplotlib: pip install matplotlib") from None
     runs = read_runs(config.run_path)
-    is_sweep = len(config.run_path) == 1 and bool(runs_of_sweep(Path(config.run_path[0])))
-    default = Path(PAGE) if len(config.run_path) > 1 else (runs[0].path.parent if is_sweep else runs[0].path) / PAGE
-    path = Path(config.output_path) if config.output_path else default
+    sweep = Path(config.run_path[0]) if len(config.run_path) == 1 and runs_of_sweep(Path(config.run_path[0])) else None
+    folder = Path() if len(config.run_path) > 1 else sweep or runs[0].path
+    path = Path(config.output_path) if config.output_path else folder / PAGE
     if is_folder(path) or path.suffix != ".html":
         raise ConfigError(f"--output_path={path} must be a file that ends in .html")
-    swept = _swept_names(Path(config.run_path[0])) if is_sweep else []
-    _write(path, render(runs, swept).encode("utf-8", "replace"))
+    _write(path, render(runs, sweep).encode("utf-8", "replace"))
     for run in runs:
         for note in run.notes:
             log.info("%s: %s", run.name, note)
@@ -131,17 +130,16 @@ def _write(path: Path, content: bytes) -> None:
         write_atomic(path, content)
 
 
-def render(runs: Sequence[RunRecord], swept: Sequence[str] = ()) -> str:
-    """Return the HTML page of one or more runs; `swept` are the settings that a sweep varies."""
+def render(runs: Sequence[RunRecord], sweep: Path | None = None) -> str:
+    """Return the HTML page of one or more runs; `sweep` is the folder of the sweep that they belong to."""
     title = escape(", ".join(run.name for run in runs))
     notes = "".join(f"<li>{escape(run.name)}: {escape(note)}</li>" for run in runs for note in run.notes)
     colours: dict[str, str] = {}
     plots = PLOTS if len(runs) == 1 else (replace(PLOTS[0], numbers="loss|evaluation_loss"), OF_SETS, *PLOTS[1:])
     figures = [_figure(plot, runs, colours) for plot in (*plots, *_custom_plots(runs))]
-    figures = [*(_draw_sweep(name, runs) for name in swept), *figures]
     sections = [
         ("", f"<ul>{notes}</ul>" if notes else ""),
-        ("Sweep, the best run first", _table(_sweep(runs, swept))),
+        ("Sweep, the best run first", "" if sweep is None else _table(_sweep(sweep))),
         ("Summary", _table(_summary(runs))),
         ("Curves", f'<div class="plots">{"".join(figures)}</div>' if any(figures) else "The runs have no reports yet."),
         ("Mixture", _table(_mixture(runs))),
@@ -170,56 +168,13 @@ def _table(rows: Iterable[Sequence[object]]) -> str:
 # Curves
 
 
-def _loss_name(runs: Sequence[RunRecord]) -> str:
-    """Return the loss that all runs have: the mean over the evaluation sets, or else that of training."""
-    are_evaluated = all(math.isfinite(run.evaluations.last("evaluation_loss")) for run in runs)
-    return "evaluation_loss" if are_evaluated else "loss"
-
-
 def _loss_plot(runs: Sequence[RunRecord]) -> Plot:
-    """Return the plot of losses: all of one run, and a line per run for several runs."""
-    name = _loss_name(runs)
-    return PLOTS[0] if len(runs) == 1 else Plot(f"{_label(name).capitalize()} loss", PLOTS[0].unit, name)
-
-
-def _swept_names(folder: Path) -> list[str]:
-    """Return the settings that a sweep varies, from the head of its table."""
-    head = read_text(folder / SWEEP_FILE, str(folder / SWEEP_FILE)).partition("\n")[0].strip().split(",")
-    return [name for name in head if name in settings_of(TrainConfig)]
-
-
-def _results(runs: Sequence[RunRecord], swept: Sequence[str]) -> list[tuple[RunRecord, float, list[str]]]:
-    """Return each run with its last loss and its swept values, the lowest loss first."""
-    name, known = _loss_name(runs), settings_of(TrainConfig)
-    keys = [f"{known[each].section}.{each}" for each in swept]
-    results = [
-        (run, (run.evaluations if name != "loss" else run.training).last(name), [run.settings.get(k, "") for k in keys])
-        for run in runs
-    ]
-    return sorted(results, key=lambda result: (math.isnan(result[1]), result[1]))
-
-
-def _sweep(runs: Sequence[RunRecord], swept: Sequence[str]) -> Iterator[Sequence[object]]:
-    yield (*swept, f"last {_loss_name(runs)}", "run")
-    if swept:
-        yield from ((*values, _format(loss, ".4f"), run.name) for run, loss, values in _results(runs, swept))
-
-
-def _draw_sweep(name: str, runs: Sequence[RunRecord]) -> str:
-    """Return a plot of the last loss against a swept setting as HTML; empty if its values are no numbers."""
-    numbers = [(parse_number(values[0]), loss) for _, loss, values in _results(runs, [name])]
-    points = [(float(value), loss) for value, loss in numbers if value is not None and math.isfinite(loss)]
-    if len({value for value, _ in points}) < 2:
-        return ""
-    values, losses = zip(*points, strict=True)
-    is_log = min(values) > 0 and max(values) >= 10 * min(values)
-
-    def draw(axes: Axes) -> None:
-        axes.plot(values, losses, "o", color="C0")
-        axes.plot(values[0], losses[0], "o", color="C3")  # the best
-        axes.set_xscale("log" if is_log else "linear")
-
-    return _as_figure(_draw_axes(f"Last {_loss_name(runs)} by {name}", name, PLOTS[0].unit, draw, "svg", INK))
+    """Return the plot of losses: all of one run; for several the mean over the evaluation sets, or that of training."""
+    if len(runs) == 1:
+        return PLOTS[0]
+    are_evaluated = all(math.isfinite(run.evaluations.last("evaluation_loss")) for run in runs)
+    title, name = ("Evaluation loss", "evaluation_loss") if are_evaluated else ("Training loss", "loss")
+    return Plot(title, PLOTS[0].unit, name)
 
 
 def _custom_plots(runs: Sequence[RunRecord]) -> list[Plot]:
@@ -237,11 +192,7 @@ def _figure(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str]) -> s
     """Return a plot as HTML; empty if no run has any of its numbers."""
     if not any(True for run in runs for _ in _curves(plot, run, "step")):
         return ""
-    return _as_figure(_draw(plot, runs, colours, "svg", INK))
-
-
-def _as_figure(content: bytes) -> str:
-    svg = content.decode()
+    svg = _draw(plot, runs, colours, "svg", INK).decode()
     return f"<figure>{svg[svg.index('<svg') :].replace(INK, 'currentColor')}</figure>"
 
 
@@ -252,38 +203,21 @@ def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: 
         colours: colour by label, shared by all plots of a page; new labels are added.
         ink: colour of text and axes; with `INK`, the background is transparent.
     """
-    axis = "step" if len(runs) == 1 else "tokens_seen"
-    curves = [(run, *curve) for run in runs for curve in _curves(plot, run, axis)]
-    is_one_per_run = len({name for _, name, _, _ in curves}) == 1
-
-    def draw(axes: Axes) -> None:
-        for run, name, x, y in curves:
-            named = run.name if is_one_per_run else f"{run.name}: {_label(name)}"
-            label = _label(name) if len(runs) == 1 else named
-            colour = colours.setdefault(label, f"C{len(colours) % 10}")
-            marker = "." if name.startswith("evaluation_") or len(x) == 1 else None
-            axes.plot(x, y, label=label, color=colour, marker=marker, linewidth=1.0)
-        for run in runs:
-            _mark(axes, run, axis, len(runs) > 1, ink)
-
-    return _draw_axes(plot.title, "step" if len(runs) == 1 else "tokens", plot.unit, draw, form, ink, len(curves))
-
-
-def _draw_axes(
-    title: str, across: str, unit: str, draw: Callable[[Axes], None], form: str, ink: str, curves: int = 1
-) -> bytes:
-    """Return the axes that `draw` fills as "svg" or "png"; the legend of many `curves` stands below them."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    rows = -(-curves // 2) if curves > FEW_CURVES else 0
+    axis = "step" if len(runs) == 1 else "tokens_seen"
+    curves = [(run, *curve) for run in runs for curve in _curves(plot, run, axis)]
+    rows = -(-len(curves) // 2) if len(curves) > FEW_CURVES else 0  # of a legend below the axes
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "text.parse_math": False}):
         figure = Figure(figsize=(6.0, 3.4 + 0.18 * rows), layout="constrained")
         axes = figure.add_subplot()
-        draw(axes)
-        axes.set_title(title, color=ink)
-        axes.set_xlabel(across, color=ink)
-        axes.set_ylabel(unit, color=ink)
+        _draw_curves(axes, curves, runs, colours)
+        for run in runs:
+            _mark(axes, run, axis, len(runs) > 1, ink)
+        axes.set_title(plot.title, color=ink)
+        axes.set_xlabel("step" if len(runs) == 1 else "tokens", color=ink)
+        axes.set_ylabel(plot.unit, color=ink)
         axes.tick_params(colors=ink)
         axes.grid(alpha=0.25)
         for spine in axes.spines.values():
@@ -291,12 +225,22 @@ def _draw_axes(
         style: dict[str, Any] = {"fontsize": "small", "labelcolor": ink, "framealpha": 0.0}
         if rows:
             figure.legend(loc="outside lower center", ncols=2, **style)
-        elif curves > 1:
+        elif len(curves) > 1:
             axes.legend(**style)
         content = io.BytesIO()
         metadata = {"Date": None} if form == "svg" else None
         figure.savefig(content, format=form, transparent=ink == INK, metadata=metadata, dpi=150)
     return content.getvalue()
+
+
+def _draw_curves(axes: Axes, curves: Sequence[Any], runs: Sequence[RunRecord], colours: dict[str, str]) -> None:
+    is_one_per_run = len({name for _, name, _, _ in curves}) == 1
+    for run, name, x, y in curves:
+        named = run.name if is_one_per_run else f"{run.name}: {_label(name)}"
+        label = _label(name) if len(runs) == 1 else named
+        colour = colours.setdefault(label, f"C{len(colours) % 10}")
+        marker = "." if name.startswith("evaluation_") or len(x) == 1 else None
+        axes.plot(x, y, label=label, color=colour, marker=marker, linewidth=1.0)
 
 
 def _curves(plot: Plot, run: RunRecord, axis: str) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
@@ -347,6 +291,15 @@ def _mark(axes: Axes, run: RunRecord, axis: str, is_named: bool, ink: str) -> No
 
 
 # Tables: each function yields the head first
+
+
+def _sweep(folder: Path) -> Iterator[Sequence[object]]:
+    """Yield the rows of sweep.csv, the lowest loss first: on the evaluation sets if there are any."""
+    rows = list(csv.DictReader(io.StringIO(read_text(folder / SWEEP_FILE, SWEEP_FILE))))
+    kind = "evaluation_loss" if any(row.get("evaluation_loss") for row in rows) else "loss"
+    yield tuple(rows[0]) if rows else ()
+    for row in sorted(rows, key=lambda row: float(row.get(kind) or "inf")):
+        yield tuple(row.values())
 
 
 def _summary(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
@@ -403,23 +356,14 @@ def _events(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
 
 
 def _settings(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:
-    columns = [(run.name, run.settings) for run in runs if run.settings]
+    columns, defaults = [(run.name, run.settings) for run in runs if run.settings], settings_as_text(TrainConfig())
     if len(runs) == 1 and columns:
-        defaults = settings_of(TrainConfig).values()
-        columns.append(("default", {f"{each.section}.{each.name}": format_value(each.default) for each in defaults}))
+        columns.append(("default", defaults))
     yield ("setting", *(name for name, _ in columns))
-    for name in dict.fromkeys(name for _, settings in columns for name in settings):
-        values = [settings.get(name, "") for _, settings in columns]
-        if len(set(map(_canonical, values))) > 1 and (len(runs) > 1 or name in columns[-1][1]):
+    for name in defaults:
+        values = [settings[name] for _, settings in columns]
+        if len(set(values)) > 1:
             yield name, *values
-
-
-def _canonical(text: str) -> str:
-    """Return a number with an exponent in one form: YAML writes 1.0e-08, Python 1e-08."""
-    try:
-        return str(float(text)) if "e" in text.lower() else text
-    except ValueError:
-        return text
 
 
 def _changes(runs: Sequence[RunRecord]) -> Iterator[Sequence[object]]:

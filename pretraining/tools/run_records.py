@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import time
 from array import array
@@ -31,14 +30,17 @@ from numpy.typing import NDArray
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import CHECKPOINTS, committed_checkpoints, run_of
-from pretraining.config.recipes import RUN_CONFIG_FILE, parse_recipe
+from pretraining.config.fields import settings_of, values_of
+from pretraining.config.recipes import RUN_CONFIG_FILE, settings_in
 from pretraining.config.settings_files import read_text
+from pretraining.config.training import TrainConfig
+from pretraining.config.values import format_value
 from pretraining.data.resume import restored_mixture
 from pretraining.errors import CheckpointError, ConfigError, PretrainError
-from pretraining.files import check_regular, entries_of, exists, is_folder, parse_json, read_json
+from pretraining.files import entries_of, exists, is_folder, read_json
 from pretraining.observability.events import EVENTS_FILE
+from pretraining.observability.report_file import is_evaluation, number_of, read_lines
 from pretraining.observability.trackers import LOGS, METRICS_FILE
-from pretraining.text import count_of
 from pretraining.train.run_status import STATUS_FILE, read_status
 
 T = TypeVar("T")
@@ -161,8 +163,6 @@ def read_runs(paths: Sequence[str]) -> list[RunRecord]:
     names = [folder.absolute().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    # Folder names may not be UTF-8, which matplotlib requires.
-    names = [os.fsencode(name).decode("utf-8", "replace") for name in names]
     return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
@@ -188,43 +188,14 @@ def read_run(folder: Path, name: str) -> RunRecord:
             run.state, run.reason = "running" if _is_held(folder) else "killed", ""
     try_read(f"{LOGS}/{METRICS_FILE}", lambda path: _read_metrics(path, run), None)
     run.events = try_read(f"{LOGS}/{EVENTS_FILE}", lambda path: list(read_lines(path, run.notes)), [])
-    run.settings = try_read(RUN_CONFIG_FILE, _read_settings, {})
+    config = try_read(RUN_CONFIG_FILE, lambda path: settings_in(read_text(path, path.name), path.name), None)
+    run.settings = {} if config is None else settings_as_text(config)
     run.environments = try_read(
         f"{LOGS}/{ENVIRONMENT_FILE}", lambda path: [flatten(record) for record in read_json(path)], []
     )
     if is_folder(folder / CHECKPOINTS):
         run.mixture = try_read(CHECKPOINTS, lambda _: _newest_mixture(folder), [])
     return run
-
-
-def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON lines file that have a step; add the number of other lines to `notes`.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-    """
-    check_regular(path)
-    damaged = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                found = parse_json(line)
-            except ValueError:
-                found = None
-            if isinstance(found, dict) and math.isfinite(number_of(found.get("step"))):
-                yield found
-            else:
-                damaged += 1
-    if damaged:
-        notes.append(f"{path.name}: {count_of(damaged, 'damaged line')} left out.")
-
-
-def number_of(value: Any) -> float:
-    """Return a JSON number as a float; NaN for other values and for numbers that are too large."""
-    try:
-        return float(value) if type(value) in (int, float) else math.nan
-    except OverflowError:
-        return math.nan
 
 
 def seconds_of(text: Any) -> float:
@@ -237,8 +208,7 @@ def seconds_of(text: Any) -> float:
 
 def _read_metrics(path: Path, run: RunRecord) -> None:
     for report in read_lines(path, run.notes):
-        is_evaluation = "loss" not in report and any(name.startswith("evaluation_") for name in report)
-        (run.evaluations if is_evaluation else run.training).add(report)
+        (run.evaluations if is_evaluation(report) else run.training).add(report)
 
 
 def _is_held(folder: Path) -> bool:
@@ -249,14 +219,10 @@ def _is_held(folder: Path) -> bool:
         return False
 
 
-def _read_settings(path: Path) -> dict[str, str]:
-    if not exists(path):
-        raise FileNotFoundError
-    texts = {}
-    for given in parse_recipe(read_text(path, RUN_CONFIG_FILE), RUN_CONFIG_FILE):
-        raw = "none" if given.raw is None else given.raw
-        texts[".".join(filter(None, given.section_and_name))] = raw if isinstance(raw, str) else ",".join(raw)
-    return texts
+def settings_as_text(config: TrainConfig) -> dict[str, str]:
+    """Return all settings as text by `section.name`."""
+    settings = settings_of(TrainConfig)
+    return {f"{settings[name].section}.{name}": format_value(value) for name, value in values_of(config).items()}
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

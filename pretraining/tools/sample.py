@@ -24,9 +24,9 @@ from pretraining.errors import ConfigError
 from pretraining.evaluation.generation import (
     CachedModel,
     Sampling,
+    check_prompt,
     draw_tokens,
     encode_prompt,
-    prompt_problem,
     stream_text,
 )
 from pretraining.files import is_file, read_object
@@ -93,8 +93,7 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
         )
     context = max(model.shape.max_position_embeddings, settings.seq_length if is_trained_here else 0)
     source = "--prompt_tokens" if config.prompt_tokens else "--prompt"
-    if problem := prompt_problem(source, prompt, tokenizer, model.shape.vocab_size, context):
-        raise ConfigError(problem)
+    check_prompt(source, prompt, tokenizer, model.shape.vocab_size, context)
     window, length = model.shape.sliding_window, len(prompt) + config.max_new_tokens
     if window is not None and length > window:
         raise ConfigError(

@@ -27,21 +27,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any
 
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
-from pretraining.config.command_line import name_first_words, read_arguments, resolve_config
+from pretraining.config.command_line import assign
 from pretraining.config.fields import settings_of
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_object, write_atomic
 from pretraining.launch.signals import ReceivedSignals, heeded, terminate_with_parent
 from pretraining.launch.terminal import ignore_output_errors, print_text
+from pretraining.observability.report_file import number_of, read_lines
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of, format_table
 from pretraining.tools.commands import SweepConfig, SweepSettings
-from pretraining.tools.run_records import number_of, read_lines
-from pretraining.tools.translate.hook import translate_when_needed
+from pretraining.tools.translate.hook import translate_given
 from pretraining.train.run_status import STATUS_FILE
 
 log = logging.getLogger(__name__)
@@ -77,16 +76,16 @@ class Combination:
         return safe
 
 
-def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
+def sweep(given: Sequence[Assignment]) -> None:
     """Train every combination without an outcome, and write the table.
 
     Raises:
         ConfigError: no setting varies, a setting is wrong, or a folder has a run with other settings.
         Preempted: a signal arrived, and the current run was saved.
         DataError: the sweep's folder cannot be written.
-        CheckpointError: at the end, if another process trains some of the combinations.
+        CheckpointError: at the end, if some combinations were refused, since another process trains them.
     """
-    settings, combinations = read_sweep(overrides, flags)
+    settings, combinations = read_sweep(given)
     folder = Path(settings.sweep_path)
     for each in combinations:
         before = read_object(folder / each.name / ARGUMENTS_FILE).get("arguments")
@@ -96,36 +95,37 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
                 "delete the folder"
             )
     ignore_output_errors()
-    in_use: dict[str, str] = {}
+    refused: list[str] = []
     for number, each in enumerate(combinations):
         ended = read_object(folder / each.name / OUTCOME_FILE).get("status") not in (None, "killed")
         if settings.only in (None, number) and not ended:
             log.info("%d of %d  %s", number + 1, len(combinations), each.name)
-            if (user := _train(each, folder / each.name, settings.processes)) is not None:
-                in_use[each.name] = user
+            if not _train(each, folder / each.name, settings.processes):
+                refused.append(each.name)
             if settings.only is None:  # with --only, other jobs may write it at the same time
-                _write_csv(combinations, folder, in_use)
+                _write_csv(combinations, folder)
     if settings.only is None:
-        _write_csv(combinations, folder, in_use)
-        for line in summary([row_of(each, folder, in_use) for each in combinations]):
+        _write_csv(combinations, folder)
+        for line in summary([row_of(each, folder) for each in combinations]):
             print_text(line)
-    if in_use:
+    if refused:
         raise CheckpointError(
-            f"{count_of(len(in_use), 'combination')} not trained, since another process does it: repeat the command "
-            "later. " + "; ".join(in_use.values())
+            f"{count_of(len(refused), 'combination')} not trained, perhaps since another process does it: repeat the "
+            f"command later. {', '.join(refused)}"
         )
 
 
-def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[SweepSettings, list[Combination]]:
+def read_sweep(given: Sequence[Assignment]) -> tuple[SweepSettings, list[Combination]]:
     """Return the combinations of a command line; raise a ConfigError with all problems of their settings."""
-    assignments, problems = read_arguments(*name_first_words(SweepConfig, overrides, flags))
-    fixed, varied = [], dict[str, list[str]]()
-    for given in assignments:
-        name, values = _values_of(given)
+    strays = Reader(SweepConfig)
+    strays.read([each for each in given if not each.name])
+    problems, fixed, varied = strays.problems, list[Assignment](), dict[str, list[str]]()
+    for each in [each for each in given if each.name]:
+        name, values = _values_of(each)
         if len(values) == 1:
-            fixed.append(given)
-        elif name in varied or len(set(values)) < len(values):
-            problems.append(f"{given.where}: {name} is given twice, or has a value twice: remove one")
+            fixed.append(each)
+        elif len(set(values)) < len(values):
+            problems.append(f"{each.where}: {name} has a value twice: remove one")
         else:
             varied[name] = values
         if name in NOT_IN_A_SWEEP:
@@ -133,17 +133,16 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
     if not varied and not problems:
         problems.append("no setting has several values: write --learning_rate=1e-4,3e-4, or 'a;b' for lists and text")
     own = {setting.name for setting in settings_of(SweepConfig).values() if setting.section == "sweep"}
-    arguments = [f"{given.name}={given.raw}" for given in fixed]
-    trained = [text for text, given in zip(arguments, fixed, strict=True) if given.section_and_name[1] not in own]
+    trained = [f"{each.name}={each.raw}" for each in fixed if each.section_and_name[1] not in own]
     combinations: list[Combination] = []
     settings = SweepSettings()
-    for each in itertools.product(*varied.values()) if not problems else ():
-        chosen = dict(zip(varied, each, strict=True))
+    for texts in itertools.product(*varied.values()) if not problems else ():
+        chosen = dict(zip(varied, texts, strict=True))
         varying = [f"{name}={value}" for name, value in chosen.items()]
         combinations.append(Combination(chosen, (*trained, *varying)))
         try:
-            words = [*arguments, *varying, "ckpt_save_path=run"]
-            settings = resolve_config(SweepConfig, words, translate=translate_when_needed).config.sweep
+            words = [*fixed, *assign({**chosen, "ckpt_save_path": "run"})]
+            settings = translate_given(SweepConfig, words).resolve(SweepConfig).config.sweep
         except ConfigError as error:
             problems += [f"{','.join(varying)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):
@@ -166,11 +165,11 @@ def _values_of(given: Assignment) -> tuple[str, list[str]]:
     return name, [value for value in values if value] or [raw]
 
 
-def _train(combination: Combination, run: Path, processes: int) -> str | None:
+def _train(combination: Combination, run: Path, processes: int) -> bool:
     """Train a combination in a separate process, and write its outcome unless it was killed.
 
     Returns:
-        A message if another process trains in the run's folder, else None.
+        Whether the run had its folder for itself.
 
     Raises:
         Preempted: a signal arrived and was forwarded.
@@ -180,8 +179,6 @@ def _train(combination: Combination, run: Path, processes: int) -> str | None:
     if processes > 1:
         torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python")
         command = [sys.executable, "-m", *torchrun, *command]
-    if (user := _user_of(run)) is not None:
-        return user
     with output_errors(run, "--sweep_path", "--sweep_path"):
         run.mkdir(parents=True, exist_ok=True)
         write_atomic(run / ARGUMENTS_FILE, json.dumps({"arguments": combination.arguments}, indent=1) + "\n")
@@ -192,28 +189,14 @@ def _train(combination: Combination, run: Path, processes: int) -> str | None:
         if received.first is not None:
             error = Interrupted if received.first == signal.SIGINT else Preempted
             raise error(f"{combination.name} was stopped by {received.first.name}: the same command resumes it")
-        outcome = {"status": _status_of(code, run), "seconds": round(time.monotonic() - begun, 1)}
-        if outcome["status"] == "failed":
-            outcome["reason"] = _last_error((run / OUTPUT_FILE).read_bytes()[printed:])
-        if outcome["status"] == "killed" and (user := _user_of(run)) is not None:
-            return user  # it began in the meantime
-        if outcome["status"] == "killed":
-            log.warning("%s was killed (exit code %d): the same command resumes it", combination.name, code)
-        else:
-            write_atomic(run / OUTCOME_FILE, json.dumps(outcome, indent=1) + "\n")
-    return None
-
-
-def _user_of(run: Path) -> str | None:
-    """Return a message if another process of this machine holds the run's lease."""
-    from pretraining.checkpoint.lease import must_wait_for_lease  # imports torch
-
-    try:
-        must_wait_for_lease(run)
-    except CheckpointError as error:
-        log.warning("%s", error)
-        return str(error)
-    return None
+        status = _status_of(code, run)
+        reason = _last_error((run / OUTPUT_FILE).read_bytes()[printed:]) if status != "finished" else ""
+        if status == "killed":
+            log.warning("%s was killed (exit code %d): repeat the command. %s", combination.name, code, reason)
+            return code != 1
+        outcome = {"status": status, "seconds": round(time.monotonic() - begun, 1), "reason": reason}
+        write_atomic(run / OUTCOME_FILE, json.dumps(outcome, indent=1) + "\n")
+    return True
 
 
 def _run(command: Sequence[str], output: IO[bytes], received: ReceivedSignals) -> int:
@@ -249,12 +232,8 @@ def _last_error(output: bytes) -> str:
     return errors[-1].removeprefix("error:").strip() if errors else ""
 
 
-def row_of(combination: Combination, folder: Path, in_use: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Return a combination's row of the table, with None for unknown values.
-
-    Args:
-        in_use: messages about runs that another process trains, by name; their results are not this sweep's.
-    """
+def row_of(combination: Combination, folder: Path) -> dict[str, Any]:
+    """Return a combination's row of the table, with None for unknown values."""
     run = folder / combination.name
     newest: dict[str, Any] = {}
     notes: list[str] = []
@@ -264,10 +243,8 @@ def row_of(combination: Combination, folder: Path, in_use: Mapping[str, str] = M
     except OSError:  # nothing is reported yet
         pass
     for note in notes:
-        log.warning("%s: %s", run, note)
+        log.warning("%s", note)
     outcome = read_object(run / OUTCOME_FILE)
-    if (reason := in_use.get(combination.name)) is not None:
-        newest, outcome = {}, {"status": "in use", "reason": reason}
     newest["status"] = outcome.get("status", "not finished")
     results = {name: newest.get(name) for name in RESULTS}
     results |= {name: None for name in RESULTS[1:] if not math.isfinite(number_of(results[name]))}
@@ -275,8 +252,8 @@ def row_of(combination: Combination, folder: Path, in_use: Mapping[str, str] = M
     return {**combination.values, **results, **own}
 
 
-def _write_csv(combinations: Sequence[Combination], folder: Path, in_use: Mapping[str, str]) -> None:
-    rows = [row_of(each, folder, in_use) for each in combinations]
+def _write_csv(combinations: Sequence[Combination], folder: Path) -> None:
+    rows = [row_of(each, folder) for each in combinations]
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()

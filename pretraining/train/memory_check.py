@@ -17,7 +17,7 @@ import torch
 from pretraining.checkpoint.pt_files import check_host_memory
 from pretraining.config.strategies import DimSizes
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
+from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.distributed.torch_private import (
@@ -27,7 +27,8 @@ from pretraining.distributed.torch_private import (
 )
 from pretraining.errors import ConfigError, OutOfMemoryError
 from pretraining.estimate.advice import memory_advice
-from pretraining.estimate.memory import STATE_BYTES, MemoryEstimate, estimate_memory, optimizer_state_bytes
+from pretraining.estimate.costs import parameter_count
+from pretraining.estimate.memory import STATE_BYTES, MemoryEstimate, Rank, estimate_memory, optimizer_state_bytes
 from pretraining.launch.machine import machine_memory
 from pretraining.observability.profiler import TRACES
 from pretraining.observability.throughput import peak_bytes
@@ -59,7 +60,8 @@ def check_memory(config: TrainConfig, shape: LlamaShape, dims: DimSizes, process
         ConfigError: the model needs more memory than there is, and `ignore_memory` is off.
         CheckpointError: rank 0 cannot gather full checkpoints in the host's memory.
     """
-    needed = _estimate(config, shape, dims, processes.device)
+    rank = _rank(config, dims, processes.device)
+    needed = estimate_memory(config, shape, rank)
     parts, (limit_bytes, limit) = _format_parts(needed), _available_memory(dims, processes.device)
     if processes.is_main:
         log.info("memory      about %s of %s: %s", format_gib(needed.total), limit, parts)
@@ -68,14 +70,14 @@ def check_memory(config: TrainConfig, shape: LlamaShape, dims: DimSizes, process
     on_cpu = processes.device.type == "cpu"
     if processes.is_main and config.checkpoint.ckpt_format == "full" and (not on_cpu or dims.shard > 1):
         gathered = STATE_BYTES * parameter_count(shape) + optimizer_state_bytes(
-            config.optimizer, shape, 1, _state_bytes(config)
+            config.optimizer, shape, 1, rank.state_bytes
         )
         if on_cpu:  # the host's memory holds the training state, too
             gathered += needed.total * dims.node
         check_host_memory(gathered, "Give --ckpt_format=sharded, or start anyway with --ignore_memory=true")
     if needed.total * (1 - TOLERANCE) <= limit_bytes:
         return
-    fitting = _advice(config, shape, dims, processes.device, ADVISED_SHARE * limit_bytes)
+    fitting = memory_advice(config, shape, rank, ADVISED_SHARE * limit_bytes)
     would_fit = f"These would fit: {'; '.join(fitting)}" if fitting else "No smaller setting would fit"
     raise ConfigError(
         f"the model cannot fit: {parameter_count(shape):,} parameters with --batch_size={config.batch.batch_size} and "
@@ -119,6 +121,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _out_of_memory_text(error: Exception, config: TrainConfig, dims: DimSizes, processes: Processes) -> str:
     shape, device = resolve_shape(config.model), processes.device
+    rank = _rank(config, dims, device)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
     place = f", at {Path(frames[-1].filename).relative_to(PACKAGE.parent)}:{frames[-1].lineno}" if frames else ""
     cause = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -129,9 +132,9 @@ def _out_of_memory_text(error: Exception, config: TrainConfig, dims: DimSizes, p
     lines = [
         f"out of memory in step {processes.activity.step + 1}{place}: {cause}",
         f"Measured on this rank: {format_gib(peak_bytes(device))} at the peak{reserved}, {available}",
-        f"Estimated: {_format_parts(_estimate(config, shape, dims, device))}",
+        f"Estimated: {_format_parts(estimate_memory(config, shape, rank))}",
         "Settings that take less, by the estimate:",
-        *(f"  {line}" for line in _advice(config, shape, dims, device)),
+        *(f"  {line}" for line in memory_advice(config, shape, rank)),
     ]
     if device.type == "cuda" and config.checkpoint.ckpt_save_path is not None:
         path = config.checkpoint.folder / TRACES / f"out_of_memory_rank{processes.rank}.memory.pickle"
@@ -144,35 +147,10 @@ def _out_of_memory_text(error: Exception, config: TrainConfig, dims: DimSizes, p
     return "\n".join(lines)
 
 
-def _estimate(config: TrainConfig, shape: LlamaShape, dims: DimSizes, device: torch.device) -> MemoryEstimate:
-    itemsize = compute_dtype(config.parallel, device).itemsize
-    return estimate_memory(
-        config,
-        shape,
-        shard_size=dims.shard,
-        compute_bytes=itemsize,
-        device_type=device.type,
-        state_bytes=_state_bytes(config),
-    )
-
-
-def _state_bytes(config: TrainConfig) -> float | None:
+def _rank(config: TrainConfig, dims: DimSizes, device: torch.device) -> Rank:
     measured = measure_state(config.optimizer)
-    return None if measured is None else measured.bytes_per_parameter
-
-
-def _advice(
-    config: TrainConfig, shape: LlamaShape, dims: DimSizes, device: torch.device, limit_bytes: float | None = None
-) -> list[str]:
-    return memory_advice(
-        config,
-        shape,
-        shard_size=dims.shard,
-        compute_bytes=compute_dtype(config.parallel, device).itemsize,
-        device_type=device.type,
-        limit_bytes=limit_bytes,
-        state_bytes=_state_bytes(config),
-    )
+    state_bytes = None if measured is None else measured.bytes_per_parameter
+    return Rank(dims.shard, compute_dtype(config.parallel, device).itemsize, device.type, state_bytes)
 
 
 def _available_memory(dims: DimSizes, device: torch.device) -> tuple[int, str]:

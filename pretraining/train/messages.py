@@ -25,10 +25,10 @@ from pretraining.config.variants import (
     LlamaShape,
     format_scaling,
     name_of_model,
-    parameter_count,
 )
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
+from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.devices import peak_tflops
 from pretraining.estimate.flops import flops_per_token
 from pretraining.files import exists, is_address

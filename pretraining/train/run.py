@@ -145,8 +145,7 @@ def train(
             config, start = resolve_in_job(
                 config, lambda given: resolve(given, list_copies(given.checkpoint), returns=returns)
             )
-            is_resumed = start is not None and not start.weights_only
-            sampler = open_sampler(config, processes, is_resumed)  # before training, so that a bad path fails early
+            sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
             dims = check_and_build_dims(config, processes)
             on_every_rank(requests.raise_if_signalled)
             count_start(config.checkpoint, status, start)

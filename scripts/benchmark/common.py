@@ -21,12 +21,13 @@ from pretraining.config.assignments import setting_named
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
+from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.data.dataset import build_loader
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes, join_processes, on_rank_zero
 from pretraining.errors import ConfigError
+from pretraining.estimate.costs import parameter_count
 from pretraining.launch.layout import resolve_layout
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama

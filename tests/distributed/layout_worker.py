@@ -14,7 +14,7 @@ from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.distributed.grad_norm import local_gradients, local_part
 from pretraining.distributed.parallelize import ParallelModel
 from pretraining.distributed.processes import gather_from_every_rank, join_processes
-from pretraining.estimate.memory import estimate_memory
+from pretraining.estimate.memory import Rank, estimate_memory
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.program import run_as_program
 from pretraining.model.init import initialize_parameters, initialize_weights
@@ -62,7 +62,7 @@ def main() -> None:
                 sum(each.nbytes for each in kept if each.dim() > 0),
             )
             of_ranks = gather_from_every_rank(lambda found=(is_same, *sizes): found)  # type: ignore[misc]
-            estimate = estimate_memory(config, shape, shard_size=dims.shard, compute_bytes=4, device_type="cpu")
+            estimate = estimate_memory(config, shape, Rank(dims.shard, 4, "cpu"))
             if processes.is_main:
                 same, *fullest = (list(column) for column in zip(*of_ranks, strict=True))
                 measured = [max(each) for each in fullest]

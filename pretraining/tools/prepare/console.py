@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import parameter_count, resolve_shape, rounded_vocabulary
+from pretraining.config.variants import resolve_shape, rounded_vocabulary
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer
+from pretraining.estimate.costs import parameter_count
 from pretraining.launch.terminal import print_text
 from pretraining.text import count_of, format_seconds
 from pretraining.tools.prepare.records import Counts, PrepareSummary

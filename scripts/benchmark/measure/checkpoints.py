@@ -43,9 +43,10 @@ from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpo
 from pretraining.checkpoint.start_point import find_start
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import parameter_count, resolve_shape
+from pretraining.config.variants import resolve_shape
 from pretraining.distributed.dims import build_dims
 from pretraining.distributed.processes import Processes, join_processes
+from pretraining.estimate.costs import parameter_count
 from pretraining.launch.layout import ProcessLayout, free_port
 from pretraining.model.init import initialize_parameters
 from pretraining.optim.registry import build_optimizer

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pretraining.config.training import ModelConfig
-from pretraining.config.variants import VARIANTS, RopeScaling, name_of_model, parameter_count, resolve_shape
+from pretraining.config.variants import VARIANTS, RopeScaling, name_of_model, resolve_shape
 from pretraining.errors import ConfigError
+from pretraining.estimate.costs import parameter_count
 
 # variant: hidden, heads, kv heads, layers, feed-forward, context, theta, vocabulary, parameters in units of 10^7
 PUBLISHED = {

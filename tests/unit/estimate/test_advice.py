@@ -11,7 +11,7 @@ from pretraining.config.command_line import load_train_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
 from pretraining.estimate.advice import memory_advice
-from pretraining.estimate.memory import estimate_memory
+from pretraining.estimate.memory import Rank, estimate_memory
 
 BASE = ["use_dummy_dataset=true", "model_variant=1b", "batch_size=8", "loss_chunk_tokens=0"]
 
@@ -22,14 +22,13 @@ def load(*flags: str) -> TrainConfig:
 
 def gib(config: TrainConfig, shard_size: int = 1, device_type: str = "cuda") -> float:
     shape = resolve_shape(config.model)
-    options = {"shard_size": shard_size, "compute_bytes": 2, "device_type": device_type}
-    return estimate_memory(config, shape, **options).total / 2**30  # type: ignore[arg-type]
+    return estimate_memory(config, shape, Rank(shard_size, 2, device_type)).total / 2**30
 
 
 def advice(config: TrainConfig, limit_gib: float | None, device_type: str = "cuda") -> dict[str, float]:
     limit = None if limit_gib is None else limit_gib * 2**30
     shape = resolve_shape(config.model)
-    lines = memory_advice(config, shape, shard_size=1, compute_bytes=2, device_type=device_type, limit_bytes=limit)
+    lines = memory_advice(config, shape, Rank(1, 2, device_type), limit)
     matches = [re.fullmatch(r"(.*) \(about ([\d,.]+) GiB\)", line) for line in lines]
     return {match[1]: float(match[2].replace(",", "")) for match in matches if match}
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretraining.config.variants import VARIANTS, LlamaShape, parameter_count
-from pretraining.estimate.flops import flops_per_token, matmul_parameters, recomputed_flops_per_token
+from pretraining.config.variants import VARIANTS, LlamaShape
+from pretraining.estimate.costs import parameter_count
+from pretraining.estimate.flops import block_forward_flops, flops_per_token
 from pretraining.model.llama import Llama
 
 every_variant = pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
@@ -31,14 +32,14 @@ def test_biases_count_as_parameters_and_not_as_operations() -> None:
         shape = replace(VARIANTS["small"], attention_bias=bias, mlp_bias=True, head_dim=32)
         assert parameter_count(shape) == sum(parameter.numel() for parameter in meta_model(shape).parameters())
         products, _ = counted(meta_model(shape), torch.zeros(1, 64, dtype=torch.int64, device="meta"))
-        assert products == 2 * matmul_parameters(shape) * 64
+        assert 3 * products == flops_per_token(shape, 0) * 64
 
 
 @every_variant
 def test_matmul_parameters_are_those_of_linear_layers(shape: LlamaShape) -> None:
     """The head counts, tied or not; the embedding look-up does not."""
     linear = [module for module in meta_model(shape).modules() if isinstance(module, nn.Linear)]
-    assert matmul_parameters(shape) == sum(module.weight.numel() for module in linear)
+    assert flops_per_token(shape, 0) == 6 * sum(module.weight.numel() for module in linear)
 
 
 def counted(model: nn.Module, *inputs: object) -> tuple[int, int]:
@@ -57,8 +58,8 @@ def test_flops_are_six_a_matmul_parameter_and_half_the_attention_matrix(name: st
     """Backward costs twice a forward, and causality halves attention."""
     shape, length = VARIANTS[name], 256
     matrices, attention = counted(meta_model(shape), torch.zeros(1, length, dtype=torch.int64, device="meta"))
-    assert 3 * matrices == 6 * matmul_parameters(shape) * length
-    assert 3 * attention / 2 == (flops_per_token(shape, length) - 6 * matmul_parameters(shape)) * length
+    assert 3 * matrices == flops_per_token(shape, 0) * length
+    assert 3 * attention / 2 == (flops_per_token(shape, length) - flops_per_token(shape, 0)) * length
 
 
 def test_documents_cost_as_much_as_a_row_of_their_mean_length_over_tokens() -> None:
@@ -66,13 +67,12 @@ def test_documents_cost_as_much_as_a_row_of_their_mean_length_over_tokens() -> N
     tokens = torch.zeros(2, 128, dtype=torch.int64, device="meta")
     _, attention = counted(meta_model(shape), tokens, None, None, lengths)
     span = sum(length**2 for length in lengths) / 256
-    assert 3 * attention / 2 == (flops_per_token(shape, span) - 6 * matmul_parameters(shape)) * 256
+    assert 3 * attention / 2 == (flops_per_token(shape, span) - flops_per_token(shape, 0)) * 256
 
 
 @pytest.mark.parametrize("name", ["7b", "llama2_1.4b", "tiny"])
-def test_recomputed_blocks_cost_another_forward_without_the_head(name: str) -> None:
+def test_blocks_cost_a_forward_without_the_head(name: str) -> None:
     shape, length = VARIANTS[name], 256
     tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
     matrices, attention = counted(meta_model(shape).model, tokens, None, None)
-    for share in (1.0, 0.25, 0.0):
-        assert recomputed_flops_per_token(shape, share, length) * length == share * (matrices + attention / 2)
+    assert shape.num_hidden_layers * block_forward_flops(shape, length) * length == matrices + attention / 2

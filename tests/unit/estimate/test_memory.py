@@ -10,12 +10,13 @@ import pytest
 import torch
 from helpers import ROOT
 
-from pretraining.config.command_line import resolve_config
+from pretraining.config.command_line import read_sources, read_words, resolve_config
 from pretraining.config.context import ContextGroup
 from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
-from pretraining.config.variants import LlamaShape, parameter_count, resolve_shape
+from pretraining.config.variants import LlamaShape, resolve_shape
 from pretraining.data.batch import ModelInputs
-from pretraining.estimate.memory import estimate_memory, kept_bytes_per_token
+from pretraining.estimate.costs import parameter_count
+from pretraining.estimate.memory import Rank, estimate_memory, kept_bytes_per_token
 from pretraining.model.llama import Llama
 from pretraining.tools.commands import PlanConfig
 from pretraining.tools.planner import cluster_of, make_plan
@@ -63,17 +64,16 @@ def test_a_block_of_shared_rows_stores_keys_and_values_of_whole_rows(ranks: int)
         batch=BatchConfig(batch_size=1),
         parallel=ParallelConfig(context_parallel_size=ranks),
     )
-    options = {"shard_size": ranks, "compute_bytes": 4, "device_type": "cpu"}
+    rank = Rank(ranks, 4, "cpu")
     estimates = [
-        estimate_memory(config, replace(SHAPE, num_hidden_layers=layers), **options).activations  # type: ignore[arg-type]
-        for layers in (1, 2)
+        estimate_memory(config, replace(SHAPE, num_hidden_layers=layers), rank).activations for layers in (1, 2)
     ]
     assert more == pytest.approx(estimates[1] - estimates[0], rel=0.001)
 
 
 @pytest.mark.parametrize("simulated", SIMULATED, ids=lambda simulated: simulated["flags"])
 def test_the_state_is_exact_and_the_peak_close_to_a_simulated_step(simulated: dict[str, Any]) -> None:
-    config = resolve_config(PlanConfig, simulated["flags"].split(), {}).config
+    config = resolve_config(PlanConfig, read_sources(read_words(PlanConfig, simulated["flags"].split()))).config
     shape = resolve_shape(config.model)
     memory = make_plan(config, shape, cluster_of(config)).memory
     for part in ("parameters", "gradients", "optimizer_state"):

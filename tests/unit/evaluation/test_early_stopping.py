@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from pretraining.evaluation.early_stopping import EarlyStopping
+from pretraining.evaluation.held_out import EarlyStopping
 from pretraining.progress import Progress, TrainState
 
 

@@ -14,9 +14,8 @@ from torch import nn
 
 from pretraining.config.context import SharedRows
 from pretraining.data.batch import MicroBatch, StepBatch
-from pretraining.evaluation.early_stopping import EarlyStopping
 from pretraining.evaluation.generation import Sample
-from pretraining.evaluation.held_out import Evaluation, EvaluationSource, Evaluator, evaluate
+from pretraining.evaluation.held_out import EarlyStopping, Evaluation, EvaluationSource, Evaluator, evaluate
 from pretraining.model.loss import HeadLoss
 from pretraining.observability.events import Events
 from pretraining.observability.metrics import Metrics

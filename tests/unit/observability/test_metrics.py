@@ -87,12 +87,12 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("outside")
 def test_a_user_defined_score_has_a_column_and_ignored_labels_do_not_count() -> None:
     scores = Metrics(["scores_of_mine:Mine", "scores_of_mine:Inherited"])
-    assert scores.columns == ("losses", "hits", "tokens", "bytes", "custom/Mine")
+    assert scores.columns == ("losses", "hits", "tokens", "bytes", "custom/Mine", "custom/Inherited")
     sums = scores.measure(loss_of(LABELS), inputs_of(LABELS), ROWS, 2)
     assert sums[:, 4].tolist() == [6, 3]
     values = scores.values(sums[0].tolist())
     assert (values["custom/Mine"], values["custom/Inherited"]) == (2.0, -6.0)
-    assert "custom/Mine" not in scores.values([0.0] * 5)  # None is not reported
+    assert "custom/Mine" not in scores.values([0.0] * 6)  # None is not reported
 
 
 @pytest.mark.usefixtures("outside")

@@ -225,7 +225,7 @@ def test_sums_of_scores_go_on_after_a_resume_if_the_same_are_measured(
 
 def test_rates_mfu_and_time_left_follow_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "flops_per_token", lambda shape, span: span * 1e11)
-    monkeypatch.setattr(throughput, "recomputed_flops_per_token", lambda shape, share, span: span * 0.25e11)
+    monkeypatch.setattr(throughput, "recomputed_flops_per_token", lambda parallel, shape, span: span * 0.25e11)
     recorder = observe([1.0] * 4, every=2, spans=(8.0, 2.0, 20.0, 40.0))  # by the attention span
     report = recorder.reports[0]
     assert report["step_seconds"] == 2.0

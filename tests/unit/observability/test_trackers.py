@@ -21,7 +21,7 @@ from pretraining.config.training import CheckpointConfig, ReportConfig, TrainCon
 from pretraining.errors import ConfigError
 from pretraining.observability import report_file
 from pretraining.observability import trackers as trackers_module
-from pretraining.observability.report_file import Sink, line_sink
+from pretraining.observability.report_file import Sink
 from pretraining.observability.tensorboard import TensorBoard
 from pretraining.observability.trackers import METRICS_FILE, JsonLines, QueuedSink, TrackedRun, Trackers, open_trackers
 
@@ -31,7 +31,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def metrics_in(folder: Path, restored_step: int) -> Sink:
-    return line_sink(JsonLines(TrackedRun(TrainConfig(), "run", folder, restored_step)))
+    return JsonLines(TrackedRun(TrainConfig(), "run", folder, restored_step)).sink()
 
 
 def test_a_resumed_run_drops_what_it_is_about_to_report_again_and_a_new_one_all(
@@ -155,7 +155,7 @@ def test_reports_that_find_no_room_wait_up_to_a_number_and_are_written_once_ther
     run = TrackedRun(config_of(tmp_path), "run", tmp_path / "logs", 0)
     curves = TensorBoard(run)
     tensorboard = Sink("tensorboard", lambda *report: curves.log(*report[:2]), curves.close)
-    trackers = Trackers({METRICS_FILE: line_sink(JsonLines(run)), "tensorboard": tensorboard})
+    trackers = Trackers({METRICS_FILE: JsonLines(run).sink(), "tensorboard": tensorboard})
     metrics = tmp_path / "logs" / METRICS_FILE
     trackers.log(1, {"loss": 1.0})
     with no_file_longer_than(metrics.stat().st_size + 10):
@@ -294,7 +294,7 @@ def test_any_flipped_bit_of_the_metrics_costs_the_lines_that_it_is_in_and_no_res
         kept = path.read_bytes().splitlines()
         assert len([line for line in kept if line in content.splitlines()]) >= 1
         assert all(json.loads(line)["step"] <= 30 for line in kept)
-        assert all(message == f"{path}: 1 damaged line dropped" for message in caplog.messages)
+        assert all(message == f"{path}: 1 damaged line left out." for message in caplog.messages)
 
 
 def test_tensorboard_gets_known_numbers_and_settings_and_a_later_start_hides_what_it_reports_again(

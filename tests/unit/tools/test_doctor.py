@@ -22,7 +22,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MATMUL_SIZE", {"cpu": 32})
     monkeypatch.setattr(module, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(module, "BUDGET_SECONDS", 0.01)
-    monkeypatch.setattr(module, "SAVE_SECONDS", 0)
     monkeypatch.setattr(module, "SLOW_DISK_GIB", 0.0)
 
 
@@ -41,7 +40,7 @@ def test_one_process_measures_its_device_and_its_disk(tmp_path: Path, capsys: py
     found = examine(capsys, f"--disk_path={tmp_path}")
     (rank,) = found["ranks"]
     checks = [reading["check"] for reading in rank["readings"]]
-    assert checks[2:] == ["matmul bfloat16 32", "matmul float32 32", "memory copy", "disk write + fsync", "disk read"]
+    assert checks[1:] == ["matmul bfloat16 32", "matmul float32 32", "memory copy", "disk write + fsync", "disk read"]
     assert all(reading["value"] > 0 for reading in rank["readings"]) and set(checks) <= set(found["rows"])
     assert found["rows"]["torch"]["found"] == torch.__version__ and list(tmp_path.iterdir()) == []
     assert "disk" not in " ".join(examine(capsys, "--disk_path=none")["rows"])
@@ -58,7 +57,7 @@ def test_a_folder_that_cannot_be_used_is_one_error(
 
     if flag == "disk_path":
         monkeypatch.setattr(Path, "open", full)
-    monkeypatch.setattr("pretraining.checkpoint.writer._write_all", full)
+    monkeypatch.setattr("pretraining.checkpoint.manifest.ChecksummedFile.write", full)
     with pytest.raises(SystemExit) as ending:
         main(["doctor", "--disk_path=none", "--model_variant=tiny", f"--{flag}={tmp_path / place}"])
     assert ending.value.code == 1 and f"--{flag}=" in capsys.readouterr().err
@@ -96,22 +95,7 @@ def test_emulated_bfloat16_and_a_low_share_of_the_peak_are_looked_at(monkeypatch
     cpu = torch.device("cpu")
     verdicts = [next(module._matmuls(cpu, "x86_64", is_chosen)).verdict for is_chosen in (True, False)]
     assert verdicts == ["look at", "good"]
-    assert next(module._matmuls(cpu, "x86_64", is_chosen=False)).normal == "not used: training is in float32 here, at 9"
     assert next(module._matmuls(cpu, "NVIDIA H100", False)).verdict == "look at"
-
-
-def test_a_gpu_is_asked_how_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert list(module._gpu_health("uuid")) == []
-    for printed, verdicts in (
-        ("50, 0", ["good", "good"]),
-        ("90, 3", ["look at", "bad"]),
-        ("[N/A], [N/A]", ["good"] * 2),
-    ):
-        program.write_text(f"#!/bin/sh\necho '{printed}'\n")
-        program.chmod(0o755)
-        assert [reading.verdict for reading in module._gpu_health("uuid")] == verdicts
 
 
 def report(host: str, value: float, version: str = "2.13") -> RankReport:
@@ -124,8 +108,8 @@ def test_a_slow_rank_is_named_with_its_machine_and_how_slow_it_is() -> None:
         *(("good", "7.5 GiB/s"), ("look at", "rank 2 on c"), ("bad", "rank 3 on d"))
     ]
     assert find_slow({0: 1.0}, 1.3) == find_slow({0: 10.0, 1: 9.0}, 1.3) == {}
-    heats = [RankReport("a", {}, [Reading("GPU room to heat", value, "°C")]) for value in (10.0, 33.0, 35.0)]
-    assert [row.verdict for row in module._judge(heats, 1.3)] == ["good"]  # is no rate
+    cores = [RankReport("a", {}, [Reading("cores", value, "cores")]) for value in (2.0, 8.0, 8.0)]
+    assert [row.verdict for row in module._judge(cores, 1.3)] == ["good"]  # is no rate
 
 
 def test_different_versions_are_reported() -> None:

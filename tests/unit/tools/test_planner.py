@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pretraining.cli import main
-from pretraining.config.variants import VARIANTS, parameter_count
+from pretraining.config.variants import VARIANTS
+from pretraining.estimate.costs import parameter_count
 
 SEARCH = ("--search=false", "--search=true")
 

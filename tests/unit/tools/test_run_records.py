@@ -14,6 +14,7 @@ from unit.tools.run_folders import training_report, write_lines, write_run
 from pretraining.checkpoint import lease
 from pretraining.errors import ConfigError
 from pretraining.observability import environment
+from pretraining.observability.report_file import read_lines
 from pretraining.tools import run_records
 from pretraining.tools.run_records import Columns, read_run, read_runs
 
@@ -104,7 +105,7 @@ def test_damaged_lines_between_others_are_dropped(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\n[1]\n{"step": NaN}\n{"step": 1' + b"0" * 400 + b'}\n{"step": 3}\n')
     notes: list[str] = []
-    steps = [line["step"] for line in run_records.read_lines(tmp_path / "metrics.jsonl", notes)]
+    steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl", notes)]
     assert steps == [1, 2, 3] and len(notes) == 1 and "4 damaged lines" in notes[0]
     columns = Columns()
     columns.add({"step": 1, "time": "never", "text": "x"})
