@@ -89,11 +89,10 @@ def split_of(path: str) -> str | None:
 
 
 def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> None:
-    """Log a warning if tokens of a dataset seem to have another type, or its documents no borders.
+    """Log a warning if tokens seem to have another type, or a column masks some, or documents have no borders.
 
-    The beginnings of a few files are read.
+    The beginnings of a few files of a dataset are read.
     """
-    _warn_about_masks(files, config)
     filled = np.flatnonzero(np.diff(index.first_documents))
     if not len(filled):
         return
@@ -101,9 +100,15 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
     samples = [_Beginning(files, index, number) for number in looked_at]
     try:
         problems = [(each.path, problem) for each in samples if (problem := each.width_problem()) is not None]
-        runs_together = _marks_nothing(config) and samples[0].has_no_borders()
+        marks_nothing = config.sep is None and config.bos is None and not config.document_mask
+        runs_together = marks_nothing and samples[0].has_no_borders()
     except OSError:  # training names the file when it reads it
         return
+    column, stripped = config.col_name, config.strip_tokens
+    masks = ((each.path, describe_masks(islice(rows_of(each.path), 1), column, stripped)) for each in samples)
+    masked = next((each for each in masks if each[1] is not None), None)
+    if masked is not None:
+        log.warning("%s: %s", *masked)
     if problems:
         others = f" ({len(problems)} of {len(samples)} files that were looked at)" if len(samples) > 1 else ""
         log.warning("%s: %s%s", *problems[0], others)
@@ -113,15 +118,6 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
             "end of a text>, or --document_mask=true",
             files.name,
         )
-
-
-def _warn_about_masks(files: DatasetFiles, config: DataConfig) -> None:
-    """Log a warning if a column masks tokens in the first rows of a few files."""
-    for number in np.unique(np.linspace(0, len(files.paths) - 1, _SAMPLED_FILES, dtype=np.int64)).tolist():
-        found = describe_masks(islice(rows_of(files.path(number)), 1), config.col_name, config.strip_tokens)
-        if found is not None:
-            log.warning("%s: %s", files.path(number), found)
-            return
 
 
 class _Beginning:
@@ -154,10 +150,6 @@ class _Beginning:
                 len({os.pread(file.fileno(), width, place) for place in places.tolist()}) > 1
                 for places in (firsts, lasts)
             )
-
-
-def _marks_nothing(config: DataConfig) -> bool:
-    return config.sep is None and config.bos is None and not config.document_mask
 
 
 # Columns that mask tokens
