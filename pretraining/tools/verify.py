@@ -201,8 +201,7 @@ def check_files(
             report.faults.append(error)
             return report
         report.documents, report.tokens = len(layout.lengths), int(layout.lengths.sum())
-        if files.file_type in ("arrow", "arrow_stream"):
-            report.masks = describe_masks(rows_of(path), data.col_name, data.strip_tokens)
+        report.masks = describe_masks(rows_of(path), data.col_name, data.strip_tokens)
         wrong_type = width_problem(_sample(layout))
         if wrong_type is not None:  # then each of its tokens is wrong
             report.faults.append(DataError(wrong_type, path=path))
