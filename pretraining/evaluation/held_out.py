@@ -39,8 +39,6 @@ from pretraining.progress import PENDING_EVALUATION, Interval, TrainState
 
 log = logging.getLogger(__name__)
 
-MEAN = "mean"
-
 
 @dataclass(frozen=True)
 class EvaluationSource:
@@ -152,15 +150,11 @@ class Evaluation:
         return lines
 
     def _line(self, name: str | None) -> str:
-        numbers = self.numbers(name).items()
-        return "  ".join(f"{number.removeprefix(CUSTOM)} {format_score(value)}" for number, value in numbers)
-
-
-def format_score(value: float | None) -> str:
-    """Return a score with four decimals, or four digits if it is huge; "-" if it is unknown."""
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+        parts = []
+        for number, value in self.numbers(name).items():
+            text = f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+            parts.append(f"{number.removeprefix(CUSTOM)} {text}")
+        return "  ".join(parts)
 
 
 @torch.no_grad()
