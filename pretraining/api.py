@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import newest_run_path
-from pretraining.config.command_line import resolve_config
+from pretraining.config.command_line import assign
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config, resolve_run_folder
 from pretraining.config.training import TrainConfig
@@ -37,7 +37,7 @@ from pretraining.launch.signals import ReceivedSignals, terminate_with_launcher
 from pretraining.launch.terminal import logging_to_terminal
 from pretraining.progress import Duration
 from pretraining.tools.commands import ExportConfig, SampleConfig
-from pretraining.tools.translate.hook import translate_when_needed
+from pretraining.tools.translate.hook import translate_given
 
 if TYPE_CHECKING:
     from typing import Self
@@ -95,10 +95,8 @@ class Trainer:
         Raises:
             ConfigError: every problem of recipes and settings.
         """
-        flags: dict[str, Any] = {name: "none" if value is None else value for name, value in settings.items()}
-        if recipes:
-            flags["recipe"] = [str(recipe) for recipe in recipes]
-        resolved = resolve_config(TrainConfig, (), flags, translate=translate_when_needed, continues_runs=True)
+        given = assign({"recipe": [str(recipe) for recipe in recipes], **settings} if recipes else settings)
+        resolved = translate_given(TrainConfig, given).resolve(TrainConfig, continues_runs=True)
         trainer = cls(resolved.config)
         trainer._returns = resolved.returns
         return trainer

@@ -1,8 +1,8 @@
 """The command line, `pretrain COMMAND --flag=value …`: a table of commands, and the handling of errors.
 
-fire splits the arguments. Values stay text for the settings' own parser: fire would turn `false` into a true string and
-accept unknown flags. Errors for users, and errors of the file system about a path, are printed once and exit with the
-error's code; other exceptions keep their traceback.
+`read_words` splits the arguments, and fire calls the command with a word per assignment. Alone, fire would lose the
+order of flags and words, turn `false` into a true string and accept unknown flags. Errors for users, and errors of the
+file system about a path, are printed once and exit with the error's code; other exceptions keep their traceback.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pretraining import __version__
-from pretraining.config.command_line import ResolvedConfig, drop_overridden, naming_places, resolve_config
+from pretraining.config.assignments import Assignment
+from pretraining.config.command_line import naming_places, read_words
 from pretraining.config.fields import values_of
 from pretraining.config.help import help_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import name_block
-from pretraining.errors import ConfigError, DataError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
-from pretraining.files import exists, path_error
+from pretraining.errors import ConfigError, LaunchError, LostPeerError, PathError, Preempted, PretrainError
+from pretraining.files import path_error
 from pretraining.launch.cpu_threads import set_threads, torch_is_imported
 from pretraining.launch.layout import INTERACTIVE, ProcessLayout, resolve_layout
 from pretraining.launch.machine import name_user
@@ -42,25 +42,24 @@ from pretraining.launch.signals import (
 )
 from pretraining.launch.terminal import ignore_output_errors, log_to_terminal, print_text
 from pretraining.tools import demo
-from pretraining.tools.commands import BESIDE_TRAINING, Command
-from pretraining.tools.translate.hook import translate_when_needed
+from pretraining.tools.commands import BESIDE_RECIPES, BESIDE_TRAINING, Command
+from pretraining.tools.translate.hook import translate_given
 
 log = logging.getLogger(__name__)
 
 
-def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+def train_command(given: Sequence[Assignment]) -> None:
     """Train a model."""
     signals = ReceivedSignals().listen()
     terminate_with_launcher()
-    of_demo = demo.add_settings(overrides, flags)
-    resolved = resolve_config(
-        TrainConfig, of_demo or overrides, flags, translate=translate_when_needed, continues_runs=True
-    )
+    of_demo = demo.settings_beside(given)
+    translated = translate_given(TrainConfig, [*of_demo, *given])
+    resolved = translated.resolve(TrainConfig, continues_runs=True)
     config = resolved.config
     name_block(config.model.block)
-    if of_demo is not None:
+    if of_demo:
         demo.prepare()
-    _check_prepared(resolved)
+    translated.check_prepared(config.data)
     if not config.run.dry_run:
         ignore_output_errors()
     layout = resolve_layout(os.environ)
@@ -92,22 +91,12 @@ def train_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
             train(config, layout, requests, threads, returns=resolved.returns)
 
 
-def _check_prepared(resolved: ResolvedConfig[TrainConfig]) -> None:
-    """Raise a DataError with the command that prepares the data of another system's recipe, unless it is there."""
-    data = resolved.config.data
-    if resolved.prepare is None or data.use_dummy_dataset or data.data_path != resolved.prepare[0]:
-        return
-    folder, command = resolved.prepare
-    if not exists(Path(folder)):
-        raise DataError(f"there is no data yet in {folder}. Prepare it, then give this command again:\n  {command}")
-
-
-def _run_command(row: Command, overrides: Sequence[str], flags: dict[str, str]) -> None:
+def _run_command(row: Command, given: Sequence[Assignment]) -> None:
     """Import and run the command, after the number of CPU threads is set."""
-    if row.parses_arguments:
-        _import_function(row.function)(overrides, flags)
+    if row.takes_assignments:
+        _import_function(row.function)(given)
         return
-    config: Any = resolve_config(row.settings, overrides, flags, translate=translate_when_needed).config
+    config: Any = translate_given(row.settings, given).resolve(row.settings).config
     name_block(values_of(config).get("block"))
     if (layout := _layout()) is not None:
         set_threads(config.run.cpu_threads if isinstance(config, TrainConfig) else None, layout)
@@ -123,7 +112,7 @@ def _import_function(function: str | Callable[..., None]) -> Callable[..., None]
 
 
 COMMANDS = {
-    "train": Command(TrainConfig, train_command, "train a model", parses_arguments=True),
+    "train": Command(TrainConfig, train_command, "train a model", takes_assignments=True),
     **BESIDE_TRAINING,
 }
 
@@ -178,18 +167,16 @@ def _run(arguments: Sequence[str]) -> None:
     elif helps:
         row, topic = COMMANDS[name], helps[0].partition("=")[2] or None
         print(help_text(row.settings, f"pretrain {name}", row.purpose, topic=topic))
+        if topic is None and issubclass(row.settings, TrainConfig):
+            print(BESIDE_RECIPES)
     else:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="surrogateescape")  # prints file names that are not UTF-8 unchanged
-        _check_dashes(arguments[1:])
         try:
             Path.cwd()  # libraries abort without one
         except OSError as error:
             raise PathError(f"the working folder was deleted ({error.strerror}): change to another") from None
-        import fire  # here, so that `--help` is fast
-
-        row, words = COMMANDS[name], drop_overridden(COMMANDS[name].settings, arguments[1:])
-        fire.Fire(_for_fire(partial(_run_command, row)), command=words, name=f"pretrain {name}")
+        _run_through_fire(name, read_words(COMMANDS[name].settings, arguments[1:]))
 
 
 def _exit_without_output(error: OSError) -> NoReturn:
@@ -205,23 +192,17 @@ def _exit_without_output(error: OSError) -> NoReturn:
     sys.exit(FAILED)
 
 
-def _check_dashes(arguments: Sequence[str]) -> None:
-    """Refuse arguments like `--`: fire would drop all later arguments, or read them as its own flags."""
-    for argument in arguments:
-        if argument.startswith("-") and not argument.partition("=")[0].strip("-"):
-            raise ConfigError(f"{argument!r} is not a setting: leave it out, or write --name=value")
+def _run_through_fire(name: str, given: Sequence[Assignment]) -> None:
+    """Let fire call a command with a positional word, `name=value`, per assignment."""
 
+    def run(*words: str) -> None:
+        assert len(words) == len(given)
+        _run_command(COMMANDS[name], given)
 
-def _for_fire(command: Callable[[Sequence[str], dict[str, str]], None]) -> Callable[..., None]:
-    """Return a function for fire that passes every value to the command as text."""
-
-    def run(*overrides: str, **flags: Any) -> None:
-        command(overrides, flags)
-
+    import fire  # here, so that `--help` is fast
     from fire.decorators import SetParseFn
 
-    decorated: Callable[..., None] = SetParseFn(str)(run)
-    return decorated
+    fire.Fire(SetParseFn(str)(run), command=[f"{each.name}={each.raw}" for each in given], name=f"pretrain {name}")
 
 
 def _exit_with(error: PretrainError) -> NoReturn:

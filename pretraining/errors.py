@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _USER = re.compile(r"\b((?!file:|abfss?:)[a-z][\w+.-]*:/{1,2}|abfss?:/{1,2}[^\s/:@]*:)\S*@", re.IGNORECASE)
 _PARAMETERS = re.compile(r"(\b[a-z][\w+.-]*:/{1,2}[^\s?]*\?)\S*?(?=[:;,.)'\"]*(?:\s|$))", re.IGNORECASE)
@@ -18,6 +18,18 @@ _PARAMETERS = re.compile(r"(\b[a-z][\w+.-]*:/{1,2}[^\s?]*\?)\S*?(?=[:;,.)'\"]*(?
 def without_credentials(text: str) -> str:
     """Return a text whose addresses, such as s3://KEY:SECRET@bucket?secret_key=…, show no user and no parameters."""
     return _PARAMETERS.sub(r"\1***", _USER.sub(r"\1***@", text))
+
+
+def flags_in(text: str) -> tuple[str, ...]:
+    """Return the names of the flags in a message, in order; messages write every flag as `--name`."""
+    return tuple(dict.fromkeys(re.findall(r"(?<!\S)[`'(]*--([a-z]\w*)", text)))
+
+
+class Problem(NamedTuple):
+    """A problem of a configuration: the settings that it is about, and a sentence."""
+
+    names: tuple[str, ...]
+    text: str
 
 
 class PretrainError(Exception):
@@ -47,19 +59,26 @@ class PretrainError(Exception):
     @property
     def settings(self) -> tuple[str, ...]:
         """Names of the flags in the message, in order."""
-        return tuple(dict.fromkeys(re.findall(r"(?<!\S)[`'(]*--([a-z]\w*)", str(self))))
+        return flags_in(str(self))
 
 
 class ConfigError(PretrainError):
     """Invalid settings; carries every problem found, not only the first.
 
+    Args:
+        problems: one sentence each, with the flag to change. A sentence is about the flags that it names.
+
     Attributes:
-        problems: one sentence each, with the flag to change.
+        problems: the sentences.
+        found: the problems with the settings that they are about.
     """
 
-    def __init__(self, problems: str | Sequence[str]) -> None:
+    def __init__(self, problems: str | Sequence[str | Problem]) -> None:
         listed = (problems,) if isinstance(problems, str) else problems
-        self.problems: tuple[str, ...] = tuple(map(without_credentials, listed))
+        self.found = [
+            Problem(flags_in(each), without_credentials(each)) if isinstance(each, str) else each for each in listed
+        ]
+        self.problems: tuple[str, ...] = tuple(each.text for each in self.found)
         if len(self.problems) == 1:
             text = self.problems[0]
         else:
@@ -81,7 +100,7 @@ class CheckpointError(PretrainError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files changed after they were written; another checkpoint may be good."""
+    """A start point that cannot be used, since its files changed or a newer one exists; another one may be good."""
 
 
 class LaunchError(PretrainError):

@@ -21,7 +21,7 @@ import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
@@ -265,36 +265,22 @@ def parse_json(content: str | bytes, **hooks: Any) -> Any:
         raise ValueError(f"it has more than {MOST_IN_JSON:,} lists and objects")
     try:
         document = json.loads(text, **hooks)
-        _check_depth(document)
+        is_too_deep = _depth_of(document) > DEEPEST_JSON
     except RecursionError:
-        raise ValueError(f"lists and objects are nested more than {DEEPEST_JSON} deep") from None
-    if _SURROGATE.search(text):
-        _check_unicode(document)
+        is_too_deep = True
+    if is_too_deep:  # later code would fail on it
+        raise ValueError(f"lists and objects are nested more than {DEEPEST_JSON} deep")
+    if _SURROGATE.search(text):  # half of a pair is an error, except as Python writes the bytes of file names
+        json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")
     return document
 
 
-def _check_depth(document: Any) -> None:
-    """Raise a RecursionError for a document nested too deep, which later code would fail on."""
-    level = [document]
-    for _ in range(DEEPEST_JSON):
-        level = [
-            child
-            for item in level
-            if isinstance(item, (dict, list))
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return
-    raise RecursionError
-
-
-def _check_unicode(document: Any) -> None:
-    """Refuse lone surrogates, except those that Python uses for the bytes of file names."""
-    try:
-        json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        raise ValueError("it contains half of a surrogate pair, which is not Unicode") from None
+def _depth_of(document: Any) -> int:
+    """Return how deep objects and lists are nested; raise a RecursionError beyond Python's own limit."""
+    if not isinstance(document, (dict, list)):
+        return 0
+    children = document.values() if isinstance(document, dict) else document
+    return 1 + max((_depth_of(each) for each in children if isinstance(each, (dict, list))), default=0)
 
 
 # Writing
@@ -417,54 +403,42 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         raise CheckpointError(f"{flag}={folder} cannot name a new folder: give another path")
     temporary = folder.with_name(f".{folder.name}.partial")
     try:
-        if exists(folder) and (not is_folder(folder) or entries_of(folder)):
-            raise CheckpointError(f"it exists already. Remove it, or give another {flag}", path=folder)
-        if exists(temporary):  # left by a killed process
-            shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
-        free = shutil.disk_usage(temporary).free
-        if free < needed_bytes:
-            raise CheckpointError(
-                f"it needs {needed_bytes:,} bytes, but {free:,} are free there. Make room, or give another {flag}",
-                path=folder,
-            )
-        yield temporary
-        flush_folder(temporary)
-        if exists(folder):
-            folder.rmdir()
-        temporary.rename(folder)
-        flush_folder(folder.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot be written ({reason_of(error)}); it needs {needed_bytes:,} bytes. Check space and permissions "
-            f"there, or give another {flag}",
-            path=folder,
-        ) from None
+        with output_errors(folder, flag, problem=CheckpointError):
+            if exists(folder) and (not is_folder(folder) or entries_of(folder)):
+                raise CheckpointError(f"it exists already. Remove it, or give another {flag}", path=folder)
+            if exists(temporary):  # left by a killed process
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+            free = shutil.disk_usage(temporary).free
+            if free < needed_bytes:
+                raise CheckpointError(
+                    f"it needs {needed_bytes:,} bytes, but {free:,} are free there. Make room, or give another {flag}",
+                    path=folder,
+                )
+            yield temporary
+            flush_folder(temporary)
+            if exists(folder):
+                folder.rmdir()
+            temporary.rename(folder)
+            flush_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def is_too_long(error: OSError) -> bool:
-    """Return whether a name or path has more bytes than the file system takes."""
-    return error.errno == errno.ENAMETOOLONG
-
-
-@contextmanager
-def writing_into(run: Path) -> Iterator[None]:
+def writing_into(run: Path) -> AbstractContextManager[None]:
     """Convert an OSError from writing into a run folder into an error for users."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "a shorter --ckpt_save_path" if is_too_long(error) else "a --ckpt_save_path with write permission"
-        raise CheckpointError(f"cannot be written: {error}. Give {remedy}", path=run) from None
+    return output_errors(run, "--ckpt_save_path", problem=CheckpointError)
 
 
 @contextmanager
-def output_errors(root: Path, flag: str = "--output_path", name_flag: str = "--output_path") -> Iterator[None]:
+def output_errors(
+    root: Path, flag: str = "--output_path", name_flag: str = "", problem: type[PretrainError] = DataError
+) -> Iterator[None]:
     """Convert an OSError from writing to the folder of a flag into an error for users.
 
     Args:
-        name_flag: flag that makes the names of files and folders in it shorter.
+        name_flag: flag that makes the names of files and folders in it shorter; "" = `flag`.
+        problem: type of the error.
     """
     try:
         yield
@@ -472,12 +446,9 @@ def output_errors(root: Path, flag: str = "--output_path", name_flag: str = "--o
         raise
     except OSError as error:
         remedy = f"Make room, give write permission or give another {flag}"
-        if is_too_long(error):
-            remedy = f"Give a shorter {name_flag}"
-        raise DataError(
-            f"cannot be written: {reason_of(error)}. {remedy}",
-            path=error.filename or root,
-        ) from error
+        if error.errno == errno.ENAMETOOLONG:
+            remedy = f"Give a shorter {name_flag or flag}"
+        raise problem(f"cannot be written: {reason_of(error)}. {remedy}", path=error.filename or root) from error
 
 
 def with_retries(action: Callable[[], T], what: str) -> T:

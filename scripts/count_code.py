@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import ast
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pretraining"
-READING_PATH = re.compile(r"^\| \[`(pretraining/[\w/]+\.py)`\]\([\w/.]+\) \| (\d+) \|", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,6 @@ def count(path: Path) -> Count:
             documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     lines = (line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in documented)
     return Count(sum(1 for line in lines if line and not line.startswith("#")), len(documented))
-
-
-def reading_path(readme: str) -> dict[str, int]:
-    """Return the files of the README's reading path, in order, with their lines of code according to the README."""
-    return {path: int(lines) for path, lines in READING_PATH.findall(readme)}
 
 
 def main() -> None:

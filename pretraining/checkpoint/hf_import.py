@@ -58,22 +58,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ADAPTER_FILE = "adapter_config.json"
 _WORD = re.compile(r"[\w.-]+")
 _WEIGHTS = ("*.safetensors", "*_model*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5")
-_RESAVE = "load it with transformers, and save it with save_pretrained"
-_OTHER_FORMS = (
-    ("adapter_model.*", "an adapter of PEFT, not a model: merge it into its model (merge_and_unload), and save that"),
-    (
-        "consolidated*",
-        "in the form of Meta or Mistral: fetch the files for transformers, or convert them with its script",
-    ),
-    ("model-*-of-*.safetensors", f"there without their index: fetch {INDEX_FILE}, too"),
-    ("model.*.safetensors", f"of a variant: rename the file to {WEIGHTS_FILE}, or {_RESAVE}"),
-    ("*.gguf", f"of llama.cpp: {_RESAVE} (gguf_file=…)"),
-    ("*.safetensors", f"not a name that transformers reads: rename a whole model to {WEIGHTS_FILE}"),
-    ("*.bin", f"pickled, and a pickle may run any program: {_RESAVE}, if you trust it"),
-    ("*.p*t*", f"pickled, and a pickle may run any program: {_RESAVE}, if you trust it"),
-    ("*", f"of another library: {_RESAVE}"),
-)
-"""Other forms of weights: pattern of names, and what to say of them. The first match counts."""
 
 
 def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
@@ -117,7 +101,7 @@ def _log_unread(path: Path, files: tuple[str, ...]) -> None:
     """Log the files of weights in a folder that are not read, once per process."""
     others = [name for name in _weights_in(path) if name not in files]
     if others:
-        log.info("%s: the weights are those of %s; %s not read", path, list_some(files, 3), _are(others))
+        log.info("%s: the weights are those of %s; not read: %s", path, list_some(files, 3), list_some(others, 3))
 
 
 def _weights_in(path: Path) -> list[str]:
@@ -126,19 +110,16 @@ def _weights_in(path: Path) -> list[str]:
     return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _WEIGHTS))
 
 
-def _are(names: list[str]) -> str:
-    return f"{list_some(names, 3)} {'is' if len(names) == 1 else 'are'}"
-
-
 def describe_other_weights(path: Path) -> str:
-    """Return which weights of other forms a folder holds, and the way on, as the end of a message; empty if none."""
+    """Return which weights of other forms a folder holds, and the remedy, as the end of a message; empty if none."""
     has_weights = exists(path / WEIGHTS_FILE) or exists(path / INDEX_FILE)
     names = [] if has_weights else _weights_in(path)
-    for pattern, what in _OTHER_FORMS:
-        found = [name for name in names if fnmatch(name, pattern)]
-        if found:
-            return f": {_are(found)} {what}"
-    return ""
+    if not names:
+        return ""
+    return (
+        f": {list_some(names, 3)} cannot be read. Fetch the files for transformers, with their index, or load these "
+        "with it (a pickle may run any program), merge an adapter (merge_and_unload), and save_pretrained"
+    )
 
 
 def manifest_of_folder(path: Path) -> Manifest:

@@ -11,7 +11,10 @@ Neither depends on the number of processes: tensors are global, and all processe
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -273,6 +276,33 @@ def _check_data_state(data: dict[str, Any]) -> None:
 def crc32_text(value: int) -> str:
     """Return a CRC-32 as eight hexadecimal digits."""
     return f"{value:08x}"
+
+
+class ChecksummedFile(io.FileIO):
+    """New file, whose checksum is computed while it is written; keeps an error of the disk, which torch would hide."""
+
+    crc32 = 0
+    failure: OSError | None = None
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+
+    def write(self, content: Any) -> int:
+        """Write all bytes of the content."""
+        left = memoryview(content)
+        self.crc32 = zlib.crc32(left, self.crc32)
+        try:
+            while left:
+                left = left[os.write(self.fileno(), left) :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return len(content)
+
+    def finish(self) -> FileEntry:
+        """Flush the file to disk; return its size and checksum."""
+        os.fsync(self.fileno())
+        return FileEntry(self.tell(), crc32_text(self.crc32))
 
 
 def size_fault(path: Path, written: FileEntry) -> str | None:

@@ -24,15 +24,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.manifest import MANIFEST, FileEntry, Manifest
-from pretraining.checkpoint.object_store import (
+from pretraining.checkpoint.copies import (
     TRIES_OF_START,
-    Store,
-    StoreError,
     fetch_copy,
     read_copies,
+    upload_file,
 )
+from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.manifest import MANIFEST, Manifest
 from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE_FILE, checkpoint_from, committed_checkpoints
@@ -41,10 +40,12 @@ from pretraining.config.recipes import RUN_CONFIG_FILE
 from pretraining.config.training import CheckpointConfig
 from pretraining.distributed.host_sync import DelayedMinimum
 from pretraining.distributed.processes import gather_from_every_rank, on_every_rank, on_rank_zero, rank_and_world_size
+from pretraining.distributed.rendezvous import in_background
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import checked_values, is_file, parse_json, with_checksum, write_atomic
 from pretraining.launch.program import skip_exit_handlers
 from pretraining.model.hf import ORIGIN_FILE
+from pretraining.object_store import Store, StoreError
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
@@ -64,10 +65,6 @@ CLOSING_SECONDS = 30.0
 
 class TakenOverError(CheckpointError):
     """Another process writes into this run's mirror."""
-
-
-class NewerCopyError(CheckpointError):
-    """Another machine has copied a newer checkpoint since this start has chosen its start point."""
 
 
 # Start of a run
@@ -90,12 +87,9 @@ def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
     store = Store(address)
 
     def read() -> Copies:
-        copies = read_copies(address)
-        name, content = f"probe.{secrets.token_hex(4)}", b"may this run write here?"
-        store.write(name, content)
-        if store.read(name) != content:
-            raise StoreError("reads back other bytes than were written", path=f"{store.address}/{name}")
-        store.remove(name)
+        copies, probe = read_copies(address), f"probe.{secrets.token_hex(4)}"
+        store.write(probe, [b"may this run write here?"])
+        store.remove(probe)
         _check_run_id(store, folder, copies)
         return copies
 
@@ -201,7 +195,7 @@ class Mirror:
         protected: checkpoint that is being copied, and the next one; retention keeps both.
 
     Raises:
-        NewerCopyError: the mirror holds a newer checkpoint that is not listed; on every rank alike.
+        DamagedError: the mirror holds a newer checkpoint that is not listed; on every rank alike.
     """
 
     def __init__(
@@ -297,7 +291,7 @@ class Mirror:
 
     def _start_upload(self) -> None:
         self._is_uploaded = False
-        self._work = _in_background(partial(self._run_part, self._upload, self.protected[0]))
+        self._work = in_background(partial(self._run_part, self._upload, self.protected[0]), "mirror")
 
     def _continue_copy(self, status: int) -> None:
         if status == TAKEN_OVER:
@@ -308,7 +302,7 @@ class Mirror:
         self._sync.forget()
         if status == DONE and not self._is_uploaded:
             self._is_uploaded = True
-            self._work = _in_background(partial(self._run_part, self._commit, checkpoint))
+            self._work = in_background(partial(self._run_part, self._commit, checkpoint), "mirror")
             return
         self._not_copied = checkpoint if status == FAILED else None
         if status == DONE:
@@ -330,36 +324,29 @@ class Mirror:
         return DONE
 
     def _upload(self, checkpoint: Path) -> None:
-        """Upload this process's files, in a background thread.
-
-        A step that is saved again usually has the same files, which are not uploaded again. If a file differs, the
-        manifest in the store is removed first.
-        """
+        """Upload this process's files, in a background thread, after the removal of an earlier copy's manifest."""
         rank, world_size = rank_and_world_size()
-        folder, uploaded = _store_folder(checkpoint), dict[str, FileEntry]()
-        content = self._store.retry(lambda: self._store.read(f"{folder}/{MANIFEST}"), self._closing)
-        with suppress(CheckpointError, ValueError):
-            uploaded = dict(Manifest.parse(parse_json(content or b""), folder).files)
+        folder = _store_folder(checkpoint)
         for name, entry in read_document(checkpoint).files.items():
             number = re.match(r"shard-(\d+)-", name)
-            if (int(number[1]) - 1 if number else 0) % world_size == rank and uploaded.get(name) != entry:
-                self._store.retry(self._check_writer, self._closing)
-                if content is not None:
-                    self._store.retry(partial(self._store.remove, f"{folder}/{MANIFEST}"), self._closing)
-                target = f"{folder}/{name}"
-                upload = partial(self._store.upload, checkpoint / name, target, entry, self._closing, self._full_speed)
-                self._store.retry(upload, self._closing)
+            if (int(number[1]) - 1 if number else 0) % world_size == rank:
+                self._retry(self._check_writer)
+                self._retry(partial(self._store.remove, f"{folder}/{MANIFEST}"))
+                path, target = checkpoint / name, f"{folder}/{name}"
+                self._retry(partial(upload_file, self._store, path, target, entry, self._closing, self._full_speed))
 
     def _commit(self, checkpoint: Path) -> None:
         """Upload the manifest, remove superseded copies, and copy the log files; in a background thread of rank 0."""
         if rank_and_world_size()[0] != 0:
             return
         content = (checkpoint / MANIFEST).read_bytes()
-        self._store.retry(self._check_writer, self._closing)
+        self._retry(self._check_writer)
         if any(each.step == self._step for each in self._held.values()):
             # First: beside a checkpoint of the new branch, an older branch counts as moved back by the user.
-            self._store.retry(self._set_given_up_aside, self._closing)
-        self._store.retry(lambda: self._store.write(f"{_store_folder(checkpoint)}/{MANIFEST}", content), self._closing)
+            self._retry(self._set_given_up_aside)
+        self._store.retry(
+            lambda: self._store.write(f"{_store_folder(checkpoint)}/{MANIFEST}", [content]), self._closing
+        )
         self._held[checkpoint.name] = read_document(checkpoint)
         self._given_up.pop(checkpoint.name, None)
         with suppress(StoreError):  # the next commit tries again
@@ -367,10 +354,13 @@ class Mirror:
             self._remove_superseded(checkpoint.name)
             self._copy_log_files()
 
+    def _retry(self, action: Callable[[], None]) -> None:
+        self._store.retry(action, self._closing)
+
     def _take_over(self, given_up: Collection[str], listed: Collection[str] | None) -> None:
         """Become the mirror's writer, and list its checkpoints."""
         run_id = _read_owner(self._store).get("run") or _read_run_id(self._run) or secrets.token_hex(8)
-        self._store.write(MIRROR_FILE, _to_json(run=run_id, writer=self._token))
+        self._store.write(MIRROR_FILE, [_to_json(run=run_id, writer=self._token)])
         if _read_run_id(self._run) != run_id:
             write_atomic(self._run / MIRROR_FILE, _to_json(run=run_id))
         copies = read_copies(self._config.ckpt_mirror_path or "")
@@ -380,7 +370,7 @@ class Mirror:
         self._given_up = {name: each for name, each in complete.items() if name not in self._held}
         unseen = [] if listed is None else sorted(self._given_up.keys() - {*listed})
         if unseen:
-            raise NewerCopyError(
+            raise DamagedError(
                 f"holds newer checkpoints of another machine ({list_some(unseen, 4)})", path=self._store.address
             )
         if self._newest is not None and not self.lacks(self._newest):
@@ -389,7 +379,7 @@ class Mirror:
     def _set_given_up_aside(self) -> None:
         for name, manifest in list(self._given_up.items()):
             folder = f"{CHECKPOINTS}/{name}"
-            self._store.write(f"{folder}/{SET_ASIDE_FILE}", json.dumps(manifest.document()).encode())
+            self._store.write(f"{folder}/{SET_ASIDE_FILE}", [json.dumps(manifest.document()).encode()])
             self._store.remove(f"{folder}/{MANIFEST}")
             log.info("%s/%s is set aside, since the run has gone back from it", self._store.address, folder)
             del self._given_up[name]
@@ -415,22 +405,8 @@ class Mirror:
             self._log_files_copied = monotonic()
             for name in COPIED_FILES:
                 if is_file(self._run / name):
-                    self._store.write(name, (self._run / name).read_bytes())
+                    self._store.write(name, [(self._run / name).read_bytes()])
 
 
 def _store_folder(checkpoint: Path) -> str:
     return f"{CHECKPOINTS}/{checkpoint.name}"
-
-
-def _in_background(action: Callable[[], int]) -> Future[int]:
-    """Run an action in a daemon thread, so that a process can exit without it."""
-    future: Future[int] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:  # a bug: `result` raises it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="mirror", daemon=True).start()
-    return future

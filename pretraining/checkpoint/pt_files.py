@@ -13,9 +13,6 @@ Rank 0 gathers all tensors in host memory, one after the other. `headers` reads 
 
 from __future__ import annotations
 
-import io
-import os
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,9 +30,9 @@ from pretraining.checkpoint.manifest import (
     OPTIMIZER_FILE,
     OPTIMIZER_PREFIX,
     SCHEDULE_FILE,
+    ChecksummedFile,
     FileEntry,
     Manifest,
-    crc32_text,
     shape_of,
 )
 from pretraining.config.recipes import settings_in
@@ -116,32 +113,12 @@ def write_full(folder: Path, tensors: Mapping[str, torch.Tensor], manifest: Mani
 
 def write_file(path: Path, content: dict[str, Any]) -> FileEntry:
     """Write a torch.save file, flushed to disk; raise an OSError if it cannot be written."""
-    with _ChecksummedFile(path, "wb") as file:
+    with ChecksummedFile(path) as file:
         try:
             torch.save(content, file)
         except RuntimeError as error:  # torch's writer only reports the byte at which it stopped
             raise file.failure or error from None
-        os.fsync(file.fileno())
-        return FileEntry(file.tell(), crc32_text(file.crc32))
-
-
-class _ChecksummedFile(io.FileIO):
-    """File that torch.save writes in order; keeps its checksum and the error of the disk."""
-
-    crc32 = 0
-    failure: OSError | None = None
-
-    def write(self, content: Any) -> int:
-        """Write all bytes of the content."""
-        left = memoryview(content)
-        self.crc32 = zlib.crc32(left, self.crc32)
-        try:
-            while left:
-                left = left[super().write(left) :]
-        except OSError as error:
-            self.failure = error
-            raise
-        return len(content)
+        return file.finish()
 
 
 def _optimizer_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -255,7 +255,7 @@ def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> C
 
 def _find_in_store(address: str, fetched: Path, damaged: Mapping[str, str]) -> CheckpointRef:
     """Find the newest good checkpoint that an earlier start has fetched, else the newest one at an address."""
-    from pretraining.checkpoint.object_store import read_copies  # imports pyarrow
+    from pretraining.checkpoint.copies import read_copies  # imports pyarrow
 
     with suppress(CheckpointError):
         return find_newest(fetched, damaged)

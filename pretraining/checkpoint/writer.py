@@ -16,10 +16,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
-import re
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +30,7 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.chunks import CHUNK_BYTES, DTYPES, Chunk, local_chunk, local_tensor, memory_of
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.manifest import MANIFEST, SHARD_SUFFIX, FileEntry, Manifest, crc32_text
+from pretraining.checkpoint.manifest import MANIFEST, SHARD_SUFFIX, ChecksummedFile, FileEntry, Manifest
 from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, temporary_name, unfinished_saves
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
@@ -238,18 +235,12 @@ def _replica_of(tensor: torch.Tensor) -> tuple[int, int]:
 def file_of_tensor(tensors: Mapping[str, torch.Tensor], world_size: int) -> dict[str, int]:
     """Return the file number, from 1, of each tensor; each process has its own files.
 
-    Tensors of a block are adjacent, in the order of blocks. `SMALL_FILE_BYTES` and `FILE_BYTES` limit a file's size.
+    Tensors are in the order of their names. `SMALL_FILE_BYTES` and `FILE_BYTES` limit a file's size.
     """
-    block = re.compile(r"\blayers\.(\d+)\.")
-
-    def place(name: str) -> tuple[int, str]:
-        match = block.search(name)
-        return (int(match.group(1)) if match else -1), name
-
     of_process = sum(tensor.nbytes for tensor in tensors.values()) // world_size
     file_bytes = min(max(-(-of_process // FILES_OF_PROCESS), SMALL_FILE_BYTES), FILE_BYTES)
     files, before = {}, 0
-    for name in sorted(tensors, key=place):
+    for name in sorted(tensors):
         files[name] = 1 + before // (file_bytes * world_size)
         before += tensors[name].nbytes
     return files
@@ -279,14 +270,10 @@ def write_tensors(
     Returns:
         Size and checksum of the file, computed from memory without reading back.
     """
-    size = checksum = 0
-    with path.open("wb", buffering=0) as file:
+    with ChecksummedFile(path) as file:
         for content in _file_content(_header(kinds, metadata or {"format": "pt"}), kinds, values):
-            checksum = zlib.crc32(content, checksum)
-            _write_all(file.fileno(), content)
-            size += len(content)
-        os.fsync(file.fileno())
-    return FileEntry(size, crc32_text(checksum))
+            file.write(content)
+        return file.finish()
 
 
 def _file_content(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
@@ -321,8 +308,3 @@ def _header(kinds: Kinds, metadata: Mapping[str, str]) -> bytes:
 def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Return the size of a tensor in bytes."""
     return prod(shape) * dtype.itemsize
-
-
-def _write_all(descriptor: int, content: memoryview) -> None:
-    while content:
-        content = content[os.write(descriptor, content) :]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pretraining.config.fields import Setting, build, sections_of, settings_of
 from pretraining.config.training import TrainConfig
-from pretraining.config.values import Raw, did_you_mean, parse_value, percent_of
-from pretraining.progress import MULTIPLIERS, PERCENT
+from pretraining.config.values import Raw, did_you_mean, parse_value
+from pretraining.progress import MULTIPLIERS
 
 T = TypeVar("T")
 
@@ -27,11 +28,7 @@ RECIPE_NAMES = ("recipe", "config")
 IGNORED_NAMES = ("local_rank",)
 
 COMMAND_LINE = "command line"
-"""Source of command-line assignments; those translated from another system append details."""
-
-
-TRANSLATED = "translated from "
-"""First words of the source of a setting in another system's file."""
+"""Source of the settings that a user typed or passed to a `Trainer`."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,6 @@ class Alias:
 ALWAYS_NONE = ("bol_token", "eol_token")
 """Foreign settings that are accepted only as none: tokens around every sequence are not supported."""
 
-REMOVED = {
-    "simulate": "it was removed: the estimate of `pretrain plan` equals the simulated step within 0.1%",
-    "picture": "it was removed: plot the output of --json=true, or the sweep's sweep.csv",
-    "collect": "it was removed: the sweep's own command prints the table once every run has ended",
-    "retry_failed": "it was removed: remove the folder of a failed run to start it again",
-    "print_slurm": 'it was removed: give --only="$SLURM_ARRAY_TASK_ID" in a job array',
-}
-"""Former settings of commands, and what to use instead."""
 NOT_SUPPORTED = {
     r"drop_?out|drop_?path|_pdrop$|stochastic_depth": "dropout is",
     r"label_smooth": "label smoothing is",
@@ -68,7 +57,6 @@ NOT_SUPPORTED = {
     r"(^|_)q?lora(_|$)": "LoRA is",
 }
 """Features that users look for and do not find, by patterns of their names."""
-_PART_OF_RUN = re.compile(r"(?:lr_)?(warmup|stable|decay)_(?:ratio|frac|fraction|proportion|percent|percentage|pct)")
 _NONE_TEXTS = (None, "", "none", "None", "null")
 
 
@@ -78,14 +66,14 @@ class Assignment:
 
     Attributes:
         name: as written, in any case, with dashes or underscores, with or without its section
-            (`optimizer.learning_rate`).
+            (`optimizer.learning_rate`); "" for a word that assigns nothing.
         raw: text; in a recipe also a list of texts, or None.
         where: text for messages: `--learning_rate=abc` or `a.yaml: learning_rate: abc`.
         flag: name for messages: `--learning_rate` or `a.yaml: learning_rate`.
         valueless: whether the name stood alone; `raw` is then "True" or "False", which only boolean settings take.
         source: name of the source, shown after values.
-        is_recorded: whether a run wrote it, so that `$` in a path is a letter.
-        hint: what to write instead, if the name is known to be another system's.
+        is_typed: whether a user wrote it for this project, so that `$` in a path begins a variable.
+        hint: what to write instead, if the name is known not to be a setting.
     """
 
     name: str
@@ -94,7 +82,7 @@ class Assignment:
     flag: str
     valueless: bool = False
     source: str = COMMAND_LINE
-    is_recorded: bool = False
+    is_typed: bool = True
     hint: str = ""
 
     @property
@@ -104,20 +92,32 @@ class Assignment:
         return section, name
 
 
+@dataclass(frozen=True)
+class Source:
+    """Assignments of one place, which may not contradict each other.
+
+    Attributes:
+        name: shown after values.
+        path: file of a recipe of this project.
+    """
+
+    name: str
+    assignments: Sequence[Assignment]
+    path: Path | None = None
+
+
 class Reader(Generic[T]):
     """Collects the settings of one root from its sources.
 
     Attributes:
-        also_known: names besides settings that a misspelt name may have meant.
         values: parsed values by name.
         chosen: assignments that the values come from, by name.
         problems: one sentence each.
         unreadable: names of settings with a value that could not be parsed.
     """
 
-    def __init__(self, root: type[T], also_known: Sequence[str] = ()) -> None:
+    def __init__(self, root: type[T]) -> None:
         self.root = root
-        self.also_known = also_known
         self.settings = settings_of(root)
         self.aliases = {
             name: alias
@@ -135,7 +135,9 @@ class Reader(Generic[T]):
         for assignment in source:
             setting = self.find(assignment)
             if setting is None:
-                if assignment.section_and_name[1] not in ALWAYS_NONE or assignment.raw not in _NONE_TEXTS:
+                if not assignment.name:
+                    self.problems.append(f"{assignment.where} sets nothing: write {assignment.hint}")
+                elif assignment.section_and_name[1] not in ALWAYS_NONE or assignment.raw not in _NONE_TEXTS:
                     hint = assignment.hint or self._hint(assignment)
                     self.problems.append(f"{assignment.flag} is not known: {hint}")
                 continue
@@ -173,36 +175,20 @@ class Reader(Generic[T]):
 
     def _hint(self, assignment: Assignment) -> str:
         section, name = assignment.section_and_name
-        if name in REMOVED:
-            return REMOVED[name]
-        if hint := self._hint_of_part(name, assignment.raw):
-            return hint
         if missing := next((what for pattern, what in NOT_SUPPORTED.items() if re.search(pattern, name)), None):
             return f"{missing} not supported"
-        # Another system's dotted keys are no flags, unless the name is dotted, too.
-        known = [*self.settings, *self.aliases, *(each for each in self.also_known if "." not in each)]
+        known = [*self.settings, *self.aliases, *(RECIPE_NAMES if issubclass(self.root, TrainConfig) else ())]
         return (
             (section in sections_of(self.root) and did_you_mean(name, self.settings, "did you mean {}?"))
-            or (section and did_you_mean(f"{section}.{name}", self.also_known, "did you mean {}?"))
             or did_you_mean(name, known, "did you mean {}?")
             or "--help lists every setting"
         )
-
-    def _hint_of_part(self, name: str, raw: Raw) -> str:
-        """Return how a share of the run, such as warmup_ratio=0.03, is written; "" for other names."""
-        match = _PART_OF_RUN.fullmatch(name)
-        setting = self.settings.get(f"{match[1]}_steps") if match is not None else None
-        if setting is None or PERCENT not in setting.units:
-            return ""
-        percent = percent_of(raw) if isinstance(raw, str) else None
-        return f"write --{setting.name}={percent or '3%'}"
 
     def _parse(self, setting: Setting, assignment: Assignment) -> Any:
         """Parse an assignment's text, after the translation of an alias."""
         alias, raw = self.aliases.get(assignment.section_and_name[1]), assignment.raw
         raw = alias.translate(raw) if alias is not None and isinstance(raw, str) else raw
-        is_typed = not assignment.is_recorded and not assignment.source.startswith(TRANSLATED)
-        return parse_value(setting, raw, is_typed=is_typed)
+        return parse_value(setting, raw, is_typed=assignment.is_typed)
 
 
 def setting_named(key: str) -> str | None:

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from pretraining.config.assignments import ALIASES
-from pretraining.config.command_line import RecipeChoice
 from pretraining.config.fields import Setting, sections_of, settings_of
 from pretraining.config.recipes import shipped_recipes
 from pretraining.config.training import TrainConfig
@@ -83,8 +82,6 @@ def _introduction(root: type, command: str, purpose: str, groups: Sequence[str],
         shipped = ", ".join(shipped_recipes())
         text = f"settings files (YAML, JSON, or another system's) or {shipped}; later recipes win, flags win over all"
         lines += ["", *_format_entry("--recipe=A,B", text, columns)]
-        for name in ("accept_llama", "accept_unknown"):
-            lines += _format_entry(f"--{name}=BOOL", _explain(settings_of(RecipeChoice)[name]), columns)
     return lines
 
 

@@ -1,20 +1,19 @@
 """Recipes: settings files to read, and the resolved configuration to write.
 
 A recipe is YAML or JSON, flat (`learning_rate: 3e-4`) or by section (`optimizer: {learning_rate: 3e-4}`), given by path
-or by the name of a recipe in this package. If the caller passes a `Translator`, a file of another system is a recipe,
-too.
+or by the name of a recipe in this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pretraining.config.assignments import Assignment, Reader, setting_named
+from pretraining.config.assignments import Assignment, Reader, Source, setting_named
 from pretraining.config.fields import sections_of, settings_of, values_of
 from pretraining.config.settings_files import parse_tree, read_text
 from pretraining.config.training import TrainConfig
@@ -42,80 +41,27 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe's settings as raw text.
-
-    Attributes:
-        defaults: another system's defaults for settings that its file leaves out; every recipe overrides them.
-        from_arguments: settings translated from command-line arguments of another system; they rank as the command
-            line's.
-        used: names of these arguments.
-        names: known names of the other system, for hints about misspelt arguments.
-        system: the other system; "" for a recipe of this project.
-        table: lines that tell what each key of the other system became.
-        given_table: those lines without `defaults`.
-        hints: what to write instead of each key of another system in a recipe of this project.
-        prepare: folder of the data, and the command that fills it.
-        path: file of the recipe; None for command-line arguments.
-    """
-
-    name: str
-    assignments: list[Assignment]
-    defaults: list[Assignment] = field(default_factory=list)
-    from_arguments: list[Assignment] = field(default_factory=list)
-    used: frozenset[str] = frozenset()
-    names: tuple[str, ...] = ()
-    system: str = ""
-    table: tuple[str, ...] = ()
-    given_table: tuple[str, ...] = ()
-    hints: Mapping[str, str] = field(default_factory=dict)
-    prepare: tuple[str, str] | None = None
-    path: Path | None = None
-
-    @property
-    def source(self) -> str:
-        """Source of its assignments."""
-        return f"recipe {self.name}"
-
-
-Translator = Callable[[Path | None, str, Mapping[str, Raw], Collection[str]], Recipe | None]
-"""Function that reads the settings of another system as a recipe.
-
-Its arguments are a file (None to translate command-line arguments alone), the file's name in messages, the command-line
-arguments by name, and the names of `accept_…` flags that are set. It returns None if the system is unknown, a recipe
-with `hints` alone if the file is this project's but for these keys, and raises a ConfigError if the settings cannot be
-translated.
-"""
-
-
-def read_recipe(
-    name: str,
-    translate: Translator | None = None,
-    arguments: Mapping[str, Raw] | None = None,
-    accepts: Collection[str] = (),
-) -> Recipe:
-    """Read a recipe by its path or shipped name; `arguments` and `accepts` are passed to the `Translator`.
+def read_recipe(name: str) -> Source:
+    """Read a recipe by its path or shipped name.
 
     Raises:
-        ConfigError: the recipe does not exist, is malformed, or is another system's and cannot be translated.
+        ConfigError: the recipe does not exist, or is malformed.
     """
-    path = _find(name)
+    path = find_recipe(name)
     if path.suffix in FOREIGN_SUFFIXES:
-        recipe = translate(path, name, arguments or {}, accepts) if translate is not None else None
-        if recipe is None:
-            raise ConfigError(f"--recipe={name} is another system's file: translate it with pretrain translate {name}")
-        return recipe
-    tree = parse_tree(read_text(path, name), name, path.suffix)
-    hints: Mapping[str, str] = {}
-    if translate is not None and isinstance(tree, dict) and not is_of_ours(tree):
-        recipe = translate(path, name, arguments or {}, accepts)
-        if recipe is not None and not recipe.hints:
-            return recipe
-        hints = recipe.hints if recipe is not None else {}
-    given, is_recorded = _settings_of_tree(tree, name, f"recipe {name}"), is_record(path)
-    assignments = [replace(each, hint=hints.get(each.name, ""), is_recorded=is_recorded) for each in given]
-    return Recipe(name, assignments, path=path)
+        raise ConfigError(f"--recipe={name} is another system's file: translate it with pretrain translate {name}")
+    tree, is_recorded = parse_tree(read_text(path, name), name, path.suffix), is_record(path)
+    given = _settings_of_tree(tree, name, f"recipe {name}")
+    return Source(f"recipe {name}", [replace(each, is_typed=not is_recorded) for each in given], path)
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether a recipe has keys or a form that are not of this project; raise a ConfigError if it is missing."""
+    find_recipe(name)
+    try:
+        return not all(setting_named(each.name) for each in read_recipe(name).assignments)
+    except ConfigError:
+        return True
 
 
 def parse_recipe(content: str, name: str) -> list[Assignment]:
@@ -125,7 +71,7 @@ def parse_recipe(content: str, name: str) -> list[Assignment]:
         ConfigError: the content is malformed.
     """
     settings = _settings_of_tree(parse_tree(content, name), name, name)
-    return [replace(each, is_recorded=True) for each in settings]
+    return [replace(each, is_typed=False) for each in settings]
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -164,13 +110,14 @@ def dump_config(config: Any) -> str:
 def _read_config(source: Sequence[Assignment]) -> tuple[TrainConfig, list[str]]:
     """Return the settings that can be parsed, with defaults for the rest, and the problems."""
     reader = Reader(TrainConfig)
-    reader.read([replace(each, is_recorded=True) for each in source])
+    reader.read([replace(each, is_typed=False) for each in source])
     config = reader.build()
     assert config is not None  # every setting of training has a default
     return config, reader.problems
 
 
-def _find(name: str) -> Path:
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe; raise a ConfigError if there is none."""
     if name.endswith(RECIPE_SUFFIXES):
         try:
             path = Path(expand_home(name))
@@ -194,16 +141,6 @@ def _settings_of_tree(tree: Any, name: str, source: str) -> list[Assignment]:
     if not isinstance(tree, dict):
         raise ConfigError(f"recipe {name} holds no settings: write one name: value per line")
     return [replace(each, source=source) for each in _assignments(name, tree, "")]
-
-
-def is_of_ours(tree: Mapping[str, Any], above: str = "") -> bool:
-    """Return whether every key is a setting of training, with or without its section."""
-    return all(
-        is_of_ours(value, f"{above}{key}.")
-        if isinstance(value, dict) and value
-        else f"{above}{key}" in sections_of(TrainConfig) or setting_named(f"{above}{key}") is not None
-        for key, value in tree.items()
-    )
 
 
 def _assignments(recipe: str, tree: Mapping[str, Any], section: str) -> list[Assignment]:

@@ -2,13 +2,12 @@
 
 Most rules are rows: settings that contradict each other, and the remedy. The other rules are functions of a
 configuration that yield one sentence per problem, with the flags to change, or raise a ConfigError. A setting that
-could not be parsed has a problem already, so problems that name it are dropped. Rules that need the number of GPUs, the
+could not be parsed has a problem already, so problems about it are dropped. Rules that need the number of GPUs, the
 batch or the data are elsewhere (`batch_sizes.py`, `progress.py`, `optim/horizon.py`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,14 +18,14 @@ from pretraining.config.strategies import STRATEGIES
 from pretraining.config.training import ALL_BLOCKS, EvaluationConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from pretraining.config.values import format_value, limit_problem
 from pretraining.config.variants import resolve_shape
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, Problem
 from pretraining.files import absolute_if_local, is_address
 from pretraining.progress import Duration
 
 FLOAT8_MULTIPLE = 16
 """Divides every dimension of a matrix in a float8 product."""
 
-Problems = Iterable[str]
+Problems = Iterable[str | Problem]
 T = TypeVar("T")
 
 
@@ -57,13 +56,14 @@ class Row:
     settings: Mapping[str, Any]
     remedy: str
 
-    def problem(self, values: Mapping[str, Any]) -> str | None:
+    def problem(self, values: Mapping[str, Any]) -> Problem | None:
         """Return the problem if all settings have the values of this row, else None."""
         for name, wrong in self.settings.items():
             if not (wrong(values[name]) if callable(wrong) else values[name] in wrong):
                 return None
         first, *others = [f"--{name}={format_value(values[name])}" for name in self.settings]
-        return f"{first}{' with ' if others else ''}{' and '.join(others)}: {self.remedy}"
+        text = f"{first}{' with ' if others else ''}{' and '.join(others)}: {self.remedy}"
+        return Problem(tuple(self.settings), text)
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,12 @@ def check_config(config: Any) -> None:
             problems[name] = f"{name}={format_value(values[name])}: {problem}"
             if not setting.required:
                 values[name] = setting.default  # as for a flag that cannot be parsed
-    found = [*problems.values(), *find_problems(build(type(config), values), problems)]
+    found: list[str | Problem] = [*problems.values(), *find_problems(build(type(config), values), problems)]
     if found:
         raise ConfigError(found)
 
 
-def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
+def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[Problem]:
     """Return the problems that the rules find in a configuration whose single values are valid.
 
     Args:
@@ -198,13 +198,14 @@ def find_problems(config: Any, unreadable: Collection[str] = ()) -> list[str]:
     values = values_of(config)
     own: Rules = getattr(config, "RULES", Rules())
     rules = [TRAINING, own] if isinstance(config, TrainConfig) else [own]
-    problems = [row.problem(values) or "" for each in rules for row in each.rows]
+    rows = [row.problem(values) for each in rules for row in each.rows]
+    found: list[str | Problem] = [problem for problem in rows if problem is not None]
     for check in [check for each in rules for check in each.checks]:
         try:
-            problems.extend(check(config))
+            found.extend(check(config))
         except ConfigError as error:
-            problems.extend(error.problems)
-    return [each for each in dict.fromkeys(problems) if each and set(unreadable).isdisjoint(re.findall(r"\w+", each))]
+            found.extend(error.found)
+    return [each for each in dict.fromkeys(ConfigError(found).found) if set(unreadable).isdisjoint(each.names)]
 
 
 def resolve_run_folder(config: T, given: Collection[str]) -> T:
@@ -233,7 +234,7 @@ def resolve_run_folder(config: T, given: Collection[str]) -> T:
 def ineffective_settings(config: TrainConfig) -> list[str]:
     """Return a line per setting that has no effect because of another one. They are allowed: users flip one flag."""
     values = values_of(config)
-    return [line for row in INEFFECTIVE if (line := row.problem(values)) is not None]
+    return [problem.text for row in INEFFECTIVE if (problem := row.problem(values)) is not None]
 
 
 # Training

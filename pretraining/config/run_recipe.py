@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from pretraining.config.assignments import Reader
-from pretraining.config.recipes import RUN_CONFIG_FILE, Recipe, is_record
+from pretraining.config.assignments import Reader, Source
+from pretraining.config.recipes import RUN_CONFIG_FILE, is_record
 from pretraining.config.training import TrainConfig
 from pretraining.errors import PretrainError
 from pretraining.files import exists, is_address, parse_json, read_file, real_path
@@ -56,15 +56,15 @@ def last_start(run: Path) -> LastStart:
     return LastStart()
 
 
-def folder_of_run(recipe: Recipe) -> Path | None:
+def folder_of_run(recipe: Source) -> Path | None:
     """Return the real path of a run's folder if the recipe is its config.yaml; None for all other recipes."""
     is_whole = any(given.name == "checkpoint.ckpt_save_path" for given in recipe.assignments)
-    if recipe.path is None or recipe.system or not is_whole or not is_record(recipe.path):
+    if recipe.path is None or not is_whole or not is_record(recipe.path):
         return None
     return real_path(recipe.path.parent)
 
 
-def continue_run(reader: Reader[TrainConfig], recipe: Recipe) -> bool:
+def continue_run(reader: Reader[TrainConfig], recipe: Source) -> bool:
     """Change the settings that a run's config.yaml gives to what they mean for another start; log new places.
 
     The run is in the folder of the file. Settings of later recipes and flags stay.
@@ -75,7 +75,7 @@ def continue_run(reader: Reader[TrainConfig], recipe: Recipe) -> bool:
     folder = folder_of_run(recipe)
     if folder is None:
         return False
-    recorded = {name for name, given in reader.chosen.items() if given.source == recipe.source}
+    recorded = {name for name, given in reader.chosen.items() if given.source == recipe.name}
     if "ckpt_save_path" in recorded:
         reader.values["ckpt_save_path"] = str(folder)
     request = reader.values.get(_REQUEST)
@@ -122,7 +122,7 @@ def _find_paths(reader: Reader[TrainConfig], names: Iterable[str], recipe: str, 
         if None in found and name in _NEEDED and not reader.values.get("use_dummy_dataset"):
             text, here = paths[found.index(None)], Path.cwd()
             places = f"{here}, nor in {there}, the working folder of the last start" if there else here
-            reader.problems.append(f"recipe {recipe}: {name}: {text} is not in {places}: give --{name}")
+            reader.problems.append(f"{recipe}: {name}: {text} is not in {places}: give --{name}")
         texts = tuple(new or path for path, new in zip(paths, found, strict=True))
         if texts != paths:
             log.info("%-11s %s, found from the working folder of the last start", name, ",".join(texts))

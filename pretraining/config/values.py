@@ -22,7 +22,7 @@ from pretraining.config.fields import Setting
 from pretraining.config.plugins import PLUGIN_PATH, join_brackets
 from pretraining.errors import ConfigError
 from pretraining.files import address_problem, exists, is_address
-from pretraining.progress import LARGEST_AMOUNT, NUMBER, PERCENT, Duration, parse_number
+from pretraining.progress import LARGEST_AMOUNT, PERCENT, Duration, parse_number
 
 Raw = str | list[str] | None
 
@@ -37,7 +37,6 @@ _NOUNS = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 _ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]*:/", re.IGNORECASE)
 
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
-_PART = re.compile(rf"\s*({NUMBER})\s*(?:percent|per cent|pct)?\s*", re.ASCII | re.IGNORECASE)
 
 # Each limit with its words in help, its test, and its words in an error.
 _LIMITS = (
@@ -198,8 +197,8 @@ def _parse_one(setting: Setting, text: str, is_typed: bool) -> Any:
         try:
             return Duration.parse(text)
         except ConfigError as error:
-            part = percent_of(text) if PERCENT in setting.units else None
-            raise ValueError(f"{error}{f'. A part of the run is written {part}' if part else ''}") from error
+            part = ". A part of the run is written 3%" if PERCENT in setting.units else ""
+            raise ValueError(f"{error}{part}") from error
     if setting.base is bool:
         if (word := text.strip().lower()) not in BOOL_WORDS:
             raise ValueError("true or false is needed (also yes, no, on, off, 1, 0)")
@@ -214,17 +213,6 @@ def _parse_one(setting: Setting, text: str, is_typed: bool) -> Any:
         raise ValueError(f"{_NOUNS[setting.base]} is needed, as 5_000 or 5e3")
     # A number beyond the range of floats becomes infinite, which `limit_problem` refuses.
     return int(number) if setting.base is int else float(text.replace("_", ""))
-
-
-def percent_of(text: str) -> str | None:
-    """Return a fraction such as 0.03, or `3percent`, as a percentage; None for other text."""
-    match = _PART.fullmatch(text)
-    number = parse_number(match[1]) if match is not None else None
-    if match is None or number is None:
-        return None
-    if text.strip() == match[1]:
-        number *= 100
-    return f"{float(number):g}%" if 0 < number <= 100 else None
 
 
 def _canonical_choice(setting: Setting, text: str) -> str:

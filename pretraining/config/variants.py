@@ -16,7 +16,7 @@ from typing import Any, get_args
 from pretraining.config.plugins import PLUGIN_PATH, load_plugin
 from pretraining.config.training import AttentionBias, ModelConfig, ModelFamily, NormPosition, QkNorm
 from pretraining.config.values import did_you_mean
-from pretraining.errors import ConfigError
+from pretraining.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,8 @@ def resolve_shape(model: ModelConfig) -> LlamaShape:
     shares_width = variant.query_width == variant.hidden_size and model.head_dim is None
     if shares_width:
         shape = replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads)
-    if problems := list(_head_problems(shape, shares_width)):
-        raise ConfigError(problems)
+    if misfits := list(_head_problems(shape, shares_width)):
+        raise ConfigError(misfits)
     return replace(shape, rope_scaling=parse_scaling(model.rope_scaling, variant.rope_scaling))
 
 
@@ -467,20 +467,23 @@ def _scaling_problems(scaling: RopeScaling) -> Iterator[str]:
         yield "beta_slow must be below beta_fast"
 
 
-def _head_problems(shape: LlamaShape, shares_width: bool) -> Iterator[str]:
+def _head_problems(shape: LlamaShape, shares_width: bool) -> Iterator[Problem]:
     hidden, heads, kv_heads = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
     if shares_width and hidden % heads:
-        yield (
+        yield Problem(
+            ("hidden_size", "num_attention_heads"),
             f"hidden_size={hidden} / num_attention_heads={heads} = {hidden / heads:.2f} must be a whole number. "
-            "Change one, or give --head_dim"
+            "Change one, or give --head_dim",
         )
     elif shape.head_dim % 2:
-        yield (
+        yield Problem(
+            ("head_dim", "hidden_size"),
             f"head_dim={shape.head_dim} must be even, since rotary embeddings rotate pairs. Change --head_dim, or "
-            f"--hidden_size to a multiple of {2 * heads}"
+            f"--hidden_size to a multiple of {2 * heads}",
         )
     if heads % kv_heads:
-        yield (
+        yield Problem(
+            ("num_attention_heads", "num_key_value_heads"),
             f"num_attention_heads={heads} / num_key_value_heads={kv_heads} = {heads / kv_heads:.2f} must be a whole "
-            "number. Change --num_attention_heads or --num_key_value_heads (a divisor of it)"
+            "number. Change --num_attention_heads or --num_key_value_heads (a divisor of it)",
         )

@@ -23,10 +23,9 @@ from pretraining.data.resume import describe_order
 from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples, SplitName, dummy_samples, stored_samples
 from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skipped, integer_weights
 from pretraining.data.storage.bin_counts import build_bin_counts, find_bin_counts
-from pretraining.data.storage.dataset_files import DatasetFiles
+from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
 from pretraining.data.storage.doubts import warn_about_splits, warn_about_tokens
-from pretraining.data.storage.index_build import build_index
-from pretraining.data.storage.index_files import find_index, index_paths
+from pretraining.data.storage.index_files import build_index, find_index
 from pretraining.errors import ConfigError, DataError
 
 
@@ -74,7 +73,7 @@ def open_datasets(listing: Sequence[DatasetFiles], config: DataConfig) -> Opened
     for files in listing:
         dataset = _find_dataset(files, config)
         if dataset is None:
-            paths = " or ".join(str(path.parent) for path in index_paths(files, config))
+            paths = " or ".join(map(str, index_folders(files, config)))
             raise DataError(
                 f"dataset '{files.name}' has no index (or bin counts) in {paths}; another machine has built it: "
                 "give --index_path=<a folder that all machines see>"

@@ -40,14 +40,12 @@ def prepared_token(name: TokenSetting, config: DataConfig, eval_datasets: Iterab
     for place in _places(config, eval_datasets):
         path = place / MANIFEST_FILE
         try:
-            # Only the separator must be known: a damaged file is no reason to stop a run that names its own.
-            recorded = read_json(path)["tokenizer"] if name == "sep_token" else recorded_tokenizer_of(place)
-            token = recorded["end_of_text"] if name == "sep_token" else recorded.get("begin_of_text")
+            token = read_json(path)["tokenizer"].get(_RECORDS[name])
             if token is not None and (not isinstance(token, int) or token < 0):
                 raise ValueError(f"{token!r} is not a token id")
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"is unreadable ({type(error).__name__}: {error}), but should name a token of all documents. "
                 f"Prepare the dataset again, or give --{name}",

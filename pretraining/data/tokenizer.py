@@ -103,18 +103,14 @@ class Tokenizer:
         Args:
             special_tokens: whether names of special tokens in the text become their ids.
         """
-        with _panics_as_errors():
-            return self._library(special_tokens).encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text], special_tokens=special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
         """Return the token ids of several texts, encoded on all cores (see `library_threads`), as `encode` does."""
-        library = self._library(special_tokens)
+        # How the library treats special tokens is an attribute of an instance.
+        library = _parse(self.definition, special_tokens=True)[0] if special_tokens else self.library
         with _panics_as_errors():
             return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def _library(self, special_tokens: bool) -> tokenizers.Tokenizer:
-        """Return one of two instances of the library: how it treats special tokens is an attribute of an instance."""
-        return _parse(self.definition, special_tokens=True)[0] if special_tokens else self.library
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, special tokens included. Invalid UTF-8 becomes U+FFFD."""
@@ -376,18 +372,13 @@ def _parse(definition: bytes, *, special_tokens: bool) -> tuple[tokenizers.Token
     Args:
         special_tokens: whether names of special tokens in a text become their ids.
     """
-    library = _plain(tokenizers.Tokenizer.from_str(definition.decode("utf-8")))
+    library = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
     library.encode_special_tokens = not special_tokens  # the library means: as text
-    return library, _vocab_size(library)
-
-
-def _plain(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Disable truncation, padding and dropout, whatever the file says."""
-    library.no_truncation()
+    library.no_truncation()  # whatever the file says
     library.no_padding()
     if isinstance(library.model, models.BPE):
         library.model.dropout = None
-    return library
+    return library, _vocab_size(library)
 
 
 def _vocab_size(library: tokenizers.Tokenizer) -> int:
@@ -489,14 +480,10 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
 
 def _named_tokens(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens by name; special_tokens_map.json counts less if the config lists its added tokens."""
-    both = (special_tokens, config) if "added_tokens_decoder" in config else (config, special_tokens)
-    named = ((key, _token_name(each, key)) for each in both for key in each if key.endswith("_token"))
-    return {key: token for key, token in named if token is not None}
-
-
-def _token_name(config: Mapping[str, Any], name: str) -> str | None:
-    """Return a special token of a Hugging Face file: a string, or the `content` of an object."""
-    token = config.get(name)
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+    both = {**special_tokens, **config} if "added_tokens_decoder" in config else {**config, **special_tokens}
+    found = {}
+    for name, token in both.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found

@@ -5,9 +5,7 @@ settings, processes of each node -> sizes (`config/strategies.py`) -> device mes
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,8 +23,6 @@ from pretraining.distributed.processes import Processes
 from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, SHORTEST_PAUSE, run_in_thread
 from pretraining.distributed.torch_private import all_gather, set_timeout_of_group
 from pretraining.errors import LaunchError
-
-log = logging.getLogger(__name__)
 
 Axis = Literal["replicate", "shard"]
 """A dimension that lays out the model: an axis of the mesh, with a process group."""
@@ -76,34 +72,19 @@ def build_dims(parallel: ParallelConfig, processes: Processes, timeout: timedelt
         LaunchError: as `check_groups`.
     """
     # With different meshes, ranks would wait in groups that others do not create.
-    places = [(0, 0)] * processes.world_size
-    dist.all_gather_object(places, (processes.local_world_size, processes.rank - processes.local_rank))
-    sizes, axes = dim_sizes(parallel, [size for size, _ in places], processes.rank), get_args(Axis)
+    on_nodes = [0] * processes.world_size
+    dist.all_gather_object(on_nodes, processes.local_world_size)
+    sizes, axes = dim_sizes(parallel, on_nodes, processes.rank), get_args(Axis)
     mesh = init_device_mesh(processes.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=axes)
     for axis in axes:  # new groups have PyTorch's default, 10 minutes with NCCL, not the timeout of the job
         set_timeout_of_group(mesh[axis].get_group(), timeout)
     context = None
     if sizes.context > 1:
         context, _ = dist.new_subgroups(sizes.context, timeout=timeout)
-        _log_split_groups(sizes.context, [first for _, first in places])
     if sizes.world > 1:
         check_groups(mesh, context)
     shared = None if context is None else build_context_group(context)
     return Dims(**vars(sizes), rank=processes.rank, mesh=mesh, context_group=shared)
-
-
-def _log_split_groups(size: int, nodes: Sequence[int]) -> None:
-    """Log a line if ranks of a context group are on different nodes, given a number per rank that tells nodes apart."""
-    groups = [nodes[first : first + size] for first in range(0, len(nodes), size)]
-    split = sum(len(set(group)) > 1 for group in groups)
-    if split:
-        log.info(
-            "context     %d of %d groups of --context_parallel_size=%d have processes on several nodes: they gather "
-            "the keys and values of each layer over the network",
-            split,
-            len(groups),
-            size,
-        )
 
 
 def build_context_group(group: dist.ProcessGroup) -> ContextGroup:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pretraining.errors import LaunchError, LostPeerError
 from pretraining.launch.layout import ProcessLayout
-from pretraining.launch.network import GLOO_INTERFACE, NCCL_INTERFACE, interface_to_others
+from pretraining.launch.network import GLOO_INTERFACE, NCCL_INTERFACE, address_towards, interface_with
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -105,9 +105,8 @@ class Rendezvous:
             LostPeerError: the process that serves the store exited.
         """
         master, has_other_nodes = self._layout.master_addr, self._layout.local_world_size < self._layout.world_size
-        towards_rank_0 = interface_to_others([master]) if has_other_nodes else None
         try:
-            store = self.join_start(self.open_store(), "" if towards_rank_0 is None else towards_rank_0.address)
+            store = self.join_start(self.open_store(), address_towards([master]) if has_other_nodes else "")
             if has_other_nodes:
                 addresses = store.multi_get([f"arrived/{rank}" for rank in range(self._layout.world_size)])
                 choose_interface([master, *(address.decode() for address in addresses if address)])
@@ -231,14 +230,23 @@ def choose_interface(hosts: Iterable[str]) -> None:
 
     On rank 0's machine MASTER_ADDR may lead to this machine only, so the other processes' addresses follow it.
     """
-    found = None if os.environ.get(GLOO_INTERFACE) else interface_to_others(hosts)
-    if found is not None:
-        os.environ[GLOO_INTERFACE] = found.name
-        log.info("gloo reaches other machines through %s; set %s to use another interface", found, GLOO_INTERFACE)
+    address = "" if os.environ.get(GLOO_INTERFACE) else address_towards(hosts)
+    name = interface_with(address) if address else None
+    if name is not None:
+        os.environ[GLOO_INTERFACE] = name
+        log.info("gloo reaches others through %s (%s); set %s to change it", address, name, GLOO_INTERFACE)
 
 
 def run_in_thread(call: Callable[[], T], poll: Callable[[], object]) -> T:
     """Run a blocking call of PyTorch in a thread, and `poll` until the call returns."""
+    outcome = in_background(call, "rendezvous")
+    while not outcome.done():
+        poll()
+    return outcome.result()
+
+
+def in_background(call: Callable[[], T], name: str) -> Future[T]:
+    """Run a call in a daemon thread, so that the process can exit while the call blocks."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -247,10 +255,8 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], object]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
-    while not outcome.done():
-        poll()
-    return outcome.result()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,13 +22,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from pretraining.config.training import GuardConfig
 from pretraining.distributed.processes import Activity, Processes
-from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT
+from pretraining.distributed.rendezvous import COLLECTIVE_TIMEOUT, in_background
 from pretraining.distributed.torch_private import store_of_job
 from pretraining.text import list_some
 
@@ -285,11 +286,9 @@ class Heartbeats:
 
     def read_others(self) -> dict[int, Heartbeat] | None:
         """Return the newest heartbeat of each other process that sent one; None if the store does not answer."""
-        answers: list[dict[int, Heartbeat]] = []
-        reader = threading.Thread(target=lambda: answers.append(self._read()), name="heartbeats", daemon=True)
-        reader.start()
-        reader.join(STORE_TIMEOUT_SECONDS)
-        return answers[0] if answers else None
+        with suppress(TimeoutError, RuntimeError):  # it does not answer, or has exited
+            return in_background(self._read, "heartbeats").result(STORE_TIMEOUT_SECONDS)
+        return None
 
     def _read(self) -> dict[int, Heartbeat]:
         known = [rank for rank in range(self._world_size) if rank != self._rank]

@@ -32,10 +32,17 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> 
     """Return the state of a parameter as tensors without a copy: loading into them restores the state.
 
     The inner tensors of a tensor subclass depend on the shard, so each gets a first dim of one row per shard.
+
+    Raises:
+        ConfigError: a state is no tensor.
     """
     found: dict[str, torch.Tensor] = {}
     for key, value in optimizer.state[parameter].items():
-        assert isinstance(value, torch.Tensor), f"optimizer state {key} is no tensor"
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"the optimizer has the state {key} of type {type(value).__name__}: make it a torch.Tensor, as "
+                "checkpoints need (docs/extending.md)"
+            )
         if not is_wrapped(value):
             found[key] = value
             continue

@@ -443,21 +443,24 @@ class Command:
         settings: dataclass of the command's settings.
         function: called with the settings; "module:function" in `pretraining` is imported when the command runs.
         purpose: text in the list of commands.
-        parses_arguments: whether the function takes positional arguments and flags instead of settings.
+        takes_assignments: whether the function takes the assignments of the command line instead of settings.
     """
 
     settings: type
     function: str | Callable[..., None]
     purpose: str
-    parses_arguments: bool = False
+    takes_assignments: bool = False
 
 
+BESIDE_RECIPES = """
+For a recipe of another system: --accept_llama=true uses a Llama of the same shape for another model,
+--accept_unknown=true ignores unknown keys."""
 BESIDE_TRAINING = {
     "prepare": Command(
         PrepareConfig, "tools.prepare.prepare:prepare_in_job", "turn text into a tokenizer and token files"
     ),
     "inspect": Command(
-        InspectConfig, "tools.inspect:inspect_command", "show the samples of a training step", parses_arguments=True
+        InspectConfig, "tools.inspect:inspect_command", "show the samples of a training step", takes_assignments=True
     ),
     "list": Command(ListConfig, "tools.list_checkpoints:list_checkpoints", "list the checkpoints of a run"),
     "push": Command(PushConfig, "tools.push:push", "copy the checkpoints of a run into an object store"),
@@ -466,12 +469,12 @@ BESIDE_TRAINING = {
     "export": Command(ExportConfig, "tools.export:export", "write a checkpoint for transformers, or as .pt files"),
     "import": Command(ImportConfig, "tools.import_weights:import_weights", "turn a Hugging Face Llama into a run"),
     "plan": Command(PlanConfig, "tools.planner:plan", "estimate memory and speed of a run before it is started"),
-    "sweep": Command(SweepConfig, "tools.sweep:sweep", "train a grid of values per setting", parses_arguments=True),
+    "sweep": Command(SweepConfig, "tools.sweep:sweep", "train a grid of values per setting", takes_assignments=True),
     "translate": Command(
         TranslateConfig,
         "tools.translate.translate:translate_command",
         "turn another system's settings file into a recipe",
-        parses_arguments=True,
+        takes_assignments=True,
     ),
     "verify": Command(VerifyConfig, "tools.verify:verify", "check checkpoints or token files completely"),
     "doctor": Command(DoctorConfig, "tools.doctor:doctor", "measure devices, disk and links, and report slow ones"),

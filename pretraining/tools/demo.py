@@ -10,13 +10,11 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pretraining.config.assignments import RECIPE_NAMES
-from pretraining.config.command_line import name_first_words, read_arguments
-from pretraining.config.training import TrainConfig
+from pretraining.config.assignments import RECIPE_NAMES, Assignment
+from pretraining.config.command_line import assign
 from pretraining.errors import Preempted
 from pretraining.launch.layout import LAUNCHERS
 from pretraining.launch.signals import PREEMPTION_SIGNALS
@@ -29,14 +27,13 @@ _CHOICES = {*RECIPE_NAMES, "model_variant", "data_path", "datasets", "use_dummy_
 _PATHS = {"data_path": "data/demo", "tokenizer_path": "data/demo/tokenizer.json", "ckpt_save_path": "runs/demo"}
 
 
-def add_settings(overrides: Sequence[str], flags: Mapping[str, Any]) -> list[str] | None:
-    """Return overrides with the settings of the demo; None if it is not offered, or if another run is chosen."""
-    assignments, _ = read_arguments(*name_first_words(TrainConfig, overrides, flags))
-    given = {assignment.section_and_name[1] for assignment in assignments}
-    if DEMO_FOLDER not in os.environ or given & _CHOICES:
-        return None
-    paths = [f"{name}={Path(os.environ[DEMO_FOLDER], path)}" for name, path in _PATHS.items() if name not in given]
-    return [f"{RECIPE_NAMES[0]}=demo", *paths, *overrides]
+def settings_beside(given: Sequence[Assignment]) -> list[Assignment]:
+    """Return the settings of the demo; none if it is not offered, or if another run is chosen."""
+    names = {each.section_and_name[1] for each in given}
+    if DEMO_FOLDER not in os.environ or names & _CHOICES:
+        return []
+    paths = {name: str(Path(os.environ[DEMO_FOLDER], path)) for name, path in _PATHS.items() if name not in names}
+    return assign({RECIPE_NAMES[0]: "demo", **paths})
 
 
 def prepare() -> None:

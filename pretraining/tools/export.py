@@ -70,7 +70,7 @@ def export(config: ExportConfig) -> None:
         ConfigError, DataError: unusable settings or tokenizer.
     """
     if is_address(config.ckpt_load_path):
-        from pretraining.checkpoint.object_store import local_view
+        from pretraining.checkpoint.copies import local_view
 
         with local_view(config.ckpt_load_path, with_files=True) as run:
             export(replace(config, ckpt_load_path=str(run)))

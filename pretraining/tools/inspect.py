@@ -22,10 +22,10 @@ import numpy as np
 from pretraining.checkpoint.run_folder import committed_checkpoints, run_of
 from pretraining.checkpoint.run_path import newest_run_path
 from pretraining.checkpoint.start_point import find_newest, find_start, named_checkpoint
-from pretraining.config.assignments import COMMAND_LINE, Assignment
+from pretraining.config.assignments import COMMAND_LINE, Assignment, Source
 from pretraining.config.batch_sizes import BatchSizes
-from pretraining.config.command_line import is_bare_path, read_given, resolve_config
-from pretraining.config.recipes import RECIPE_SUFFIXES, parse_recipe
+from pretraining.config.command_line import assign, read_given
+from pretraining.config.recipes import parse_recipe
 from pretraining.config.rules import check_config
 from pretraining.config.strategies import DimSizes, unsharded_sizes
 from pretraining.config.training import CheckpointConfig
@@ -43,7 +43,8 @@ from pretraining.files import is_address
 from pretraining.launch.terminal import print_text, showing_through
 from pretraining.text import count_of, format_table
 from pretraining.tools.commands import InspectConfig
-from pretraining.tools.translate.hook import translate_when_needed
+from pretraining.tools.translate.hook import translate_given
+from pretraining.tools.translate.translated import Translated
 from pretraining.train.resolve import adopt_settings
 
 log = logging.getLogger(__name__)
@@ -52,52 +53,58 @@ SAMPLES_COUNTED = 20_000
 """Samples of a dataset in which a summary counts documents exactly; this takes a second or two."""
 
 _WHERE_FROM = ("resume_from_checkpoint", "ckpt_load_path")
+_OF_A_START = ("resume_from_checkpoint", "init_from")
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 200
 
 
-def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
+def inspect_command(given: Sequence[Assignment]) -> None:
     """Print the samples of steps of the run that `train` would start or resume, or of a named checkpoint.
 
     Args:
-        overrides, flags: words and flags of the command line. A path as the first word is a run or checkpoint, unless
-            it ends like a recipe.
+        given: the command line. A path as the first word is a run or checkpoint, unless it ends like a recipe.
 
     Raises:
         PretrainError: unusable settings, data or checkpoint.
     """
-    overrides, flags = _name_run(overrides, flags)
-    given = read_given(overrides, flags, translate_when_needed)
+    if given and not given[0].name:
+        given = [replace(given[0], name="ckpt_load_path"), *given[1:]]
+    _inspect_given(translate_given(InspectConfig, given))
+
+
+def _inspect_given(translated: Translated) -> None:
+    read = read_given(InspectConfig, translated.sources)
+    if read.problems:
+        raise ConfigError(read.problems)
     request, source = (
-        given.values[name] if given.values.get(name) and given.chosen[name].source.startswith(COMMAND_LINE) else None
+        read.values[name] if read.values.get(name) and read.chosen[name].source.startswith(COMMAND_LINE) else None
         for name in _WHERE_FROM
     )
     if source is not None and is_address(source):
-        from pretraining.checkpoint.object_store import local_view
+        from pretraining.checkpoint.copies import local_view
 
         with local_view(source, with_files=False) as run:
-            inspect_command(overrides, {**flags, "ckpt_load_path": str(run)})
+            _inspect_given(_load_from(translated, str(run), request))
         return
-    named = None if given.values.get("weights_only") else source or request  # with weights_only, a new run starts
+    named = None if read.values.get("weights_only") else source or request  # with weights_only, a new run starts
     if request is not None:
-        save_path = given.values.get("ckpt_save_path", CheckpointConfig().ckpt_save_path)
+        save_path = read.values.get("ckpt_save_path", CheckpointConfig().ckpt_save_path)
         found = _find_named(source or save_path, request, is_required=source is not None)
         if found is not None:
-            overrides = [word for word in overrides if _setting_of(word) not in _WHERE_FROM]
-            flags = {name: value for name, value in flags.items() if _setting_of(name) not in _WHERE_FROM}
-            flags["ckpt_load_path"] = named = found
+            translated, named = _load_from(translated, found), found
     # The manifest alone determines the samples: a checkpoint with damaged tensors can be inspected.
     if named is None:
-        config = resolve_config(InspectConfig, overrides, flags, translate=translate_when_needed).config
+        config = translated.resolve(InspectConfig).config
         path = config.checkpoint.ckpt_save_path
         path = None if path is None else newest_run_path(path)
         start = find_start(replace(config.checkpoint, ckpt_save_path=path))
     else:
         path = newest_run_path(named)
         start = find_newest(Path(path))
-        recorded = parse_recipe(start.manifest.config, f"config of {start.path}")
-        settings = [each for each in recorded if _setting_of(each.name) not in ("resume_from_checkpoint", "init_from")]
-        config = resolve_config(InspectConfig, overrides, flags, settings, translate_when_needed).config
+        name = f"config of {start.path}"
+        recorded = parse_recipe(start.manifest.config, name)
+        settings = [each for each in recorded if each.section_and_name[1] not in _OF_A_START]
+        config = translated.resolve(InspectConfig, Source(name, settings)).config
     with showing_through(partial(print, file=sys.stderr, flush=True)):  # stdout is for the answer
         config = adopt_settings(config, start)
     # A run that takes only the weights starts its data from the beginning.
@@ -106,9 +113,12 @@ def inspect_command(overrides: Sequence[str], flags: dict[str, str]) -> None:
     inspect(config, state, size)
 
 
-def _setting_of(word: str) -> str:
-    """Return the name of the setting in `--name`, `section.name` or `name=value`."""
-    return Assignment(word.partition("=")[0], "", where=word, flag=word).section_and_name[1]
+def _load_from(translated: Translated, path: str, request: str | None = None) -> Translated:
+    """Replace what the command line says about the start point."""
+    *recipes, typed = translated.sources
+    others = [each for each in typed.assignments if each.section_and_name[1] not in _WHERE_FROM]
+    where_from = {"ckpt_load_path": path} | ({} if request is None else {"resume_from_checkpoint": request})
+    return replace(translated, sources=[*recipes, replace(typed, assignments=[*others, *assign(where_from)])])
 
 
 def _find_named(run: str | None, request: str, *, is_required: bool) -> str | None:
@@ -121,15 +131,6 @@ def _find_named(run: str | None, request: str, *, is_required: bool) -> str | No
             f"--resume_from_checkpoint={request} is no checkpoint of the run in {folder}, which holds {names}"
         )
     return None if found is None else str(found)
-
-
-def _name_run(overrides: Sequence[str], flags: dict[str, str]) -> tuple[Sequence[str], dict[str, str]]:
-    """Assign a path at the beginning to `ckpt_load_path`, as the other commands about runs do."""
-    if not overrides or not is_bare_path(overrides[0]) or overrides[0].endswith(RECIPE_SUFFIXES):
-        return overrides, flags
-    if "ckpt_load_path" in flags:
-        raise ConfigError(f"two values for ckpt_load_path, {overrides[0]} and {flags['ckpt_load_path']}: give one")
-    return overrides[1:], {**flags, "ckpt_load_path": overrides[0]}
 
 
 def inspect(config: InspectConfig, state: Mapping[str, Any] | None = None, restored_batch: int | None = None) -> None:

@@ -58,7 +58,7 @@ class Row:
 def list_checkpoints(config: ListConfig) -> None:
     """Print the checkpoints of a run; raise a CheckpointError if there is no run."""
     if is_address(config.run_path):
-        from pretraining.checkpoint.object_store import local_view
+        from pretraining.checkpoint.copies import local_view
 
         with local_view(config.run_path, with_files=False) as run:
             rows, place = rows_of(run), config.run_path

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pretraining.config.assignments import RECIPE_NAMES, Assignment, Reader
-from pretraining.config.command_line import name_first_words, read_arguments, resolve_config
+from pretraining.config.command_line import assign
 from pretraining.config.fields import settings_of
 from pretraining.errors import CheckpointError, ConfigError, Interrupted, Preempted
 from pretraining.files import output_errors, read_object, write_atomic
@@ -40,7 +40,7 @@ from pretraining.observability.report_file import number_of, read_lines
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import count_of, format_table
 from pretraining.tools.commands import SweepConfig, SweepSettings
-from pretraining.tools.translate.hook import translate_when_needed
+from pretraining.tools.translate.hook import translate_given
 from pretraining.train.run_status import STATUS_FILE
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Combination:
         return safe
 
 
-def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
+def sweep(given: Sequence[Assignment]) -> None:
     """Train every combination without an outcome, and write the table.
 
     Raises:
@@ -85,7 +85,7 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
         DataError: the sweep's folder cannot be written.
         CheckpointError: at the end, if some combinations were refused, since another process trains them.
     """
-    settings, combinations = read_sweep(overrides, flags)
+    settings, combinations = read_sweep(given)
     folder = Path(settings.sweep_path)
     for each in combinations:
         before = read_object(folder / each.name / ARGUMENTS_FILE).get("arguments")
@@ -115,16 +115,15 @@ def sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> None:
         )
 
 
-def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[SweepSettings, list[Combination]]:
+def read_sweep(given: Sequence[Assignment]) -> tuple[SweepSettings, list[Combination]]:
     """Return the combinations of a command line; raise a ConfigError with all problems of their settings."""
-    assignments, problems = read_arguments(*name_first_words(SweepConfig, overrides, flags))
-    fixed, varied = [], dict[str, list[str]]()
-    for given in assignments:
-        name, values = _values_of(given)
+    problems, fixed, varied = list[str](), list[Assignment](), dict[str, list[str]]()
+    for each in given:
+        name, values = _values_of(each)
         if len(values) == 1:
-            fixed.append(given)
-        elif name in varied or len(set(values)) < len(values):
-            problems.append(f"{given.where}: {name} is given twice, or has a value twice: remove one")
+            fixed.append(each)
+        elif len(set(values)) < len(values):
+            problems.append(f"{each.where}: {name} has a value twice: remove one")
         else:
             varied[name] = values
         if name in NOT_IN_A_SWEEP:
@@ -132,17 +131,16 @@ def read_sweep(overrides: Sequence[str], flags: Mapping[str, str]) -> tuple[Swee
     if not varied and not problems:
         problems.append("no setting has several values: write --learning_rate=1e-4,3e-4, or 'a;b' for lists and text")
     own = {setting.name for setting in settings_of(SweepConfig).values() if setting.section == "sweep"}
-    arguments = [f"{given.name}={given.raw}" for given in fixed]
-    trained = [text for text, given in zip(arguments, fixed, strict=True) if given.section_and_name[1] not in own]
+    trained = [f"{each.name}={each.raw}" for each in fixed if each.section_and_name[1] not in own]
     combinations: list[Combination] = []
     settings = SweepSettings()
-    for each in itertools.product(*varied.values()) if not problems else ():
-        chosen = dict(zip(varied, each, strict=True))
+    for texts in itertools.product(*varied.values()) if not problems else ():
+        chosen = dict(zip(varied, texts, strict=True))
         varying = [f"{name}={value}" for name, value in chosen.items()]
         combinations.append(Combination(chosen, (*trained, *varying)))
         try:
-            words = [*arguments, *varying, "ckpt_save_path=run"]
-            settings = resolve_config(SweepConfig, words, translate=translate_when_needed).config.sweep
+            words = [*fixed, *assign({**chosen, "ckpt_save_path": "run"})]
+            settings = translate_given(SweepConfig, words).resolve(SweepConfig).config.sweep
         except ConfigError as error:
             problems += [f"{','.join(varying)}: {problem}" for problem in error.problems]
     if not problems and settings.only is not None and settings.only >= len(combinations):

@@ -29,9 +29,8 @@ from pretraining.checkpoint.run_folder import CHECKPOINTS, run_of, unfinished_sa
 from pretraining.checkpoint.start_point import checkpoints_at
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, DatasetFiles, list_datasets
-from pretraining.data.storage.doubts import warn_about_splits
+from pretraining.data.storage.doubts import describe_masks, rows_of, warn_about_splits
 from pretraining.data.storage.index_files import read_documents, recorded_indices
-from pretraining.data.storage.masks import describe_masks, rows_of
 from pretraining.data.storage.token_format import (
     DocumentLayout,
     contiguous_bytes,

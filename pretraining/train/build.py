@@ -27,7 +27,7 @@ from pretraining.checkpoint.manifest import (
     Stateful,
     tensor_state,
 )
-from pretraining.checkpoint.mirror import Mirror, NewerCopyError, fetch_start
+from pretraining.checkpoint.mirror import Mirror, fetch_start
 from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints
@@ -45,6 +45,7 @@ from pretraining.distributed.parallelize import ParallelModel, compute_dtype, pa
 from pretraining.distributed.processes import on_every_rank, on_rank_zero
 from pretraining.distributed.replicas import Replicas
 from pretraining.distributed.watchdog import collective_timeout
+from pretraining.errors import DamagedError
 from pretraining.evaluation.generation import TextSampler
 from pretraining.evaluation.held_out import EarlyStopping, Evaluator, definition_of
 from pretraining.files import writing_into
@@ -247,7 +248,7 @@ def _assemble(
         states[OPTIMIZER_STATE] = OptimizerRecord(context.optimizer, plan.loads_optimizer)
     try:
         checkpoints = _build_checkpoints(plan, context, states, observer, lease, status.run_id)
-    except NewerCopyError:
+    except DamagedError:
         observer.trackers.close()  # the next try opens them again
         raise
     evaluator.early_stopping.stop_if_due(state)

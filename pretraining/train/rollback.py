@@ -22,9 +22,9 @@ from types import MappingProxyType
 
 import torch
 
+from pretraining.checkpoint.copies import TRIES_OF_START
 from pretraining.checkpoint.lease import Lease
-from pretraining.checkpoint.mirror import NewerCopyError, list_copies
-from pretraining.checkpoint.object_store import TRIES_OF_START
+from pretraining.checkpoint.mirror import list_copies
 from pretraining.checkpoint.retention import set_aside
 from pretraining.checkpoint.run_folder import committed_checkpoints
 from pretraining.checkpoint.run_path import make_run_folder
@@ -133,7 +133,7 @@ class RunBuilder:
         )
 
     def build(self, start: CheckpointRef | None, before_step: int | None = None) -> Run:
-        """Build the run from a start point or, if that is damaged, from the next good one; a collective call.
+        """Build the run from a start point or, if that is damaged or no longer the newest, another; a collective call.
 
         Args:
             before_step: as in `find_start`.
@@ -143,25 +143,18 @@ class RunBuilder:
             result = self._try_to_build(start)
             if not isinstance(result, str):
                 return result
-            assert start is not None
-            if result:
+            if start is not None:
                 damaged[start.source] = result
             _free_memory()
-            start = self.find_start(damaged, before_step, returns=start.is_rewind)
+            start = self.find_start(damaged, before_step, returns=start is None or start.is_rewind)
             count_start(self.config.checkpoint, self.status, start)
 
     def _try_to_build(self, start: CheckpointRef | None) -> Run | str:
-        """Return the fault of a damaged start point; its error would keep the memory of the failed run alive.
-
-        An empty text: another machine has saved a newer checkpoint.
-        """
+        """Build the run, or return the fault of its start point: an error would keep the failed run's memory alive."""
         restore_cpu_threads(start, self.config, self.processes, self.threads)
         try:
             self.plan = plan_run(self.config, self.processes, self.dims, self.data, start, self.rollback)
             return build_run(self.plan, self.stop_requests, self.status, self.lease, self.hook, self.sampler)
-        except NewerCopyError as error:
-            log.info("%s: the start point is chosen again", error)
-            return ""
         except DamagedError as error:
             return str(error)
 

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pretraining import files
-from pretraining.checkpoint import manager, mirror, object_store, saver, writer
+from pretraining import files, object_store
+from pretraining.checkpoint import copies, manager, mirror, saver, writer
 from pretraining.checkpoint.manager import CheckpointManager
+from pretraining.checkpoint.manifest import ChecksummedFile
 from pretraining.cli import main
 from pretraining.data import dataset
 from pretraining.data.samples import Samples
@@ -57,13 +58,13 @@ def kill_in_save(rank: int, place: str, number: int) -> None:
 
     def prepare(more: dict[str, Any]) -> None:
         if place == "shard":
-            write_all = writer._write_all
+            write = ChecksummedFile.write
 
-            def half(descriptor: int, content: memoryview) -> None:
-                write_all(descriptor, content[: len(content) // 2])
+            def half(self: ChecksummedFile, content: memoryview) -> None:
+                write(self, content[: len(content) // 2])
                 _die()
 
-            writer._write_all = half
+            ChecksummedFile.write = half  # type: ignore[method-assign,assignment]
         elif place == "manifest":
             writer.write_flushed = _die
         elif place == "commit":
@@ -81,7 +82,7 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
         return
 
     def hang(_: dict[str, Any]) -> None:
-        writer._write_all = lambda *_: threading.Event().wait()  # type: ignore[assignment]
+        ChecksummedFile.write = lambda *_: threading.Event().wait()  # type: ignore[method-assign,assignment]
 
     _before_save(write, hang)
     _at_step(step, _die)
@@ -89,16 +90,16 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
 
 def kill_in_upload(ranks: list[int], checkpoint: str) -> None:
     """SIGKILL these ranks when half a file of a checkpoint is sent to the mirror."""
-    upload = object_store.Store.upload
+    upload = copies.upload_file
 
-    def half(self: object_store.Store, file: Path, name: str, *others: Any) -> None:
+    def half(store: object_store.Store, file: Path, name: str, *others: Any) -> None:
         if checkpoint in name and _rank() in ranks:
             threading.Timer(0.05, _die).start()
-        upload(self, file, name, *others)
+        upload(store, file, name, *others)
         if checkpoint in name and _rank() in ranks:
             threading.Event().wait()
 
-    object_store.Store.upload = half  # type: ignore[method-assign,assignment]
+    mirror.upload_file = half  # type: ignore[attr-defined]
 
 
 def unreadable_samples(ranks: list[int]) -> None:
@@ -131,7 +132,7 @@ def lose_mirror() -> None:
     commit = mirror.Mirror._commit
 
     def late(self: mirror.Mirror, checkpoint: Path) -> None:
-        self._store.write(mirror.MIRROR_FILE, mirror._to_json(run="same", writer="another"))
+        self._store.write(mirror.MIRROR_FILE, [mirror._to_json(run="same", writer="another")])
         commit(self, checkpoint)
 
     mirror.Mirror._commit = late  # type: ignore[method-assign]
@@ -140,16 +141,16 @@ def lose_mirror() -> None:
 def fail_first_writes(count: int) -> None:
     """Fails the first writes of this process as a network file system does that has lost its server for a moment."""
     files.PAUSES_SECONDS = (0.01, 0.02, 0.04, 0.08)
-    write_all, failures = writer._write_all, 0
+    write, failures = ChecksummedFile.write, 0
 
-    def flaky(descriptor: int, content: memoryview) -> None:
+    def flaky(self: ChecksummedFile, content: memoryview) -> int:
         nonlocal failures
         failures += 1
         if failures <= count:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        write_all(descriptor, content)
+        return write(self, content)
 
-    writer._write_all = flaky
+    ChecksummedFile.write = flaky  # type: ignore[method-assign,assignment]
 
 
 def limit_file_size(limit_bytes: int) -> None:

@@ -64,7 +64,7 @@ def test_a_file_system_error_about_a_path_is_one_error(
     rank = {"RANK": str(int(ranks) - 1), "LOCAL_RANK": str(int(ranks) - 1), "MASTER_PORT": "29500"}
     for name, value in {**layout, **rank}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("pretraining.cli.resolve_config", refused)
+    monkeypatch.setattr("pretraining.cli.translate_given", refused)
     monkeypatch.setattr(os, "_exit", sys.exit)  # one of several processes
     with pytest.raises(SystemExit) as ending:
         main(["train"])
@@ -93,7 +93,7 @@ def test_an_interrupt_has_its_exit_code_and_an_error_without_a_path_keeps_its_tr
     def fail(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("pretraining.cli.resolve_config", fail)
+    monkeypatch.setattr("pretraining.cli.translate_given", fail)
     with pytest.raises((OSError, SystemExit)) as ending:
         main(["train"])
     assert getattr(ending.value, "code", None) == code
@@ -243,7 +243,7 @@ def test_quick_commands_do_not_import_slow_packages(tmp_path: Path) -> None:
 def test_a_run_at_its_time_limit_notifies_its_launcher(
     is_out_of_time: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(overrides: object, flags: object) -> None:
+    def end(given: object) -> None:
         ending = Preempted("Preempted at step 3")
         ending.is_out_of_time = is_out_of_time
         raise ending

@@ -11,7 +11,7 @@ from helpers import ROOT
 
 import pretraining
 from pretraining.cli import COMMANDS
-from pretraining.config.assignments import ALIASES, REMOVED
+from pretraining.config.assignments import ALIASES
 from pretraining.config.fields import settings_of
 from pretraining.tools.translate.translate import SYSTEMS
 
@@ -60,7 +60,7 @@ def test_links_files_and_flags_of_a_page_exist(page: Path) -> None:
     named = {name for name in FILE.findall(text) if not name.startswith("conf/")}  # a user's own folder
     assert [name for name in sorted(named) if not any((home / name).exists() for home in homes)] == []
     known = {name for command in COMMANDS.values() for name in settings_of(command.settings)}
-    known |= USUAL | REMOVED.keys() | {name.partition(".")[0] for name in FOREIGN}
+    known |= USUAL | {name.partition(".")[0] for name in FOREIGN}
     flags = {flag for flag in FLAG.findall(text) if flag.replace("-", "_") not in known}
     assert flags <= SCRIPTS | set(OTHER_PROGRAMS.split())
 

@@ -15,6 +15,7 @@ from helpers import ROOT, run_command
 ROWS = (
     ("errors",),
     ("files", "progress", "text"),
+    ("object_store",),
     ("config", "launch"),
     ("estimate",),
     ("model", "data", "distributed"),
@@ -29,7 +30,7 @@ ROWS = (
     ("__main__",),
 )
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
-TORCH_FREE = ("errors", "files", "progress", "text", "config", "launch", "estimate")
+TORCH_FREE = ("errors", "files", "progress", "text", "object_store", "config", "launch", "estimate")
 
 PACKAGE = ROOT / "pretraining"
 FILES = sorted(PACKAGE.rglob("*.py"))

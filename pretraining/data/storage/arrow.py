@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import how_to_prepare
 from pretraining.data.storage.token_format import DocumentLayout, as_tokens, beginning_of, read_bytes
 from pretraining.errors import DataError
 
@@ -64,7 +62,7 @@ class ArrowFormat:
                 batches = _batches_of_structs(content[self._messages_at :], schema)
             return _find_documents(batches, content, column)
         except DataError as error:
-            raise DataError(f"{error}{self._way_on(error, path)}", path=path, row=error.row) from error
+            raise DataError(str(error), path=path, row=error.row) from error
         except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError, SystemError) as error:
             raise DataError(f"damaged: {error}", path=path) from error
 
@@ -76,12 +74,6 @@ class ArrowFormat:
             )
         reader = pa.ipc.open_file(pa.py_buffer(content))
         return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
-
-    def _way_on(self, error: DataError, path: str) -> str:
-        """Return the command that rewrites files of a kind that is not read; empty for damage."""
-        if not isinstance(error, _UnsupportedError):
-            return ""
-        return f". {how_to_prepare(Path(path).parent, self._column)}"
 
 
 class ArrowStreamFormat(ArrowFormat):
@@ -102,10 +94,6 @@ class ArrowStreamFormat(ArrowFormat):
             raise DataError("truncated or damaged: it lacks the ending of an Arrow stream")
         reader = pa.ipc.open_stream(pa.py_buffer(content))
         return reader.schema, iter(reader)
-
-
-class _UnsupportedError(DataError):
-    """An error about a sound file of a kind that `pretrain prepare` rewrites."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +120,10 @@ def _find_documents(batches: Iterator[pa.RecordBatch], content: np.ndarray, colu
     validity_at, validity_bytes, offsets_at, offsets_bytes, sizes_at, sizes_bytes, tokens_at, tokens_bytes = places
     _check(rows > len(content), "has more rows than bytes")
     _check(np.cumsum(rows) > len(content), "has more rows than bytes")  # a footer may list a batch many times
+    flags = f"with this folder as --input_path and --text_field={column.name}"
     for at, size in zip(places[::2], places[1::2], strict=True):
         is_elsewhere = (at < 0) | (at > len(content) - size)
-        _check(is_elsewhere, "is compressed or big-endian: write it plain and little-endian", _UnsupportedError)
+        _check(is_elsewhere, f"is compressed or big-endian: `pretrain prepare` writes it plain, {flags}")
     _check(nulls > 0, f"has missing tokens (null) in column '{column.name}'")
     width = column.tokens.bit_width // 8
     signed = pa.types.is_signed_integer(column.tokens)
@@ -196,9 +185,9 @@ def _list_offsets(
     return found
 
 
-def _check(is_wrong: np.ndarray, problem: str, kind: type[DataError] = DataError) -> None:
+def _check(is_wrong: np.ndarray, problem: str) -> None:
     if is_wrong.any():
-        raise kind(f"damaged or unsupported: record batch {is_wrong.argmax()} {problem}")
+        raise DataError(f"damaged or unsupported: record batch {is_wrong.argmax()} {problem}")
 
 
 def _find_column(schema: pa.Schema, name: str) -> _Column:
@@ -209,21 +198,10 @@ def _find_column(schema: pa.Schema, name: str) -> _Column:
     layout, offset_bytes = next(((layout, size) for test, layout, size in _LISTS if test(kind)), ("flat", 0))
     tokens = kind if layout == "flat" else kind.value_type
     if tokens not in TOKEN_TYPES:
-        if _is_encoded(kind) or _is_encoded(tokens):
-            raise DataError(f"column '{name}' is of type {kind}. Decode it first: in pyarrow, `{_decoding(kind)}`")
-        raise DataError(f"column '{name}' is of type {kind}, but documents are lists of integers, such as list<uint16>")
+        raise DataError(
+            f"column '{name}' is of type {kind}, but documents are plain lists of integers, such as list<uint16>"
+        )
     return _Column(name, number, tokens, layout, offset_bytes, kind.list_size if layout == "fixed" else 0)
-
-
-def _is_encoded(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind))
-
-
-def _decoding(kind: pa.DataType) -> str:
-    """Return the call of pyarrow that decodes a column of this type."""
-    if pa.types.is_dictionary(kind):
-        return "column.combine_chunks().dictionary_decode()"
-    return "pyarrow.compute.run_end_decode(column)" if pa.types.is_run_end_encoded(kind) else "column.cast(list type)"
 
 
 def _read_batches(batches: Iterator[pa.RecordBatch], content: np.ndarray, column: _Column) -> np.ndarray:
@@ -240,11 +218,8 @@ def _read_batches(batches: Iterator[pa.RecordBatch], content: np.ndarray, column
             for buffer in array.buffers()
         ]
         *lists, validity_of_tokens, tokens = places
-        nulls = validity_of_tokens[1]
-        if nulls and column.layout == "fixed":  # a missing row has missing tokens
-            nulls = _count_missing(content, len(array), places[0], validity_of_tokens, column.list_size)
         lists += [(0, 0)] * (3 - len(lists))
-        numbers.append((len(array), nulls, *(number for place in (*lists, tokens) for number in place)))
+        numbers.append((len(array), validity_of_tokens[1], *(number for place in (*lists, tokens) for number in place)))
     return np.array(numbers, dtype=np.int64).reshape(-1, 10)
 
 
@@ -264,20 +239,3 @@ def _batches_of_structs(content: np.ndarray, schema: pa.Schema) -> Iterator[pa.R
     for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(content)):
         if message.type == "record batch":
             yield pa.ipc.read_record_batch(message, flat)
-
-
-def _count_missing(
-    content: np.ndarray, rows: int, rows_at: tuple[int, int], tokens_at: tuple[int, int], list_size: int
-) -> int:
-    """Count the missing tokens in rows that are not missing, from the bitmaps at (byte, size); 0 if one is damaged."""
-
-    def bits(at: tuple[int, int], count: int) -> np.ndarray:
-        begin, size = at
-        if not size:
-            return np.ones(count, dtype=np.uint8)
-        return np.unpackbits(content[begin : begin + size], bitorder="little")[:count]
-
-    if not 0 <= rows * list_size <= 8 * len(content):  # damaged, which the caller finds
-        return 0
-    has_row, has_token = bits(rows_at, rows), bits(tokens_at, rows * list_size)
-    return int((np.repeat(has_row, list_size)[: len(has_token)] > has_token[: len(has_row) * list_size]).sum())

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import zlib
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, cast
@@ -26,7 +25,7 @@ import numpy as np
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.sampling.packing import ALGORITHM_VERSION, pack_block
 from pretraining.data.storage.dataset_files import DatasetFiles, index_folders
-from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
+from pretraining.data.storage.index import SPLITS, Index
 from pretraining.data.storage.index_files import write_once
 from pretraining.data.threads import map_in_order
 from pretraining.errors import DataError
@@ -37,7 +36,6 @@ log = logging.getLogger(__name__)
 
 BLOCKS_PER_PROCESS = 1024
 """Blocks per counting process: starting a process takes about as long as counting them."""
-_COMPARED_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,9 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
         return found
     damaged = next((path for path in _paths(files, index, config) if exists(path)), None)
     if damaged is not None:
-        log.warning("%s is damaged, or belongs to other documents: rebuilding it", damaged)
+        log.warning("%s is damaged, or belongs to another index: rebuilding it", damaged)
     name, seq_length, packing = files.name, config.seq_length, config.packing
-    documents = f"{len(index.documents):,}"
+    documents, header = f"{len(index.documents):,}", _header(index, config)
     log.info("packing dataset '%s': %s documents into samples of %d tokens, %s", name, documents, seq_length, packing)
 
     def write(file: IO[bytes]) -> str:
@@ -74,12 +72,15 @@ def build_bin_counts(files: DatasetFiles, index: Index, config: DataConfig, work
         bounds = np.zeros((len(SPLITS), counts.shape[1] + 1), dtype="<i8")
         np.cumsum(counts, axis=1, out=bounds[:, 1:])
         content = bounds.tobytes()
-        line = json.dumps({**_header(index, config), "crc32": zlib.crc32(content)}).encode()
+        line = json.dumps({**header, "crc32": zlib.crc32(content)}).encode()
         file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n" + content)  # aligns the numbers
         return _name(index, config)
 
-    find = partial(find_bin_counts, files, index, config)
-    return write_once(index_folders(files, config), f"the counts of dataset '{name}'", write, find)
+    what = f"the counts of dataset '{name}'"
+    write_once(index_folders(files, config), what, write, lambda path: _open(path, header) is not None)
+    made = find_bin_counts(files, index, config)
+    assert made is not None, "written, but unreadable"
+    return made
 
 
 def find_bin_counts(files: DatasetFiles, index: Index, config: DataConfig) -> BinCounts | None:
@@ -140,19 +141,11 @@ def _name(index: Index, config: DataConfig) -> str:
 
 def _header(index: Index, config: DataConfig) -> dict[str, Any]:
     """Return the values that identify index, sequence length and packing."""
-    # A rebuilt index of files with equal names and sizes may have other documents: compare the tokens of all blocks,
-    # and the documents of some.
-    checksum = 0
-    for name in SPLITS:
-        checksum = zlib.crc32(index.split(name).block_bounds.tobytes(), checksum)
-    last = max(len(index.documents) - BLOCK_DOCUMENTS, 0)
-    for begin in np.linspace(0, last, _COMPARED_BLOCKS, dtype=np.int64).tolist():
-        checksum = zlib.crc32(index.documents[begin : begin + BLOCK_DOCUMENTS].tobytes(), checksum)
     return {
         "algorithm": ALGORITHM_VERSION,
         "settings": index.header["settings"],
         "files": index.header["files"],
-        "documents": checksum,
+        "index": index.checksum,
         "seq_length": config.seq_length,
         "packing": config.packing,
     }
@@ -165,10 +158,14 @@ def _open(path: Path, header: dict[str, Any]) -> np.ndarray | None:
         with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = content.find(b"\n") + 1
-        if parse_json(content[:begin]) != {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:
+        recorded = parse_json(content[:begin])
+        if "documents" in recorded:  # a checksum of documents, which earlier versions wrote in place of the index's
+            recorded["index"] = header["index"]
+            del recorded["documents"]
+        if recorded != {**header, "crc32": zlib.crc32(memoryview(content)[begin:])}:
             return None
         return np.frombuffer(content, dtype="<i8", offset=begin).reshape(len(SPLITS), -1)
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return None
 
 

@@ -60,7 +60,13 @@ def content_record(read: ReadRange, begin: int, end: int, layout: DocumentLayout
         return combine(end - begin, _checksum(read, range(begin, end, _BYTES_AT_ONCE), _BYTES_AT_ONCE, end))
     filled = layout.lengths > 0  # the place of an empty document is free
     borders = zlib.crc32(layout.lengths.astype("<i8").data, zlib.crc32(layout.offsets[filled].astype("<i8").data))
-    return combine(end - begin, borders, _checksum(read, _keyed_places(end), PART_BYTES, end))
+    return combine(end - begin, borders, checksum_of_parts(read, end))
+
+
+def checksum_of_parts(read: ReadRange, size: int) -> int:
+    """Return the CRC-32 of parts of a file, of all of a small one."""
+    places = range(0, size, PART_BYTES) if size <= PARTS * PART_BYTES else _keyed_places(size)
+    return _checksum(read, places, PART_BYTES, size)
 
 
 def digest_of_records(records: Iterable[int]) -> str:

@@ -80,7 +80,7 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
     if not is_folder(root):
         itself = f"; for this file, give --data_path={root.parent} --datasets={root.name}" if is_file(root) else ""
         dummy = ". --use_dummy_dataset=true trains on made-up tokens" if not exists(root) else ""
-        raise DataError(f"--data_path is not a folder{itself}. {how_to_prepare(root)}{dummy}", path=root)
+        raise DataError(f"--data_path is not a folder{itself}. {_how_to_prepare(root)}{dummy}", path=root)
     kinds = TOKEN_FORMATS if config.file_type == "auto" else (config.file_type,)
     formats = {name: format_class(name) for name in kinds}
     suffixes = tuple(dict.fromkeys(row.suffix for row in formats.values()))
@@ -94,15 +94,15 @@ def list_datasets(config: DataConfig) -> tuple[DatasetFiles, ...]:
             raise DataError(f"--datasets names '{name}', which does not exist; {root} has {there}", path=root / name)
     companions = tuple(filter(None, map(_companion, formats.values())))
     scanned = {name: _scan(root / name, suffixes, companions) for name in names or _sub_folders(root)}
-    found = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.sizes)}
+    found = {name: scan for name, scan in scanned.items() if any(path.endswith(suffixes) for path in scan.files)}
     for name in names:
         if name not in found:
             place = root / name
-            raise DataError(f"dataset '{name}' has no {patterns} files. {how_to_prepare(place)}", path=place)
+            raise DataError(f"dataset '{name}' has no {patterns} files. {_how_to_prepare(place)}", path=place)
     if not found:
         raise DataError(
             f"no sub-folder has {patterns} files. For this folder itself, give --data_path={root.parent} "
-            f"--datasets={root.name}. {how_to_prepare(root)}",
+            f"--datasets={root.name}. {_how_to_prepare(root)}",
             path=root,
         )
     return tuple(_dataset(root, name, found[name], formats, config) for name in sorted(found))
@@ -150,7 +150,7 @@ Formats = Mapping[str, type[TokenFormat]]
 
 def _dataset(root: Path, name: str, scan: _Scan, formats: Formats, config: DataConfig) -> DatasetFiles:
     """Make the listing of a dataset from the files found in its folder."""
-    place, kind = root / name, _kind_of(root / name, name, scan.sizes, formats, config)
+    place, kind = root / name, _kind_of(root / name, name, scan.files, formats, config)
     listed = _listing(place, name, scan, kind, formats)
     if scan.repeated:
         # An earlier version listed a folder under each of its paths. A listing that it has indexed stays.
@@ -167,10 +167,10 @@ def _dataset(root: Path, name: str, scan: _Scan, formats: Formats, config: DataC
     return listed
 
 
-def _kind_of(place: Path, name: str, sizes: Mapping[str, int], formats: Formats, config: DataConfig) -> str:
+def _kind_of(place: Path, name: str, paths: Collection[str], formats: Formats, config: DataConfig) -> str:
     """Return the format of a dataset: by suffix, then by the content of its first file."""
     suffixes = dict.fromkeys(row.suffix for row in formats.values())
-    present = [suffix for suffix in suffixes if any(path.endswith(suffix) for path in sizes)]
+    present = [suffix for suffix in suffixes if any(path.endswith(suffix) for path in paths)]
     of_suffix = [[kind for kind, row in formats.items() if row.suffix == suffix] for suffix in present]
     if len(present) > 1:
         kinds = [kinds[0] for kinds in of_suffix]
@@ -179,7 +179,7 @@ def _kind_of(place: Path, name: str, sizes: Mapping[str, int], formats: Formats,
             path=place,
         )
     [(first, *others)] = of_suffix
-    example = min(path for path in sizes if path.endswith(present[0]))
+    example = min(path for path in paths if path.endswith(present[0]))
     path = str(place if is_file(place) else place / example)
     return next((kind for kind in others if formats[kind].accepts(path, config)), first)  # type: ignore[attr-defined]
 
@@ -195,15 +195,16 @@ def _suffixes_of(row: type[TokenFormat]) -> tuple[str, ...]:
 
 def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -> DatasetFiles:
     suffixes = _suffixes_of(formats[kind])
-    paths = tuple(sorted(path for path in scan.sizes if path.endswith(suffixes)))
+    paths = tuple(sorted(path for path in scan.files if path.endswith(suffixes)))
     if kind == "arrow_stream":
-        by_folder: dict[str, set[str]] = {}
-        for path in paths:
-            by_folder.setdefault(path[: path.rfind("/") + 1], set()).add(path)
-        prefixes = [state.removesuffix(STATE_FILE) for state in scan.states]
-        left_out = {path for prefix in prefixes for path in _unsaved_files(place, prefix, by_folder.get(prefix, set()))}
+        saved = {prefix: saved_files(place / prefix) for prefix in scan.saved}
+        split = ((path, path.rpartition("/")[0], path.rpartition("/")[2]) for path in paths)
+        left_out = {path for path, prefix, file in split if prefix in saved and file not in saved[prefix]}
+        if left_out:
+            log.info("%s: no %s names %s, which is left out", place, STATE_FILE, list_some(sorted(left_out), 3))
         paths = tuple(path for path in paths if path not in left_out)
-    sizes, times = (tuple(values[path] for path in paths) for values in (scan.sizes, scan.times))
+    sizes = tuple(scan.files[path].st_size for path in paths)
+    times = tuple(time_of_change(scan.files[path]) for path in paths)
     digest = hashlib.blake2b(digest_size=16)
     for path, size in zip(paths, sizes, strict=True):
         digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
@@ -212,21 +213,17 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
     return DatasetFiles(name, folder, paths, sizes, digest.hexdigest(), kind, alone, times)
 
 
-def _unsaved_files(place: Path, prefix: str, own: set[str]) -> list[str]:
-    """Return the files in a folder of `save_to_disk` that its state.json does not name.
-
-    Args:
-        prefix: relative path of the folder, empty or with a slash at the end.
-        own: relative paths of its files.
+def saved_files(folder: Path) -> set[str]:
+    """Return the names of the files that the state.json in a folder of `save_to_disk` lists; others are no data.
 
     Raises:
-        DataError: the state is unreadable, or a file is missing.
+        DataError: the state is unreadable, a file is missing, or the rows have another order.
     """
-    state = place / prefix / STATE_FILE
+    state = folder / STATE_FILE
     try:
         document = read_json(state)
-        named = {prefix + str(each["filename"]) for each in document["_data_files"]}
-        selects = bool(document.get("_indices_data_files"))
+        named = {str(each["filename"]) for each in document["_data_files"]}
+        selects = document.get("_indices_data_files") or document.get("_indices_files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"does not name the files of a saved dataset ({type(error).__name__}: {error})", path=state
@@ -234,15 +231,12 @@ def _unsaved_files(place: Path, prefix: str, own: set[str]) -> list[str]:
     if selects:
         raise DataError(
             "its rows are selected by a second file (_indices_data_files): save the dataset again after "
-            "`flatten_indices()`",
+            f"`flatten_indices()`, or read it with `pretrain prepare --hf_dataset={folder}`",
             path=state,
         )
-    if missing := sorted(named - own):
+    if missing := sorted(named - {entry.name for entry in entries_of(folder)}):
         raise DataError(f"names {list_some(missing, 3)}, which is not there: the dataset is incomplete", path=state)
-    unsaved = sorted(own - named)
-    if unsaved:
-        log.info("%s does not name %s, which is left out", state, list_some(unsaved, 3))
-    return unsaved
+    return named
 
 
 @dataclass
@@ -250,20 +244,14 @@ class _Scan:
     """The files found in a folder.
 
     Attributes:
-        sizes: bytes by relative path.
-        times: time of change by relative path.
-        states: relative paths of `STATE_FILE`s.
+        files: status by relative path.
+        saved: relative paths of folders with a `STATE_FILE`.
         repeated: relative paths of folders that were found under another path before.
     """
 
-    sizes: dict[str, int] = field(default_factory=dict)
-    times: dict[str, int] = field(default_factory=dict)
-    states: list[str] = field(default_factory=list)
+    files: dict[str, os.stat_result] = field(default_factory=dict)
+    saved: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
-
-    def add(self, path: str, status: os.stat_result) -> None:
-        """Add a file."""
-        self.sizes[path], self.times[path] = status.st_size, time_of_change(status)
 
 
 def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] = (), once: bool = True) -> _Scan:
@@ -279,7 +267,7 @@ def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] =
         beside = [folder.with_suffix(suffix) for suffix in companions]
         paths = [folder, *beside] if folder.name.endswith(suffixes) else []
         for each in filter(is_file, paths):
-            found.add(each.name, each.stat())
+            found.files[each.name] = each.stat()
         return found
     seen: set[tuple[int, int]] = set()
     visits, kept = 0, (*suffixes, *companions)
@@ -316,9 +304,9 @@ def _list_folder(folder: str, prefix: str, suffixes: tuple[str, ...], found: _Sc
                 folders.append((entry.name, entry.is_symlink()))
             elif entry.name.endswith(suffixes):
                 # Follows links, so that a broken link is an error, not a missing file.
-                found.add(prefix + entry.name, entry.stat())
+                found.files[prefix + entry.name] = entry.stat()
             elif entry.name == STATE_FILE:
-                found.states.append(prefix + entry.name)
+                found.saved.append(prefix.rstrip("/"))
     return folders
 
 
@@ -326,9 +314,6 @@ def _sub_folders(folder: Path) -> list[str]:
     return sorted(child.name for child in entries_of(folder) if not child.name.startswith(".") and is_folder(child))
 
 
-def how_to_prepare(path: str | Path, text_field: str | None = None) -> str:
-    """Return the command that makes token files from a folder or file, of a column `text_field` with token ids."""
+def _how_to_prepare(path: Path) -> str:
     command = f"pretrain prepare --input_path={shlex.quote(str(path))}"
-    if text_field is not None:
-        return f"`{command} --text_field={shlex.quote(text_field)}` writes these tokens again"
     return f"`{command}` makes token files from text, Parquet and saved datasets"

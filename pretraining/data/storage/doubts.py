@@ -2,7 +2,7 @@
 
     names of files     -> files of other splits (train, validation, test) in one training set
     tokens of a sample -> a type of another width; documents that run together
-    columns of Arrow   -> masks of tokens, which training does not read
+    columns of Arrow   -> masks of tokens: padding, or texts that other tools do not learn from
 
 Leaving such files out would change the order of runs that have begun with them.
 """
@@ -12,20 +12,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pretraining.config.training import DataConfig
+from pretraining.data.storage.arrow import MAGIC
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, Index
-from pretraining.data.storage.masks import describe_masks, rows_of
-from pretraining.data.storage.megatron import MegatronFormat
-from pretraining.data.storage.token_format import contiguous_bytes, width_problem
+from pretraining.data.storage.token_format import contiguous_bytes, read_bytes, width_problem
+from pretraining.errors import DataError
 from pretraining.text import list_some
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,13 @@ _CACHE = re.compile(r"(?<![a-z])cache(?![a-z])[^/]*$")  # the `datasets` library
 _SPLIT_OF_WORD = {word: split for split, words in _SPLITS.items() for word in words}
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(sorted(_SPLIT_OF_WORD, reverse=True))})(?![a-z])", re.IGNORECASE)
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
+MASKS = {
+    **dict.fromkeys(("attention_mask", "loss_mask", "assistant_masks", "completion_mask"), 0),
+    "labels": -100,
+}
+"""Names of columns, and the value that masks a token."""
+ROWS_AT_ONCE = 1000
+_MOST_PADDINGS = 2
 _SAMPLED_DOCUMENTS = 32
 _SAMPLED_FILES = 16
 
@@ -104,13 +113,6 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
             "end of a text>, or --document_mask=true",
             files.name,
         )
-    without_type = replace(config, token_dtype=None)
-    if config.file_type == "auto" and files.file_type == "bin" and MegatronFormat.accepts(files.path(0), without_type):
-        log.warning(
-            "dataset '%s': with --token_dtype, its .bin files are read without their .idx files, which have documents "
-            "and type. A new run should leave out --token_dtype",
-            files.name,
-        )
 
 
 def _warn_about_masks(files: DatasetFiles, config: DataConfig) -> None:
@@ -158,3 +160,58 @@ class _Beginning:
 
 def _marks_nothing(config: DataConfig) -> bool:
     return config.sep is None and config.bos is None and not config.document_mask
+
+
+# Columns that mask tokens
+
+
+def rows_of(path: str | Path) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of an Arrow file or stream, at most `ROWS_AT_ONCE` at a time."""
+    content = pa.py_buffer(read_bytes(str(path)))
+    is_file = content[: len(MAGIC)].to_pybytes() == MAGIC
+    table = pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
+    for batch in map(table.get_batch, range(table.num_record_batches)) if is_file else table:
+        yield from (batch.slice(begin, ROWS_AT_ONCE) for begin in range(0, len(batch), ROWS_AT_ONCE))
+
+
+def describe_masks(batches: Iterable[pa.RecordBatch], column: str, strip_tokens: Collection[int] = ()) -> str | None:
+    """Return how another column masks tokens of a column, and the way on; None if none masks any that training reads.
+
+    Args:
+        strip_tokens: tokens that training removes at both ends of a row.
+    """
+    masked: Counter[str] = Counter()
+    tokens, total = defaultdict[str, set[int]](set), 0
+    damage = (pa.ArrowException, DataError, OSError, ValueError, MemoryError, SystemError)
+    with suppress(*damage):  # which the reader of the tokens names
+        for batch in batches:
+            ids = _values(batch, column)
+            total += 0 if ids is None else len(ids)
+            for name, value in MASKS.items():
+                mask = _values(batch, name)
+                if name != column and ids is not None and mask is not None and len(mask) == len(ids):
+                    masked[name] += int((mask == value).sum())
+                    tokens[name] |= {*np.unique(ids[mask == value])[: _MOST_PADDINGS + 1].tolist()}
+    name, count = max(masked.items(), key=lambda each: each[1], default=("", 0))
+    if not count or tokens[name] <= {*strip_tokens}:
+        return None
+    remedy = "no setting reads such a column: leave these tokens out where the rows are made"
+    if len(tokens[name]) <= _MOST_PADDINGS:
+        padding = ",".join(map(str, sorted(tokens[name])))
+        remedy = f"train with --strip_tokens={padding}, which removes padding at both ends of a document"
+    return (
+        f"its column {name!r} masks {count / total:.1%} of the tokens that were looked at, but training learns from "
+        f"all tokens: {remedy}"
+    )
+
+
+def _values(batch: pa.RecordBatch, name: str) -> np.ndarray | None:
+    """Return the numbers in a column of lists; None if it holds something else."""
+    column = batch.column(name) if batch.schema.names.count(name) == 1 else None
+    if column is None or not pa.types.is_nested(column.type):
+        return None
+    column.validate(full=True)  # pyarrow may end the process on damaged lists
+    values = column.flatten()
+    if isinstance(values, pa.Array) and (pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)):
+        return np.asarray(pc.fill_null(pc.cast(values, pa.int64(), safe=False), 0).to_numpy(False))
+    return None

@@ -7,6 +7,7 @@ these equal the documents of an Arrow file.
 from __future__ import annotations
 
 import zlib
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -32,49 +33,70 @@ _BIN_HEADER_BYTES = 1024
 NPY_MAGIC = b"\x93NUMPY"
 
 _TOKENS_AT_ONCE = 1 << 22
+_header_lock = Lock()
+"""Python's `ast`, which reads the header, fails at random in several threads at once."""
 
 
-class NpyFormat:
-    """One-dimensional arrays of integers, as `numpy.save` writes them."""
+class _FlatFormat:
+    """A format of files with tokens only, whose subclasses find the tokens in a file."""
 
-    suffix, title, ending, identity = ".npy", "a NumPy file", b"", "npy"
+    suffix: str
+    ending = b""
 
     def __init__(self, config: DataConfig) -> None:
-        self._separator = _separator(config, self.suffix)
+        if config.sep is None:
+            raise ConfigError(f"--sep_token is needed: it ends the documents of *{self.suffix} files")
+        self._separator, self._dtype = config.sep, config.token_dtype
 
     def documents(self, path: str) -> DocumentLayout:
         """Find the documents of a file; see `TokenFormat`."""
         content = read_bytes(path)
+        try:
+            offset, dtype = self._find_tokens(path, content)
+            return _documents(content, offset, dtype, self._separator)
+        except DataError as error:
+            raise DataError(str(error), path=path) from error
+
+    def _find_tokens(self, path: str, content: np.ndarray) -> tuple[int, np.dtype[Any]]:
+        """Return the first byte of the tokens, and their type; they fill the rest of the file."""
+        raise NotImplementedError
+
+
+class NpyFormat(_FlatFormat):
+    """One-dimensional arrays of integers, as `numpy.save` writes them."""
+
+    suffix, title, identity = ".npy", "a NumPy file", "npy"
+
+    def _find_tokens(self, path: str, content: np.ndarray) -> tuple[int, np.dtype[Any]]:
         if content[: len(NPY_MAGIC)].tobytes() != NPY_MAGIC:
             if not len(content):
-                raise DataError("truncated or damaged: it is empty", path=path)
+                raise DataError("truncated or damaged: it is empty")
             raise DataError(
-                "no NumPy header: damaged, or an array without a header, as Dolma and OLMo write. " + _advice(content),
-                path=path,
+                "no NumPy header: damaged, or an array without a header, as Dolma and OLMo write. " + _advice(content)
             )
         try:
-            array = np.lib.format.open_memmap(path, mode="r")
+            with _header_lock:
+                array = np.lib.format.open_memmap(path, mode="r")
         except Exception as error:  # the header is a Python literal, whose parser raises many types
-            raise DataError(f"truncated or damaged: {error}", path=path) from error
+            raise DataError(f"truncated or damaged: {error}") from error
         if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.byteorder == ">":
             raise DataError(
                 f"an array of shape {array.shape} and type {array.dtype}: store one dimension of little-endian "
-                "integers, such as uint16",
-                path=path,
+                "integers, such as uint16"
             )
-        return _documents(path, array.offset, array.size, array.dtype, self._separator)
+        _check_size(content, array.offset, array.size, array.dtype)
+        return array.offset, array.dtype
 
 
-class RawNpyFormat:
+class RawNpyFormat(_FlatFormat):
     """Arrays without a header, as `numpy.memmap` writes them; the files of Dolma and OLMo. They need `token_dtype`."""
 
-    suffix, title, ending = ".npy", "an array without a header", b""
+    suffix, title = ".npy", "an array without a header"
 
     def __init__(self, config: DataConfig) -> None:
-        self._separator = _separator(config, self.suffix)
+        super().__init__(config)
         if config.token_dtype is None:
             raise ConfigError("--token_dtype is needed: it is the type of tokens in .npy files without a header")
-        self._dtype = config.token_dtype
         self.identity = f"npy_raw {self._dtype}"
 
     @staticmethod
@@ -82,48 +104,46 @@ class RawNpyFormat:
         """Return whether a file has no header, and the settings give its type."""
         return config.token_dtype is not None and beginning_of(path, len(NPY_MAGIC)) not in (b"", NPY_MAGIC)
 
-    def documents(self, path: str) -> DocumentLayout:
-        """Find the documents of a file; see `TokenFormat`."""
-        content = read_bytes(path)
+    def _find_tokens(self, path: str, content: np.ndarray) -> tuple[int, np.dtype[Any]]:
         if content[: len(NPY_MAGIC)].tobytes() == NPY_MAGIC:
-            raise DataError("has a NumPy header, unlike other files of its dataset: make two datasets", path=path)
-        return _raw_documents(path, content, self._dtype, self._separator)
+            raise DataError("has a NumPy header, unlike other files of its dataset: make two datasets")
+        return 0, np.dtype(self._dtype)
 
 
-class BinFormat:
+class BinFormat(_FlatFormat):
     """Tokens with the header of llm.c, or without a header as nanoGPT writes them; these need `token_dtype`."""
 
-    suffix, title, ending = ".bin", "a token file", b""
+    suffix, title = ".bin", "a token file"
 
     def __init__(self, config: DataConfig) -> None:
-        self._separator = _separator(config, self.suffix)
-        self._dtype = config.token_dtype
+        super().__init__(config)
         self.identity = f"bin {self._dtype}" if self._dtype else "bin"
 
-    def documents(self, path: str) -> DocumentLayout:
-        """Find the documents of a file; see `TokenFormat`."""
-        content = read_bytes(path)
+    def _find_tokens(self, path: str, content: np.ndarray) -> tuple[int, np.dtype[Any]]:
         if content[:4].tobytes() != BIN_MAGIC.to_bytes(4, "little"):
             if self._dtype is None:
-                raise DataError(f"no llm.c header ({BIN_MAGIC}). {_advice(content)}", path=path)
-            return _raw_documents(path, content, self._dtype, self._separator)
+                raise DataError(f"no llm.c header ({BIN_MAGIC}). {_advice(content)}")
+            return 0, np.dtype(self._dtype)
         if len(content) < _BIN_HEADER_BYTES:
-            raise DataError(f"truncated or damaged: it ends at byte {len(content):,}, inside its header", path=path)
+            raise DataError(f"truncated or damaged: it ends at byte {len(content):,}, inside its header")
         version, count = content[4:12].view("<i4").tolist()
         if self._dtype is not None:
-            raise DataError(f"its header has the type of tokens: leave out --token_dtype={self._dtype}", path=path)
-        width = BIN_WIDTHS.get(version)
-        if width is None:
-            raise DataError(
-                f"header of version {version}, but only {', '.join(map(str, BIN_WIDTHS))} are supported", path=path
-            )
-        if len(content) != _BIN_HEADER_BYTES + width * count:
-            raise DataError(
-                f"truncated or damaged: its header promises {count:,} tokens of {width} bytes, but "
-                f"{len(content) - _BIN_HEADER_BYTES:,} bytes follow",
-                path=path,
-            )
-        return _documents(path, _BIN_HEADER_BYTES, count, np.dtype(f"<u{width}"), self._separator)
+            raise DataError(f"its header has the type of tokens: leave out --token_dtype={self._dtype}")
+        if version not in BIN_WIDTHS:
+            supported = ", ".join(map(str, BIN_WIDTHS))
+            raise DataError(f"header of version {version}, but only {supported} are supported")
+        dtype = np.dtype(f"<u{BIN_WIDTHS[version]}")
+        _check_size(content, _BIN_HEADER_BYTES, count, dtype)
+        return _BIN_HEADER_BYTES, dtype
+
+
+def _check_size(content: np.ndarray, offset: int, count: int, dtype: np.dtype[Any]) -> None:
+    """Raise a DataError unless a file has as many tokens as its header says."""
+    if len(content) != offset + count * dtype.itemsize or offset % dtype.itemsize:
+        raise DataError(
+            f"truncated or damaged: its header promises {count:,} tokens of {dtype.itemsize} bytes, but "
+            f"{len(content) - offset:,} bytes follow"
+        )
 
 
 def find_documents(tokens: np.ndarray, separator: int, checksum: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
@@ -144,18 +164,6 @@ def find_documents(tokens: np.ndarray, separator: int, checksum: int = 0) -> tup
     return begins, ends - begins, checksum
 
 
-def _raw_documents(path: str, content: np.ndarray, name: str, separator: int) -> DocumentLayout:
-    """Find the documents of a file without a header, whose tokens are of the type `name`."""
-    dtype = np.dtype(name)
-    if len(content) % dtype.itemsize:
-        likely = likely_dtype(content[:SAMPLE_BYTES])
-        hint = f". Its bytes look like {likely}: give --token_dtype={likely}" if likely not in (None, name) else ""
-        raise DataError(
-            f"truncated or not {name}: {len(content):,} bytes are no whole number of tokens{hint}", path=path
-        )
-    return _documents(path, 0, len(content) // dtype.itemsize, dtype, separator)
-
-
 def _advice(content: np.ndarray) -> str:
     """Return the setting that reads a file without a header."""
     likely = likely_dtype(content[:SAMPLE_BYTES])
@@ -163,24 +171,21 @@ def _advice(content: np.ndarray) -> str:
     return f"Without a header the type of tokens is unknown: give --token_dtype{found}"
 
 
-def _documents(path: str, offset: int, count: int, dtype: np.dtype[Any], separator: int) -> DocumentLayout:
-    """Find the documents among the `count` tokens at a byte offset of a file."""
-    content, width = read_bytes(path), dtype.itemsize
-    if offset % width or len(content) != offset + count * width:
-        raise DataError(f"truncated or damaged: its size does not fit {count:,} tokens of {width} bytes", path=path)
+def _documents(content: np.ndarray, offset: int, dtype: np.dtype[Any], separator: int) -> DocumentLayout:
+    """Find the documents among the tokens from a byte of a file on."""
+    width = dtype.itemsize
+    if len(content) % width:
+        likely = likely_dtype(content[:SAMPLE_BYTES])
+        hint = (
+            f". Its bytes look like {likely}: give --token_dtype={likely}" if likely not in (None, dtype.name) else ""
+        )
+        problem = f"{len(content):,} bytes are no whole number of tokens{hint}"
+        raise DataError(f"truncated or not {dtype.name}: {problem}")
     whole = as_tokens(content, width, signed=dtype.kind == "i")
     tokens = whole[offset // width :]
     begins, lengths, checksum = find_documents(tokens, separator, zlib.crc32(content[:offset].data))
     if len(tokens) and lengths[0] == len(tokens):
         problem = width_problem(tokens[: SAMPLE_BYTES // width])
         hint = f". It {problem}" if problem else ""
-        raise DataError(
-            f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token{hint}", path=path
-        )
+        raise DataError(f"its {len(tokens):,} tokens contain no sep_token={separator}: see --sep_token{hint}")
     return DocumentLayout(offset + begins * width, lengths, width, whole, checksum)
-
-
-def _separator(config: DataConfig, suffix: str) -> int:
-    if config.sep is None:
-        raise ConfigError(f"--sep_token is needed: it ends the documents of *{suffix} files")
-    return config.sep

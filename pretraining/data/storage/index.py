@@ -16,7 +16,7 @@ Virtual tokens (bos_token, sep_token) are not stored: they count in lengths, and
 without stored tokens has length 0 and no virtual tokens.
 
 An index is valid for one listing, one content of its files and one `settings_digest`. It is checked completely when it
-is opened; `index_build.py` rebuilds a damaged one.
+is opened; `index_files.py` rebuilds a damaged one.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Index:
         token_bytes: [files], bytes per token.
         is_signed: [files], whether the type of tokens is signed.
         content: record of the content of all files; empty in an index of an earlier version.
+        checksum: CRC-32 of everything but the documents, which have their own in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,9 +103,9 @@ class Index:
                 raise DataError("the index is damaged", path=path)
             self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         header_end = size - TRAILER.size
-        documents_end, header_bytes, checksum, magic = TRAILER.unpack_from(self._content, header_end)
+        documents_end, header_bytes, self.checksum, magic = TRAILER.unpack_from(self._content, header_end)
         with memoryview(self._content) as content:
-            if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != checksum:
+            if magic != MAGIC or zlib.crc32(content[documents_end:header_end]) != self.checksum:
                 raise DataError("the index is damaged", path=path)
         self.header: dict[str, Any] = parse_json(self._content[header_end - header_bytes : header_end])
         self.content: str = self.header.get("content", "")

@@ -23,7 +23,6 @@ from pretraining.errors import DataError
 from pretraining.files import exists
 
 MAGIC = b"MMIDIDX\0\0"
-OLD_MAGIC = b"TNTIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 """Integer types by their code in the index; 6 and 7 are fractions."""
@@ -43,7 +42,7 @@ class MegatronFormat:
     def accepts(path: str, config: DataConfig) -> bool:
         """Return whether a `.bin` file has an index of this kind, and the settings do not name the type of tokens."""
         beginning = beginning_of(Path(path).with_suffix(MegatronFormat.companion), len(MAGIC))
-        return config.token_dtype is None and beginning.startswith((MAGIC, OLD_MAGIC))
+        return config.token_dtype is None and beginning == MAGIC
 
     def documents(self, path: str) -> DocumentLayout:
         """Find the documents of a file; see `TokenFormat`. An index has none."""
@@ -76,10 +75,7 @@ def _read_index(path: str) -> tuple[str, np.ndarray, np.ndarray]:
         DataError: the index is missing or damaged, or of another version.
     """
     content = read_bytes(path)
-    beginning = content[: len(MAGIC)].tobytes()
-    if beginning.startswith(OLD_MAGIC):
-        raise DataError(f"an index of fairseq's older kind (TNTIDX), whose borders are not read. {_PLAIN}", path=path)
-    if beginning != MAGIC or len(content) < _HEADER.size:
+    if content[: len(MAGIC)].tobytes() != MAGIC or len(content) < _HEADER.size:
         raise DataError(f"no index of Megatron: truncated or damaged. {_PLAIN}", path=path)
     _, version, code, sequences, borders = _HEADER.unpack(content[: _HEADER.size].tobytes())
     if version != 1 or code not in _TYPES:
@@ -87,12 +83,10 @@ def _read_index(path: str) -> tuple[str, np.ndarray, np.ndarray]:
             f"an index of version {version} with type {code} of tokens; only version 1 with integers is read", path=path
         )
     size = _HEADER.size + sequences * 12 + borders * 8
-    if sequences and len(content) == size + sequences:
-        raise DataError("an index of multimodal data (it has a mode per sequence), which is not read", path=path)
     if len(content) != size:
         raise DataError(
-            f"truncated or damaged: {sequences:,} sequences and {borders:,} borders take {size:,} bytes, but it has "
-            f"{len(content):,}",
+            f"truncated or damaged, or of multimodal data: {sequences:,} sequences and {borders:,} borders take "
+            f"{size:,} bytes, but it has {len(content):,}",
             path=path,
         )
     return _TYPES[code], *_documents(

@@ -294,27 +294,15 @@ def _json_values(read: Callable[[int], str]) -> Iterator[Any]:
 
 
 def _describe(value: Any) -> str:
-    """Return what a JSON value is, with its article."""
-    if isinstance(value, str):
-        return "a string"
-    if isinstance(value, list):
-        first = f", the first is {_describe(value[0])}" if value else ""
-        return f"a list of {count_of(len(value), 'value')}{first}"
+    """Return what a JSON value is."""
     if isinstance(value, dict):
         return f"an object with the fields {', '.join(map(repr, value))[:200] or 'none'}"
-    return f"{json.dumps(value)}"
+    return json.dumps(value)[:60]
 
 
 def _remedy(value: Any, text_field: str) -> str:
-    """Return the command that makes text of a JSON value."""
-    field = f".[{json.dumps(text_field)}]"
-    if isinstance(value, list) and value and all(type(each) is int for each in value):
-        return "Token ids are read from Parquet and Arrow: pandas.read_json(…, lines=True).to_parquet(…) converts them"
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        return f"jq makes text of it: jq -c '{field} |= join(\" \")'"
+    """Return the way on from a JSON value that is no text."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys():
         role = '{human: "user", gpt: "assistant"}[.from] // .from'
-        return f"jq makes a chat of it: jq -c '{field} |= map({{role: ({role}), content: .value}})'"
-    if isinstance(value, dict) and (names := [name for name, each in value.items() if isinstance(each, str)]):
-        return f"jq makes text of it: jq -c '{field} |= .[{json.dumps(names[0])}]'"
-    return "Set another --text_field"
+        return f"jq makes a chat of it: jq -c '.[{json.dumps(text_field)}] |= map({{role: ({role}), content: .value}})'"
+    return "Set another --text_field; --text_field=a.b reads the field b of an object a"

@@ -36,11 +36,8 @@ from pretraining.data.threads import map_in_order
 from pretraining.data.tokenizer import Tokenizer, library_threads, load_tokenizer
 from pretraining.errors import DataError
 from pretraining.files import output_errors
-from pretraining.tools.prepare.chats import ChatRenderer
+from pretraining.tools.prepare.chats import ChatRenderer, Marks
 from pretraining.tools.prepare.documents import PIECE_CHARACTERS, Document, end_of_piece
-from pretraining.tools.prepare.input_content import read_content
-from pretraining.tools.prepare.losses import LossCounter, loss_counter
-from pretraining.tools.prepare.marks import Marks
 from pretraining.tools.prepare.records import (
     UNKNOWN_VOCABULARIES,
     Counts,
@@ -48,6 +45,7 @@ from pretraining.tools.prepare.records import (
     Encoding,
     UnitRecord,
     WorkFolder,
+    read_content,
 )
 from pretraining.tools.prepare.token_files import LARGEST_DOCUMENT_TOKENS, TokenWriter
 from pretraining.tools.prepare.units import Part, Render, Unit, read_part
@@ -71,6 +69,8 @@ Report = Callable[[Counts], None]
 """Receives the counts since its last call."""
 TextEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
 """Takes N texts; returns their concatenated ids [T], and the number of ids of each text [N]."""
+LossCounter = Callable[[Sequence[str], np.ndarray, np.ndarray], np.ndarray]
+"""Takes N texts, their ids [T], and the numbers of their ids [N]; returns the losses of each text [N]."""
 
 
 def choose_encoder(tokenizer: Tokenizer, wanted: Literal["auto"] | Encoder) -> Encoder:
@@ -409,3 +409,30 @@ def _content_as(piece: Document, kind: type, encoding: Encoding) -> Any:
 
 def _bytes_read(batch: _Batch) -> int:
     return sum(piece.bytes_read for piece in batch.pieces)
+
+
+# Text that the tokenizer cannot encode
+
+
+def loss_counter(tokenizer: Tokenizer) -> LossCounter | None:
+    """Return a counter of unknown tokens, or of characters without a token; None if any text is encoded."""
+    if tokenizer.encodes_all:
+        return None
+    unknown = tokenizer.unknown_token
+    is_dropped: dict[str, bool] = {}
+
+    def count_unknown(texts: Sequence[str], ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        totals, ends = np.cumsum(np.append(0, ids == unknown)), np.cumsum(lengths)
+        return np.asarray(totals[ends] - totals[ends - lengths])
+
+    def count_dropped(texts: Sequence[str], ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        losses = np.zeros(len(texts), np.int64)
+        for index, text in enumerate(texts):
+            characters = set(text)
+            for character in characters.difference(is_dropped):
+                is_dropped[character] = tokenizer.drops(character)
+            if any(map(is_dropped.__getitem__, characters)):
+                losses[index] = sum(map(is_dropped.__getitem__, text))
+        return losses
+
+    return count_dropped if unknown is None else count_unknown

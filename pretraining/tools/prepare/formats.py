@@ -88,9 +88,9 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _binary(start: bytes) -> Callable[[bytes], bool]:
+def _binary(*starts: bytes) -> Callable[[bytes], bool]:
     """Return a test for first letters with which a text may begin, too, and zero bytes, which a text does not have."""
-    return lambda head: head.startswith(start) and b"\0" in head
+    return lambda head: head.startswith(starts) and b"\0" in head
 
 
 def _is_tar(head: bytes) -> bool:
@@ -144,10 +144,6 @@ FORMATS = (
     Format("a 7z archive", (b"7z\xbc\xaf\x27\x1c",), remedy=f"{_UNPACK}7z x {{file}} -o{{folder}}"),
     Format("a rar archive", (b"Rar!\x1a\x07",), remedy=f"{_UNPACK}unrar x {{file}} {{folder}}/"),
     Format("compressed by brotli", endings=(".br",), remedy="Unpack it: brotli -d {file}"),
-    Format("compressed by compress", (b"\x1f\x9d",), endings=(".z",), remedy="Unpack it: gzip -d {file}"),
-    Format("compressed by lzip", (b"LZIP\x01",), remedy="Unpack it: lzip -d {file}"),
-    Format("compressed by lzop", (b"\x89LZO",), remedy="Unpack it: lzop -d {file}"),
-    Format("compressed by an old lz4", (b"\x02\x21\x4c\x18",), remedy="Unpack it: lz4 -d {file}"),
     Format("compressed by snappy", (b"\xff\x06\x00\x00sNaPpY",), remedy="Unpack it: snzip -d {file}"),
     Format(
         "a WARC file",
@@ -157,14 +153,11 @@ FORMATS = (
     Format("a MediaWiki dump", (b"<mediawiki",), remedy="Make JSON lines of it: wikiextractor --json {file}"),
     Format("a PDF", (b"%PDF-",), remedy="Extract its text: pdftotext {file}"),
     Format(
-        "a Feather file of version 1",
-        matches=_binary(b"FEA1"),
-        remedy="Write it again with pyarrow.feather.write_feather",
+        "of a rare format (ORC, Feather 1, Avro, HDF5, SQLite, compress, lzip, lzop, old lz4)",
+        (b"Obj\x01", b"\x89HDF", b"SQLite format 3\0", b"\x1f\x9d", b"LZIP\x01", b"\x89LZO", b"\x02\x21\x4c\x18"),
+        matches=_binary(b"ORC", b"FEA1"),
+        remedy=f"Unpack it, or {_TO_LINES}",
     ),
-    Format("an ORC file", matches=_binary(b"ORC"), remedy="Write it as Parquet, with pyarrow.orc and pyarrow.parquet"),
-    Format("an Avro file", (b"Obj\x01",), remedy=f"Read it with fastavro, and {_TO_LINES}"),
-    Format("an HDF5 file", (b"\x89HDF\r\n\x1a\n",), remedy=f"Read it with h5py, and {_TO_LINES}"),
-    Format("an SQLite database", (b"SQLite format 3\0",), remedy=f"Read it with sqlite3, and {_TO_LINES}"),
     Format("a NumPy file", (b"\x93NUMPY",), remedy="Token ids in .npy are trained on as they are: see docs/data.md"),
     Format("UTF-16 or UTF-32", (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"), remedy=f"Convert it: {_recode('UTF-16')}"),
     # read: the name tells

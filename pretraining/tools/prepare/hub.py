@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from pretraining.data.storage.dataset_files import STATE_FILE
 from pretraining.errors import DataError
 from pretraining.files import exists, is_folder
 from pretraining.tools.prepare.documents import Document, even_cuts
-from pretraining.tools.prepare.inputs import SAVED_DATASET, SAVED_SPLITS, fingerprint
+from pretraining.tools.prepare.inputs import SAVED_SPLITS, fingerprint
 from pretraining.tools.prepare.tables import ROWS_AT_ONCE, documents_of_rows, field_type
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _open_split(split: HubSplit) -> Any:
         ) from error
     folder = Path(split.path).expanduser()
     with _errors_named(split, "it cannot be opened"):
-        if not any(exists(folder / name) for name in (SAVED_DATASET, SAVED_SPLITS)):
+        if not any(exists(folder / name) for name in (STATE_FILE, SAVED_SPLITS)):
             return datasets.load_dataset(_place(split), split.config, split=split.split, streaming=True)
         loaded = datasets.load_from_disk(str(folder))
         # A folder with a single Dataset has no split names.

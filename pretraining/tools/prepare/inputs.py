@@ -4,7 +4,8 @@
 
 The order depends on the inputs and the file names only, not on the file system. A file that is named is read. From
 folders and globs, what people keep beside the text is left out, and a line says so: other splits, caches of `datasets`,
-descriptions of the data, and files with other endings.
+descriptions of the data, and files with other endings. A warning names files that hold the same text: `a.jsonl` beside
+`a.jsonl.gz`, or copies under other names.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import stat
 import sys
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.storage.content import checksum_of_parts, open_ranges
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, STATE_FILE, saved_files
 from pretraining.data.storage.doubts import split_of
 from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder, read_object
 from pretraining.text import count_of
 from pretraining.tools.commands import COMPRESSED_ENDINGS
-from pretraining.tools.prepare.formats import JSON, format_of, recognise
+from pretraining.tools.prepare.formats import FORMATS, JSON, format_of, recognise
 from pretraining.tools.prepare.packed_files import InputFile
 
 log = logging.getLogger(__name__)
@@ -46,9 +49,10 @@ TRAIN, ALL_SPLITS = "train", "all"
 _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
 _DESCRIPTIONS = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos"}
 """Names, without ending, of files beside records that describe them."""
-SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""Files in which `save_to_disk` lists the files of a dataset, and the folders of a DatasetDict."""
+SAVED_SPLITS = "dataset_dict.json"
+"""File in which `save_to_disk` lists the folders of a DatasetDict."""
 
+_ENDINGS = (".txt", ".text", *(ending for row in FORMATS if row.has_fields for ending in row.endings))
 LeftOut = defaultdict[str, list[str]]
 """Names of files that are not read, by reason."""
 
@@ -185,22 +189,14 @@ def _without_caches(folder: Path, names: list[str], left_out: LeftOut) -> list[s
     """Return the files of a folder without caches of the `datasets` library, such as the results of `map`.
 
     Raises:
-        DataError: `save_to_disk` listed files that are missing, or wrote an order of rows beside them.
+        DataError: a saved dataset is incomplete, or has its rows in another order.
     """
-    state = read_object(folder / SAVED_DATASET)
-    listed = state.get("_data_files")
-    if isinstance(listed, list):
-        if state.get("_indices_data_files") or state.get("_indices_files"):
-            raise DataError(f"it has its rows in another order: read it with --hf_dataset={folder}", path=folder)
-        kept = {str(entry.get("filename")) for entry in listed if isinstance(entry, dict)}
-        if missing := sorted(name for name in kept if not is_file(folder / name)):
-            problem = f"it is missing, but {SAVED_DATASET} lists it. Copy the folder again"
-            raise DataError(problem, path=folder / missing[0])
-        reason = f"{SAVED_DATASET} does not list them"
+    if is_file(folder / STATE_FILE) and any(name.endswith(".arrow") for name in names):
+        kept, reason = saved_files(folder), f"{STATE_FILE} does not list them"
     else:
         kept = {name for name in names if not _CACHE.fullmatch(name)}
         reason = "`datasets` names its caches so; to read one, name it as a file"
-    others = sorted(set(names) - kept - {SAVED_DATASET, "dataset_info.json"})
+    others = sorted(set(names) - kept - {STATE_FILE, "dataset_info.json"})
     if others:
         left_out[reason] += others
     return [name for name in names if name in kept]
@@ -304,3 +300,49 @@ def standard_library_files(root: Path | None = None) -> list[InputFile]:
         problem = "--source=stdlib: this Python came without its sources"
         raise DataError(f"{problem}. Install them, or set --input_path", path=root)
     return modules
+
+
+# Copies
+
+
+def warn_of_copies(files: Sequence[InputFile]) -> None:
+    """Warn of the first files with one text: of one name before known endings in a folder, or of equal content.
+
+    Only files of equal size are read, and only parts of them.
+    """
+    names = _groups(files, _plain_path)
+    _warn(names, "the same name before their endings")
+    named = {file for group in names for file in group[1:]}
+    sizes = _groups((file for file in files if file.size and file not in named), lambda file: file.size)
+    _warn([alike for group in sizes for alike in _groups(group, _content)], "the same size and content")
+
+
+def _groups(files: Iterable[InputFile], key: Callable[[InputFile], Hashable]) -> list[list[InputFile]]:
+    """Return the groups of several files with an equal key, in the order of the files."""
+    groups = defaultdict(list)
+    for file in files:
+        groups[key(file)].append(file)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _plain_path(file: InputFile) -> str:
+    """Return the path of a file without the endings of compressions, and of formats of records or plain text."""
+    path = str(file.path)
+    for endings in (COMPRESSED_ENDINGS, _ENDINGS):
+        if path.lower().endswith(endings):
+            path = path[: -max(len(ending) for ending in endings if path.lower().endswith(ending))]
+    return path
+
+
+def _content(file: InputFile) -> Hashable:
+    """Return the checksum of parts of a file, or the file itself if it cannot be read."""
+    with suppress(OSError), open_ranges(file.path) as read:
+        return checksum_of_parts(read, file.size)
+    return file
+
+
+def _warn(groups: list[list[InputFile]], alike: str) -> None:
+    if groups:
+        copies = count_of(sum(len(group) - 1 for group in groups), "file")
+        first, second = (file.path for file in groups[0][:2])
+        log.warning("%s probably read twice, the first is %s: %s has %s. Leave one out.", copies, second, first, alike)

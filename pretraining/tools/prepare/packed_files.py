@@ -9,7 +9,6 @@ import bz2
 import gzip
 import io
 import lzma
-import shlex
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ import pyarrow as pa
 from pretraining.errors import DataError
 
 _BLOCK_BYTES = 1 << 18
-_WINDOW_TOO_LARGE = "too much memory"  # in zstd's own message
 
 
 @dataclass(frozen=True)
@@ -100,10 +98,7 @@ def open_unpacked(file: InputFile, begin: int = 0) -> Iterator[tuple[BinaryIO, C
             yield stream, bytes_read
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
-        hint = ". It is truncated or damaged: fetch it again" if file.compression else ""
-        if _WINDOW_TOO_LARGE in str(error):
-            packed, again = file.path, file.path.with_name(f"again-{file.path.name}")
-            command = f"zstd -dc --long=31 {shlex.quote(str(packed))} | zstd -o {shlex.quote(str(again))}"
-            reason = "it was packed with a window (zstd --long) of more than 128 MiB"
-            hint = f". Pack it again: {command}"
+        hint = ""
+        if file.compression is not None:
+            hint = ". It is truncated or damaged: fetch it again. After `zstd --long`, unpack it: zstd -d --long=31"
         raise DataError(f"it cannot be read: {reason}{hint}", path=file.path) from error

@@ -30,25 +30,23 @@ from pretraining.text import count_of
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.chats import time_for, with_template
 from pretraining.tools.prepare.console import Progress, print_summary
-from pretraining.tools.prepare.copies import warn_of_copies
 from pretraining.tools.prepare.encode import choose_encoder, encode_units
-from pretraining.tools.prepare.input_content import (
-    INPUTS_FILE,
-    changed_parts,
-    check_input,
-    inputs_document,
-    times_of,
-)
+from pretraining.tools.prepare.inputs import warn_of_copies
 from pretraining.tools.prepare.records import (
+    INPUTS_FILE,
     UNKNOWN_VOCABULARIES,
     Encoder,
     Encoding,
     PrepareSummary,
     UnitRecord,
     WorkFolder,
+    changed_parts,
+    check_input,
+    inputs_document,
     manifest,
     read_finished,
     read_summary,
+    times_of,
 )
 from pretraining.tools.prepare.units import Input, Unit, find_input, warn_of_masks
 from pretraining.tools.prepare.vocabulary import find_tokenizer, trained_tokenizer
@@ -246,12 +244,10 @@ class _Job:
         if not any(record.files for record in records):
             work.remove()
             named = self.config.hf_dataset or ", ".join(self.config.input_path)
-            bad = sum(record.counts.bad_records for record in records)
-            first = next((name for record in records for name in record.bad_records), "")
-            left_out = f" or cannot be read ({count_of(bad, 'record')}; the first: {first})" if bad else ""
-            if any(record.counts.lost for record in records):
-                left_out += ", or hold only characters that the tokenizer cannot encode"
-            raise DataError(f"all documents are empty{left_out}: there is nothing to train on", path=named)
+            bad = [name for record in records for name in record.bad_records]
+            first = f" (the first: {bad[0]})" if bad else ""
+            problem = f"all documents are empty, cannot be read{first}, or hold only characters that the tokenizer"
+            raise DataError(f"{problem} cannot encode: there is nothing to train on", path=named)
         largest_token = max(record.largest_token for record in records)
         vocab_size = tokenizer.vocab_size if tokenizer else self.config.vocab_size or largest_token + 1
         content = manifest(self.found.settings, tokenizer, vocab_size, encoding.dtype.name, records)

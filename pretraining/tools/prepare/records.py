@@ -9,6 +9,10 @@
 
 A done file is written when all token files of its unit are on disk. After an interruption, a call continues with the
 units that have no done file. The file `prepare.json` holds no times and no paths: the same input gives the same file.
+
+Just before a part of the input is encoded, its content is recorded in the done file of its unit. The file prepare.json
+has a digest of all records, and .inputs.json beside it the records, and the times of change that were seen with them: a
+part with another time is read again. A dataset of an earlier version has neither, and is not compared.
 """
 
 from __future__ import annotations
@@ -17,28 +21,35 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from pretraining.data.storage.content import digest_of_records
+from pretraining.data.storage.content import combine, content_record, digest_of_records, open_ranges, time_of_change
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
+from pretraining.data.threads import map_in_order
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import DataError
-from pretraining.files import entries_of, exists, is_folder, read_json, read_object, write_atomic
-from pretraining.tools.prepare.input_content import Content, remedy_for
+from pretraining.files import entries_of, exists, is_folder, read_json, read_object, reason_of, write_atomic
+from pretraining.launch.machine import usable_cores
+from pretraining.text import list_some
 from pretraining.tools.prepare.token_files import COLUMN, TokenFile, token_dtype
-from pretraining.tools.prepare.units import Unit
+from pretraining.tools.prepare.units import Part, Unit
 
+INPUTS_FILE = ".inputs.json"
+"""Records of the input of a dataset, in its folder."""
+Content = tuple[int, int]
+"""Digest of the times of change of a part's files, and record of their content."""
 FORMAT_VERSION = 1
 """Format of prepare.json."""
 UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
 """Upper bound of ids of an unknown tokenizer, by the bits that hold them."""
-_RECORD_FORMAT = 4
+_RECORD_FORMAT = 5
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
-_LATER_NUMBERS = ("marked_documents", "lost")
+_LATER_NUMBERS = ("bad_records", "marked_documents", "lost")
 """Numbers that older files do not have."""
 _MOST_BAD_RECORDS = 100
 """Bad records that prepare.json names; it counts all."""
@@ -105,9 +116,6 @@ class Encoding:
     def key(self, unit: Unit) -> str:
         """Return a hash of everything that the unit's token files depend on."""
         own = asdict(replace(self, skip_bad=False))
-        for name, default in (("special_tokens", "text"), ("chat_template", ""), ("now", "")):
-            if own[name] == default:  # units of earlier versions keep their keys
-                del own[name]
         text = json.dumps([_RECORD_FORMAT, own, [(part.name, part.size) for part in unit.parts]])
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -121,7 +129,7 @@ class UnitRecord:
         largest_token: -1 without tokens.
         bad_records: the first bad records, with file, row and fault.
         first_loss: place of the first text that the tokenizer cannot encode.
-        contents: of the parts; empty in an earlier version.
+        contents: of the parts.
     """
 
     key: str
@@ -177,41 +185,29 @@ class WorkFolder:
         return self.path / f"unit_{unit.number:06d}.json"
 
 
-@dataclass(frozen=True)
-class PrepareSummary:
-    """A prepared dataset, as recorded in prepare.json.
+@dataclass(kw_only=True)
+class PrepareSummary(Counts):
+    """A prepared dataset with its counts, as recorded in prepare.json.
 
     Attributes:
         folder: sub-folder of the root (data_path of training), which holds the tokenizer.
         settings: everything besides the tokenizer that the content depends on.
-        empty_documents: documents without text; they are not written.
-        characters, text_bytes: size of the text, and as UTF-8; 0 if the input was token ids.
         tokenizer: hash of the tokenizer; None if the input was token ids of an unknown tokenizer.
         vocab_size: upper bound of ids.
-        bad_records: records that cannot be read and were left out; `bad_record_names` are the first of them.
-        marked_documents: documents that hold the name of a special token; of chats, in their messages.
-        lost: unknown tokens, or characters without a token: text that the tokenizer cannot encode; `first_loss` names
-            the first place.
+        bad_record_names: the first records that cannot be read.
+        first_loss: place of the first text that the tokenizer cannot encode.
         input_content: digest of the records of the input; None in an earlier version.
     """
 
     folder: Path
     settings: dict[str, Any]
-    documents: int
-    empty_documents: int
-    tokens: int
-    characters: int
-    text_bytes: int
     files: tuple[TokenFile, ...]
     tokenizer: str | None
     vocab_size: int
     end_of_text: int | None
-    bad_records: int = 0
-    bad_record_names: tuple[str, ...] = ()
-    marked_documents: int = 0
-    lost: int = 0
-    first_loss: str = ""
-    input_content: str | None = None
+    bad_record_names: tuple[str, ...]
+    first_loss: str
+    input_content: str | None
 
     @property
     def token_bytes(self) -> int:
@@ -225,11 +221,10 @@ def manifest(
     """Return the content of prepare.json; `tokenizer` is None for token ids of an unknown tokenizer."""
     counts = sum((record.counts for record in records), Counts())
     contents = [each for record in records for each in record.contents]
-    is_recorded = all(record.contents for record in records)  # an interrupted call of an earlier version
     content = {
         "format_version": FORMAT_VERSION,
         "settings": dict(settings),
-        "input_content": digest_of_records(record for _, record in contents) if is_recorded else None,
+        "input_content": digest_of_records(record for _, record in contents),
         "tokenizer": {
             "sha256": tokenizer and tokenizer.sha256,
             "vocab_size": vocab_size,
@@ -238,14 +233,8 @@ def manifest(
         },
         "column": COLUMN,
         "dtype": dtype,
-        "documents": counts.documents,
-        "empty_documents": counts.empty_documents,
-        "tokens": counts.tokens,
-        "characters": counts.characters,
-        "text_bytes": counts.text_bytes,
-        "bad_records": counts.bad_records,
+        **{name: getattr(counts, name) for name in (*_NUMBERS, *_LATER_NUMBERS)},
         "bad_record_names": [name for record in records for name in record.bad_records][:_MOST_BAD_RECORDS],
-        **{name: getattr(counts, name) for name in _LATER_NUMBERS},
         "first_loss": next((record.first_loss for record in records if record.first_loss), ""),
         "files": [asdict(file) for record in records for file in record.files],
     }
@@ -273,7 +262,6 @@ def read_summary(folder: Path) -> PrepareSummary:
             tokenizer=content["tokenizer"]["sha256"],
             vocab_size=content["tokenizer"]["vocab_size"],
             end_of_text=content["tokenizer"]["end_of_text"],
-            bad_records=content.get("bad_records", 0),  # older files have none
             bad_record_names=tuple(content.get("bad_record_names", ())),
             first_loss=content.get("first_loss", ""),
             input_content=content.get("input_content"),
@@ -328,3 +316,78 @@ def read_finished(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenize
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if exists(path) else None
+
+
+# The content of the input
+
+
+def read_content(part: Part) -> Content:
+    """Return the content of a part; raise a DataError if it cannot be read."""
+    try:
+        time, records = _time_of(part), []
+        for path, begin, end in part.raw:
+            with open_ranges(path) as read:
+                records.append(content_record(read, begin, end))
+    except OSError as error:
+        raise DataError(f"it cannot be read: {reason_of(error)}", path=error.filename or part.name) from error
+    return time, combine(*records)
+
+
+def changed_parts(parts: Sequence[Part], contents: Sequence[Content]) -> list[Part]:
+    """Return the parts whose content is not the recorded one. Unchanged times cost no read."""
+    pairs = [(part, record) for part, (time, record) in zip(parts, contents, strict=True) if time != _time_of(part)]
+    now = map_in_order(read_content, [part for part, _ in pairs], usable_cores())
+    return [part for (part, record), (_, found) in zip(pairs, now, strict=True) if found != record]
+
+
+def times_of(parts: Sequence[Part]) -> str:
+    """Return a digest of the times of change of all parts."""
+    return digest_of_records(map(_time_of, parts))
+
+
+def inputs_document(contents: Sequence[Content]) -> str:
+    """Return the content of .inputs.json."""
+    return json.dumps({"contents": contents})
+
+
+def check_input(folder: Path, digest: str | None, parts: Sequence[Part]) -> None:
+    """Raise a DataError if the input is not the one that a dataset was prepared from.
+
+    Args:
+        folder: of the dataset.
+        digest: of the records, from prepare.json; None in an earlier version.
+    """
+    if digest is None:
+        return
+    times, noted = [_time_of(part) for part in parts], _read_note(folder, digest)
+    if times == [time for time, _ in noted] or len(noted) not in (0, len(parts)):  # cut by another version
+        return
+    noted = noted or [(-1, -1)] * len(parts)
+    stale = [number for number, (time, _) in enumerate(noted) if time != times[number]]
+    read = map_in_order(lambda number: read_content(parts[number]), stale, usable_cores())
+    found = dict(zip(stale, read, strict=True))
+    now = [found.get(number, content) for number, content in enumerate(noted)]
+    if digest_of_records(record for _, record in now) != digest:
+        changed = {parts[number].source_name for number, content in found.items() if noted[number][1] != content[1]}
+        named = f"changed in content: {list_some(sorted(changed), 12)}"
+        raise DataError(f"it was prepared from other text ({named}). {remedy_for(folder)}", path=folder)
+    with suppress(OSError):  # then the next call reads these parts again
+        write_atomic(folder / INPUTS_FILE, inputs_document(now))
+
+
+def remedy_for(folder: Path) -> str:
+    """Return the way on if a dataset was made from something else."""
+    return f"Choose another --dataset or --output_path, or delete {folder} to prepare it again"
+
+
+def _read_note(folder: Path, digest: str) -> list[Content]:
+    """Return the recorded content of each part; empty if the file is lost, damaged or of another dataset."""
+    try:
+        contents = [(int(time), int(record)) for time, record in read_object(folder / INPUTS_FILE)["contents"]]
+        return contents if digest_of_records(record for _, record in contents) == digest else []
+    except (OSError, KeyError, TypeError, ValueError, OverflowError):
+        return []
+
+
+def _time_of(part: Part) -> int:
+    return combine(*(time_of_change(path.stat()) for path, _, _ in part.raw))

@@ -28,7 +28,6 @@ PARQUET, ARROW = "Parquet", "Arrow"
 ROWS_AT_ONCE = 128
 """Few enough that rows of megabytes fit into memory, enough that short rows have little overhead."""
 _READ_BYTES = 1 << 20
-_NAMES_OF_TEXT = {"text", "content", "value"}
 _CONVERTED = "converted"
 _STRING_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _BYTES_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)  # Parquet without annotation
@@ -183,25 +182,15 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _remedy(kind: pa.DataType, column: str, path: Path) -> str:
-    """Return the command that makes text or token ids of a nested column."""
-    row, value = f"row[{json.dumps(column)}]", kind.value_type if _is_list(kind) else kind
-    made = ""
-    if pa.types.is_struct(value):
-        texts = [field.name for field in value if _is_text(field.type)]
-        if value is not kind and {"from", "value"} <= {*texts}:  # a chat under other names
-            role = '{"human": "user", "gpt": "assistant"}.get(each["from"], each["from"])'
-            made, texts = f'[{{"role": {role}, "content": each["value"]}} for each in {row}]', []
-        for text in sorted(texts, key=lambda name: name not in _NAMES_OF_TEXT)[:1]:
-            field = json.dumps(text)
-            made = f"{row}[{field}]" if value is kind else f'"\\n".join(each[{field}] for each in {row})'
-    elif _is_list(kind) and _is_text(value):
+    """Return the command that makes text or chats of a nested column, or another way on."""
+    row, value = f"row[{json.dumps(column)}]", kind.value_type if _is_list(kind) else None
+    if value is not None and _is_text(value):
         made = f'"\\n".join({row})'
-    elif _is_list(kind) and pa.types.is_floating(value):
-        made = f"[int(each) for each in {row}]"
-    elif _is_list(value) and pa.types.is_integer(value.value_type):
-        made = f"[token for part in {row} for token in part]"
-    if not made:
-        return "Set another --text_field"
+    elif value is not None and pa.types.is_struct(value) and {"from", "value"} <= {field.name for field in value}:
+        role = '{"human": "user", "gpt": "assistant"}.get(each["from"], each["from"])'
+        made = f'[{{"role": {role}, "content": each["value"]}} for each in {row}]'
+    else:
+        return "Set another --text_field; --text_field=a.b reads the field b of a struct a"
     source = json.dumps("parquet" if path.name.endswith(".parquet") else "arrow")
     program = (
         f"from datasets import load_dataset; load_dataset({source}, data_files={json.dumps(str(path))}, "

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pretraining.data.storage.masks import MASKS, describe_masks
+from pretraining.data.storage.doubts import MASKS, describe_masks
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.documents import Document, even_cuts

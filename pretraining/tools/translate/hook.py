@@ -1,18 +1,30 @@
-"""Hook that the command line and `Trainer` pass to the reader of recipes; it imports the tables lazily."""
+"""The door for words of other systems: what a user gave goes in, sources of this project alone come out.
+
+The tables of the other systems are imported only if a word or a recipe is not of this project.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Sequence
 
-from pretraining.config.recipes import Recipe
-from pretraining.config.values import Raw
+from pretraining.config.assignments import COMMAND_LINE, Assignment, Source, setting_named
+from pretraining.config.command_line import read_sources, recipe_names
+from pretraining.config.recipes import is_foreign
+from pretraining.config.training import TrainConfig
+from pretraining.tools.translate.translated import Translated
 
 
-def translate_when_needed(
-    path: Path | None, name: str, arguments: Mapping[str, Raw], accepts: Collection[str]
-) -> Recipe | None:
-    """Call `translate_recipe`, which is imported on first use."""
-    from pretraining.tools.translate.translate import translate_recipe
+def translate_given(root: type, given: Sequence[Assignment]) -> Translated:
+    """Translate what a user gave for a command with these settings.
 
-    return translate_recipe(path, name, arguments, accepts)
+    Raises:
+        ConfigError: recipes that cannot be read or translated.
+    """
+    if not issubclass(root, TrainConfig):  # without recipes
+        return Translated([Source(COMMAND_LINE, given)])
+    names, words = recipe_names(given)
+    if all(setting_named(each.name) for each in words if each.name) and not any(map(is_foreign, names)):
+        return Translated(read_sources(given))
+    from pretraining.tools.translate.translate import translate_sources
+
+    return translate_sources(given)

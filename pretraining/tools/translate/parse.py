@@ -57,12 +57,13 @@ def _flatten(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, str | N
         if isinstance(value, dict) and value:
             yield from _flatten(value, f"{above}{key}.")
         else:
-            yield f"{above}{key}", _text_of(value)
+            yield f"{above}{key}", text_of(value)
 
 
-def _text_of(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
+    """Return a value as a file shows it; None for null."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_text_of(item) or 'none' for item in value)}]"
+        return f"[{', '.join(text_of(item) or 'none' for item in value)}]"
     return None if value is None or value == {} else format_value(value)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from pretraining.config.assignments import setting_named
+from pretraining.config.assignments import Assignment, setting_named
 from pretraining.config.fields import settings_of
 from pretraining.config.plugins import OPTIMIZERS, SCHEDULES, TRACKERS, Entry
 from pretraining.config.training import TrainConfig
@@ -92,17 +92,31 @@ class Translation:
         values: given values, by the key's name in the rules.
         flags: our settings on the command line, text by name.
         accepts: ACCEPT_LLAMA, ACCEPT_UNKNOWN, or both.
+        name: name of the file in messages.
+        kind: name of the other system.
+        used: names of command-line arguments that set keys of the other system.
 
     Attributes:
         prepare: folder of the data, and the command that fills it; None if the data is there.
+        brings_defaults: whether the other system's defaults apply.
     """
 
-    def __init__(self, values: Mapping[str, Given], flags: Mapping[str, str], accepts: Collection[str]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Given],
+        flags: Mapping[str, str],
+        accepts: Collection[str],
+        name: str = "",
+        kind: str = "",
+        used: Collection[str] = (),
+    ) -> None:
         self.values, self.flags, self.accepts = dict(values), flags, accepts
+        self.name, self.kind, self.used = name, kind, used
         self.settings: dict[str, tuple[str, Given]] = {}
         self.notes: dict[str, Note] = {}
         self.problems: list[str] = []
         self.prepare: tuple[str, str] | None = None
+        self.brings_defaults = True
 
     def __contains__(self, key: str) -> bool:
         return self.text(key) is not None
@@ -249,10 +263,33 @@ class Translation:
         """Return the note of the key that a setting comes from."""
         return next(note for note in self.notes.values() if setting in note.settings)
 
+    @property
+    def defaults(self) -> list[Assignment]:
+        """The settings that the other system's defaults become."""
+        return self.assignments(DEFAULT)
+
+    def assignments(self, level: int) -> list[Assignment]:
+        """Return the settings that come from values of a level.
+
+        An argument may become several settings: the first ranks as the command line's, the others as the file's.
+        """
+        made = list[Assignment]()
+        if level == DEFAULT and not self.brings_defaults:
+            return made
+        for setting, (text, given) in self.settings.items():
+            is_argument = given.level == ARGUMENT
+            is_first = setting == next(iter(self.note_of(setting).settings))
+            if level == (FILE if is_argument and not is_first else given.level):
+                source = f"command line, {given.key}" if is_argument else f"translated from {given.key} of {self.name}"
+                made.append(Assignment(setting, text, given.quote, given.place, source=source, is_typed=is_argument))
+        return made
+
     def table(self) -> list[str]:
         """Return a line per key: its value, the settings it became, and the remark."""
         rows = []
         for note in self.notes.values():
+            if note.given.level == DEFAULT and not self.brings_defaults:
+                continue
             made = [f"{name}={text}" for name, text in note.settings.items()]
             cells = (
                 f"{note.given.key}: {note.given.display}",

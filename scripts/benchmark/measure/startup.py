@@ -27,6 +27,8 @@ def measured_run(settings: list[str]) -> None:
     import torch
 
     from pretraining.cli import train_command
+    from pretraining.config.command_line import read_words
+    from pretraining.config.training import TrainConfig
     from pretraining.train import loop
 
     step = loop.train_step
@@ -39,7 +41,7 @@ def measured_run(settings: list[str]) -> None:
         raise SystemExit  # stops the loop without a checkpoint
 
     loop.train_step = only_step  # type: ignore[assignment]
-    train_command(settings, {})
+    train_command(read_words(TrainConfig, settings))
 
 
 def start(settings: list[str], since: float | None = None) -> float:

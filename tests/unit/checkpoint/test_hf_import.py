@@ -193,30 +193,18 @@ def test_a_stored_head_that_differs_from_its_tied_embedding_is_refused(tmp_path:
         open_folder(folder)
 
 
-OTHER_FORMS = {
-    "adapter_model.safetensors": "an adapter of PEFT",
-    "consolidated.safetensors": "form of Meta or Mistral",
-    "consolidated.00.pth": "form of Meta or Mistral",
-    "model-00001-of-00002.safetensors": "without their index",
-    "model.fp16.safetensors": "of a variant",
-    "model.gguf": "of llama.cpp",
-    "weights.safetensors": "rename a whole model",
-    "pytorch_model-00001-of-00002.bin": "a pickle may run any program",
-    "model.pt": "a pickle may run any program",
-    "flax_model.msgpack": "of another library",
-}
-
-
-@pytest.mark.parametrize("name", OTHER_FORMS)
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "consolidated.00.pth", "model-00001-of-00002.safetensors", "model.gguf"]
+)
 def test_weights_of_another_form_are_refused_by_name(tmp_path: Path, name: str) -> None:
     folder = single(tmp_path / "m")
     (folder / "model.safetensors").rename(folder / name)
-    with pytest.raises(CheckpointError, match=f"{re.escape(name)} (is|are) .*{OTHER_FORMS[name]}"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} cannot be read.*save_pretrained"):
         open_folder(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=OTHER_FORMS[name]):
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} cannot be read"):
         find_newest(folder)
-    with pytest.raises(CheckpointError, match=rf"config\.json: is missing.*{OTHER_FORMS[name]}"):
+    with pytest.raises(CheckpointError, match=rf"config\.json: is missing.*{re.escape(name)} cannot be read"):
         open_folder(folder)
 
 
@@ -228,7 +216,7 @@ def test_files_of_weights_that_are_not_read_are_named_once(tmp_path: Path, caplo
     open_folder(folder)
     open_folder(folder)
     [line] = caplog.messages
-    assert "consolidated.safetensors, model-00009-of-00009.safetensors, pytorch_model.bin are not read" in line
+    assert "not read: consolidated.safetensors, model-00009-of-00009.safetensors, pytorch_model.bin" in line
     caplog.clear()
     open_folder(sharded(tmp_path / "n"))
     assert not caplog.messages

@@ -99,13 +99,12 @@ def test_every_element_is_written_by_one_process_and_replicas_share_the_work(mes
         assert max(replicas) - min(replicas) <= largest
 
 
-def test_files_hold_neighbouring_blocks_and_about_as_many_bytes_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_hold_tensors_in_the_order_of_names_and_about_as_many_bytes_each(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {name: torch.empty(shape) for name, shape in SHAPES.items()}
     assert set(file_of_tensor(tensors, 1).values()) == {1}
     monkeypatch.setattr(writer, "FILE_BYTES", 260)
     files = file_of_tensor(tensors, 1)
-    assert [files[f"model.layers.{block}.up.weight"] for block in range(3)] == [1, 2, 3]
-    assert files["model.embed_tokens.weight"] == files["lm_head.weight"] == 1
+    assert sorted(files, key=lambda name: (files[name], name)) == sorted(files) and set(files.values()) == {1, 2, 3}
     assert set(file_of_tensor(tensors, 4).values()) == {1}  # each process has a quarter of the bytes
 
 

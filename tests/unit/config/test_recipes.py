@@ -135,6 +135,8 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
         one = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
         if setting.is_path:
             one = one.filter(lambda text: not text.startswith("~"))  # means a home folder, so no configuration has it
+        if setting.name.endswith("_options"):  # rules refuse an option with one bracket
+            one = one.filter(lambda text: not set("()[]") & set(text))
         if setting.optional:
             one = one.filter(lambda text: text.strip().lower() not in NONE_WORDS)
     elif setting.base is bool:

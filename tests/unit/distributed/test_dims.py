@@ -69,23 +69,6 @@ def test_context_groups_that_do_not_fit_are_refused_with_the_numbers(group: int,
         dim_sizes(parallel, [4] * 8)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "said"),
-    [
-        ([0, 0, 0, 0, 4, 4, 4, 4], None),
-        ([0, 0, 2, 2, 4, 4, 6, 6], "2 of 2 groups of --context_parallel_size=4"),
-        ([0, 0, 0, 3, 3, 3, 6, 6], "2 of 2 groups"),
-        ([0, 1, 1, 2, 2, 3, 3, 4], "2 of 2 groups"),  # as with srun --distribution=cyclic on two nodes
-    ],
-)
-def test_context_groups_on_several_nodes_are_told_in_one_line(
-    nodes: list[int], said: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    dims_module._log_split_groups(4, nodes)
-    assert len(caplog.records) == (said is not None) and (said or "") in caplog.text
-
-
 def test_data_does_not_depend_on_how_the_model_is_laid_out() -> None:
     parallel = ParallelConfig(sharding_strategy="hsdp", hsdp_group_size=4)  # which does not divide 6
     assert unsharded_sizes(parallel, 6) == DimSizes(world=6, node=6, replicate=6, shard=1, context=1, data=6)

@@ -16,7 +16,7 @@ from pretraining.distributed import rendezvous as rendezvous_module
 from pretraining.distributed.rendezvous import Deadline, Rendezvous, choose_interface
 from pretraining.errors import LaunchError, LostPeerError, Preempted
 from pretraining.launch.layout import ProcessLayout
-from pretraining.launch.network import GLOO_INTERFACE, Interface
+from pretraining.launch.network import GLOO_INTERFACE
 
 LONG = timedelta(seconds=60)
 
@@ -208,8 +208,8 @@ def test_if_one_process_cannot_connect_all_raise_its_error(monkeypatch: pytest.M
 def test_gloo_gets_the_interface_to_other_machines_unless_the_user_chose_one(
     own: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways = {"node01": Interface("lo", "127.0.0.1"), "10.0.0.2": Interface("eth1", "10.0.0.1")}
-    monkeypatch.setattr("pretraining.launch.network.interface_towards", ways.get)
+    monkeypatch.setattr(rendezvous_module, "address_towards", lambda hosts: "10.0.0.1" if "10.0.0.2" in hosts else "")
+    monkeypatch.setattr(rendezvous_module, "interface_with", {"10.0.0.1": "eth1"}.get)
     monkeypatch.setenv(GLOO_INTERFACE, "to be put back")
     monkeypatch.delenv(GLOO_INTERFACE) if own is None else monkeypatch.setenv(GLOO_INTERFACE, own)
     choose_interface(["node01"])

@@ -11,7 +11,6 @@ from pretraining.config.fields import settings_of
 from pretraining.config.rules import check_config, find_problems
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
 from pretraining.config.values import limit_problem, parse_value
-from pretraining.errors import ConfigError
 from pretraining.tools.commands import ImportConfig, PrepareConfig
 
 
@@ -49,7 +48,7 @@ def test_the_dataset_is_named_after_its_input(config: PrepareConfig, name: str) 
 )
 def test_settings_that_contradict_each_other_are_refused(config: Any, named: str) -> None:
     [problem] = find_problems(config)
-    assert ConfigError(problem).settings[0] == named
+    assert problem.names[0] == named
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.cli import main
+from pretraining.config.command_line import read_words
 from pretraining.config.training import TrainConfig
 from pretraining.tools import demo
 
@@ -68,9 +69,7 @@ def test_without_a_choice_the_demo_is_prepared_once_and_trained_in_the_scripts_f
     [["--config", "my.yaml"], ["num_steps=5", "model.model_variant=tiny"], ["cfg.yaml"], ["--data-path", "/data"]],
 )
 def test_a_recipe_data_or_a_model_in_any_spelling_is_not_the_demo(folder: Path, words: list[str]) -> None:
-    overrides = [word for word in words if "=" in word or len(words) == 1]
-    flags = {} if overrides else {words[0].lstrip("-"): words[1]}
-    assert demo.add_settings([], {}) is not None and demo.add_settings(overrides, flags) is None
+    assert demo.settings_beside([]) and not demo.settings_beside(read_words(TrainConfig, words))
 
 
 def test_without_train_sh_missing_data_is_an_error(

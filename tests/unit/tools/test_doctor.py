@@ -57,7 +57,7 @@ def test_a_folder_that_cannot_be_used_is_one_error(
 
     if flag == "disk_path":
         monkeypatch.setattr(Path, "open", full)
-    monkeypatch.setattr("pretraining.checkpoint.writer._write_all", full)
+    monkeypatch.setattr("pretraining.checkpoint.manifest.ChecksummedFile.write", full)
     with pytest.raises(SystemExit) as ending:
         main(["doctor", "--disk_path=none", "--model_variant=tiny", f"--{flag}={tmp_path / place}"])
     assert ending.value.code == 1 and f"--{flag}=" in capsys.readouterr().err

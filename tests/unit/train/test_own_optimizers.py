@@ -123,11 +123,9 @@ def test_low_bit_state_resumes_from_four_files_too(tmp_path: Path) -> None:
     assert equal(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "parts", 4))
 
 
-@pytest.mark.parametrize(
-    ("name", "place"), [("CountingInObject", "an attribute"), ("CountingInTensorOfGroup", r"group\['updates'\]")]
-)
-def test_a_class_that_counts_where_no_checkpoint_looks_is_refused(name: str, place: str) -> None:
-    with pytest.raises(ConfigError, match=f"does not continue after a resume .* hold {place}"):
+@pytest.mark.parametrize("name", ["CountingInObject", "CountingInTensorOfGroup"])
+def test_a_class_that_counts_where_no_checkpoint_looks_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="does not continue after a resume"):
         try_optimizer(OptimizerConfig(optimizer=f"{own_optimizers.__name__}:{name}"))
 
 

@@ -10,10 +10,10 @@ import pytest
 from training_runs import checkpoints_of, losses_of, write_dataset
 from unit.train.whole_runs import checkpoint, damage, diverging_after, equal, manifest_of, refusal, start, started_at
 
-from pretraining.checkpoint.object_store import Store, StoreError
 from pretraining.cli import main
 from pretraining.errors import CheckpointError
 from pretraining.files import with_checksum
+from pretraining.object_store import Store, StoreError
 from pretraining.tools.commands import PushConfig
 from pretraining.tools.push import push
 

@@ -30,7 +30,7 @@ from pretraining.data.dataset import build_indices, open_datasets
 from pretraining.data.storage import index_files
 from pretraining.data.storage.content import PART_BYTES, PARTS, _keyed_places, content_record, open_ranges
 from pretraining.data.storage.dataset_files import list_datasets
-from pretraining.data.storage.index_build import build_index
+from pretraining.data.storage.index_files import build_index
 from pretraining.errors import DataError
 
 DOCUMENTS = [document or [7] for document in random_documents(60, vocab_size=900)]

@@ -15,7 +15,7 @@ from unit.data.token_files import write_documents
 from pretraining.config.training import DataConfig
 from pretraining.data.storage.arrow import ArrowFormat
 from pretraining.data.storage.index import VIRTUAL_BOS, VIRTUAL_SEP, split_lengths
-from pretraining.data.storage.index_build import documents_as_trained
+from pretraining.data.storage.index_files import documents_as_trained
 
 BOS, SEP, PAD, OTHER = 1, 2, 3, 7
 FEW_TOKENS = st.lists(st.sampled_from([BOS, SEP, PAD, OTHER]), max_size=12)

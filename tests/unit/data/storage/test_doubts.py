@@ -83,13 +83,6 @@ def test_one_file_of_another_type_among_others_is_named(tmp_path: Path, warnings
     assert "web/6.npy: is read as tokens of 2 bytes" in warnings(tmp_path, sep_token=SEP, token_dtype="uint16")
 
 
-def test_a_megatron_index_that_is_not_read_is_named(tmp_path: Path, warnings: Any) -> None:
-    write_megatron(tmp_path / "web/x.bin", [[*each, SEP] for each in random_documents(40, vocab_size=900)])
-    found = warnings(tmp_path, sep_token=SEP, token_dtype="uint16")
-    assert "dataset 'web': with --token_dtype" in found and ".idx" in found
-    assert not warnings(tmp_path, sep_token=SEP, token_dtype="uint16", file_type="bin") + warnings(tmp_path)
-
-
 @pytest.mark.parametrize("vocab_size", [5, 300, 30_000, 65_536, 128_256, 262_144])
 def test_the_type_of_tokens_is_guessed_from_their_bytes(vocab_size: int) -> None:
     tokens = np.random.default_rng(vocab_size).integers(0, vocab_size, 4000)

@@ -13,7 +13,7 @@ from unit.data.token_files import opened
 from pretraining.cli import main
 from pretraining.config.training import DataConfig
 from pretraining.data.dataset import warn_about_datasets
-from pretraining.data.storage.masks import ROWS_AT_ONCE, describe_masks
+from pretraining.data.storage.doubts import ROWS_AT_ONCE, describe_masks
 
 PAD, SEP = 3, 7
 LENGTHS = [5, 12, 12, 8]

@@ -192,7 +192,7 @@ WRONG_INDICES: dict[str, tuple[dict[str, Any], str]] = {
     "multimodal": ({"modes": b"\1\2\3"}, "multimodal"),
     "a newer version": ({"version": 2}, "version 2"),
     "fractions": ({"dtype": "<f4"}, "type 7"),
-    "fairseq's": ({"magic": b"TNTIDX\0\0"}, "TNTIDX"),
+    "fairseq's": ({"magic": b"TNTIDX\0\0"}, "no index of Megatron"),
     "another program's": ({"magic": b"something"}, "no index of Megatron"),
     "more bytes": ({"modes": b"\1\2"}, "truncated or damaged"),
     "borders of a merge": ({"borders": [0, 1, 0, 3]}, "do not cover"),

@@ -13,8 +13,7 @@ from unit.tools.prepare.prepare_files import json_lines, packed
 from pretraining.cli import main
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare.copies import warn_of_copies
-from pretraining.tools.prepare.inputs import Selection, list_files
+from pretraining.tools.prepare.inputs import Selection, list_files, warn_of_copies
 
 ANY = Selection(PrepareConfig().extensions)
 

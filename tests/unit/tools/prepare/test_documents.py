@@ -55,7 +55,7 @@ BAD: list[tuple[str, bytes, int | None, str]] = [
     ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', 2, "at byte 24 "),
     ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', 3, "not valid JSON"),
     ("x.jsonl", b"[" * 100_000, 1, "not valid JSON"),
-    ("x.jsonl", b"[1]\n", 1, "it is a list of 1 value, the first is 1, not a JSON object"),
+    ("x.jsonl", b"[1]\n", 1, "it is [1], not a JSON object"),
     ("x.jsonl", b'{"body": "a", "id": 1}\n', 1, "The fields are: 'body', 'id'"),
     ("x.jsonl", b'{"text": 7}\n', 1, "field 'text' holds 7, not text"),
     ("x.jsonl", b'{"text": "\\ud800"}\n', 1, "half of a surrogate pair (\\ud800)"),

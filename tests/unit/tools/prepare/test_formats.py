@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -162,13 +161,13 @@ REFUSED: list[tuple[str, bytes, str, str]] = [
     ("a.7z", b"7z\xbc\xaf\x27\x1c\0\4", "a 7z archive", "7z x"),
     ("a.rar", b"Rar!\x1a\x07\1\0", "a rar archive", "unrar x"),
     ("a.json.br", b"\x8b\x03\x80abc", "compressed by brotli", "brotli -d"),
-    ("a.txt.Z", b"\x1f\x9d\x90", "compressed by compress", "gzip -d"),
+    ("a.txt.Z", b"\x1f\x9d\x90", "a rare format", "Unpack it"),
     ("a.txt.sz", b"\xff\x06\x00\x00sNaPpY", "compressed by snappy", "snzip -d"),
     ("a.txt.gz", gzip.compress(gzip.compress(LINES)), "gzip inside gzip", "Unpack it first"),
     ("a.parquet.gz", gzip.compress(bytes(TABLE.getvalue())), "Parquet inside gzip", "Unpack it first"),
     ("a.warc.gz", gzip.compress(b"WARC/1.0\r\n"), "a WARC file", "JSON lines"),
     ("wiki.xml.bz2", packed("a.bz2", b"<mediawiki xmlns"), "a MediaWiki dump", "wikiextractor"),
-    ("a.orc", b"ORC\0\0", "an ORC file", "Parquet"),
+    ("a.orc", b"ORC\0\0", "a rare format (ORC", "JSON lines"),
     ("a.pdf", b"%PDF-1.7", "a PDF", "pdftotext"),
     ("a.npy", b"\x93NUMPY\1\0", "a NumPy file", ".npy"),
     ("a.txt", "text".encode("utf-16"), "UTF-16", "iconv -f UTF-16 -t UTF-8"),
@@ -204,14 +203,10 @@ def test_the_command_that_unpacks_makes_a_folder_that_is_read(tmp_path: Path) ->
 LONG_WINDOW = bytes.fromhex("28b52ffd04a86900007b2274657874223a2261227d0aaea9718c")  # by zstd --long=31
 
 
-def test_zstd_with_a_long_window_is_refused_with_the_command_that_packs_it_again(tmp_path: Path) -> None:
+def test_zstd_with_a_long_window_is_refused_with_the_command_that_unpacks_it(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
-    with pytest.raises(DataError, match=r"window.*Pack it again") as error:
+    with pytest.raises(DataError, match=r"too much memory.*zstd -d --long=31"):
         one(path, LONG_WINDOW)
-    if shutil.which("zstd") is not None:
-        subprocess.run(str(error.value).partition("Pack it again: ")[2], shell=True, check=True)
-        again = path.with_name(f"again-{path.name}")
-        assert texts_of(read(recognise(again, again.name, 1))) == ["a"]
 
 
 # Bad records
@@ -222,13 +217,12 @@ BAD: list[tuple[str, str, int, str]] = [
     ("a.json", '[{"text": "a"}, {"text": NaN}]', 2, "holds NaN"),
     ("a.json", '[{"text": "a"}, 7]', 2, "it is 7, not a JSON object"),
     ("a.json", '[{"text": "a"}, {"text": ', 2, "not valid JSON"),
-    ("a.json", '["a", "b"]', 1, "it is a string, not a JSON object"),
+    ("a.json", '["a", "b"]', 1, 'it is "a", not a JSON object'),
     ("a.json", '{\n "data": [{"text": "a"}]\n}', 1, "The fields are: 'data'"),
-    ("a.jsonl", '{"text": ["a", "b"]}', 1, """jq -c '.["text"] |= join(" ")'"""),
-    ("a.jsonl", '{"text": {"id": 1, "body": "a"}}', 1, """jq -c '.["text"] |= .["body"]'"""),
+    ("a.jsonl", '{"text": ["a", "b"]}', 1, "Set another --text_field"),
+    ("a.jsonl", '{"text": {"id": 1, "body": "a"}}', 1, "--text_field=a.b reads the field b of an object a"),
     ("a.jsonl", '{"text": [{"from": "gpt", "value": "a"}]}', 1, """jq -c '.["text"] |= map({role: ({human: """),
     ("a.jsonl", '{"chat": [{"role": "user", "content": "a"}]}', 1, "--text_field=chat reads chats"),
-    ("a.jsonl", '{"text": [1, 2]}', 1, "Token ids are read from Parquet and Arrow"),
     ("a.jsonl", '{"text": true}', 1, "holds true"),
     ("a.csv", "id,body\n1,a", 1, "The columns are: 'id', 'body'"),
     ("a.csv", "id,text\n1,a\n2,a, b\n", 3, "it has 3 fields, but the header has 2"),

@@ -20,9 +20,9 @@ from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare import input_content, units
-from pretraining.tools.prepare.input_content import INPUTS_FILE
+from pretraining.tools.prepare import records, units
 from pretraining.tools.prepare.prepare import prepare
+from pretraining.tools.prepare.records import INPUTS_FILE
 
 TEXTS = [f"document {number:03} of an input that changes" for number in range(60)]
 
@@ -107,8 +107,8 @@ def test_an_input_with_new_times_is_read_once(config: PrepareConfig, monkeypatch
     path = Path(config.input_path[0]) / "a.jsonl"
     path.write_bytes(json_lines(TEXTS))
     prepare(config)
-    reads = Mock(side_effect=input_content.read_content)
-    monkeypatch.setattr(input_content, "read_content", reads)
+    reads = Mock(side_effect=records.read_content)
+    monkeypatch.setattr(records, "read_content", reads)
     prepare(config)
     assert reads.call_count == 0
     path.touch()

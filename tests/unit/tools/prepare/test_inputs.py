@@ -210,7 +210,7 @@ def test_a_saved_dataset_that_is_incomplete_or_has_another_order_is_refused(
 ) -> None:
     save_to_disk(tmp_path / "short", ["data-0.arrow"])
     (tmp_path / "short/data-0.arrow").unlink()
-    with pytest.raises(DataError, match=r"data-0\.arrow: it is missing, but state\.json lists it"):
+    with pytest.raises(DataError, match=r"state\.json: names data-0\.arrow, which is not there"):
         listed(caplog, tmp_path / "short")
     save_to_disk(tmp_path / "shuffled", ["data-0.arrow"], _indices_data_files=[{"filename": "indices.arrow"}])
     with pytest.raises(DataError, match="--hf_dataset="):

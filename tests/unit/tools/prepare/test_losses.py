@@ -19,7 +19,7 @@ from pretraining.cli import main
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare.losses import loss_counter
+from pretraining.tools.prepare.encode import loss_counter
 from pretraining.tools.prepare.prepare import prepare
 
 LETTERS = {letter: number for number, letter in enumerate("abcde ▁")}

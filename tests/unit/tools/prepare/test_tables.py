@@ -193,14 +193,10 @@ def test_a_bad_column_is_refused_with_the_place(
 # a column, and what a command makes of it
 NESTED: list[tuple[pa.Array, list[object]]] = [
     (pa.array([["a", "b"], ["c"]]), ["a\nb", "c"]),
-    (pa.array([{"id": 1, "body": "a"}, {"id": 2, "body": "b"}]), ["a", "b"]),
-    (pa.array([[{"id": 1, "part": "a"}, {"id": 2, "part": "b"}]]), ["a\nb"]),
     (
         pa.array([[{"from": "human", "value": "a"}, {"from": "system", "value": "b"}]]),
         [[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]],
     ),
-    (pa.array([[1.0, 2.0], [3.0]]), [[1, 2], [3]]),
-    (pa.array([[[1, 2], [3]], [[4]]]), [[1, 2, 3], [4]]),
 ]
 
 

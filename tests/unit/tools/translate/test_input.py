@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ import pytest
 from golden.make_translations import FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.tools.translate.loading import load, read
 
-from pretraining.config.command_line import load_train_config, read_given
 from pretraining.config.fields import values_of
 from pretraining.errors import ConfigError
 from pretraining.tools.commands import TranslateConfig
-from pretraining.tools.translate.hook import translate_when_needed
 from pretraining.tools.translate.parse import parse
 from pretraining.tools.translate.translate import SYSTEMS, translate, translate_recipe
+from pretraining.tools.translate.translation import DEFAULT, FILE
 
-load = partial(load_train_config, translate=translate_when_needed)
 DUMMY = {"use_dummy_dataset": "true"}
 
 
@@ -297,7 +295,7 @@ def test_a_file_keeps_the_meaning_of_its_own_system(
 def test_a_dataset_of_a_folder_is_the_one_that_has_its_name(tmp_path: Path) -> None:
     (tmp_path / "data/c4").mkdir(parents=True)
     (tmp_path / "a.yaml").write_text(f"dataset: {{name: c4, path: {tmp_path}/data}}\ntrain: {{max_steps: 5}}\n")
-    made = read_given([str(tmp_path / "a.yaml")], {}, translate_when_needed).values
+    made = read(str(tmp_path / "a.yaml")).values
     assert (made["data_path"], made["datasets"]) == (f"{tmp_path}/data", ("c4",))
 
 
@@ -317,7 +315,7 @@ def test_a_guides_dataset_may_be_a_folder_of_token_files_or_one_of_such_folders(
             (tmp_path / named / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / named / file).touch()
         Path("a.json").write_text(json.dumps({"use_amp": True, "dataset_name": named, "validation_split": named}))
-        made = read_given(["a.json"], {}, translate_when_needed).values
+        made = read("a.json").values
     assert (made["data_path"], made.get("datasets"), *made["eval_datasets"]) == expected
 
 
@@ -337,7 +335,7 @@ def test_the_validation_split_of_a_guide_is_never_its_training_text(
         Path("corpus").mkdir()
         data = {"dataset_name": named, "validation_split": "validation", "preprocessing_num_workers": 3}
         Path("a.json").write_text(json.dumps({"use_amp": True, **data}))
-        found = read_given(["a.json"], {}, translate_when_needed).values
+        found = read("a.json").values
         translate(TranslateConfig("a.json", output_path="a.yaml"))
         lines = Path("a.yaml").read_text().splitlines()
     assert {name: found[name] for name in ("eval_datasets", "held_out_fraction") if name in found} == made
@@ -374,9 +372,9 @@ def test_dotted_arguments_work_without_a_file(caplog: pytest.LogCaptureFixture) 
     assert "(composed)" in caplog.text
     found = values("optimizer/lr_config=linear", "optimizer.learning_rate=2", "min_lr_ratio=0.3")
     assert (found["schedule"], found["learning_rate"], found["min_lr_ratio"]) == ("linear", "2.0", "0.3")
-    given = read_given(["checkpoint.load_path=a", "train.seed=4"], {}, translate_when_needed)
-    assert (given.values["ckpt_load_path"], given.values["seed"]) == ("a", 4)
-    assert given.chosen["ckpt_load_path"].source == "command line, checkpoint.load_path"
+    made = read("checkpoint.load_path=a", "train.seed=4")
+    assert (made.values["ckpt_load_path"], made.values["seed"]) == ("a", 4)
+    assert made.chosen["ckpt_load_path"].source == "command line, checkpoint.load_path"
 
 
 COMPOSITIONS = {
@@ -488,8 +486,8 @@ def guide(folder: Path, **more: Any) -> Any:
 
 
 def test_a_shape_without_activation_and_dropout_is_read_as_a_llama_with_a_line(tmp_path: Path) -> None:
-    assert any("d_model: 256" in line and "a Llama: RMSNorm" in line for line in guide(tmp_path).table)
-    assert not any("a Llama: RMSNorm" in line for line in guide(tmp_path, activation="silu").table)
+    assert any("d_model: 256" in line and "a Llama: RMSNorm" in line for line in guide(tmp_path).table())
+    assert not any("a Llama: RMSNorm" in line for line in guide(tmp_path, activation="silu").table())
 
 
 @pytest.mark.parametrize(
@@ -507,7 +505,7 @@ def test_mixed_precision_of_a_guide_is_left_to_the_device(
 ) -> None:
     """A machine without units for float16 would emulate it, a fifteenth as fast."""
     recipe = guide(tmp_path, **given)
-    made = {each.name: each.raw for each in (*recipe.defaults, *recipe.assignments)}
+    made = {each.name: each.raw for level in (DEFAULT, FILE) for each in recipe.assignments(level)}
     assert {name: made[name] for name in ("mixed_precision", "mp_dtype") if name in made} == expected
 
 
@@ -525,7 +523,7 @@ def test_a_guides_text_file_has_no_split_that_would_be_the_training_text_again(t
     (tmp_path / "text.txt").write_text("words")
     with contextlib.chdir(tmp_path):
         recipe = guide(tmp_path, dataset_name="text.txt", validation_split="validation", preprocessing_num_workers=4)
-    made = {each.name: each.raw for each in recipe.assignments}
+    made = {each.name: each.raw for each in recipe.assignments(FILE)}
     assert made["held_out_fraction"] == "0.01" and "eval_datasets" not in made
     assert recipe.prepare == ("data", "pretrain prepare --input_path=text.txt --num_workers=4 --output_path=data")
 

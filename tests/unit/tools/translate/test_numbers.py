@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,13 @@ import pytest
 import torch
 from golden.make_translations import FOLDER
 from torch import nn
+from unit.tools.translate.loading import load
 
 from pretraining.config.batch_sizes import resolve_batch_sizes
-from pretraining.config.command_line import load_train_config
 from pretraining.optim.registry import build_optimizer, user_defined_arguments
 from pretraining.optim.schedules import build_learning_rate
 from pretraining.progress import TokenSchedule
-from pretraining.tools.translate.hook import translate_when_needed
 
-load = partial(load_train_config, translate=translate_when_needed)
 WITHOUT_DATA = {name: {"use_dummy_dataset": "true"} for name in ("deepspeed", "composed")}
 
 

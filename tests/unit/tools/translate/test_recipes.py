@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-from functools import partial
 from pathlib import Path
 
 import pytest
 from golden.make_translations import FOLDER, PAIRS
+from unit.tools.translate.loading import load
 
 from pretraining.api import Trainer
 from pretraining.cli import main
-from pretraining.config.command_line import load_train_config
 from pretraining.config.fields import settings_of
 from pretraining.errors import ConfigError, DataError
 from pretraining.tools.commands import TranslateConfig
-from pretraining.tools.translate.hook import translate_when_needed
 from pretraining.tools.translate.parse import parse
 from pretraining.tools.translate.translate import SYSTEMS, detect, translate
-
-load = partial(load_train_config, translate=translate_when_needed)
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +163,11 @@ def test_arguments_beside_a_file_are_translated_too(tmp_path: Path) -> None:
     for wrong in ("--max_stps=2000", "more.json"):
         with pytest.raises(SystemExit):
             main(["translate", "guide.json", wrong])
+
+
+def test_a_length_under_another_name_keeps_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["translate", "stub.yaml", "--max_tokens=5B"])
+    assert "  num_steps: 5Btok\n" in capsys.readouterr().out
 
 
 def test_each_golden_file_is_recognised() -> None:

@@ -1,0 +1,28 @@
+"""Settings of a run from words and flags, of this project or another system, as `pretrain train` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pretraining.config.assignments import Assignment, Reader
+from pretraining.config.command_line import assign, read_given, read_words
+from pretraining.config.training import TrainConfig
+from pretraining.tools.translate.hook import translate_given
+
+Flags = Mapping[str, Any]
+
+
+def given(words: Sequence[str], flags: Flags | None = None) -> list[Assignment]:
+    """Return the assignments of a command line."""
+    return [*read_words(TrainConfig, words), *assign(flags or {})]
+
+
+def load(words: Sequence[str], flags: Flags | None = None) -> TrainConfig:
+    """Return the settings of a run."""
+    return translate_given(TrainConfig, given(words, flags)).resolve(TrainConfig).config
+
+
+def read(*words: str) -> Reader[TrainConfig]:
+    """Return the given settings, without checks."""
+    return read_given(TrainConfig, translate_given(TrainConfig, given(words)).sources)
