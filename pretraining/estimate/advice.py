@@ -30,8 +30,8 @@ def memory_advice(config: TrainConfig, shape: LlamaShape, rank: Rank, limit_byte
     limit = estimate_memory(config, shape, rank).total - 1 if limit_bytes is None else limit_bytes
     found = []
     for changes in _changes(config, shape, rank):
-        for flags, *changed in changes:
-            if (total := estimate_memory(*changed).total) <= limit:
+        for flags, changed, model, on_rank in changes:
+            if (total := estimate_memory(changed, model, on_rank).total) <= limit:
                 found.append(f"{flags} (about {format_gib(total)})")
                 break
     return found

@@ -24,9 +24,8 @@ from pretraining.config.training import ALL_BLOCKS, DataConfig, ParallelConfig, 
 from pretraining.config.variants import LlamaShape, name_of_model, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.estimate.advice import memory_advice
-from pretraining.estimate.costs import parameter_count
+from pretraining.estimate.costs import flops_per_token, parameter_count
 from pretraining.estimate.devices import GPUS, Gpu
-from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, Rank, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
