@@ -49,8 +49,6 @@ def _changes(config: TrainConfig, shape: LlamaShape, rank: Rank) -> Iterator[lis
     yield [change(f"--batch_size={half}", "batch", batch_size=half) for half in halves]
     if not config.parallel.fsdp_activation_checkpointing:
         yield [change("--fsdp_activation_checkpointing=true", "parallel", fsdp_activation_checkpointing=True)]
-    if config.loss.loss_chunk_tokens == 0:
-        yield [change("--loss_chunk_tokens=none", "loss", loss_chunk_tokens=None)]
     ranks = config.parallel.context_parallel_size
     sizes = [2**power for power in range(rank.shard_size.bit_length()) if rank.shard_size % 2**power == 0]
     yield [

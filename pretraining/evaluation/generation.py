@@ -12,6 +12,7 @@ Shapes: B batch, S new tokens, H query heads, K key/value heads, E head dim; T t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,13 +30,14 @@ from pretraining.errors import ConfigError
 from pretraining.model.kernels import causal_attention
 from pretraining.model.llama import Llama
 from pretraining.model.rope import compute_rotation
+from pretraining.observability.events import Events
+
+log = logging.getLogger(__name__)
 
 UNFINISHED_CHARACTER = "\ufffd"
 """Replacement character that tokenizers return for bytes that do not form a character yet."""
 LARGEST_LOGIT = 1e30
 """Bound of logits; divided by a temperature, they stay finite in float32."""
-MIN_TEMPERATURE = 1e-6
-"""Below this temperature only the likeliest token is ever drawn, and logits divided by it overflow float32."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +54,6 @@ class Sampling:
     temperature: float = 0.8
     top_k: int = 50
     top_p: float = 1.0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Text that a model generated.
-
-    Attributes:
-        text: generated text, without the prompt; empty on ranks other than 0.
-    """
-
-    prompt: str
-    text: str
-
-    def indented(self) -> str:
-        """Return prompt and text, each line indented by four spaces."""
-        return "\n".join(f"    {line}" for line in (self.prompt + self.text).splitlines())
 
 
 @dataclass(frozen=True)
@@ -91,7 +77,7 @@ class TextSampler:
     tokenizer: Tokenizer | None
 
     @torch.no_grad()
-    def sample(self, model: nn.Module, device: torch.device) -> Sample:
+    def sample(self, model: nn.Module, device: torch.device) -> str:
         """Sample from a model, possibly sharded and compiled, with logits [1, S, V]; a collective call."""
 
         def next_logits(tokens: Sequence[int]) -> torch.Tensor:
@@ -103,8 +89,15 @@ class TextSampler:
             drawn = list(draw_tokens(next_logits, self.prompt_tokens, self.count, Sampling(self.seed), self.ends))
         reshard_model(model)
         if self.tokenizer is None:
-            return Sample(self.prompt, "")
-        return Sample(self.prompt, "".join(stream_text(self.tokenizer.decode, self.prompt_tokens, drawn)))
+            return ""
+        return "".join(stream_text(self.tokenizer.decode, self.prompt_tokens, drawn))
+
+    def show(self, model: nn.Module, device: torch.device, step: int, events: Events) -> None:
+        """Sample from a model, and log the text; a collective call."""
+        text = self.sample(model, device)
+        lines = (self.prompt + text).splitlines()
+        log.info("step %d  generated text:\n%s", step, "\n".join(f"    {line}" for line in lines))
+        events.add("sample", step, prompt=self.prompt, text=text)
 
 
 def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
@@ -221,26 +214,15 @@ class CachedModel:
         if is_full or not self._caches:
             self._caches = [KeyValueCache(self._context) for _ in self._model.blocks]
         self._seen = len(tokens)
+        model, begin = self._model, self._caches[0].length
         tokens_BS = torch.tensor([new], dtype=torch.int64, device=self._device)
-        return next_token_logits(self._model, tokens_BS, self._caches)[0]
-
-
-def next_token_logits(model: Llama, tokens_BS: torch.Tensor, caches: Sequence[KeyValueCache]) -> torch.Tensor:
-    """Add tokens to the caches, and return the logits [B, V] after the last one.
-
-    Args:
-        model: unsharded model, because its children are called one by one.
-        tokens_BS: a whole prompt if the caches are empty, else one more token.
-        caches: one per block.
-    """
-    begin, decoder = caches[0].length, model.model
-    positions_BS = torch.arange(begin, begin + tokens_BS.size(1), device=tokens_BS.device)[None]
-    rotation = compute_rotation(model.shape, positions_BS)
-    x_BSD = decoder.embed(tokens_BS)
-    for block, cache in zip(decoder.layers, caches, strict=True):
-        x_BSD = block(x_BSD, rotation, cache)
-    logits_BV: torch.Tensor = model.lm_head(model.scale_logits(decoder.norm(x_BSD[:, -1])))
-    return logits_BV
+        positions_BS = torch.arange(begin, begin + len(new), device=self._device)[None]
+        rotation = compute_rotation(model.shape, positions_BS)
+        x_BSD = model.model.embed(tokens_BS)
+        for block, cache in zip(model.blocks, self._caches, strict=True):
+            x_BSD = block(x_BSD, rotation, cache)
+        logits_BV: torch.Tensor = model.lm_head(model.scale_logits(model.model.norm(x_BSD[:, -1])))
+        return logits_BV[0]
 
 
 def draw_tokens(
@@ -273,7 +255,7 @@ def draw_tokens(
 def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
     # Logits that are not finite give nonsense text, but must not stop the run.
     logits_V = logits_V.nan_to_num(nan=0.0).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
-    if sampling.temperature < MIN_TEMPERATURE:
+    if sampling.temperature == 0:
         return logits_V.argmax()
     best = logits_V.topk(min(sampling.top_k or logits_V.numel(), logits_V.numel()))
     probabilities = torch.softmax(best.values / sampling.temperature, dim=-1)
