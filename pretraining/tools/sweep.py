@@ -117,8 +117,10 @@ def sweep(given: Sequence[Assignment]) -> None:
 
 def read_sweep(given: Sequence[Assignment]) -> tuple[SweepSettings, list[Combination]]:
     """Return the combinations of a command line; raise a ConfigError with all problems of their settings."""
-    problems, fixed, varied = list[str](), list[Assignment](), dict[str, list[str]]()
-    for each in given:
+    strays = Reader(SweepConfig)
+    strays.read([each for each in given if not each.name])
+    problems, fixed, varied = strays.problems, list[Assignment](), dict[str, list[str]]()
+    for each in [each for each in given if each.name]:
         name, values = _values_of(each)
         if len(values) == 1:
             fixed.append(each)

@@ -35,13 +35,9 @@ class Translated:
     translations: Sequence[Translation] = ()
 
     @property
-    def _defaults(self) -> Source:
-        return Source("defaults", [default for each in self.translations for default in each.defaults])
-
-    @property
     def all_sources(self) -> list[Source]:
         """The defaults of other systems, then the sources."""
-        return [self._defaults, *self.sources]
+        return [*(Source(each.name, each.defaults) for each in self.translations), *self.sources]
 
     def resolve(
         self, root: type[T], recorded: Source | None = None, *, continues_runs: bool = False
@@ -59,7 +55,8 @@ class Translated:
                 lines = "\n".join(each.table())
                 log.info("%s is read as settings of another system (%s):\n%s", each.name, each.kind, lines)
         config = resolved.config
-        if isinstance(config, TrainConfig) and resolved.chosen.get("warmup_steps") in self._defaults.assignments:
+        warmup = resolved.chosen.get("warmup_steps")
+        if isinstance(config, TrainConfig) and any(warmup in each.defaults for each in self.translations):
             length = config.schedule.warmup_steps or Duration(0, "steps")
             schedule = replace(config.schedule, warmup_steps=DefaultDuration(length.amount, length.unit))
             return replace(resolved, config=replace(config, schedule=schedule))

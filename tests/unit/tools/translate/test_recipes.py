@@ -62,6 +62,11 @@ def test_another_systems_file_over_a_recipe_brings_what_it_says_and_no_defaults(
     assert config == ours and "default there" not in caplog.text
 
 
+def test_of_two_files_of_other_systems_the_later_one_and_its_defaults_win() -> None:
+    config = load([], {"recipe": "guide.json,deepspeed.json", "data_path": "x"})
+    assert (config.schedule.schedule, config.optimizer.grad_clip_thresh) == ("constant", 0.0)
+
+
 def test_a_trainer_that_overrides_log_metrics_is_referred_to_extra_metrics(caplog: pytest.LogCaptureFixture) -> None:
     class Mine(Trainer):
         def _log_metrics(self) -> None: ...
