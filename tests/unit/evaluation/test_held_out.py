@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.config.context import SharedRows
+from pretraining.context import SharedRows
 from pretraining.data.batch import MicroBatch, StepBatch
 from pretraining.evaluation.held_out import EarlyStopping, Evaluation, EvaluationSource, Evaluator, evaluate
 from pretraining.model.loss import HeadLoss
