@@ -55,6 +55,7 @@ from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
 from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.environment import record_environment
+from pretraining.observability.events import Events
 from pretraining.observability.metrics import MetricsHook
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.state import evaluation_mode
@@ -345,10 +346,8 @@ def _finish(run: Run, sampler: TextSampler | None) -> TrainResult:
     log.info(describe_end(run))
     if sampler is not None:
         with evaluation_mode(run.context.optimizer, run.context.model.masters_changed):
-            sample = sampler.sample(run.context.model.module, processes.device)
-        if run.observer.newest:
-            run.observer.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
-        log.info("  generated text:\n%s", sample.indented())
+            events = run.observer.events if run.observer.newest else Events()  # a start without a step has none
+            sampler.show(run.context.model.module, processes.device, run.state.step, events)
     return _make_result(run, "finished")
 
 
