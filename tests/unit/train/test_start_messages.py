@@ -10,6 +10,7 @@ import pytest
 from training_runs import VOCABULARY, write_dataset
 from unit.train.whole_runs import checkpoint, refusal, start
 
+from pretraining.checkpoint.run_folder import newest_run_path
 from pretraining.cli import main
 
 
@@ -40,9 +41,11 @@ def test_a_default_warm_up_of_another_system_fits_any_run_and_a_given_one_is_ref
 
 def test_a_refused_start_is_no_run_to_go_on_with(tmp_path: Path) -> None:
     refusal(tmp_path / "runs" / "{timestamp}", "warmup_steps=2ep")
+    pattern = str(tmp_path / "runs" / "{timestamp}")
     [refused] = (tmp_path / "runs").iterdir()
+    assert newest_run_path(pattern) == pattern
     start(tmp_path / "runs" / "{timestamp}", "num_steps=1")
-    assert len(list((tmp_path / "runs").iterdir())) == 2 and not (refused / "config.yaml").exists()
+    assert len(list((tmp_path / "runs").iterdir())) == 2 and newest_run_path(pattern) != str(refused)
 
 
 def test_the_factor_of_muons_updates_is_said_by_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
