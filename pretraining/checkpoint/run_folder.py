@@ -318,9 +318,6 @@ def last_settings(run: Path) -> TrainConfig | None:
 
 
 def write_config(config: TrainConfig) -> None:
-    """Write the settings of an accepted start into the run's folder, if any; the file can start the run again."""
-    if config.checkpoint.ckpt_save_path is None:
-        return
+    """Write the settings of an accepted start into the run's folder; the file can start the run again."""
     run = config.checkpoint.folder
-    with writing_into(run):
-        write_atomic(run / RUN_CONFIG_FILE, comment_of_start(run) + dump_config(config))
+    write_atomic(run / RUN_CONFIG_FILE, comment_of_start(run) + dump_config(config))

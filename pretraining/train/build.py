@@ -137,10 +137,12 @@ def _fetch_start(plan: Plan, events: Events) -> None:
 def _write_records(plan: Plan) -> None:
     """Write the settings of an accepted start, and what exports of a new run keep of the model it starts from."""
     start, config = plan.start, plan.config.checkpoint
-    write_config(plan.config)
-    if config.ckpt_save_path is not None and (start is None or not start.is_own):
-        named = config.ckpt_load_path or config.resume_from_checkpoint or ""
-        with writing_into(config.folder):
+    if config.ckpt_save_path is None:
+        return
+    with writing_into(config.folder):
+        write_config(plan.config)
+        if start is None or not start.is_own:
+            named = config.ckpt_load_path or config.resume_from_checkpoint or ""
             record_origin(config.folder, None if start is None else start.path, named)
 
 
