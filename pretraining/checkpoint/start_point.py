@@ -155,13 +155,13 @@ def _missing_best(own: Sequence[Checkpoint], start: CheckpointRef) -> Copy | Non
 def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping[str, str]) -> CheckpointRef:
     """Find the newest good checkpoint of a run, or the older one that the user asks to go back to.
 
-    An accepted start records its request, in config.yaml and in later checkpoints, and so does no other one again.
+    An accepted start records the request, in config.yaml and in later checkpoints, so that no later start repeats it.
     """
     run, request = config.folder, config.resume_from_checkpoint
-    newest, last = _newest_good(own, damaged, SAVE_PATH, run), last_settings(run)
+    newest = _newest_good(own, damaged, SAVE_PATH, run)
     if request is None:
         return newest
-    named = _find_named(own, request)
+    named, last = _find_named(own, request), last_settings(run)
     done = [each.checkpoint.resume_from_checkpoint or "" for each in (newest.config, last) if each is not None]
     is_done = request in done or (named is not None and named in [_find_named(own, each) for each in done if each])
     if is_done and (named is None or named.path != newest.path):
