@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 FETCHED = "fetched"
 """Subfolder of a run for a start point that was fetched from an object store."""
+_EARLIER = "was for an earlier start of this run, which resumes. For a new run give another --ckpt_save_path"
 SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume_from_checkpoint"
 
 
@@ -61,6 +62,7 @@ class CheckpointRef:
         is_rewind: whether the user asked to go back to this older checkpoint, which sets newer ones aside.
         copy: copy to fetch before the checkpoint can be loaded; None = the checkpoint is at `path`.
         best_copy: copy of the run's best checkpoint, if its folder lacks that one.
+        unmet: lines about the requests of the user that a run which resumes does not follow.
         run: what the run has given up elsewhere, and what its mirror held when the start was chosen.
     """
 
@@ -72,6 +74,7 @@ class CheckpointRef:
     is_rewind: bool = False
     copy: Copy | None = None
     best_copy: Copy | None = None
+    unmet: tuple[str, ...] = ()
     run: OwnCheckpoints = field(default_factory=OwnCheckpoints)
 
     @property
@@ -157,21 +160,31 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
 
     An accepted start records the request, in config.yaml and in later checkpoints, so that no later start repeats it.
     """
-    run, request = config.folder, config.resume_from_checkpoint
+    run, load_path, request = config.folder, config.ckpt_load_path, config.resume_from_checkpoint
+    unmet = [f"init_from=scratch {_EARLIER}"] if config.init_from == "scratch" else []
+    if load_path is not None and (is_address(load_path) or not is_within(Path(load_path), run)):
+        unmet.append(f"ckpt_load_path={load_path} {_EARLIER}")
     newest = _newest_good(own, damaged, SAVE_PATH, run)
     if request is None:
-        return newest
+        return replace(newest, unmet=tuple(unmet))
     named, last = _find_named(own, request), last_settings(run)
     done = [each.checkpoint.resume_from_checkpoint or "" for each in (newest.config, last) if each is not None]
     is_done = request in done or (named is not None and named in [_find_named(own, each) for each in done if each])
-    if is_done and (named is None or named.path != newest.path):
-        folder, step = run / CHECKPOINTS / f"{SET_ASIDE}<name>", newest.step
-        again = f". To go back again, first move newer checkpoints to a new folder {folder}" if named else ""
-        log.info("%s=%s: an earlier start has gone back there; resuming from step %d%s", RESUME, request, step, again)
-        return newest
-    if named is not None:
+    if named is not None and (not is_done or named.path == newest.path):
         chosen = _newest_good([named], damaged, RESUME, named.path)
         return replace(chosen, damaged=newest.damaged, is_rewind=True)
+    unmet.append(f"resume_from_checkpoint={request} {_EARLIER}")
+    if named is not None:
+        folder = run / CHECKPOINTS / f"{SET_ASIDE}<name>"
+        unmet[-1] += f". To go back again, first move newer checkpoints to a new folder {folder}"
+    elif not is_done:
+        _check_begun_there(config, own, newest)
+    return replace(newest, unmet=tuple(unmet))
+
+
+def _check_begun_there(config: CheckpointConfig, own: list[Checkpoint], newest: CheckpointRef) -> None:
+    """Raise a CheckpointError unless a run began at the checkpoint that a request names and the run does not have."""
+    run, request = config.folder, config.resume_from_checkpoint or ""
     gone = [checkpoint_at(path) for path in reversed(checkpoints_set_aside(run))]
     if aside := _find_named(gone, request):
         raise CheckpointError(
@@ -184,7 +197,6 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
             f"{', '.join(each.path.name for each in own[::-1])}, and the run did not start from it. Leave it out to "
             f"resume from step {newest.step}, or start a new run in another folder"
         )
-    return newest
 
 
 def _started_from(own: Checkpoint, path: Path) -> bool:

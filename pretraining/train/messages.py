@@ -6,17 +6,15 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from pretraining.checkpoint.run_folder import unfinished_saves
-from pretraining.checkpoint.start_point import CheckpointRef, is_within
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipes import RUN_CONFIG_FILE
-from pretraining.config.training import CheckpointConfig, OptimizerConfig, TrainConfig
+from pretraining.config.training import OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import (
     NEUTRAL,
@@ -29,7 +27,6 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.estimate.costs import flops_per_token, parameter_count
 from pretraining.estimate.devices import peak_tflops
-from pretraining.files import exists, is_address
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS, METRICS_FILE
@@ -138,7 +135,7 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         yield f"at step 0 with the weights of {start.path}"
     else:
         yield f"from {start.path}, step {start.manifest.step}"
-        yield from _describe_unmet_request(plan.config.checkpoint, start)
+        yield from start.unmet
         if not plan.loads_optimizer:
             yield "with a new optimizer state (--load_optimizer=false)"
         yield from plan.loader.changes_at_resume
@@ -147,21 +144,6 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         if plan.state.step < plan.state.total_steps:
             rate = plan.learning_rate.at(plan.state.step, plan.config.optimizer.peak_learning_rate)
             yield f"the learning rate is {rate:.3g} at first"
-
-
-def _describe_unmet_request(config: CheckpointConfig, start: CheckpointRef) -> Iterator[str]:
-    """Yield a line per setting that asks for another start point than the newest checkpoint of the run's folder."""
-    if not start.is_own or start.is_rewind:
-        return
-    load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
-    asked = {"init_from": "scratch"} if config.init_from == "scratch" else {}
-    if load_path is not None and (is_address(load_path) or not is_within(Path(load_path), config.folder)):
-        asked["ckpt_load_path"] = load_path
-    if request is not None and exists(Path(request)) and not is_within(Path(request), config.folder):
-        asked["resume_from_checkpoint"] = request
-    for name, value in asked.items():
-        text = "was for the first start of this run, which resumes. For a new run give another --ckpt_save_path"
-        yield f"{name}={value} {text}"
 
 
 def _describe_flops(plan: Plan) -> str:

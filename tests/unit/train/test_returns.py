@@ -162,7 +162,7 @@ def test_a_return_that_is_done_is_said_with_the_way_to_do_it_again(
         caplog.clear()
         start(tmp_path, *flags, f"learning_rate={rate}")
         assert started_at(tmp_path) == 6
-        [line] = [each for each in caplog.messages if "gone back" in each]
+        [line] = [each for each in caplog.messages if "To go back again" in each]
         named = re.search(r"first move newer checkpoints to a new folder (\S+)<name>", line)
         assert named is not None
         new = Path(f"{named[1]}{rate}")

@@ -60,7 +60,7 @@ def test_a_resumed_run_says_which_start_point_it_does_not_take(
 ) -> None:
     caplog.set_level("INFO")
     first, other = tmp_path / "first", tmp_path / "other"
-    said = "was for the first start of this run, which resumes. For a new run give another --ckpt_save_path"
+    said = "was for an earlier start of this run, which resumes. For a new run give another --ckpt_save_path"
     start(first, "init_from=scratch")
     assert said not in caplog.text
     start(first, "init_from=scratch", "num_steps=5")
