@@ -178,8 +178,8 @@ def origin_of(path: Path, name: str) -> dict[str, Any]:
         **{name: token_ids(config).get(name) for name in ("bos_token_id", "eos_token_id")},
         "license": _license_of(path / "README.md"),
         "base_model": None if exists(Path(name).expanduser()) else name,
-        "config": kept_entries(config, path / CONFIG_FILE),
-        "generation_config": kept_entries(generation, path / GENERATION_CONFIG_FILE),
+        "config": kept_entries(config),
+        "generation_config": kept_entries(generation),
     }
 
 
@@ -211,7 +211,7 @@ def read_origin(checkpoint: Path) -> dict[str, Any]:
         return {}
     try:
         origin = dict(read_json(path))
-        kept = {part: kept_entries(dict(origin.get(part) or {}), path) for part in ("config", "generation_config")}
+        kept = {part: kept_entries(dict(origin.get(part) or {})) for part in ("config", "generation_config")}
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"cannot be read ({error}). Delete it to continue without it", path=path) from error
     return {**origin, **kept}

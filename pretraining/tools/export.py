@@ -41,7 +41,7 @@ from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.errors import CheckpointError, DataError
 from pretraining.estimate.costs import parameter_count
-from pretraining.files import atomic_folder, exists, is_address, write_flushed, write_json
+from pretraining.files import atomic_folder, exists, is_address, output_errors, write_flushed, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
     CONFIG_FILE,
@@ -164,15 +164,11 @@ def _export_gguf(config: ExportConfig, checkpoint: CheckpointRef, tensors: Store
     if exists(output):
         raise CheckpointError("it exists already. Remove it, or give another --output_path", path=output)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        dtype = getattr(torch, config.dtype)
-        read = partial(_read_finite, checkpoint.path, tensors)
-        write_gguf(unfinished, shape, document, tokenizer, split, dtype, read)
-        unfinished.replace(output)
-    except OSError as error:
-        raise CheckpointError(
-            f"it cannot be written ({error.strerror}): give another --output_path", path=output
-        ) from None
+        with output_errors(output, problem=CheckpointError):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            read = partial(_read_finite, checkpoint.path, tensors)
+            write_gguf(unfinished, shape, document, tokenizer, split, getattr(torch, config.dtype), read)
+            unfinished.replace(output)
     finally:
         unfinished.unlink(missing_ok=True)
     print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, for llama.cpp")

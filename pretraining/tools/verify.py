@@ -50,11 +50,6 @@ log = logging.getLogger(__name__)
 FAULTS_SHOWN = 100
 """Rows reported per file. In a file of another tokenizer, nearly every row has a wrong token."""
 _TOKENS_AT_ONCE = 1 << 22
-_SHARED_SETTINGS = (
-    *("data_path", "datasets", "file_type", "col_name", "sep_token", "strip_tokens", "token_dtype"),
-    "index_path",
-)
-"""Settings that VerifyConfig shares with DataConfig."""
 
 
 def verify(config: VerifyConfig) -> None:
@@ -85,7 +80,8 @@ class FileReport:
 
 
 def _verify_datasets(config: VerifyConfig, threads: int) -> None:
-    data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
+    shared = vars(config).keys() & vars(DataConfig()).keys() - {"num_workers"}
+    data = DataConfig(**{name: getattr(config, name) for name in shared})
     listing = list_datasets(data)
     warn_about_splits(listing, data)
     file_count, size = sum(len(files.paths) for files in listing), sum(sum(files.sizes) for files in listing)
@@ -201,8 +197,7 @@ def check_files(
             report.faults.append(error)
             return report
         report.documents, report.tokens = len(layout.lengths), int(layout.lengths.sum())
-        if files.file_type in ("arrow", "arrow_stream"):
-            report.masks = describe_masks(rows_of(path), data.col_name, data.strip_tokens)
+        report.masks = describe_masks(rows_of(path), data.col_name, data.strip_tokens)
         wrong_type = width_problem(_sample(layout))
         if wrong_type is not None:  # then each of its tokens is wrong
             report.faults.append(DataError(wrong_type, path=path))
