@@ -222,7 +222,6 @@ BAD: list[tuple[str, str, int, str]] = [
     ("a.jsonl", '{"text": ["a", "b"]}', 1, "Set another --text_field"),
     ("a.jsonl", '{"text": {"id": 1, "body": "a"}}', 1, "--text_field=a.b reads the field b of an object a"),
     ("a.jsonl", '{"text": [{"from": "gpt", "value": "a"}]}', 1, """jq -c '.["text"] |= map({role: ({human: """),
-    ("a.jsonl", '{"chat": [{"role": "user", "content": "a"}]}', 1, "--text_field=chat reads chats"),
     ("a.jsonl", '{"text": true}', 1, "holds true"),
     ("a.csv", "id,body\n1,a", 1, "The columns are: 'id', 'body'"),
     ("a.csv", "id,text\n1,a\n2,a, b\n", 3, "it has 3 fields, but the header has 2"),
