@@ -167,7 +167,7 @@ REFUSED: list[tuple[str, bytes, str, str]] = [
     ("a.parquet.gz", gzip.compress(bytes(TABLE.getvalue())), "Parquet inside gzip", "Unpack it first"),
     ("a.warc.gz", gzip.compress(b"WARC/1.0\r\n"), "a WARC file", "JSON lines"),
     ("wiki.xml.bz2", packed("a.bz2", b"<mediawiki xmlns"), "a MediaWiki dump", "wikiextractor"),
-    ("a.orc", b"ORC\0\0", "a rare format (ORC", "JSON lines"),
+    ("a.orc", b"ORC\0\0", "an ORC or Feather 1 file", "Parquet"),
     ("a.pdf", b"%PDF-1.7", "a PDF", "pdftotext"),
     ("a.npy", b"\x93NUMPY\1\0", "a NumPy file", ".npy"),
     ("a.txt", "text".encode("utf-16"), "UTF-16", "iconv -f UTF-16 -t UTF-8"),
