@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pretraining.config.context import ContextGroup, SharedRows
 from pretraining.config.training import IGNORED_LABEL
+from pretraining.context import ContextGroup, SharedRows
 
 
 class ModelInputs(NamedTuple):

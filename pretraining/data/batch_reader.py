@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretraining.config.batch_sizes import BatchSizes
-from pretraining.config.context import ContextGroup
 from pretraining.config.training import DataConfig
+from pretraining.context import ContextGroup
 from pretraining.data.samples import Samples
 from pretraining.data.sampling.mixture import Mixture
 from pretraining.data.sampling.token_stream import Spans

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pretraining.config.batch_sizes import BatchSizes
-from pretraining.config.context import ContextGroup
 from pretraining.config.training import DataConfig
+from pretraining.context import ContextGroup
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
 from pretraining.data.resume import describe_order

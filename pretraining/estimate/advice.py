@@ -30,8 +30,8 @@ def memory_advice(config: TrainConfig, shape: LlamaShape, rank: Rank, limit_byte
     limit = estimate_memory(config, shape, rank).total - 1 if limit_bytes is None else limit_bytes
     found = []
     for changes in _changes(config, shape, rank):
-        for flags, *changed in changes:
-            if (total := estimate_memory(*changed).total) <= limit:
+        for flags, changed, model, on_rank in changes:
+            if (total := estimate_memory(changed, model, on_rank).total) <= limit:
                 found.append(f"{flags} (about {format_gib(total)})")
                 break
     return found
@@ -49,8 +49,6 @@ def _changes(config: TrainConfig, shape: LlamaShape, rank: Rank) -> Iterator[lis
     yield [change(f"--batch_size={half}", "batch", batch_size=half) for half in halves]
     if not config.parallel.fsdp_activation_checkpointing:
         yield [change("--fsdp_activation_checkpointing=true", "parallel", fsdp_activation_checkpointing=True)]
-    if config.loss.loss_chunk_tokens == 0:
-        yield [change("--loss_chunk_tokens=none", "loss", loss_chunk_tokens=None)]
     ranks = config.parallel.context_parallel_size
     sizes = [2**power for power in range(rank.shard_size.bit_length()) if rank.shard_size % 2**power == 0]
     yield [

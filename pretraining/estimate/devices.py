@@ -52,7 +52,6 @@ class Gpu:
         peak_tflops: dense peak in bfloat16.
         sustained_tflops: rate of large matrix products in bfloat16.
         memory_gib: memory that the driver reports.
-        memory_tbs: memory bandwidth, TB/s.
         link_gbs: bandwidth to other GPUs of the node, GB/s per direction.
         network_gbits: default network bandwidth per node, Gbit/s.
     """
@@ -60,7 +59,6 @@ class Gpu:
     peak_tflops: float
     sustained_tflops: float
     memory_gib: float
-    memory_tbs: float
     link_gbs: float
     network_gbits: float
 
@@ -68,14 +66,14 @@ class Gpu:
 _UNMEASURED = 0.8
 """Sustained share of the peak for GPUs without published measurements."""
 
-# Peaks, memory, memory bandwidth, links: NVIDIA's data sheets (SXM forms of h100, h200, a100, b200). Sustained: Stas
+# Peaks, memory, links: NVIDIA's data sheets (SXM forms of h100, h200, a100, b200). Sustained: Stas
 # Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS"; h200 computes like h100. Networks: 8 adapters
 # of 400 Gbit/s per node in NVIDIA's reference designs from h100 on, 8 of 200 with a100.
 GPUS = {
-    "h100": Gpu(989.4, 794.5, 79.6, 3.35, 450, 3200),
-    "h200": Gpu(989.4, 794.5, 140.4, 4.8, 450, 3200),
-    "a100": Gpu(312.0, 271.2, 79.3, 2.04, 300, 1600),
-    "b200": Gpu(2250.0, 1745.0, 179.0, 8.0, 900, 3200),
-    "l40s": Gpu(362.0, _UNMEASURED * 362.0, 44.5, 0.864, 32, 400),
-    "4090": Gpu(165.2, _UNMEASURED * 165.2, 23.6, 1.008, 32, 100),
+    "h100": Gpu(989.4, 794.5, 79.6, 450, 3200),
+    "h200": Gpu(989.4, 794.5, 140.4, 450, 3200),
+    "a100": Gpu(312.0, 271.2, 79.3, 300, 1600),
+    "b200": Gpu(2250.0, 1745.0, 179.0, 900, 3200),
+    "l40s": Gpu(362.0, _UNMEASURED * 362.0, 44.5, 32, 400),
+    "4090": Gpu(165.2, _UNMEASURED * 165.2, 23.6, 32, 100),
 }

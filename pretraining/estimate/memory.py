@@ -66,7 +66,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Rank:
-    """What the memory of a rank depends on besides settings and model.
+    """A rank, with everything that its memory depends on besides settings and model.
 
     Attributes:
         shard_size: ranks per copy of the model.

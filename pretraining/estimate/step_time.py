@@ -18,9 +18,8 @@ from pretraining.config.batch_sizes import BatchSizes
 from pretraining.config.strategies import STRATEGIES, DimSizes
 from pretraining.config.training import TrainConfig, checkpointed_blocks
 from pretraining.config.variants import LlamaShape
-from pretraining.estimate.costs import parameter_count
+from pretraining.estimate.costs import flops_per_token, parameter_count, recomputed_flops_per_token
 from pretraining.estimate.devices import Gpu
-from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token
 
 SLOWDOWN = 1.245
 """Time of all computation, relative to its matrix products at the sustained rate."""

@@ -6,16 +6,19 @@
 `TextSampler` samples from a model in training. Every rank runs every forward, because sharded parameters are gathered
 by all ranks together, and all ranks draw the same tokens from the same seed. Each forward runs over all tokens, which
 is slow but simple. `CachedModel` runs each token once, in one process, for `pretrain sample`.
+
+Shapes: B batch, S new tokens, H query heads, K key/value heads, E head dim; T tokens in the cache.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import resolve_shape
@@ -24,16 +27,17 @@ from pretraining.distributed.compile import without_compiling
 from pretraining.distributed.fsdp import reshard_model
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import ConfigError
-from pretraining.model.cache import KeyValueCache
+from pretraining.model.kernels import causal_attention
 from pretraining.model.llama import Llama
 from pretraining.model.rope import compute_rotation
+from pretraining.observability.events import Events
+
+log = logging.getLogger(__name__)
 
 UNFINISHED_CHARACTER = "\ufffd"
 """Replacement character that tokenizers return for bytes that do not form a character yet."""
 LARGEST_LOGIT = 1e30
 """Bound of logits; divided by a temperature, they stay finite in float32."""
-MIN_TEMPERATURE = 1e-6
-"""Below this temperature only the likeliest token is ever drawn, and logits divided by it overflow float32."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +54,6 @@ class Sampling:
     temperature: float = 0.8
     top_k: int = 50
     top_p: float = 1.0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Text that a model generated.
-
-    Attributes:
-        text: generated text, without the prompt; empty on ranks other than 0.
-    """
-
-    prompt: str
-    text: str
-
-    def indented(self) -> str:
-        """Return prompt and text, each line indented by four spaces."""
-        return "\n".join(f"    {line}" for line in (self.prompt + self.text).splitlines())
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ class TextSampler:
     tokenizer: Tokenizer | None
 
     @torch.no_grad()
-    def sample(self, model: nn.Module, device: torch.device) -> Sample:
+    def sample(self, model: nn.Module, device: torch.device) -> str:
         """Sample from a model, possibly sharded and compiled, with logits [1, S, V]; a collective call."""
 
         def next_logits(tokens: Sequence[int]) -> torch.Tensor:
@@ -101,8 +89,15 @@ class TextSampler:
             drawn = list(draw_tokens(next_logits, self.prompt_tokens, self.count, Sampling(self.seed), self.ends))
         reshard_model(model)
         if self.tokenizer is None:
-            return Sample(self.prompt, "")
-        return Sample(self.prompt, "".join(stream_text(self.tokenizer.decode, self.prompt_tokens, drawn)))
+            return ""
+        return "".join(stream_text(self.tokenizer.decode, self.prompt_tokens, drawn))
+
+    def show(self, model: nn.Module, device: torch.device, step: int, events: Events) -> None:
+        """Sample from a model, and log the text; a collective call."""
+        text = self.sample(model, device)
+        lines = (self.prompt + text).splitlines()
+        log.info("step %d  generated text:\n%s", step, "\n".join(f"    {line}" for line in lines))
+        events.add("sample", step, prompt=self.prompt, text=text)
 
 
 def open_sampler(config: TrainConfig, processes: Processes) -> TextSampler | None:
@@ -163,6 +158,38 @@ def check_prompt(source: str, tokens: Sequence[int], tokenizer: Tokenizer | None
         )
 
 
+class KeyValueCache:
+    """Keys and values of all earlier tokens in one block.
+
+    Attributes:
+        length: T, number of cached tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._memory: tuple[Tensor, Tensor] | None = None
+        self.length = 0
+
+    def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, scale: float | None = None) -> Tensor:
+        """Add tokens, and return their attention: [B, S, H, E]. Calls after the first take one token."""
+        is_first = self.length == 0
+        assert is_first or q_BSHE.size(1) == 1
+        keys_BTKE, values_BTKE = self._extend(k_BSKE, v_BSKE)
+        return causal_attention(q_BSHE, keys_BTKE, values_BTKE, scale, is_causal=is_first)
+
+    def _extend(self, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values; return all cached keys and values, [B, T, K, E] each."""
+        begin, self.length = self.length, self.length + k_BSKE.size(1)
+        assert self.length <= self._capacity
+        if self._memory is None:
+            size = (k_BSKE.size(0), self._capacity, *k_BSKE.shape[2:])
+            self._memory = k_BSKE.new_empty(size), v_BSKE.new_empty(size)
+        for memory, new_BSKE in zip(self._memory, (k_BSKE, v_BSKE), strict=True):
+            memory[:, begin : self.length] = new_BSKE
+        keys, values = self._memory
+        return keys[:, : self.length], values[:, : self.length]
+
+
 class CachedModel:
     """Next-token logits of an unsharded model, which runs each token once.
 
@@ -187,26 +214,15 @@ class CachedModel:
         if is_full or not self._caches:
             self._caches = [KeyValueCache(self._context) for _ in self._model.blocks]
         self._seen = len(tokens)
+        model, begin = self._model, self._caches[0].length
         tokens_BS = torch.tensor([new], dtype=torch.int64, device=self._device)
-        return next_token_logits(self._model, tokens_BS, self._caches)[0]
-
-
-def next_token_logits(model: Llama, tokens_BS: torch.Tensor, caches: Sequence[KeyValueCache]) -> torch.Tensor:
-    """Add tokens to the caches, and return the logits [B, V] after the last one.
-
-    Args:
-        model: unsharded model, because its children are called one by one.
-        tokens_BS: a whole prompt if the caches are empty, else one more token.
-        caches: one per block.
-    """
-    begin, decoder = caches[0].length, model.model
-    positions_BS = torch.arange(begin, begin + tokens_BS.size(1), device=tokens_BS.device)[None]
-    rotation = compute_rotation(model.shape, positions_BS)
-    x_BSD = decoder.embed(tokens_BS)
-    for block, cache in zip(decoder.layers, caches, strict=True):
-        x_BSD = block(x_BSD, rotation, cache)
-    logits_BV: torch.Tensor = model.lm_head(model.scale_logits(decoder.norm(x_BSD[:, -1])))
-    return logits_BV
+        positions_BS = torch.arange(begin, begin + len(new), device=self._device)[None]
+        rotation = compute_rotation(model.shape, positions_BS)
+        x_BSD = model.model.embed(tokens_BS)
+        for block, cache in zip(model.blocks, self._caches, strict=True):
+            x_BSD = block(x_BSD, rotation, cache)
+        logits_BV: torch.Tensor = model.lm_head(model.scale_logits(model.model.norm(x_BSD[:, -1])))
+        return logits_BV[0]
 
 
 def draw_tokens(
@@ -239,7 +255,7 @@ def draw_tokens(
 def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
     # Logits that are not finite give nonsense text, but must not stop the run.
     logits_V = logits_V.nan_to_num(nan=0.0).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
-    if sampling.temperature < MIN_TEMPERATURE:
+    if sampling.temperature == 0:
         return logits_V.argmax()
     best = logits_V.topk(min(sampling.top_k or logits_V.numel(), logits_V.numel()))
     probabilities = torch.softmax(best.values / sampling.temperature, dim=-1)

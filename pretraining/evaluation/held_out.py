@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,10 +35,6 @@ from pretraining.observability.display import CUSTOM
 from pretraining.observability.metrics import Metrics
 from pretraining.observability.observer import Observer
 from pretraining.progress import PENDING_EVALUATION, Interval, TrainState
-
-log = logging.getLogger(__name__)
-
-MEAN = "mean"
 
 
 @dataclass(frozen=True)
@@ -152,15 +147,11 @@ class Evaluation:
         return lines
 
     def _line(self, name: str | None) -> str:
-        numbers = self.numbers(name).items()
-        return "  ".join(f"{number.removeprefix(CUSTOM)} {format_score(value)}" for number, value in numbers)
-
-
-def format_score(value: float | None) -> str:
-    """Return a score with four decimals, or four digits if it is huge; "-" if it is unknown."""
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+        parts = []
+        for number, value in self.numbers(name).items():
+            text = f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+            parts.append(f"{number.removeprefix(CUSTOM)} {text}")
+        return "  ".join(parts)
 
 
 @torch.no_grad()
@@ -311,9 +302,7 @@ class Evaluator:
         self.early_stopping.count_evaluation(loss, state)  # may finish the run, whose end generates the last text
         if self.sampler is not None and not state.finished:
             with self.observer.stopwatch.measure("evaluation"):
-                sample = self.sampler.sample(self.model, self.device)
-            log.info("step %d  generated text:\n%s", state.step, sample.indented())
-            self.observer.events.add("sample", state.step, prompt=sample.prompt, text=sample.text)
+                self.sampler.show(self.model, self.device, state.step, self.observer.events)
         return loss
 
     def state_dict(self) -> dict[str, Any]:

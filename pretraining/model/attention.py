@@ -17,7 +17,7 @@ from pretraining.model.rope import Rotation, rotate
 
 
 class MoreTokens(Protocol):
-    """Keys and values besides those of the given tokens: earlier ones (cache.py), or other ranks' (shared_rows.py)."""
+    """Keys and values besides those of the given tokens: of earlier ones, or of other ranks (shared_rows.py)."""
 
     def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, scale: float | None) -> Tensor:
         """Add tokens, and return their attention: [B, S, H, E]."""

@@ -11,11 +11,8 @@ them. Everything else is kept as it is, unless it names files or code of the fol
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +33,9 @@ from pretraining.config.variants import (
 )
 from pretraining.errors import CheckpointError, ConfigError
 from pretraining.model.families import FAMILIES, family_for, has_window, read_switches, switch_entries
-from pretraining.text import list_some
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -161,31 +155,16 @@ def _scaling_entries(scaling: RopeScaling) -> dict[str, Any]:
 
 TOKEN_ENTRIES = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NOT_KEPT = {
+    "auto_map",
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", ORIGINAL_CONTEXT),
     *("seq_length", "max_seq_len", "max_sequence_length", "model_max_length", "transformers_version"),
 }
-"""Entries that would contradict those of an export: of the shape, and other names of the context."""
+"""Entries that name code, or would contradict those of an export: of the shape, and other names of the context."""
 
 
-def kept_entries(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the entries of a config.json or generation_config.json that exports keep, unless they write their own.
-
-    A line names those that are dropped: names of code, and values that cannot be written again.
-    """
-    entries = {name: value for name, value in document.items() if name not in _NOT_KEPT and not name.startswith("_")}
-    dropped = sorted(name for name, value in entries.items() if name == "auto_map" or not _is_plain(value))
-    if dropped:
-        log.info("%s: exports do not keep %s", path, list_some([shown(name) for name in dropped], 4))
-    return {name: value for name, value in entries.items() if name not in dropped}
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value of a JSON file can be written again: NaN and Infinity cannot."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
+def kept_entries(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config.json or generation_config.json that exports keep, unless they write their own."""
+    return {name: value for name, value in document.items() if name not in _NOT_KEPT and not name.startswith("_")}
 
 
 def token_ids(document: Mapping[str, Any]) -> dict[str, Any]:

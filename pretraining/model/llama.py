@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretraining.config.context import SharedRows
 from pretraining.config.training import LossConfig
 from pretraining.config.variants import LlamaShape, load_block
+from pretraining.context import SharedRows
 from pretraining.model.attention import Attention, Reach
 from pretraining.model.kernels import locate_documents
 from pretraining.model.loss import HeadLoss, head_loss

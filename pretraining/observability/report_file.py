@@ -1,7 +1,8 @@
-"""Reports and events on their way to files and trackers, and back from files of lines.
+"""Reports and events on their way to files and trackers, and the reader of these files.
 
 a report --> Sink, which queues it until the write succeeds --> a file or a tracker
-a file of lines --read_lines--> reports; damaged lines are left out
+
+`read_lines` leaves out damaged lines.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape
+from pretraining.estimate.costs import flops_per_token, recomputed_flops_per_token
 from pretraining.estimate.devices import peak_tflops
-from pretraining.estimate.flops import flops_per_token, recomputed_flops_per_token
 from pretraining.progress import Progress, TrainState
 
 T = TypeVar("T")

@@ -354,14 +354,10 @@ def find_slow(values: dict[int, float], factor: float) -> dict[int, float]:
 def _table(ranks: Sequence[RankReport], rows: Sequence[Row]) -> Iterator[str]:
     hosts = len({rank.host for rank in ranks})
     yield f"{count_of(len(ranks), 'process')} on {count_of(hosts, 'machine')}"
-    head = ["check", "verdict", "found", "normal"]
-    yield from format_table([head, *([row.check, row.verdict, row.found, row.normal] for row in rows)])
-    for verdict in ("bad", "look at"):
-        for row in rows:
-            if row.verdict == verdict:
-                yield f"{verdict}: {row.check}: {row.found}: {row.advice}"
-    if all(row.verdict == "good" for row in rows):
-        yield "all good"
+    table = [("check", "verdict", "found", "normal", "remedy")]
+    for row in rows:
+        table.append((row.check, row.verdict, row.found, row.normal, row.advice if row.verdict != "good" else ""))
+    yield from format_table(table)
 
 
 # Timing

@@ -34,7 +34,7 @@ from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.observability.trackers import check_trackers
 from pretraining.text import format_table
-from pretraining.tools.inspect import Inspector, describe_summaries, heading
+from pretraining.tools.inspect import Inspector, heading
 from pretraining.train.messages import log_plan
 from pretraining.train.open_data import open_data
 from pretraining.train.plan import Plan, check_and_build_dims, plan_run, restore_cpu_threads
@@ -46,7 +46,7 @@ from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, re
 log = logging.getLogger(__name__)
 
 SLOTS_SHOWN = 16
-"""Slots of the next step that are listed; a summary follows for larger batches."""
+"""Slots of the next step that are listed."""
 _LINE = 118
 
 
@@ -151,9 +151,7 @@ def _describe_next_step(plan: Plan) -> Iterator[str]:
     for slot in islice(inspector.slots(step), SLOTS_SHOWN):
         yield from slot.describe(None)
     if slots > SLOTS_SHOWN:
-        more = slots - SLOTS_SHOWN
-        yield f"and {more} more slots: `pretrain inspect --step={step}` with these settings lists them. In all:"
-        yield from describe_summaries(step, step, data.seq_length, inspector.summary(step, step))
+        yield f"and {slots - SLOTS_SHOWN} more slots: `pretrain inspect --step={step}` with these settings lists them"
     yield f"dry run     nothing was written; without --dry_run the same command starts with step {step}"
 
 

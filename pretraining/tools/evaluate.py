@@ -1,6 +1,6 @@
 """Evaluation of a checkpoint or a Hugging Face folder on the evaluation sets (`--eval_only`). Nothing is written.
 
-sharded model, the same batches as evaluations in training -> CheckpointEvaluation -> a table, a JSON object
+sharded model, the same batches as evaluations in training -> CheckpointEvaluation -> lines, a JSON object
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from pretraining.data.resume import ORDER_VERSION, order_version
 from pretraining.distributed.host_sync import HostSync
 from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.evaluation.held_out import MEAN, Evaluation, evaluate, format_score
+from pretraining.evaluation.held_out import Evaluation, evaluate
 from pretraining.files import from_hub
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import MODEL_FILES
 from pretraining.observability.metrics import Metrics, MetricsHook
-from pretraining.text import format_table
 from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
 from pretraining.train.plan import build_run_dims, check_kernels, recorded_evaluation
@@ -53,10 +52,10 @@ class CheckpointEvaluation:
 
 
 def evaluate_and_print(config: TrainConfig, layout: ProcessLayout, requests: StopRequests) -> None:
-    """Evaluate a checkpoint, and print a table, and then the scores as a JSON object on one line."""
+    """Evaluate a checkpoint, and print the lines of an evaluation in training, and a JSON object on one line."""
     evaluated = evaluate_checkpoint(config, layout, requests)
     if layout.rank == 0:
-        for line in format_evaluation(evaluated.evaluation):
+        for line in evaluated.evaluation.lines():
             print_text(line)
         print(json.dumps(evaluated.as_json()), flush=True)
 
@@ -132,16 +131,6 @@ def _check_held_out(config: TrainConfig, trained: float | None) -> None:
         raise ConfigError(
             f"--held_out_fraction={now} includes training documents of the run: give --held_out_fraction={trained}"
         )
-
-
-def format_evaluation(found: Evaluation) -> list[str]:
-    """Return one line per set, and a line of the means over all sets."""
-    names = list(found.numbers())
-    rows = [("set", "tokens", *(name.replace("_", " ") for name in names))]
-    for name, label in [(name, name) for name in found.sets] + [(None, MEAN)]:
-        numbers = found.numbers(name)
-        rows.append((label, f"{found.tokens(name):,}", *(format_score(numbers.get(each)) for each in names)))
-    return format_table(rows, right=range(1, len(rows[0])))
 
 
 def _null_if_not_finite(values: dict[str, float]) -> dict[str, float | None]:

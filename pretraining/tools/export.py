@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 
 from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
-from pretraining.checkpoint.forms import files_of
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.hf_import import origin_file, read_origin
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
@@ -42,7 +41,7 @@ from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.tokenizer import Tokenizer, load_fitting_tokenizer
 from pretraining.errors import CheckpointError, DataError
 from pretraining.estimate.costs import parameter_count
-from pretraining.files import atomic_folder, exists, is_address, write_flushed, write_json
+from pretraining.files import atomic_folder, exists, is_address, output_errors, write_flushed, write_json
 from pretraining.launch.terminal import print_text
 from pretraining.model.hf import (
     CONFIG_FILE,
@@ -79,7 +78,7 @@ def export(config: ExportConfig) -> None:
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: skipped", damaged)
-    tensors = open_tensors(checkpoint.path, files_of(checkpoint.path, checkpoint.manifest))
+    tensors = open_tensors(checkpoint.path, checkpoint.manifest.files)
     faults = tensor_faults(tensors, checkpoint.manifest)
     if faults:
         raise CheckpointError(first_faults(faults) + f". See `pretrain verify {checkpoint.path}`")
@@ -165,15 +164,11 @@ def _export_gguf(config: ExportConfig, checkpoint: CheckpointRef, tensors: Store
     if exists(output):
         raise CheckpointError("it exists already. Remove it, or give another --output_path", path=output)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        dtype = getattr(torch, config.dtype)
-        read = partial(_read_finite, checkpoint.path, tensors)
-        write_gguf(unfinished, shape, document, tokenizer, split, dtype, read)
-        unfinished.replace(output)
-    except OSError as error:
-        raise CheckpointError(
-            f"it cannot be written ({error.strerror}): give another --output_path", path=output
-        ) from None
+        with output_errors(output, problem=CheckpointError):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            read = partial(_read_finite, checkpoint.path, tensors)
+            write_gguf(unfinished, shape, document, tokenizer, split, getattr(torch, config.dtype), read)
+            unfinished.replace(output)
     finally:
         unfinished.unlink(missing_ok=True)
     print_text(f"{output}: step {checkpoint.manifest.step} of {checkpoint.path}, {config.dtype}, for llama.cpp")

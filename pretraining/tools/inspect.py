@@ -36,7 +36,6 @@ from pretraining.data.prepared import recorded_tokenizer
 from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import list_datasets
-from pretraining.data.storage.index import VIRTUAL_BOS
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import is_address
@@ -336,12 +335,9 @@ def _places(dataset: OpenedDataset, spans: Spans) -> Iterator[SpanPlace]:
     """Yield the place on disk of each piece of a sample."""
     files = dataset.index.files_of(spans.documents)
     rows = spans.documents - dataset.index.first_documents[files]
-    documents = dataset.index.documents[spans.documents]
-    has_bos = (documents["flags"] & VIRTUAL_BOS) != 0
-    ends = spans.starts + spans.lengths >= documents["tokens"].astype(np.int64) + has_bos
-    columns = (column.tolist() for column in (files, rows, spans.starts, spans.lengths, ends))
-    for file, row, start, length, ends_document in zip(*columns, strict=True):
-        yield SpanPlace(dataset.files.path(file), row, start, length, ends_document)
+    columns = (column.tolist() for column in (files, rows, spans.starts, spans.lengths))
+    for file, row, start, length in zip(*columns, strict=True):
+        yield SpanPlace(dataset.files.path(file), row, start, length)
 
 
 @dataclass(frozen=True)
@@ -358,7 +354,6 @@ class SpanPlace:
     row: int
     start: int
     length: int
-    ends_document: bool
 
 
 @dataclass(frozen=True)
@@ -384,8 +379,6 @@ class InspectedSlot:
     def document(self, with_ids: bool = True) -> dict[str, Any]:
         """Return the JSON object of `--json`. Its format is an interface: fields are added, never renamed."""
         fields = asdict(self if with_ids else replace(self, ids=None))
-        for span in fields["spans"]:
-            del span["ends_document"]
         for name in ("ids", "problem"):
             if fields[name] is None:
                 del fields[name]
@@ -402,8 +395,7 @@ class InspectedSlot:
             yield f"  quarantined, no labels: {self.problem}"
         at = 0
         for span in self.spans:
-            end = ", to its end" if span.ends_document else ""
-            yield f"  {span.file}  row {span.row}  tokens {span.start}-{span.start + span.length - 1}{end}"
+            yield f"  {span.file}  row {span.row}  tokens {span.start}-{span.start + span.length - 1}"
             if self.ids is not None:
                 yield from _content(self.ids[at : at + span.length], decode, whole)
             at += span.length

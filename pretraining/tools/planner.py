@@ -21,12 +21,12 @@ from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.strategies import STRATEGIES, DimSizes, dim_sizes, unsharded_sizes
 from pretraining.config.training import ALL_BLOCKS, DataConfig, ParallelConfig, ShardingStrategy
+from pretraining.config.values import format_value
 from pretraining.config.variants import LlamaShape, name_of_model, resolve_shape
 from pretraining.errors import ConfigError
 from pretraining.estimate.advice import memory_advice
-from pretraining.estimate.costs import parameter_count
+from pretraining.estimate.costs import flops_per_token, parameter_count
 from pretraining.estimate.devices import GPUS, Gpu
-from pretraining.estimate.flops import flops_per_token
 from pretraining.estimate.memory import MASTER_BYTES, MemoryEstimate, Rank, estimate_memory, optimizer_state_bytes
 from pretraining.estimate.step_time import COMPUTE_BYTES, Cluster, StepTime, estimate_step_time
 from pretraining.progress import TokenSchedule
@@ -367,16 +367,12 @@ def _layout(chosen: LayoutEstimate) -> str:
 
 def _flags(config: PlanConfig, chosen: LayoutEstimate) -> str:
     """Return the flags that select a layout if they are added to the given settings."""
-    given, parallel = config.parallel, chosen.parallel
-    flags = [f"--sharding_strategy={parallel.sharding_strategy}"]
-    if parallel.hsdp_group_size != given.hsdp_group_size or parallel.hsdp_group_size is not None:
-        flags.append(f"--hsdp_group_size={parallel.hsdp_group_size or 'none'}")
-    if parallel.context_parallel_size > 1:
-        flags.append(f"--context_parallel_size={parallel.context_parallel_size}")
-    if parallel.fsdp_activation_checkpointing or given.fsdp_activation_checkpointing:
-        flags.append(f"--fsdp_activation_checkpointing={str(parallel.fsdp_activation_checkpointing).lower()}")
-    if not parallel.selective_checkpointing == given.selective_checkpointing == ALL_BLOCKS:
-        flags.append(f"--selective_checkpointing={parallel.selective_checkpointing}")
+    given = vars(config.parallel)
+    flags = [
+        f"--{name}={format_value(value)}"
+        for name, value in vars(chosen.parallel).items()
+        if name == "sharding_strategy" or value != given[name]
+    ]
     flags += [f"--global_batch_size={chosen.batch.global_batch_size}", f"--batch_size={chosen.batch.micro_batch_size}"]
     if config.batch.grad_accum_steps is not None:
         flags.append(f"--grad_accum_steps={chosen.batch.grad_accum_steps}")

@@ -50,10 +50,9 @@ PAGE = "report.html"
 BUCKETS = 300
 MOST_ROWS, MOST_MARKS = 200, 12
 MARKED = ("restart", "return", "rollback", "phase")
-INK = "#123456"  # placeholder that becomes the page's colour of text, light or dark
 
 STYLE = """
-:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+:root { font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 75rem; margin: auto; padding: 1rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); gap: 1rem; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; }
@@ -192,16 +191,15 @@ def _figure(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str]) -> s
     """Return a plot as HTML; empty if no run has any of its numbers."""
     if not any(True for run in runs for _ in _curves(plot, run, "step")):
         return ""
-    svg = _draw(plot, runs, colours, "svg", INK).decode()
-    return f"<figure>{svg[svg.index('<svg') :].replace(INK, 'currentColor')}</figure>"
+    svg = _draw(plot, runs, colours, "svg").decode()
+    return f"<figure>{svg[svg.index('<svg') :]}</figure>"
 
 
-def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: str, ink: str = "black") -> bytes:
+def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: str) -> bytes:
     """Return a plot as "svg" or "png".
 
     Args:
         colours: colour by label, shared by all plots of a page; new labels are added.
-        ink: colour of text and axes; with `INK`, the background is transparent.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -214,22 +212,18 @@ def _draw(plot: Plot, runs: Sequence[RunRecord], colours: dict[str, str], form: 
         axes = figure.add_subplot()
         _draw_curves(axes, curves, runs, colours)
         for run in runs:
-            _mark(axes, run, axis, len(runs) > 1, ink)
-        axes.set_title(plot.title, color=ink)
-        axes.set_xlabel("step" if len(runs) == 1 else "tokens", color=ink)
-        axes.set_ylabel(plot.unit, color=ink)
-        axes.tick_params(colors=ink)
+            _mark(axes, run, axis, len(runs) > 1)
+        axes.set_title(plot.title)
+        axes.set_xlabel("step" if len(runs) == 1 else "tokens")
+        axes.set_ylabel(plot.unit)
         axes.grid(alpha=0.25)
-        for spine in axes.spines.values():
-            spine.set_color(ink)
-        style: dict[str, Any] = {"fontsize": "small", "labelcolor": ink, "framealpha": 0.0}
         if rows:
-            figure.legend(loc="outside lower center", ncols=2, **style)
+            figure.legend(loc="outside lower center", ncols=2, fontsize="small", framealpha=0.0)
         elif len(curves) > 1:
-            axes.legend(**style)
+            axes.legend(fontsize="small", framealpha=0.0)
         content = io.BytesIO()
         metadata = {"Date": None} if form == "svg" else None
-        figure.savefig(content, format=form, transparent=ink == INK, metadata=metadata, dpi=150)
+        figure.savefig(content, format=form, metadata=metadata, dpi=150)
     return content.getvalue()
 
 
@@ -277,17 +271,17 @@ def downsample(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[
     return x[places], y[places]
 
 
-def _mark(axes: Axes, run: RunRecord, axis: str, is_named: bool, ink: str) -> None:
+def _mark(axes: Axes, run: RunRecord, axis: str, is_named: bool) -> None:
     """Draw a vertical line at the newest restarts, rollbacks and changes of the mixture."""
     marked = [each for each in run.events if each.get("event") in MARKED and number_of(each["step"]) > 0]
     steps, positions = run.training["step"], run.training[axis]
     for event in marked[-MOST_MARKS:]:
         place = np.searchsorted(steps, event["step"])
         if place < len(steps) and np.isfinite(positions[place]):
-            axes.axvline(positions[place], color=ink, linewidth=0.6, linestyle=":")
+            axes.axvline(positions[place], color="black", linewidth=0.6, linestyle=":")
             text = f"{run.name}: {event['event']}" if is_named else event["event"]
             across = axes.get_xaxis_transform()
-            axes.text(positions[place], 0.98, text, transform=across, rotation=90, va="top", size=6, color=ink)
+            axes.text(positions[place], 0.98, text, transform=across, rotation=90, va="top", size=6)
 
 
 # Tables: each function yields the head first

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,17 +135,10 @@ def _is_run(folder: Path) -> bool:
 
 
 def runs_of_sweep(folder: Path) -> list[Path]:
-    """Return the runs in the folder of a sweep, in the order of the numbers in their names; none if it is none."""
+    """Return the runs in the folder of a sweep by name; none if it is none."""
     if not exists(folder / SWEEP_FILE):
         return []
-    runs = [each for each in entries_of(folder) if is_folder(each) and _is_run(each)]
-    return sorted(runs, key=lambda run: _numbers_in(run.name))
-
-
-def _numbers_in(name: str) -> list[tuple[float, str]]:
-    """Return a key that sorts names by the numbers in them: 5e-4 before 1e-3."""
-    parts = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", name)
-    return [(float(part), "") if index % 2 else (0.0, part) for index, part in enumerate(parts)]
+    return sorted(each for each in entries_of(folder) if is_folder(each) and _is_run(each))
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.checkpoint.completeness import tensor_faults
-from pretraining.checkpoint.forms import files_of, misnamed_files, read_document
+from pretraining.checkpoint.forms import misnamed_files, read_document
 from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.manifest import MANIFEST, shape_of
 from pretraining.checkpoint.reader import file_faults
@@ -50,11 +50,6 @@ log = logging.getLogger(__name__)
 FAULTS_SHOWN = 100
 """Rows reported per file. In a file of another tokenizer, nearly every row has a wrong token."""
 _TOKENS_AT_ONCE = 1 << 22
-_SHARED_SETTINGS = (
-    *("data_path", "datasets", "file_type", "col_name", "sep_token", "strip_tokens", "token_dtype"),
-    "index_path",
-)
-"""Settings that VerifyConfig shares with DataConfig."""
 
 
 def verify(config: VerifyConfig) -> None:
@@ -85,7 +80,8 @@ class FileReport:
 
 
 def _verify_datasets(config: VerifyConfig, threads: int) -> None:
-    data = DataConfig(**{name: getattr(config, name) for name in _SHARED_SETTINGS})
+    shared = vars(config).keys() & vars(DataConfig()).keys() - {"num_workers"}
+    data = DataConfig(**{name: getattr(config, name) for name in shared})
     listing = list_datasets(data)
     warn_about_splits(listing, data)
     file_count, size = sum(len(files.paths) for files in listing), sum(sum(files.sizes) for files in listing)
@@ -278,9 +274,8 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
 def _describe(path: Path) -> str:
     """Return the line about a checkpoint without faults."""
     manifest = read_document(path)
-    files = files_of(path, manifest)
-    size = format_bytes(sum((path / name).stat().st_size for name in files))
-    return f"{path}: step {manifest.step}, {count_of(len(files), 'file')}, {size}: no faults"
+    size = format_bytes(sum((path / name).stat().st_size for name in manifest.files))
+    return f"{path}: step {manifest.step}, {count_of(len(manifest.files), 'file')}, {size}: no faults"
 
 
 def faults_of(path: Path, threads: int = 1) -> list[str]:
@@ -288,11 +283,10 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
     try:
         manifest = read_document(path)
         shape_of(manifest)
-        files = files_of(path, manifest)
     except CheckpointError as error:
         return [str(error)]
     misnamed = list(misnamed_files(path, manifest))
-    own = {name: entry for name, entry in files.items() if Path(name).name == name}
+    own = {name: entry for name, entry in manifest.files.items() if Path(name).name == name}
     faults = file_faults(path, own, threads)
     try:  # the tensors are checked only if all files are good: a bad file would make each of its tensors a fault
         return misnamed + (faults or tensor_faults(read_headers(path, own), manifest))

@@ -28,9 +28,8 @@ from pretraining.config.variants import (
 )
 from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
-from pretraining.estimate.costs import parameter_count
+from pretraining.estimate.costs import flops_per_token, parameter_count
 from pretraining.estimate.devices import peak_tflops
-from pretraining.estimate.flops import flops_per_token
 from pretraining.files import exists, is_address
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name

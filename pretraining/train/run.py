@@ -46,6 +46,7 @@ from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
 from pretraining.launch.shared_cores import leaving_cores_to_others
 from pretraining.observability.environment import record_environment
+from pretraining.observability.events import Events
 from pretraining.observability.metrics import MetricsHook
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.state import evaluation_mode
@@ -260,10 +261,8 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSa
     log.info(describe_end(config, run))
     if sampler is not None:
         with evaluation_mode(run.context.optimizer, run.context.model.masters_changed):
-            sample = sampler.sample(run.context.model.module, processes.device)
-        if run.observer.newest:
-            run.observer.events.add("sample", run.state.step, prompt=sample.prompt, text=sample.text)
-        log.info("  generated text:\n%s", sample.indented())
+            events = run.observer.events if run.observer.newest else Events()  # a start without a step has none
+            sampler.show(run.context.model.module, processes.device, run.state.step, events)
     return _make_result(config, run, "finished")
 
 

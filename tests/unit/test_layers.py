@@ -14,7 +14,7 @@ from helpers import ROOT, run_command
 # Lowest row first; parts in one row are siblings.
 ROWS = (
     ("errors",),
-    ("files", "progress", "text"),
+    ("files", "progress", "text", "context"),
     ("object_store",),
     ("config", "launch"),
     ("estimate",),

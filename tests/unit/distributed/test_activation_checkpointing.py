@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.config.training import ParallelConfig
 from pretraining.distributed.activation_checkpointing import checkpoint_activations
-from pretraining.estimate.flops import recomputed_flops_per_token
+from pretraining.estimate.costs import recomputed_flops_per_token
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
 

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.config.variants import VARIANTS, LlamaShape
-from pretraining.estimate.costs import parameter_count
-from pretraining.estimate.flops import block_forward_flops, flops_per_token
+from pretraining.estimate.costs import block_forward_flops, flops_per_token, parameter_count
 from pretraining.model.llama import Llama
 
 every_variant = pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())

@@ -11,9 +11,9 @@ import torch
 from helpers import ROOT
 
 from pretraining.config.command_line import read_sources, read_words, resolve_config
-from pretraining.config.context import ContextGroup
 from pretraining.config.training import BatchConfig, DataConfig, ParallelConfig, TrainConfig
 from pretraining.config.variants import LlamaShape, resolve_shape
+from pretraining.context import ContextGroup
 from pretraining.data.batch import ModelInputs
 from pretraining.estimate.costs import parameter_count
 from pretraining.estimate.memory import Rank, estimate_memory, kept_bytes_per_token

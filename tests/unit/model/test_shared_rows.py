@@ -17,8 +17,8 @@ from tiny_shape import TINY_SHAPE
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from pretraining.config.context import ContextGroup, SharedRows
 from pretraining.config.training import IGNORED_LABEL
+from pretraining.context import ContextGroup, SharedRows
 from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.distributed.compile import compile_blocks, without_compiling
 from pretraining.model import shared_rows

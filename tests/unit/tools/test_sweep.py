@@ -97,7 +97,12 @@ def test_a_failed_run_is_a_row_and_only_unfinished_runs_are_trained(
     assert "step 4/4" in (folder / "learning_rate=1e-2" / "output.log").read_text()
 
     trained: list[str] = []
-    monkeypatch.setattr(sweep, "_train", lambda combination, run, processes: trained.append(combination.name) is None)
+
+    def train(combination: sweep.Combination, run: Path, processes: int) -> bool:
+        trained.append(combination.name)
+        return True
+
+    monkeypatch.setattr(sweep, "_train", train)
     (folder / "sweep.csv").unlink()
     main([*command, "only=1"])
     assert trained == [] and not (folder / "sweep.csv").exists()  # jobs of an array do not write over each other

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from unit.train.test_step import CPU, context_for_step, micro_batches, sequences
 
-from pretraining.config.context import ContextGroup
+from pretraining.context import ContextGroup
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
 from pretraining.observability.collector import Collector
 from pretraining.observability.metrics import Metrics, MetricsHook, Outputs
