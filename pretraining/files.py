@@ -403,7 +403,7 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         raise CheckpointError(f"{flag}={folder} cannot name a new folder: give another path")
     temporary = folder.with_name(f".{folder.name}.partial")
     try:
-        with output_errors(folder, flag, problem=CheckpointError):
+        with output_errors(folder, flag, problem=CheckpointError, needed_bytes=needed_bytes):
             if exists(folder) and (not is_folder(folder) or entries_of(folder)):
                 raise CheckpointError(f"it exists already. Remove it, or give another {flag}", path=folder)
             if exists(temporary):  # left by a killed process
@@ -425,30 +425,38 @@ def atomic_folder(folder: Path, flag: str, needed_bytes: int) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def writing_into(run: Path) -> AbstractContextManager[None]:
+def writing_into(run: Path, needed_bytes: int = 0) -> AbstractContextManager[None]:
     """Convert an OSError from writing into a run folder into an error for users."""
-    return output_errors(run, "--ckpt_save_path", problem=CheckpointError)
+    return output_errors(run, "--ckpt_save_path", problem=CheckpointError, needed_bytes=needed_bytes)
 
 
 @contextmanager
 def output_errors(
-    root: Path, flag: str = "--output_path", name_flag: str = "", problem: type[PretrainError] = DataError
+    root: Path,
+    flag: str = "--output_path",
+    name_flag: str = "",
+    problem: type[PretrainError] = DataError,
+    needed_bytes: int = 0,
 ) -> Iterator[None]:
     """Convert an OSError from writing to the folder of a flag into an error for users.
 
     Args:
         name_flag: flag that makes the names of files and folders in it shorter; "" = `flag`.
         problem: type of the error.
+        needed_bytes: size of all that is written; 0 = not known.
     """
     try:
         yield
     except BrokenPipeError:  # of stdout, not of a file
         raise
     except OSError as error:
-        remedy = f"Make room, give write permission or give another {flag}"
+        reason, remedy = reason_of(error), f"Make room, give write permission or give another {flag}"
         if error.errno == errno.ENAMETOOLONG:
             remedy = f"Give a shorter {name_flag or flag}"
-        raise problem(f"cannot be written: {reason_of(error)}. {remedy}", path=error.filename or root) from error
+        if needed_bytes and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = next(shutil.disk_usage(each).free for each in (root, *root.parents) if exists(each))
+            reason += f"; all of it takes {needed_bytes:,} bytes, and {free:,} are free there"
+        raise problem(f"cannot be written: {reason}. {remedy}", path=error.filename or root) from error
 
 
 def with_retries(action: Callable[[], T], what: str) -> T:

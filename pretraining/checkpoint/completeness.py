@@ -55,7 +55,7 @@ def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slic
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and shape.tie_word_embeddings):
             continue  # computed from the shape, or the embedding's second name: not read
         files = sorted({chunk.file for chunk in stored.chunks[name]})
-        is_exact = bool(manifest.files) and not any(file in FULL_FILES for file in files)
+        is_exact = bool(manifest.recorded_files) and not any(file in FULL_FILES for file in files)
         fault = _tensor_fault(name, stored, parameters, is_exact, _has_own_optimizer(manifest))
         if fault is not None:
             faults.append(f"{stored.folder}: {fault} (in {', '.join(files)})")

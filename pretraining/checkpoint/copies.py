@@ -107,7 +107,7 @@ def read_copies(address: str) -> Copies:
             if manifest is not None:
                 set_aside[Path(folder).name] = manifest
         elif manifest is None or any(
-            sizes.get(f"{folder}/{each}".lstrip("/")) != entry.bytes for each, entry in manifest.files.items()
+            sizes.get(f"{folder}/{each}".lstrip("/")) != entry.bytes for each, entry in manifest.recorded_files.items()
         ):
             incomplete += 1
         else:
@@ -143,13 +143,17 @@ def _fetch_files(store: Store, copy: Copy, folder: Path) -> None:
 
     def fetch(name: str) -> str | None:
         entry = store.retry(lambda: _download_file(store, prefix + name, folder / name), stop, TRIES_OF_START)
-        return None if entry == copy.manifest.files[name] else f"size or checksum of {name} differs from the manifest"
+        return (
+            None
+            if entry == copy.manifest.recorded_files[name]
+            else f"size or checksum of {name} differs from the manifest"
+        )
 
     faults = list(misnamed_files(folder, copy.manifest))
     if not faults:
         folder.mkdir(parents=True)
         with ThreadPoolExecutor(READING_THREADS) as pool:
-            faults = list(filter(None, pool.map(fetch, copy.manifest.files)))
+            faults = list(filter(None, pool.map(fetch, copy.manifest.recorded_files)))
     if faults:
         raise DamagedError(f"damaged: {faults[0]}", path=str(copy))
     _download_file(store, prefix + MANIFEST, folder / MANIFEST)
@@ -204,7 +208,7 @@ def _view(copy: Copy, path: Path, *, with_files: bool) -> None:
         fetch_copy(copy, path)
         return
     path.mkdir(parents=True)
-    for file, entry in copy.manifest.files.items():
+    for file, entry in copy.manifest.recorded_files.items():
         with (path / Path(file).name).open("wb") as empty:
             empty.truncate(entry.bytes)
     (path / MANIFEST).write_text(json.dumps(copy.manifest.document()))

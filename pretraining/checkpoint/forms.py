@@ -7,8 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -16,39 +15,18 @@ from pretraining.checkpoint.manifest import (
     FULL_FILES,
     ITERATION_FILE,
     MANIFEST,
-    MODEL_FILE,
-    OPTIMIZER_FILE,
     SHARD_SUFFIX,
-    Files,
     Manifest,
+    read_json_of,
     size_fault,
 )
 from pretraining.errors import CheckpointError
-from pretraining.files import is_file, lfs_pointer_hint, read_json
+from pretraining.files import is_file
 from pretraining.model.hf import CONFIG_FILE
 
 
-@dataclass(frozen=True)
-class Form:
-    """Form of a checkpoint.
-
-    Attributes:
-        marker: file that each folder of this form has.
-        read: reader of the folder's manifest.
-        files: names of the files with tensors, of a folder whose manifest names none.
-    """
-
-    marker: str
-    read: Callable[[Path], Manifest]
-    files: Callable[[Path], Iterable[str]]
-
-
 def _read_saved(folder: Path) -> Manifest:
-    path = folder / MANIFEST
-    try:
-        return Manifest.parse(read_json(path), str(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(lfs_pointer_hint(path) or f"cannot be read: {error}", path=path) from None
+    return Manifest.parse(read_json_of(folder, MANIFEST), str(folder / MANIFEST))
 
 
 def _read_pt(folder: Path) -> Manifest:
@@ -63,23 +41,13 @@ def _read_hugging_face(folder: Path) -> Manifest:
     return manifest_of_folder(folder)
 
 
-def _hugging_face_files(folder: Path) -> list[str]:
-    from pretraining.checkpoint.hf_import import weight_files  # imports torch
-
-    return weight_files(folder)
+FORMS = {MANIFEST: _read_saved, ITERATION_FILE: _read_pt, CONFIG_FILE: _read_hugging_face}
+"""Readers of manifests, by a file that each folder of the form has; the first one counts."""
 
 
-FORMS = (
-    Form(MANIFEST, _read_saved, lambda folder: ()),
-    Form(ITERATION_FILE, _read_pt, lambda folder: (MODEL_FILE, OPTIMIZER_FILE)),
-    Form(CONFIG_FILE, _read_hugging_face, _hugging_face_files),
-)
-"""The first form whose marker a folder has is its form."""
-
-
-def form_of(folder: Path) -> Form | None:
-    """Return the form of the checkpoint in a folder; None if the folder is none, or has lost its manifest."""
-    return next((form for form in FORMS if is_file(folder / form.marker)), None)
+def form_of(folder: Path) -> str | None:
+    """Return the form of the checkpoint in a folder, by its file; None if it is none, or has lost its manifest."""
+    return next((marker for marker in FORMS if is_file(folder / marker)), None)
 
 
 def read_document(folder: Path) -> Manifest:
@@ -91,15 +59,7 @@ def read_document(folder: Path) -> Manifest:
     form = form_of(folder)
     if form is None:
         raise CheckpointError(f"damaged: its {MANIFEST} is missing", path=folder)
-    return form.read(folder)
-
-
-def files_of(folder: Path, manifest: Manifest) -> Files:
-    """Return the files of a checkpoint that hold tensors, with sizes and checksums if its manifest names them."""
-    if manifest.files:
-        return manifest.files
-    form = form_of(folder)
-    return dict.fromkeys(() if form is None else form.files(folder))
+    return FORMS[form](folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -109,7 +69,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: as in `read_document`; or a file is missing, surplus or of another size.
     """
     manifest = read_document(folder)
-    sizes = (size_fault(folder / name, entry) for name, entry in manifest.files.items())
+    sizes = (size_fault(folder / name, entry) for name, entry in manifest.recorded_files.items())
     fault = next(chain(misnamed_files(folder, manifest), filter(None, sizes)), None)
     if fault is not None:
         raise CheckpointError(fault)
@@ -118,9 +78,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 def misnamed_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Yield a message for each file that the manifest does not name, and for each name outside the folder."""
-    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")} if manifest.files else set()
-    for name in sorted(here - manifest.files.keys()):
+    files = manifest.recorded_files
+    here = {path.name for path in folder.glob(f"*{SHARD_SUFFIX}")} if files else set()
+    for name in sorted(here - files.keys()):
         yield f"{folder / name} does not belong to the checkpoint: its manifest does not name it"
-    for name in manifest.files:
+    for name in files:
         if Path(name).name != name or not (name.endswith(SHARD_SUFFIX) or name in FULL_FILES):
             yield f"{folder / MANIFEST} names {name!r}, which is no tensor file of this folder"

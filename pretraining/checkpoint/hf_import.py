@@ -23,7 +23,7 @@ import yaml
 
 from pretraining.checkpoint.completeness import first_faults, tensor_faults
 from pretraining.checkpoint.headers import StoredTensors, read_headers
-from pretraining.checkpoint.manifest import Manifest, describe_model
+from pretraining.checkpoint.manifest import Manifest, describe_model, read_json_of
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.config.settings_files import read_yaml
 from pretraining.config.variants import LlamaShape
@@ -33,7 +33,6 @@ from pretraining.files import (
     entries_of,
     exists,
     is_folder,
-    lfs_pointer_hint,
     read_file,
     read_json,
     read_object,
@@ -71,7 +70,7 @@ def open_folder(path: Path) -> tuple[LlamaShape, StoredTensors]:
         raise CheckpointError(f"is missing{describe_other_weights(path)}", path=path / CONFIG_FILE)
     check_inside(path, GENERATION_CONFIG_FILE, CheckpointError)  # an export would publish another file's entries
     shape = shape_of_document(read_json_of(path, CONFIG_FILE), str(path / CONFIG_FILE))
-    files = weight_files(path)
+    files = _weight_files(path)
     weights = read_headers(path, files)
     if "embed_tokens.weight" in weights.chunks:
         raise CheckpointError(f"holds {INNER_MODEL}", path=path)
@@ -124,10 +123,11 @@ def describe_other_weights(path: Path) -> str:
 
 def manifest_of_folder(path: Path) -> Manifest:
     """Return the manifest of a checkpoint of step 0 with this folder's weights alone; raises as `open_folder`."""
-    return Manifest(model=describe_model(open_folder(path)[0]))
+    shape, weights = open_folder(path)
+    return Manifest(model=describe_model(shape), files=dict.fromkeys(weights.headers))
 
 
-def weight_files(path: Path) -> list[str]:
+def _weight_files(path: Path) -> list[str]:
     """Return the names of the files with a folder's weights; raise a CheckpointError if one is not in the folder."""
     if exists(path / WEIGHTS_FILE):
         names = [WEIGHTS_FILE]
@@ -136,8 +136,8 @@ def weight_files(path: Path) -> list[str]:
             names = sorted(set(read_json_of(path, INDEX_FILE)["weight_map"].values()))
         except (KeyError, TypeError, AttributeError):
             names = []
-        if not names or not all(isinstance(name, str) for name in names):
-            raise CheckpointError("has no weight_map from tensors to files", path=path / INDEX_FILE)
+        if not names or not all(map(_is_weight_file, names)):
+            raise CheckpointError("has no weight_map from tensors to safetensors files here", path=path / INDEX_FILE)
     else:
         found = describe_other_weights(path) or ": fetch the model's safetensors files"
         raise CheckpointError(f"has no {WEIGHTS_FILE} or {INDEX_FILE}{found}", path=path)
@@ -148,23 +148,13 @@ def weight_files(path: Path) -> list[str]:
             path=path,
         )
     for name in names:
-        _check_weight_file(path, name)
+        check_inside(path, name, CheckpointError)
     return names
 
 
-def _check_weight_file(path: Path, name: str) -> None:
-    if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
-        raise CheckpointError(f"names {name!r}: only safetensors files of this folder are read", path=path / INDEX_FILE)
-    check_inside(path, name, CheckpointError)
-
-
-def read_json_of(path: Path, name: str) -> Any:
-    """Read a JSON file of a folder; raise a CheckpointError if it cannot be read."""
-    try:
-        return read_json(path / name)
-    except (OSError, ValueError) as error:
-        problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
-        raise CheckpointError(problem, path=path / name) from None
+def _is_weight_file(name: object) -> bool:
+    """Return whether an index names a safetensors file of its own folder."""
+    return isinstance(name, str) and Path(name).name == name and "\0" not in name and name.endswith(".safetensors")
 
 
 # Origin of a run

@@ -83,8 +83,8 @@ class Lease:
         self._stopping = threading.Event()
         self._heartbeat = threading.Thread(target=self._renew, name="lease", daemon=True)
 
-    def acquire(self) -> None:
-        """Take the lease, and renew it until `release`.
+    def acquire(self) -> str:
+        """Take the lease, and renew it until `release`; return random text that tells it from all others.
 
         Raises:
             CheckpointError: another process holds it, or the folder cannot be written.
@@ -94,10 +94,6 @@ class Lease:
             while not self._create():
                 self._remove_free()
         self._heartbeat.start()
-
-    @property
-    def token(self) -> str:
-        """Random text that tells this lease from all others."""
         return self._own.token
 
     def check(self) -> None:
@@ -159,9 +155,8 @@ class Lease:
 def hold_lease(run: Path, processes: Processes) -> Iterator[Lease]:
     """Hold a run's lease on rank 0 for all ranks; a collective call that raises as `Lease.acquire`."""
     lease = Lease(run)
-    on_rank_zero(lease.acquire)
+    token = on_rank_zero(lease.acquire)
     try:
-        token = on_rank_zero(lambda: lease.token)
         on_every_rank(lambda: _check_shared(run, token))
         yield lease
     finally:

@@ -141,7 +141,7 @@ class CheckpointManager:
                 ) from error
         if restored.is_own and saved.kind == "interval":  # a pending evaluation of it runs before the first step
             self._unevaluated_step = saved.step
-        if restored.is_own and saved.files and self._saver is not None:
+        if restored.is_own and saved.recorded_files and self._saver is not None:
             self._saver.apply_retention(restored.path)  # a kill may have come between its commit and its retention
 
     def __enter__(self) -> CheckpointManager:

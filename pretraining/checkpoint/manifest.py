@@ -34,7 +34,7 @@ from pretraining.config.variants import (
     size_problems,
 )
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, is_file, lfs_pointer_hint, with_checksum
+from pretraining.files import exists, is_file, lfs_pointer_hint, read_json, with_checksum
 from pretraining.optim.horizon import ANNEALING_FROM
 from pretraining.progress import PENDING_EVALUATION
 
@@ -95,7 +95,7 @@ class FileEntry:
 
 
 Files = Mapping[str, FileEntry | None]
-"""File names of a folder, with size and checksum if known."""
+"""Names of the files with tensors in a folder, with size and checksum if known."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,13 @@ class Manifest:
     model: dict[str, Any] = field(default_factory=dict)
     world: dict[str, Any] = field(default_factory=dict)
     torch_version: str = field(default_factory=lambda: _torch_version())
-    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
     config: str = ""
+
+    @property
+    def recorded_files(self) -> dict[str, FileEntry]:
+        """Files with known sizes and checksums: all files of a checkpoint that a run saved."""
+        return {name: entry for name, entry in self.files.items() if entry is not None}
 
     @property
     def losses_of(self) -> str | None:
@@ -303,6 +308,15 @@ class ChecksummedFile(io.FileIO):
         """Flush the file to disk; return its size and checksum."""
         os.fsync(self.fileno())
         return FileEntry(self.tell(), crc32_text(self.crc32))
+
+
+def read_json_of(path: Path, name: str) -> Any:
+    """Read a JSON file of a folder; raise a CheckpointError if it cannot be read."""
+    try:
+        return read_json(path / name)
+    except (OSError, ValueError) as error:
+        problem = lfs_pointer_hint(path / name) or f"cannot be read as JSON: {error}"
+        raise CheckpointError(problem, path=path / name) from None
 
 
 def size_fault(path: Path, written: FileEntry) -> str | None:

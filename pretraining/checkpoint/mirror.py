@@ -24,15 +24,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from pretraining.checkpoint.copies import (
-    TRIES_OF_START,
-    fetch_copy,
-    read_copies,
-    upload_file,
-)
+from pretraining.checkpoint.copies import TRIES_OF_START, fetch_copy, read_copies, upload_file
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, readable_document
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE_FILE, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.start_point import CheckpointRef
@@ -103,19 +98,13 @@ def _check_run_id(store: Store, run: Path, copies: Copies) -> None:
     if mirrored in (None, own) or not local:
         return
     # A run without an id (lost, or copied by hand) is identified by a checkpoint that the mirror holds, too.
-    if own is None and any(_has_copy(copies, path) for path in local):
+    in_both = [path for path in local if path.name in copies.complete]
+    if own is None and any(readable_document(path) == copies.complete[path.name].manifest for path in in_both):
         return
     raise CheckpointError(
         f"is the mirror of another run than {run}: give another --ckpt_mirror_path or --ckpt_save_path",
         path=store.address,
     )
-
-
-def _has_copy(copies: Copies, checkpoint: Path) -> bool:
-    copy = copies.complete.get(checkpoint.name)
-    with suppress(CheckpointError):
-        return copy is not None and copy.manifest == read_document(checkpoint)
-    return False
 
 
 def fetch_start(config: CheckpointConfig, start: CheckpointRef) -> None:
@@ -327,7 +316,7 @@ class Mirror:
         """Upload this process's files, in a background thread, after the removal of an earlier copy's manifest."""
         rank, world_size = rank_and_world_size()
         folder = _store_folder(checkpoint)
-        for name, entry in read_document(checkpoint).files.items():
+        for name, entry in read_document(checkpoint).recorded_files.items():
             number = re.match(r"shard-(\d+)-", name)
             if (int(number[1]) - 1 if number else 0) % world_size == rank:
                 self._retry(self._check_writer)

@@ -126,7 +126,9 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
         CheckpointError: the folder holds only checkpoints that the mirror has set aside.
     """
     here, complete, set_aside = committed_checkpoints(run), copies.complete, copies.set_aside
-    documents = {each.path.name: _document(each.path) for each in here if each.path.name in {*complete, *set_aside}}
+    documents = {
+        each.path.name: readable_document(each.path) for each in here if each.path.name in {*complete, *set_aside}
+    }
     in_both = [copy.manifest for name, copy in complete.items() if documents.get(name) == copy.manifest]
     shared = max((manifest.step for manifest in in_both), default=-1)
     kept = here
@@ -140,7 +142,7 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
                 path=run,
             )
     gone = [path for path in checkpoints_set_aside(run) if path.name in complete]
-    if any(_document(path) == complete[path.name].manifest for path in gone):
+    if any(readable_document(path) == complete[path.name].manifest for path in gone):
         complete = {name: copy for name, copy in complete.items() if copy.manifest.step <= shared}
     kept, complete = _without_older_branches(kept, complete, documents)
     by_name = {each.path.name: OwnCheckpoint(each, copy=complete.get(each.path.name)) for each in kept}
@@ -181,7 +183,8 @@ def _is_saved_again(copy: Manifest, own: Checkpoint) -> bool:
     return copy.step == own.step and (number_of(copy) > number_of(own) or is_evaluated)
 
 
-def _document(path: Path) -> Manifest | None:
+def readable_document(path: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint in a folder; None if it is damaged."""
     with suppress(CheckpointError):
         return read_document(path)
     return None

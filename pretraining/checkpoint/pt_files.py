@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,4 +179,5 @@ def _whole_passes(data: Mapping[str, Any], seq_length: int) -> int:
 def manifest_of_files(folder: Path) -> Manifest:
     """Return the manifest in the four files, without sizes and checksums; raise a CheckpointError without one."""
     path = folder / ITERATION_FILE
-    return Manifest.from_values({**load_file(path), "files": {}}, str(path))
+    manifest = Manifest.from_values({**load_file(path), "files": {}}, str(path))
+    return replace(manifest, files=dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE)))

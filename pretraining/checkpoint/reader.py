@@ -135,15 +135,9 @@ def file_faults(folder: Path, files: Files, threads: int) -> list[str]:
 def _file_fault(path: Path, written: FileEntry) -> str | None:
     """Read a whole file; return a message if it differs from its manifest, else None."""
     try:
-        return size_fault(path, written) or _checksum_fault(path, read_with_retries(path, file_entry).crc32, written)
+        return size_fault(path, written) or _checksum_fault(path, read_with_retries(path, file_checksum)[0], written)
     except CheckpointError as error:
         return str(error)
-
-
-def file_entry(path: Path) -> FileEntry:
-    """Return size and checksum of a file on disk."""
-    checksum, size = file_checksum(path)
-    return FileEntry(size, checksum)
 
 
 def _checksum_fault(path: Path, crc32: str, written: FileEntry) -> str | None:

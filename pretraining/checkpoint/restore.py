@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from pretraining.checkpoint.chunks import local_chunk, local_tensor
-from pretraining.checkpoint.forms import files_of
 from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.hf_import import EMBEDDING, HEAD
 from pretraining.checkpoint.manifest import Files, shape_of, tensor_state
@@ -29,7 +28,7 @@ def load(checkpoint: CheckpointRef, tensors: Mapping[str, torch.Tensor]) -> None
     If the checkpoint has fewer rows of the vocabulary, each new row is the mean of its rows, as Hewitt (2021) proposes:
     a new token is then never much likelier than all others.
     """
-    files: Files = checkpoint.manifest.files or on_rank_zero(lambda: files_of(checkpoint.path, checkpoint.manifest))
+    files = checkpoint.manifest.files
     rows = shape_of(checkpoint.manifest).vocab_size
     resized = [name for name in (EMBEDDING, HEAD) if name in tensors and tensors[name].shape[0] != rows]
     load_tensors(checkpoint.path, files, tensors, checkpoint.manifest, resized)

@@ -13,13 +13,12 @@ form of torch's HuggingFaceStorageWriter, so torch's reader reads these files, t
 
 from __future__ import annotations
 
-import errno
+import io
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -35,7 +34,7 @@ from pretraining.checkpoint.run_folder import UNFINISHED_SUFFIX, distinct_name, 
 from pretraining.distributed.grad_norm import is_sharded
 from pretraining.distributed.processes import gather_from_every_rank, on_rank_zero
 from pretraining.errors import CheckpointError
-from pretraining.files import exists, flush_folder, reason_of, with_retries, write_flushed
+from pretraining.files import exists, flush_folder, reason_of, with_retries, write_flushed, writing_into
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ def remove_checkpoint(folder: Path) -> None:
 def _make_temporary_folder(folder: Path, plan: Save) -> Path:
     """Make an empty folder for a save, and remove the leftovers of interrupted saves."""
     temporary = temporary_name(folder)
-    with _explain_write_errors(folder, plan.total_bytes):
+    with writing_into(folder, plan.total_bytes):
         for abandoned in unfinished_saves(folder.parent.parent):
             remove_checkpoint(abandoned)
         temporary.mkdir(parents=True)
@@ -117,20 +116,20 @@ def _make_temporary_folder(folder: Path, plan: Save) -> Path:
 
 
 def _write(temporary: Path, plan: Save) -> dict[str, FileEntry]:
-    with _explain_write_errors(temporary, plan.total_bytes):
+    with writing_into(temporary, plan.total_bytes):
         return plan.write(temporary)
 
 
 def _commit(temporary: Path, folder: Path, plan: Save, manifest: Manifest, lease: Lease | None) -> None:
     content = json.dumps(manifest.document(), indent=1, allow_nan=False).encode()
-    with _explain_write_errors(temporary / MANIFEST, plan.total_bytes):
+    with writing_into(temporary / MANIFEST, plan.total_bytes):
         with_retries(lambda: write_flushed(temporary / MANIFEST, content), f"writing {temporary / MANIFEST}")
         flush_folder(temporary)
     if lease is not None:
         lease.check()
     # A damaged or older checkpoint under this name is renamed first, so that one of the two exists at any moment.
     replaced = folder.with_name(distinct_name(folder.name, manifest.step))
-    with _explain_write_errors(folder, plan.total_bytes):
+    with writing_into(folder, plan.total_bytes):
         if exists(folder):
             if exists(replaced):
                 remove_checkpoint(replaced)
@@ -139,22 +138,6 @@ def _commit(temporary: Path, folder: Path, plan: Save, manifest: Manifest, lease
         flush_folder(folder.parent)
         if exists(replaced):
             remove_checkpoint(replaced)
-
-
-@contextmanager
-def _explain_write_errors(path: Path, total_bytes: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = reason_of(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = next(shutil.disk_usage(each).free for each in path.parents if exists(each))
-            reason += f"; the checkpoint takes {total_bytes:,} bytes, and {free:,} are free there"
-        raise CheckpointError(
-            f"cannot be written: {reason}. Free space, give write permission or change --ckpt_save_path; older "
-            "checkpoints are untouched",
-            path=path,
-        ) from None
 
 
 # Which process writes which chunks: computed from shapes and the mesh, the same on every process
@@ -271,26 +254,16 @@ def write_tensors(
         Size and checksum of the file, computed from memory without reading back.
     """
     with ChecksummedFile(path) as file:
-        for content in _file_content(_header(kinds, metadata or {"format": "pt"}), kinds, values):
-            file.write(content)
+        # Small tensors are joined, since threads wait for each other at each write; larger pieces are not copied.
+        joined = io.BufferedWriter(file, CHUNK_BYTES - 1)
+        joined.write(_header(kinds, metadata or {"format": "pt"}))
+        for (dtype, shape), value in zip(kinds.values(), values, strict=True):
+            assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
+            content = memory_of(value.cpu().contiguous())
+            for begin in range(0, len(content), CHUNK_BYTES):
+                joined.write(content[begin : begin + CHUNK_BYTES])
+        joined.flush()
         return file.finish()
-
-
-def _file_content(header: bytes, kinds: Kinds, values: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of a file in order; small tensors are joined, since threads wait for each other at each write."""
-    small = [memoryview(header)]
-    for (dtype, shape), value in zip(kinds.values(), values, strict=True):
-        assert value.dtype == dtype and tuple(value.shape) == tuple(shape)
-        content = memory_of(value.cpu().contiguous())
-        is_large = len(content) >= CHUNK_BYTES
-        if not is_large:
-            small.append(content)
-        if is_large or sum(map(len, small)) >= CHUNK_BYTES:
-            yield memoryview(b"".join(small))
-            small.clear()
-        for begin in range(0, len(content) if is_large else 0, CHUNK_BYTES):
-            yield content[begin : begin + CHUNK_BYTES]
-    yield memoryview(b"".join(small))
 
 
 def _header(kinds: Kinds, metadata: Mapping[str, str]) -> bytes:

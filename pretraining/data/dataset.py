@@ -35,7 +35,7 @@ def build_indices(
     """Build missing indices and, for packed datasets, missing bin counts. Several processes may call it at once.
 
     Args:
-        workers: maximum number of indexing threads and of packing processes.
+        workers: maximum number of indexing threads.
 
     Returns:
         The listing with the content of each dataset, by which other processes find the same indices.
@@ -47,7 +47,7 @@ def build_indices(
     for files in listing:
         index = build_index(files, config, workers)
         if config.packing != "stream":
-            build_bin_counts(files, index, config, workers)
+            build_bin_counts(files, index, config)
         indexed.append(replace(files, content=index.content))
     return tuple(indexed)
 

@@ -52,9 +52,8 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _TEMPLATE_FILE, _TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
-_PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 _KEPT_FILES = (
-    *(SPECIAL_TOKENS_FILE, "added_tokens.json", _TEMPLATE_FILE, _PROCESSOR_TEMPLATE_FILE),
+    *(SPECIAL_TOKENS_FILE, "added_tokens.json", _TEMPLATE_FILE),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model"),
     *("vocab.json", "vocab.txt", "merges.txt"),
 )
@@ -252,9 +251,6 @@ class Tokenizer:
             if name == _TEMPLATE_FILE or name.startswith(_TEMPLATE_FOLDER)
         }
         found = named or json.loads(self.config).get("chat_template")
-        if found is None and _PROCESSOR_TEMPLATE_FILE in self.files:
-            document = _object_in(self.files[_PROCESSOR_TEMPLATE_FILE], Path(_PROCESSOR_TEMPLATE_FILE))
-            found = document.get("chat_template")
         if isinstance(found, list):
             found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         template = found.get("default") if isinstance(found, dict) else found
@@ -480,9 +476,9 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
 
 def _named_tokens(config: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens by name; special_tokens_map.json counts less if the config lists its added tokens."""
-    both = {**special_tokens, **config} if "added_tokens_decoder" in config else {**config, **special_tokens}
+    both = (special_tokens, config) if "added_tokens_decoder" in config else (config, special_tokens)
     found = {}
-    for name, token in both.items():
+    for name, token in [entry for each in both for entry in each.items()]:
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text

@@ -234,7 +234,7 @@ def choose_interface(hosts: Iterable[str]) -> None:
     name = interface_with(address) if address else None
     if name is not None:
         os.environ[GLOO_INTERFACE] = name
-        log.info("gloo reaches others through %s (%s); set %s to change it", address, name, GLOO_INTERFACE)
+        log.info("gloo reaches other machines through %s (%s); %s names another", address, name, GLOO_INTERFACE)
 
 
 def run_in_thread(call: Callable[[], T], poll: Callable[[], object]) -> T:

@@ -53,57 +53,42 @@ def collective_timeout(guard: GuardConfig) -> timedelta:
     return max(COLLECTIVE_TIMEOUT, timedelta(seconds=longest) + timedelta(minutes=10))
 
 
-@dataclass(frozen=True)
-class Hang:
-    """The facts about a hang.
+class HangDetector:
+    """The decision that a job hangs, from the time without progress.
+
+    Args:
+        read_others: returns the newest heartbeats of the other processes, by rank; None if the store does not answer.
 
     Attributes:
-        seconds: time without progress.
-        others: newest heartbeats of the other processes, by rank; None if the store does not answer.
-        silent: ranks without a heartbeat for half the timeout.
+        earlier: heartbeats after half of the timeout.
     """
-
-    seconds: float
-    others: dict[int, Heartbeat] | None
-    silent: list[int]
-
-
-class HangDetector:
-    """The decision that a job hangs, from the time without progress; `read_others` returns `Hang.others`."""
 
     def __init__(self, read_others: Callable[[], dict[int, Heartbeat] | None]) -> None:
         self._read_others = read_others
         self._progress: int | None = None
         self._seconds = 0.0
-        self._earlier: dict[int, Heartbeat] | None = None
+        self.earlier: dict[int, Heartbeat] | None = None
 
-    def update(self, seconds: float, progress: int, timeout: float) -> Hang | None:
-        """Count the seconds since the last check; return a Hang if the job hangs.
+    def update(self, seconds: float, progress: int, timeout: float) -> float:
+        """Count the seconds since the last check; return those without progress if the job hangs, else 0.
 
         A job hangs after `timeout` seconds (0 = never) without progress of this or any other process.
         """
         self._seconds += seconds
         if progress != self._progress or not timeout:
-            self._progress, self._seconds, self._earlier = progress, 0.0, None
-            return None
-        if self._seconds >= timeout / 2 and self._earlier is None:
-            self._earlier = self._read_others()
+            self._progress, self._seconds, self.earlier = progress, 0.0, None
+            return 0.0
+        if self._seconds >= timeout / 2 and self.earlier is None:
+            self.earlier = self._read_others()
         if self._seconds < timeout:
-            return None
-        hang = self.describe(self._seconds)
-        earlier, now = self._earlier, hang.others
-        if earlier is None or now is None:
-            return Hang(self._seconds, None, [])
-        if any(rank not in earlier or beat.progress != earlier[rank].progress for rank, beat in now.items()):
-            self._seconds, self._earlier = timeout / 2, now  # others make progress: wait half a timeout more
-            return None
-        return hang
-
-    def describe(self, seconds: float) -> Hang:
-        """Return the facts about a hang that this or another process found after some seconds."""
-        earlier, now = self._earlier or {}, self._read_others()
-        silent = [rank for rank, beat in (now or {}).items() if rank in earlier and beat.count == earlier[rank].count]
-        return Hang(max(seconds, self._seconds), now, silent)
+            return 0.0
+        now, earlier = self._read_others() or {}, self.earlier
+        if earlier is not None and any(
+            rank not in earlier or beat.progress != earlier[rank].progress for rank, beat in now.items()
+        ):
+            self._seconds, self.earlier = timeout / 2, now  # others make progress: wait half a timeout more
+            return 0.0
+        return self._seconds
 
 
 class Watchdog:
@@ -144,18 +129,18 @@ class Watchdog:
             thread.join(STORE_TIMEOUT_SECONDS)  # the store may block a thread forever
 
     def _watch(self) -> None:
-        detector = HangDetector(dict if self._heartbeats is None else self._heartbeats.read_others)
+        read_others = dict if self._heartbeats is None else self._heartbeats.read_others
+        detector = HangDetector(read_others)
         before = time.monotonic()
         while not self._stopped.wait(self._period):
             now = time.monotonic()
             # A process that was suspended and continues did not hang in between.
             seconds, before = min(now - before, 2 * self._period), now
             timeout = self._timeout if self._processes.activity.warm else self._first_timeout
-            hang = detector.update(seconds, self._measure_progress(seconds), timeout)
-            if hang is None and self._hung_seconds:
-                hang = detector.describe(self._hung_seconds)
-            if hang is not None and not self._stopped.is_set():
-                self._stop_job(hang)
+            hung_seconds = detector.update(seconds, self._measure_progress(seconds), timeout) or self._hung_seconds
+            if hung_seconds and not self._stopped.is_set():
+                self._hung_seconds = hung_seconds
+                self._stop_job(describe(hung_seconds, detector.earlier or {}, read_others(), self._processes))
 
     def _publish(self) -> None:
         """Publish heartbeats, from a separate thread, since the store may block it."""
@@ -182,27 +167,29 @@ class Watchdog:
         self._events, self._bytes, self._computed = events, moved, computed
         return self._progress
 
-    def _stop_job(self, hang: Hang) -> None:
-        self._hung_seconds = hang.seconds
+    def _stop_job(self, message: str) -> None:
         # Not through Python's buffers: the hanging thread may hold their locks.
         faulthandler.dump_traceback(STDERR, all_threads=True)
-        os.write(STDERR, f"{describe(hang, self._processes)}\n".encode())
+        os.write(STDERR, f"{message}\n".encode())
         # The exit of this process makes the other main threads fail. Their watchdogs must know of the hang before: the
         # news passes three threads (heartbeat here; heartbeat and watchdog there), each with a period.
         time.sleep(5 * self._period)
         self._exit_process(EXIT_HUNG)
 
 
-def describe(hang: Hang, processes: Processes) -> str:
-    """Return the error message about a hang."""
+def describe(
+    seconds: float, earlier: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat] | None, processes: Processes
+) -> str:
+    """Return the error message about a hang, given earlier and present heartbeats of the other processes."""
     lines = [
-        f"error: rank {processes.rank}: the job hangs: no process made progress for {hang.seconds:.0f} s. This "
-        f"process is {_state_of(processes.activity)}; its stacks are above."
+        f"error: rank {processes.rank}: the job hangs: no process made progress for {seconds:.0f} s. This process is "
+        f"{_state_of(processes.activity)}; its stacks are above."
     ]
-    if hang.others is None:
+    if now is None:
         lines.append("  The other processes' states are unknown: their store, in or beside rank 0, does not answer.")
     elif processes.world_size > 1:
-        lines += _outliers(hang.others, hang.silent, processes)
+        silent = [rank for rank, beat in now.items() if rank in earlier and beat.count == earlier[rank].count]
+        lines += _outliers(now, silent, processes)
     lines.append(
         "  The same command resumes from the newest checkpoint; leave out a machine that is at fault. "
         "--hang_timeout and --first_step_timeout set the time limits."

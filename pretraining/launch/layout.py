@@ -41,11 +41,13 @@ class Launcher:
         sign: variable that identifies the launcher.
         variables: rank, world size, local rank, local world size (SLURM's last one lists all nodes); "A|B" is A or, if
             it is not set, B.
+        job: variable with a name that all processes of a job share, and no other job.
     """
 
     name: str
     sign: str
     variables: tuple[str, str, str, str]
+    job: str = ""
 
 
 BY_HAND = Launcher("environment", "RANK", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
@@ -56,10 +58,10 @@ _PMI = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK|LOCAL_RANK", "PMI_LOCAL_SIZE|LOC
 # Innermost first. PMI_RANK comes after SLURM, which sets it, too.
 LAUNCHERS = (
     Launcher("torchrun", "TORCHELASTIC_RUN_ID", BY_HAND.variables),
-    Launcher("openmpi", "OMPI_COMM_WORLD_RANK", _OPEN_MPI),
+    Launcher("openmpi", "OMPI_COMM_WORLD_RANK", _OPEN_MPI, job="PMIX_NAMESPACE"),
     Launcher("mpich", "MPI_LOCALRANKID", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     Launcher("slurm", "SLURM_STEP_NUM_TASKS", _SLURM),
-    Launcher("pals", "PALS_RANKID", _PALS),
+    Launcher("pals", "PALS_RANKID", _PALS, job="PALS_APID"),
     Launcher("pmi", "PMI_RANK", _PMI),
 )
 INTERACTIVE = "interactive"
@@ -199,15 +201,11 @@ def _derive_port(launcher: Launcher, environ: Mapping[str, str], is_one_node: bo
     if launcher.name == "slurm":
         job, step = (_read_integer(environ, name, launcher) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         return port_of_slurm_step(job, step)
-    namespace = read_variable(environ, "PMIX_NAMESPACE")
-    if launcher.name == "openmpi" and namespace is not None:
-        return port_of_name(namespace)
-    application = read_variable(environ, "PALS_APID")
-    if launcher.name == "pals" and application is not None:
-        return port_of_name(application)
-    # Hydra does not name its jobs, but all processes of a node descend from one proxy.
-    proxy = ancestor_named("hydra_pmi_proxy") if launcher.name == "mpich" and is_one_node else None
-    return None if proxy is None else port_of_name(f"hydra {proxy}")
+    name = read_variable(environ, launcher.job) if launcher.job else None
+    if launcher.name == "mpich" and is_one_node:  # Hydra does not name its jobs, but their processes have one ancestor
+        proxy = ancestor_named("hydra_pmi_proxy")
+        name = None if proxy is None else f"hydra {proxy}"
+    return None if name is None else port_of_name(name)
 
 
 def free_port() -> int:

@@ -73,14 +73,11 @@ def find_openmp() -> ctypes.CDLL | None:
     return None if path is None else ctypes.CDLL(path)
 
 
-def seconds_waited() -> dict[str, float]:
-    """Return how long each thread of this process has waited for a core, by thread id; empty if Linux does not tell."""
-    waited = {}
-    for folder in (machine.PROC / "self" / "task").glob("*"):
-        fields = read_text(folder / "schedstat").split()  # nanoseconds on a core, waiting for one; slices
-        if len(fields) == 3:
-            waited[folder.name] = int(fields[1]) / 1e9
-    return waited
+def seconds_waited() -> float:
+    """Return how long the threads of this process have waited for a core; 0 if Linux does not tell."""
+    files = (machine.PROC / "self" / "task").glob("*/schedstat")
+    waited = [read_text(file).split()[1:2] for file in files]  # nanoseconds on a core, waiting for one; slices
+    return sum(int(each[0]) for each in waited if each) / 1e9
 
 
 def _watch(openmp: ctypes.CDLL, ended: threading.Event) -> None:
@@ -88,8 +85,7 @@ def _watch(openmp: ctypes.CDLL, ended: threading.Event) -> None:
     before, since = seconds_waited(), time.monotonic()
     while not ended.wait(CHECK_SECONDS):
         now, checked = seconds_waited(), time.monotonic()
-        waited = sum(now[thread] - before[thread] for thread in now.keys() & before.keys())
-        if waited > CONTENDED * (checked - since):
+        if now - before > CONTENDED * (checked - since):
             if not is_logged:
                 log.info(
                     "other programs use these cores, too: while they do, waiting threads sleep instead of spinning "

@@ -228,9 +228,9 @@ def _check_resume(
         _step(again, others, scale)
     if _snapshot(optimizer, parameters) != _snapshot(again, others):
         raise ConfigError(
-            f"--optimizer={config.optimizer} does not continue after a resume as without it: checkpoints hold tensors "
-            "in self.state[parameter] that its first update makes, and numbers in the parameter groups, but no tensors "
-            "there and no attributes (docs/extending.md)"
+            f"--optimizer={config.optimizer} does not continue after a resume as without it. Checkpoints hold tensors "
+            "in self.state[parameter] that its first update makes, and numbers in the parameter groups, but no other "
+            "state (docs/extending.md)"
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> None:
     learning rates of zero, so their counters are undefined until they are loaded; groups keep their values.
     """
     gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
-    before = [_copy_of(group) for group in optimizer.param_groups]
+    before = [deepcopy({**group, "params": None}) for group in optimizer.param_groups]
     for parameter in gradients:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
@@ -86,19 +87,11 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> None:
         optimizer.eval()  # type: ignore[attr-defined]  # as checkpoints are saved
     for group, values in zip(optimizer.param_groups, before, strict=True):
         set_rate(group, float(values.pop("lr")))
-        for name in group.keys() - values.keys() - {"lr", "params"}:
+        for name in group.keys() - values.keys() - {"lr"}:
             del group[name]
-        group.update(values)
+        group.update({**values, "params": group["params"]})
     for parameter, gradient in gradients.items():
         parameter.grad = gradient
-
-
-def _copy_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
 
 
 def begin_training(optimizer: torch.optim.Optimizer) -> None:

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 
 from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
-from pretraining.checkpoint.forms import files_of
 from pretraining.checkpoint.headers import StoredTensors
 from pretraining.checkpoint.hf_import import origin_file, read_origin
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST, Manifest, shape_of
@@ -79,7 +78,7 @@ def export(config: ExportConfig) -> None:
     checkpoint = find_newest(Path(config.ckpt_load_path))
     for damaged in checkpoint.damaged:
         log.info("%s: skipped", damaged)
-    tensors = open_tensors(checkpoint.path, files_of(checkpoint.path, checkpoint.manifest))
+    tensors = open_tensors(checkpoint.path, checkpoint.manifest.files)
     faults = tensor_faults(tensors, checkpoint.manifest)
     if faults:
         raise CheckpointError(first_faults(faults) + f". See `pretrain verify {checkpoint.path}`")

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.checkpoint.completeness import tensor_faults
-from pretraining.checkpoint.forms import files_of, misnamed_files, read_document
+from pretraining.checkpoint.forms import misnamed_files, read_document
 from pretraining.checkpoint.headers import read_headers
 from pretraining.checkpoint.manifest import MANIFEST, shape_of
 from pretraining.checkpoint.reader import file_faults
@@ -196,8 +196,7 @@ def check_files(
             report.faults.append(error)
             return report
         report.documents, report.tokens = len(layout.lengths), int(layout.lengths.sum())
-        if files.file_type in ("arrow", "arrow_stream"):
-            report.masks = describe_masks(rows_of(path), data.col_name, data.strip_tokens)
+        report.masks = describe_masks(rows_of(path), data.col_name, data.strip_tokens)
         wrong_type = width_problem(_sample(layout))
         if wrong_type is not None:  # then each of its tokens is wrong
             report.faults.append(DataError(wrong_type, path=path))
@@ -274,9 +273,8 @@ def _verify_checkpoints(source: Path, threads: int) -> None:
 def _describe(path: Path) -> str:
     """Return the line about a checkpoint without faults."""
     manifest = read_document(path)
-    files = files_of(path, manifest)
-    size = format_bytes(sum((path / name).stat().st_size for name in files))
-    return f"{path}: step {manifest.step}, {count_of(len(files), 'file')}, {size}: no faults"
+    size = format_bytes(sum((path / name).stat().st_size for name in manifest.files))
+    return f"{path}: step {manifest.step}, {count_of(len(manifest.files), 'file')}, {size}: no faults"
 
 
 def faults_of(path: Path, threads: int = 1) -> list[str]:
@@ -284,11 +282,10 @@ def faults_of(path: Path, threads: int = 1) -> list[str]:
     try:
         manifest = read_document(path)
         shape_of(manifest)
-        files = files_of(path, manifest)
     except CheckpointError as error:
         return [str(error)]
     misnamed = list(misnamed_files(path, manifest))
-    own = {name: entry for name, entry in files.items() if Path(name).name == name}
+    own = {name: entry for name, entry in manifest.files.items() if Path(name).name == name}
     faults = file_faults(path, own, threads)
     try:  # the tensors are checked only if all files are good: a bad file would make each of its tensors a fault
         return misnamed + (faults or tensor_faults(read_headers(path, own), manifest))

@@ -355,7 +355,7 @@ def _build_checkpoints(
     config, saver, mirror = plan.config, None, None
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
     if config.checkpoint.ckpt_mirror_path is not None:
-        step, newest = (own.step, own.path if own.manifest.files else None) if own else (0, None)
+        step, newest = (own.step, own.path if own.manifest.recorded_files else None) if own else (0, None)
         mirror = Mirror(
             config.checkpoint,
             step,

@@ -8,7 +8,6 @@ import pytest
 import torch
 from training_runs import losses_of, train_runs
 
-from pretraining.checkpoint.forms import files_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.start_point import find_newest
 from pretraining.tools.commands import ExportConfig
@@ -23,7 +22,7 @@ COMMON = ["global_batch_size=6", "batch_size=2", "num_steps=8", "tie_word_embedd
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     found = find_newest(path)
-    source = open_tensors(found.path, files_of(found.path, found.manifest))
+    source = open_tensors(found.path, found.manifest.files)
     return {name: read_tensor(source, name) for name in source.chunks}
 
 

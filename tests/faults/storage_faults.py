@@ -82,7 +82,7 @@ def kill_while_writing_beside_the_training(rank: int, write: int, step: int) -> 
         return
 
     def hang(_: dict[str, Any]) -> None:
-        ChecksummedFile.write = lambda *_: threading.Event().wait()  # type: ignore[method-assign,assignment]
+        ChecksummedFile.write = lambda *_: threading.Event().wait()  # type: ignore[method-assign]
 
     _before_save(write, hang)
     _at_step(step, _die)
@@ -99,7 +99,7 @@ def kill_in_upload(ranks: list[int], checkpoint: str) -> None:
         if checkpoint in name and _rank() in ranks:
             threading.Event().wait()
 
-    mirror.upload_file = half  # type: ignore[attr-defined]
+    mirror.upload_file = half  # type: ignore[assignment,attr-defined]
 
 
 def unreadable_samples(ranks: list[int]) -> None:
@@ -150,7 +150,7 @@ def fail_first_writes(count: int) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return write(self, content)
 
-    ChecksummedFile.write = flaky  # type: ignore[method-assign,assignment]
+    ChecksummedFile.write = flaky  # type: ignore[method-assign]
 
 
 def limit_file_size(limit_bytes: int) -> None:

@@ -44,7 +44,7 @@ _LISTS = (
 class ArrowFormat:
     """Arrow IPC files with a column of token lists, `col_name`."""
 
-    suffix, title, ending = ".arrow", "an Arrow file", MAGIC
+    suffix, ending = ".arrow", MAGIC
     identity = ""  # keeps existing indices valid, which are older than the other formats
     _messages_at = 8
     """First byte of the stream of messages that every file holds."""
@@ -79,7 +79,7 @@ class ArrowFormat:
 class ArrowStreamFormat(ArrowFormat):
     """Arrow IPC streams, as `save_to_disk` of the `datasets` library writes them."""
 
-    title, ending, identity = "an Arrow stream", STREAM_END, "arrow_stream"
+    ending, identity = STREAM_END, "arrow_stream"
     _messages_at = 0
 
     @staticmethod

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -50,6 +50,7 @@ class DatasetFiles:
         digest: hexadecimal 128-bit hash of paths and sizes.
         times: time of change of each file; empty if unknown.
         content: record of the content of all files, that of their index; "" = their index has none, None = not asked.
+        ending: last bytes of every undamaged file; empty = not checked.
     """
 
     name: str
@@ -61,6 +62,7 @@ class DatasetFiles:
     is_file: bool = False
     times: tuple[int, ...] = ()
     content: str | None = None
+    ending: bytes = b""
 
     def path(self, number: int) -> str:
         """Return the absolute path of a file by its number."""
@@ -210,7 +212,8 @@ def _listing(place: Path, name: str, scan: _Scan, kind: str, formats: Formats) -
         digest.update(f"{path}\0{size}\n".encode("utf-8", "surrogateescape"))
     alone = is_file(place)
     folder = str(place.parent if alone else place)
-    return DatasetFiles(name, folder, paths, sizes, digest.hexdigest(), kind, alone, times)
+    ending = formats[kind].ending
+    return DatasetFiles(name, folder, paths, sizes, digest.hexdigest(), kind, alone, times, ending=ending)
 
 
 def saved_files(folder: Path) -> set[str]:
@@ -269,45 +272,53 @@ def _scan(folder: Path, suffixes: tuple[str, ...], companions: tuple[str, ...] =
         for each in filter(is_file, paths):
             found.files[each.name] = each.stat()
         return found
-    seen: set[tuple[int, int]] = set()
-    visits, kept = 0, (*suffixes, *companions)
-    # Links have depth 1 and more, so the folders themselves go first.
-    waiting = [(0, str(folder), "", frozenset[tuple[int, int]]())]
+    kept = (*suffixes, *companions)
     try:
-        while waiting and visits < _MOST_VISITS:
-            links, path, prefix, above = heappop(waiting)
-            status = Path(path).stat()
-            identity = (status.st_dev, status.st_ino)
-            if identity in above:  # a link to a parent folder
-                continue
-            if once and identity in seen:
-                found.repeated.append(prefix.rstrip("/"))
-                continue
-            seen.add(identity)
-            visits += 0 if once else 1
-            inside = above | {identity}
-            for name, is_link in _list_folder(path, prefix, kept, found):
-                heappush(waiting, (links + is_link, f"{path}/{name}", f"{prefix}{name}/", inside))
+        for prefix, _, entries in walk_folders(folder, found.repeated if once else None):
+            for entry in entries:
+                if entry.name.endswith(kept):
+                    # Follows links, so that a broken link is an error, not a missing file.
+                    found.files[prefix + entry.name] = entry.stat()
+                elif entry.name == STATE_FILE:
+                    found.saved.append(prefix.rstrip("/"))
     except OSError as error:
         raise DataError(f"cannot be listed: {error.strerror}", path=error.filename or folder) from error
     return found
 
 
-def _list_folder(folder: str, prefix: str, suffixes: tuple[str, ...], found: _Scan) -> list[tuple[str, bool]]:
-    """Add the files of a folder to what was found; return the names of its folders, and whether they are links."""
-    folders = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                folders.append((entry.name, entry.is_symlink()))
-            elif entry.name.endswith(suffixes):
-                # Follows links, so that a broken link is an error, not a missing file.
-                found.files[prefix + entry.name] = entry.stat()
-            elif entry.name == STATE_FILE:
-                found.saved.append(prefix.rstrip("/"))
-    return folders
+Entries = list[os.DirEntry[str]]
+
+
+def walk_folders(root: Path, repeated: list[str] | None) -> Iterator[tuple[str, Entries, Entries]]:
+    """Yield relative path, folders and other entries of a folder and of those in it, without hidden names.
+
+    Links are followed. A folder that the caller takes out of the list is not entered.
+
+    Args:
+        repeated: gets the relative paths of folders that were yielded under another path: their own, else that of the
+            first link. None = yield a folder under each path that does not lead through it before.
+    """
+    seen: set[tuple[int, int]] = set()
+    visits = 0
+    # Links have depth 1 and more, so the folders themselves go first.
+    waiting = [(0, "", frozenset[tuple[int, int]]())]
+    while waiting and visits < _MOST_VISITS:
+        links, prefix, above = heappop(waiting)
+        status = Path(f"{root}/{prefix}").stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in above:  # a link to a parent folder
+            continue
+        if repeated is not None and identity in seen:
+            repeated.append(prefix.rstrip("/"))
+            continue
+        seen.add(identity)
+        visits += repeated is None
+        with os.scandir(f"{root}/{prefix}") as entries:
+            visible = [entry for entry in entries if not entry.name.startswith(".")]
+        folders = [entry for entry in visible if entry.is_dir()]
+        yield prefix, folders, [entry for entry in visible if not entry.is_dir()]
+        for each in folders:
+            heappush(waiting, (links + each.is_symlink(), f"{prefix}{each.name}/", above | {identity}))
 
 
 def _sub_folders(folder: Path) -> list[str]:

@@ -23,7 +23,6 @@ from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
 from pretraining.data.storage.dataset_files import DatasetFiles, recorded_entries
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
-from pretraining.data.storage.token_format import TokenFormat, load_format
 from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
 from pretraining.files import check_regular
@@ -37,7 +36,7 @@ _STRETCH_BYTES_PER_PIECE = 4096
 class OpenFile:
     """A file opened for reading by position, closed with the last reference to it."""
 
-    def __init__(self, path: str, size: int, token_format: TokenFormat) -> None:
+    def __init__(self, path: str, size: int, ending: bytes = b"") -> None:
         """Open a token file; raise a DataError if it is missing, or has another size or a wrong ending."""
         self.path = path
         try:
@@ -49,10 +48,10 @@ class OpenFile:
             raise DataError(f"cannot be opened: {error.strerror}", path=path) from error
         if found != size:
             raise DataError(f"changed since the job began: it had {size:,} bytes and now has {found:,}", path=path)
-        tail = bytearray(len(token_format.ending))
+        tail = bytearray(len(ending))
         self.read_into(memoryview(tail), size - len(tail))
-        if tail != token_format.ending:
-            raise DataError(f"damaged: it lacks the ending of {token_format.title}", path=path)
+        if tail != ending:
+            raise DataError("damaged: it lacks the ending of files of its format", path=path)
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` (bytes) from a position of the file; raise a DataError if it is unreadable or too short."""
@@ -95,7 +94,6 @@ class DocumentReader:
         self, files: DatasetFiles, index: Index, config: DataConfig, vocab_size: int, opened: OpenFiles
     ) -> None:
         self._files = files
-        self._format = load_format(files.file_type, config)
         self._index = index
         self._bos_token, self._sep_token = config.bos, config.sep
         self._vocab_size = vocab_size
@@ -175,7 +173,7 @@ class DocumentReader:
 
     def _file(self, number: int) -> OpenFile:
         path = self._files.path(number)
-        return self._opened.get(path, lambda: OpenFile(path, self._files.sizes[number], self._format))
+        return self._opened.get(path, lambda: OpenFile(path, self._files.sizes[number], self._files.ending))
 
     def _raise_beyond_vocabulary(self, spans: Spans, positions: np.ndarray, target: np.ndarray) -> None:
         wrong = target >= self._vocab_size

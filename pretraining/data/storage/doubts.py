@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.arrow import MAGIC
+from pretraining.data.storage.arrow import MAGIC, STREAM_MAGIC
 from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, Index
 from pretraining.data.storage.token_format import contiguous_bytes, read_bytes, width_problem
@@ -89,11 +89,10 @@ def split_of(path: str) -> str | None:
 
 
 def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> None:
-    """Log a warning if tokens of a dataset seem to have another type, or its documents no borders.
+    """Log a warning if tokens seem to have another type, or a column masks some, or documents have no borders.
 
-    The beginnings of a few files are read.
+    The beginnings of a few files of a dataset are read.
     """
-    _warn_about_masks(files, config)
     filled = np.flatnonzero(np.diff(index.first_documents))
     if not len(filled):
         return
@@ -101,9 +100,15 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
     samples = [_Beginning(files, index, number) for number in looked_at]
     try:
         problems = [(each.path, problem) for each in samples if (problem := each.width_problem()) is not None]
-        runs_together = _marks_nothing(config) and samples[0].has_no_borders()
+        marks_nothing = config.sep is None and config.bos is None and not config.document_mask
+        runs_together = marks_nothing and samples[0].has_no_borders()
     except OSError:  # training names the file when it reads it
         return
+    column, stripped = config.col_name, config.strip_tokens
+    masks = ((each.path, describe_masks(islice(rows_of(each.path), 1), column, stripped)) for each in samples)
+    masked = next((each for each in masks if each[1] is not None), None)
+    if masked is not None:
+        log.warning("%s: %s", *masked)
     if problems:
         others = f" ({len(problems)} of {len(samples)} files that were looked at)" if len(samples) > 1 else ""
         log.warning("%s: %s%s", *problems[0], others)
@@ -113,17 +118,6 @@ def warn_about_tokens(files: DatasetFiles, index: Index, config: DataConfig) -> 
             "end of a text>, or --document_mask=true",
             files.name,
         )
-
-
-def _warn_about_masks(files: DatasetFiles, config: DataConfig) -> None:
-    """Log a warning if a column masks tokens in the first rows of a few files."""
-    if files.file_type not in ("arrow", "arrow_stream"):
-        return
-    for number in np.unique(np.linspace(0, len(files.paths) - 1, _SAMPLED_FILES, dtype=np.int64)).tolist():
-        found = describe_masks(islice(rows_of(files.path(number)), 1), config.col_name, config.strip_tokens)
-        if found is not None:
-            log.warning("%s: %s", files.path(number), found)
-            return
 
 
 class _Beginning:
@@ -158,17 +152,16 @@ class _Beginning:
             )
 
 
-def _marks_nothing(config: DataConfig) -> bool:
-    return config.sep is None and config.bos is None and not config.document_mask
-
-
 # Columns that mask tokens
 
 
 def rows_of(path: str | Path) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of an Arrow file or stream, at most `ROWS_AT_ONCE` at a time."""
+    """Yield the rows of an Arrow file or stream, at most `ROWS_AT_ONCE` at a time; none of another file."""
     content = pa.py_buffer(read_bytes(str(path)))
-    is_file = content[: len(MAGIC)].to_pybytes() == MAGIC
+    beginning = content[: len(MAGIC)].to_pybytes()
+    is_file = beginning == MAGIC
+    if not is_file and not beginning.startswith(STREAM_MAGIC):
+        return
     table = pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
     for batch in map(table.get_batch, range(table.num_record_batches)) if is_file else table:
         yield from (batch.slice(begin, ROWS_AT_ONCE) for begin in range(0, len(batch), ROWS_AT_ONCE))

@@ -65,7 +65,7 @@ class _FlatFormat:
 class NpyFormat(_FlatFormat):
     """One-dimensional arrays of integers, as `numpy.save` writes them."""
 
-    suffix, title, identity = ".npy", "a NumPy file", "npy"
+    suffix, identity = ".npy", "npy"
 
     def _find_tokens(self, path: str, content: np.ndarray) -> tuple[int, np.dtype[Any]]:
         if content[: len(NPY_MAGIC)].tobytes() != NPY_MAGIC:
@@ -91,7 +91,7 @@ class NpyFormat(_FlatFormat):
 class RawNpyFormat(_FlatFormat):
     """Arrays without a header, as `numpy.memmap` writes them; the files of Dolma and OLMo. They need `token_dtype`."""
 
-    suffix, title = ".npy", "an array without a header"
+    suffix = ".npy"
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
@@ -113,7 +113,7 @@ class RawNpyFormat(_FlatFormat):
 class BinFormat(_FlatFormat):
     """Tokens with the header of llm.c, or without a header as nanoGPT writes them; these need `token_dtype`."""
 
-    suffix, title = ".bin", "a token file"
+    suffix = ".bin"
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
@@ -176,11 +176,8 @@ def _documents(content: np.ndarray, offset: int, dtype: np.dtype[Any], separator
     width = dtype.itemsize
     if len(content) % width:
         likely = likely_dtype(content[:SAMPLE_BYTES])
-        hint = (
-            f". Its bytes look like {likely}: give --token_dtype={likely}" if likely not in (None, dtype.name) else ""
-        )
-        problem = f"{len(content):,} bytes are no whole number of tokens{hint}"
-        raise DataError(f"truncated or not {dtype.name}: {problem}")
+        hint = f". Give --token_dtype={likely}, as its bytes look" if likely not in (None, dtype.name) else ""
+        raise DataError(f"truncated or not {dtype.name}: {len(content):,} bytes are no whole number of tokens{hint}")
     whole = as_tokens(content, width, signed=dtype.kind == "i")
     tokens = whole[offset // width :]
     begins, lengths, checksum = find_documents(tokens, separator, zlib.crc32(content[:offset].data))

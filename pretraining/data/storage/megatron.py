@@ -32,7 +32,7 @@ _PLAIN = "To read the tokens alone, give --token_dtype and --sep_token"
 class MegatronFormat:
     """Pairs of `x.bin` and `x.idx`. With `--token_dtype`, `.bin` files are read without the index."""
 
-    suffix, title, ending, identity = ".bin", "a token file of Megatron", b"", "megatron"
+    suffix, ending, identity = ".bin", b"", "megatron"
     companion = ".idx"
 
     def __init__(self, config: DataConfig) -> None:

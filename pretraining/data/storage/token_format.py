@@ -58,13 +58,11 @@ class TokenFormat(Protocol):
 
     Attributes:
         suffix: end of file names: ".arrow".
-        title: name of such a file in messages: "an Arrow file".
-        ending: last bytes of every undamaged file, checked when a file is opened; empty = not checked.
+        ending: last bytes of every undamaged file, checked when training opens a file; empty = not checked.
         identity: the format and its settings that determine the documents; a new identity makes a new index.
     """
 
     suffix: str
-    title: str
     ending: bytes
     identity: str
 

@@ -37,8 +37,8 @@ _ZERO_BYTES_ONE_IN = 8
 _JSON_ARRAY = re.compile(rb"\s*\[\s*\{\s*[\"}]")
 BOM = b"\xef\xbb\xbf"
 
-Reader = Callable[[InputFile, str, int, int | None], Iterator[Document]]
-"""Takes a file, the field of the text, and a range: bytes (JSON lines), row groups or record batches (tables)."""
+Reader = Callable[..., Iterator[Document]]
+"""Takes a file, the field of the text and, if the format has ranges, one: bytes, row groups or record batches."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ FORMATS = (
     Format(
         "a JSON array",
         matches=lambda head: _JSON_ARRAY.match(head.removeprefix(BOM)) is not None,
-        read=lambda file, field, begin, end: read_json_values(file, field),
+        read=read_json_values,
         has_fields=True,
         is_text=True,
     ),
@@ -161,21 +161,9 @@ FORMATS = (
     Format("a NumPy file", (b"\x93NUMPY",), remedy="Token ids in .npy are trained on as they are: see docs/data.md"),
     Format("UTF-16 or UTF-32", (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"), remedy=f"Convert it: {_recode('UTF-16')}"),
     # read: the name tells
-    Format(
-        "CSV",
-        endings=(".csv", ".tsv"),
-        read=lambda file, field, begin, end: read_csv(file, field),
-        has_fields=True,
-        is_text=True,
-    ),
-    Format(
-        JSON,
-        endings=(".json",),
-        read=lambda file, field, begin, end: read_json_values(file, field),
-        has_fields=True,
-        is_text=True,
-    ),
-    Format(TEXT, endings=("",), read=lambda file, field, begin, end: read_text(file), is_text=True),
+    Format("CSV", endings=(".csv", ".tsv"), read=read_csv, has_fields=True, is_text=True),
+    Format(JSON, endings=(".json",), read=read_json_values, has_fields=True, is_text=True),
+    Format(TEXT, endings=("",), read=lambda file, field: read_text(file), is_text=True),
 )
 _BINARY = Format(
     "UTF-16 without its mark, or no text",

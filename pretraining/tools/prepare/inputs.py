@@ -13,7 +13,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import logging
-import os
 import re
 import stat
 import sys
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretraining.data.storage.content import checksum_of_parts, open_ranges
-from pretraining.data.storage.dataset_files import MANIFEST_FILE, STATE_FILE, saved_files
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, STATE_FILE, saved_files, walk_folders
 from pretraining.data.storage.doubts import split_of
 from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder, read_object
@@ -164,25 +163,17 @@ def _search(path: Path, selection: Selection, left_out: LeftOut) -> list[tuple[P
 
 def _walk(root: Path, split: str | None, left_out: LeftOut) -> Iterator[tuple[Path, str]]:
     """Yield the files below a folder that are not hidden."""
-
-    def fail(error: OSError) -> None:  # by default, os.walk skips folders that it cannot read
-        raise error
-
-    visited: set[tuple[int, int]] = set()
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=fail):
-        status = Path(folder).stat()
-        # Skip links to a folder that was visited, and datasets that prepare wrote below the input.
-        if (status.st_dev, status.st_ino) in visited or (MANIFEST_FILE in names and Path(folder) != root):
+    for prefix, folders, entries in walk_folders(root, []):
+        folder, names = root / prefix, [entry.name for entry in entries]
+        if MANIFEST_FILE in names and folder != root:  # a dataset that prepare wrote below the input
             folders.clear()
             continue
-        visited.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
         if SAVED_SPLITS in names:
-            folders[:] = _folders_of_split(Path(folder), split, left_out)
-        visible = [name for name in names if name[0] != "." and name != SAVED_SPLITS]
-        for name in _without_caches(Path(folder), visible, left_out):
-            path = Path(folder, name)
-            yield path, path.relative_to(root).as_posix()
+            wanted = _folders_of_split(folder, split, left_out)
+            folders[:] = [each for each in folders if each.name in wanted]
+            names.remove(SAVED_SPLITS)
+        for name in _without_caches(folder, names, left_out):
+            yield folder / name, prefix + name
 
 
 def _without_caches(folder: Path, names: list[str], left_out: LeftOut) -> list[str]:

@@ -14,10 +14,10 @@ import json
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 from pretraining.config.rules import check_config
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
@@ -35,7 +35,6 @@ from pretraining.tools.prepare.inputs import warn_of_copies
 from pretraining.tools.prepare.records import (
     INPUTS_FILE,
     UNKNOWN_VOCABULARIES,
-    Encoder,
     Encoding,
     PrepareSummary,
     UnitRecord,
@@ -115,7 +114,6 @@ class _Job:
 
     Attributes:
         tokenizer: given or found in the root, else set from the plan.
-        now: time that a chat template writes; from the plan, so that it is the same everywhere.
     """
 
     config: PrepareConfig
@@ -124,7 +122,6 @@ class _Job:
     work: WorkFolder
     rank: int
     size: int
-    now: str = ""
 
     def run(self, cores: int) -> PrepareSummary | None:
         """Encode the remaining units of this process, and finish the dataset if all units are done."""
@@ -171,7 +168,7 @@ class _Job:
         given = self.tokenizer and self.tokenizer.sha256
         wanted = {**self.found.settings, "vocab_size": config.vocab_size, "tokenizer": given, "encoder": config.encoder}
         finished = work.dataset / MANIFEST_FILE
-        while (encoder := self._read_plan(wanted)) is None and self.rank > 0 and not exists(finished):
+        while (encoding := self._read_plan(wanted)) is None and self.rank > 0 and not exists(finished):
             if time.monotonic() > deadline:
                 raise DataError(
                     f"rank 0 wrote no plan for these settings and this input within {PLAN_SECONDS:.0f} s. Start all "
@@ -181,42 +178,39 @@ class _Job:
             time.sleep(POLL_SECONDS)
         if exists(finished):
             return None
-        if self.rank > 0 and encoder is not None:
-            return self._encoding(encoder)
+        if encoding is not None:
+            return encoding
         work.files.mkdir(parents=True, exist_ok=True)
         if self.tokenizer is None and self.found.token_type is None:
             self.tokenizer = trained_tokenizer(config, self.found, work.root)
-        if encoder is None and self.tokenizer is not None and self.found.is_chat:
-            self.now = time_for(self.tokenizer)
-        encoding = self._encoding(config.encoder)
+        encoding = self._choose_encoding()
         if self.tokenizer is not None:
             self.tokenizer.save(work.path)
-        decided = {"asked": wanted, "tokenizer": encoding.tokenizer, "encoder": encoding.encoder or "auto"}
-        decided["now"] = self.now
-        decided["input_times"] = times_of(self.found.parts)
+        decided = {"asked": wanted, "encoding": asdict(encoding), "input_times": times_of(self.found.parts)}
         write_atomic(work.plan, json.dumps(decided))
         return encoding
 
-    def _read_plan(self, wanted: dict[str, Any]) -> Literal["auto"] | Encoder | None:
-        """Return the encoder of the plan, and load its tokenizer; None if no plan has these settings."""
+    def _read_plan(self, wanted: dict[str, Any]) -> Encoding | None:
+        """Return the encoding of the plan, and load its tokenizer; None if no plan has these settings."""
         plan = read_object(self.work.plan)
-        if plan.get("asked") != wanted:
+        if plan.get("asked") != wanted or "encoding" not in plan:
             return None
-        if self.rank == 0 and plan.get("input_times") != times_of(self.found.parts):  # train on the text as it is now
+        if self.rank == 0 and plan["input_times"] != times_of(self.found.parts):  # train on the text as it is now
             return None
-        if plan["tokenizer"] is not None:
+        encoding = Encoding(**plan["encoding"] | {"skip_bad": self.config.bad_records == "skip"})
+        if encoding.tokenizer is not None:
             try:
                 tokenizer = load_tokenizer(self.work.path)
             except DataError:  # the file is damaged
                 return None
-            if tokenizer.sha256 != plan["tokenizer"]:
+            if tokenizer.sha256 != encoding.tokenizer:
                 return None
             self.tokenizer = tokenizer
-        encoder: Literal["auto"] | Encoder = plan["encoder"]
-        self.now = plan.get("now", "")
-        return encoder
+            if encoding.encoder is not None:
+                choose_encoder(tokenizer, encoding.encoder)  # which this machine must have, too
+        return encoding
 
-    def _encoding(self, encoder: Literal["auto"] | Encoder) -> Encoding:
+    def _choose_encoding(self) -> Encoding:
         tokenizer, is_text = self.tokenizer, self.found.token_type is None
         vocabulary = tokenizer.vocab_size if tokenizer else self.config.vocab_size
         if vocabulary is None:  # unknown until all is read, so the type of the input gives the width
@@ -227,11 +221,11 @@ class _Job:
             tokens_per_file=self.config.tokens_per_file,
             largest_vocabulary=vocabulary,
             tokenizer=None if tokenizer is None else tokenizer.sha256,
-            encoder=choose_encoder(tokenizer, encoder) if tokenizer and is_text else None,
+            encoder=choose_encoder(tokenizer, self.config.encoder) if tokenizer and is_text else None,
             skip_bad=self.config.bad_records == "skip",
             special_tokens=self.found.settings.get("special_tokens", "text"),
             chat_template=self.found.settings.get("chat_template", ""),
-            now=self.now,
+            now=time_for(tokenizer) if tokenizer and self.found.is_chat else "",
         )
 
     def _finish(self, encoding: Encoding, records: list[UnitRecord]) -> PrepareSummary | None:

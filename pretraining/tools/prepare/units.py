@@ -220,9 +220,10 @@ def read_part(
         assert part.end is not None
         documents = read_shards(source, text_field, part.begin, part.end, part.size)
     else:
-        reader = format_of(source).read
-        assert reader is not None
-        documents = reader(source, text_field, part.begin, part.end)
+        row = format_of(source)
+        assert row.read is not None
+        bounds = {"begin": part.begin, "end": part.end} if row.ranges is not None else {}
+        documents = row.read(source, text_field, **bounds)
     for document in documents if render is None else map(render, documents):
         if document.fault:
             if not skip_bad:

@@ -18,7 +18,7 @@ from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import LlamaShape, RopeScaling, model_settings
-from pretraining.files import write_json
+from pretraining.files import file_checksum, write_json
 from pretraining.model.hf import parameter_shapes
 
 SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
@@ -107,6 +107,12 @@ def write_full_form(folder: Path, tensors: Mapping[str, torch.Tensor], manifest:
 
 def write_manifest(folder: Path, manifest: Manifest, files: Mapping[str, FileEntry]) -> None:
     write_json(folder / MANIFEST, replace(manifest, files=files).document())
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Return size and checksum of a file on disk."""
+    checksum, size = file_checksum(path)
+    return FileEntry(size, checksum)
 
 
 def flip_byte(path: Path, at: int = -1, bits: int = 0xFF) -> None:

@@ -38,7 +38,8 @@ def failing(first: int, times: float) -> Iterator[list[str]]:
         def wrapped(*args: Any, **more: Any) -> Any:
             if next(calls) >= first and len(failed) < times:
                 failed.append(name)
-                raise OSError(errno.EIO, os.strerror(errno.EIO), str(args[0]))
+                path = [str(args[0])] if isinstance(args[0], Path) else []  # not of a descriptor
+                raise OSError(errno.EIO, os.strerror(errno.EIO), *path)
             return call(*args, **more)
 
         return wrapped

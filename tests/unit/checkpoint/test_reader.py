@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.checkpoint.checkpoint_files import flip_byte
+from unit.checkpoint.checkpoint_files import file_entry, flip_byte
 from unit.checkpoint.examples import load, save, tensors
 
 from pretraining.checkpoint import reader, writer
 from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.headers import read_headers
-from pretraining.checkpoint.reader import file_entry, load_tensors, open_tensors, read_tensor
+from pretraining.checkpoint.reader import load_tensors, open_tensors, read_tensor
 from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.distributed import processes
 from pretraining.errors import CheckpointError, DamagedError
@@ -91,7 +91,9 @@ def shards_of(folder: Path) -> list[Path]:
 @pytest.fixture
 def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of two files: the head, and all other tensors."""
-    monkeypatch.setattr(writer, "FILE_BYTES", 16)
+    monkeypatch.setattr(
+        writer, "file_of_tensor", lambda tensors, _: {name: 1 if name in head() else 2 for name in tensors}
+    )
     folder = save(tmp_path, 7)
     assert len(shards_of(folder)) == 2
     return folder

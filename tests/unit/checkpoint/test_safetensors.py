@@ -11,11 +11,12 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from unit.checkpoint.checkpoint_files import file_entry
 
 from pretraining.checkpoint import writer
 from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.headers import read_header
-from pretraining.checkpoint.reader import ReadItem, file_entry, read_chunk
+from pretraining.checkpoint.reader import ReadItem, read_chunk
 from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.errors import CheckpointError, DamagedError
 

@@ -17,7 +17,6 @@ from pretraining.distributed import watchdog as watchdog_module
 from pretraining.distributed.processes import COLLECTIVE_TIMEOUT, Processes
 from pretraining.distributed.watchdog import (
     MOST_NAMED,
-    Hang,
     HangDetector,
     Heartbeat,
     Heartbeats,
@@ -54,51 +53,31 @@ GETTING_ON: list[Answer] = [{1: beat(count, progress=count)} for count in range(
 SILENT: list[Answer] = [{1: beat(count=3), 2: beat(count=4)}, {1: beat(count=3), 2: beat(count=9)}]
 
 
-def looks_until_a_hang(answers: list[Answer], progress: list[int], timeout: float = 10.0) -> tuple[int, Hang | None]:
+@pytest.mark.parametrize(
+    ("answers", "progress", "timeout", "looks"),
+    [
+        ([{}], [1], 10.0, 10),  # a single process; the first update only starts the clock
+        ([{}], [*range(50), *[50] * 9, *range(51, 60)], 10.0, 77),  # progress restarts the clock
+        ([None], [1], 0.0, 200),  # never
+        (SILENT, [1], 10.0, 10),
+        # The watchdog waits while another process makes progress, as in a long save, half a timeout at a time.
+        ([*GETTING_ON, {1: beat(count=99, progress=19)}], [1], 10.0, 100),
+        ([{1: beat()}, {1: beat(count=2), 2: beat()}], [1], 10.0, 15),  # a process without earlier heartbeat
+        ([None], [1], 10.0, 10),  # the store does not answer
+    ],
+)
+def test_a_hang_is_a_timeout_without_progress_of_any_process(
+    answers: list[Answer], progress: list[int], timeout: float, looks: int
+) -> None:
     """Update every second, at most 200 times; the last progress and the last answer stay."""
     waiting = iter(answers)
     detector = HangDetector(lambda: next(waiting, answers[-1]))
     for number in range(200):
-        hang = detector.update(1.0, progress[min(number, len(progress) - 1)], timeout)
-        if hang is not None:
-            return number, hang
-    return 200, None
-
-
-@pytest.mark.parametrize(
-    ("answers", "progress", "timeout", "looks", "silent"),
-    [
-        ([{}], [1], 10.0, 10, []),  # a single process; the first update only starts the clock
-        ([{}], [*range(50), *[50] * 9, *range(51, 60)], 10.0, 77, []),  # progress restarts the clock
-        ([None], [1], 0.0, 200, None),  # never
-        (SILENT, [1], 10.0, 10, [1]),
-        # The watchdog waits while another process makes progress, as in a long save, half a timeout at a time.
-        ([*GETTING_ON, {1: beat(count=99, progress=19)}], [1], 10.0, 100, []),
-        (
-            [{1: beat()}, {1: beat(count=2), 2: beat()}],
-            [1],
-            10.0,
-            15,
-            [1, 2],
-        ),  # a process without earlier heartbeat
-        ([None], [1], 10.0, 10, []),  # the store does not answer
-    ],
-)
-def test_a_hang_is_a_timeout_without_progress_of_any_process(
-    answers: list[Answer], progress: list[int], timeout: float, looks: int, silent: list[int] | None
-) -> None:
-    found, hang = looks_until_a_hang(answers, progress, timeout)
-    assert (found, None if hang is None else hang.silent) == (looks, silent)
-    assert hang is None or (hang.others is None) == (answers == [None])
-
-
-def test_a_hang_found_by_another_process_is_described_with_the_silent_ranks() -> None:
-    waiting = iter(SILENT)
-    detector = HangDetector(lambda: next(waiting))
-    for _ in range(7):
-        assert detector.update(1.0, 1, 10.0) is None
-    hang = detector.describe(5.0)
-    assert (hang.seconds, hang.silent) == (6.0, [1])
+        if detector.update(1.0, progress[min(number, len(progress) - 1)], timeout):
+            break
+    else:
+        number = 200
+    assert number == looks
 
 
 @pytest.mark.parametrize(
@@ -140,7 +119,8 @@ def test_steps_and_bytes_are_progress_and_cpu_time_until_the_first_step(
 def test_outliers_are_named(
     ranks: int, others: dict[int, Heartbeat] | None, silent: list[int], named: list[int]
 ) -> None:
-    first, *found, last = describe(Hang(61.0, others, silent), processes(ranks)).splitlines()
+    earlier = {rank: replace(each, count=1 if rank in silent else 0) for rank, each in (others or {}).items()}
+    first, *found, last = describe(61.0, earlier, others, processes(ranks)).splitlines()
     assert first.startswith("error: rank 0: ") and "61 s" in first and "--hang_timeout" in last
     assert [int(rank) for rank in re.findall(r"rank (\d+)", "\n".join(found))] == named
 

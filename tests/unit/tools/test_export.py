@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from unit.checkpoint.checkpoint_files import (
     SHAPES,
     config_of,
+    file_entry,
     flip_byte,
     manifest_of,
     tensors_of,
@@ -28,7 +29,7 @@ from unit.checkpoint.checkpoint_files import (
 from pretraining.checkpoint import pt_files
 from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.manifest import FULL_FILES, MANIFEST
-from pretraining.checkpoint.reader import file_entry, open_tensors, read_tensor
+from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.config.recipes import dump_config
 from pretraining.config.variants import LlamaShape
 from pretraining.data.tokenizer import train_tokenizer

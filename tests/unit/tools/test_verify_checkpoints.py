@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import (
     SHAPES,
     config_of,
+    file_entry,
     flip_byte,
     manifest_of,
     tensors_of,
@@ -29,7 +30,6 @@ from pretraining.checkpoint.chunks import Chunk
 from pretraining.checkpoint.completeness import coverage_fault
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import ITERATION_FILE, MANIFEST, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
-from pretraining.checkpoint.reader import file_entry
 from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.checkpoint.writer import WriteItem, write_chunks

@@ -85,11 +85,6 @@ def test_a_plan_knows_what_prepare_recorded(tmp_path: Path, capsys: pytest.Captu
     by_tokens = plan(capsys, data, "held_out_fraction=0.5")
     assert len(reads(by_tokens)) == 2 and any("after 4 passes" in line for line in by_tokens) is False
     assert not reads(plan(capsys, data, "num_steps=2ep")) and not reads(plan(capsys, "data_path=/nowhere"))
-    # Of a dataset without prepare.json, a weight gives the share alone.
-    write_dataset(tmp_path / "data" / "other")
-    weighted = plan(capsys, data, "datasets=small,other", "weights=1,3")
-    assert any("other  75.0%" in line and line.endswith("passes unknown") for line in weighted)
-    assert not reads(plan(capsys, data, "datasets=small,other"))
 
 
 def test_many_datasets_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from training_runs import TINY, status_of
 
-from pretraining.checkpoint.forms import files_of
 from pretraining.checkpoint.reader import open_tensors, read_tensor
 from pretraining.checkpoint.start_point import find_newest
 from pretraining.cli import main
@@ -93,7 +92,7 @@ def damage(folder: Path) -> None:
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint, or of a run's newest one."""
     found = find_newest(path)
-    source = open_tensors(found.path, files_of(found.path, found.manifest))
+    source = open_tensors(found.path, found.manifest.files)
     return {name: read_tensor(source, name) for name in source.chunks}
 
 

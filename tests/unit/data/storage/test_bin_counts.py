@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.dataset import build_indices, open_datasets
-from pretraining.data.storage import bin_counts
 from pretraining.data.storage.bin_counts import BinCounts, build_bin_counts, find_bin_counts
 from pretraining.data.storage.dataset_files import DatasetFiles, list_datasets
 from pretraining.data.storage.index import BLOCK_DOCUMENTS, SPLITS, Index
@@ -26,7 +24,6 @@ SEQ_LENGTH = 30
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(bin_counts, "BLOCKS_PER_PROCESS", 1)
     write_documents(tmp_path / "data/web/x.arrow", random_documents(DOCUMENTS))
     return index_of(config(tmp_path))
 
@@ -46,8 +43,8 @@ def files_of(index: Index) -> DatasetFiles:
     return DatasetFiles("web", str(index.path.parent.parent), (), (), "0" * 32, "arrow")
 
 
-def build(index: Index, packing: Packing = "best_fit", workers: int = 1) -> BinCounts:
-    return build_bin_counts(files_of(index), index, DataConfig(seq_length=SEQ_LENGTH, packing=packing), workers)
+def build(index: Index, packing: Packing = "best_fit") -> BinCounts:
+    return build_bin_counts(files_of(index), index, DataConfig(seq_length=SEQ_LENGTH, packing=packing))
 
 
 def find(index: Index, seq_length: int = SEQ_LENGTH, packing: Packing = "best_fit") -> BinCounts | None:
@@ -63,9 +60,9 @@ def bounds_of(counts: BinCounts) -> dict[str, list[int]]:
     return {split: bounds.tolist() for split, bounds in counts.bounds.items()}
 
 
-@pytest.mark.parametrize(("packing", "workers"), [("greedy", 1), ("first_fit", 3), ("best_fit", 3)])
-def test_any_number_of_processes_counts_the_bins_of_every_block(index: Index, packing: Packing, workers: int) -> None:
-    counts = build(index, packing, workers)
+@pytest.mark.parametrize("packing", ["greedy", "first_fit", "best_fit"])
+def test_the_bins_of_every_block_are_counted(index: Index, packing: Packing) -> None:
+    counts = build(index, packing)
     for split in SPLITS:
         lengths = index.split(split).lengths(0, DOCUMENTS)
         blocks = np.split(lengths, range(BLOCK_DOCUMENTS, DOCUMENTS, BLOCK_DOCUMENTS))
@@ -114,12 +111,6 @@ def test_counts_of_an_earlier_release_are_used_as_they_are() -> None:
     for files in list_datasets(data):
         packed, index = replace(data, packing="best_fit", seq_length=16), find_index(files, data)
         assert index is not None and find_bin_counts(files, index, packed) is not None
-
-
-def test_a_process_that_exits_early_is_an_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(DataError, match="status 1"):
-        build(index, workers=2)
 
 
 def test_missing_counts_are_an_error_that_names_index_path(index: Index, tmp_path: Path) -> None:

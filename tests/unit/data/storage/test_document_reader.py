@@ -145,10 +145,10 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path) -> None:
     targets = [str(entry.resolve()) for entry in Path("/proc/self/fd").iterdir()]
     assert sum(target.startswith(str(tmp_path)) and target.endswith(".arrow") for target in targets) <= 3
     path = str(tmp_path / "web/00.arrow")
-    held = OpenFile(path, Path(path).stat().st_size, ARROW)
+    held = OpenFile(path, Path(path).stat().st_size, ARROW.ending)
     cache = open_files(1)
     assert cache.get("a", lambda: held) is held
-    cache.get("b", lambda: OpenFile(path, Path(path).stat().st_size, ARROW))
+    cache.get("b", lambda: OpenFile(path, Path(path).stat().st_size, ARROW.ending))
     target = bytearray(6)
     held.read_into(memoryview(target), 0)  # stays open while it is used
     assert target == b"ARROW1"

@@ -206,8 +206,9 @@ def test_the_date_of_a_template_is_that_of_the_first_start_everywhere(
     monkeypatch.setattr(encode, "encode_unit", encode_unit)
     plan = tmp_path / "out/.again.preparing/plan.json"
     document = json.loads(plan.read_text())
-    assert document["now"] >= before.isoformat()
-    plan.write_text(json.dumps(document | {"now": "2020-02-02T20:20:20"}))
+    assert document["encoding"]["now"] >= before.isoformat()
+    document["encoding"]["now"] = "2020-02-02T20:20:20"
+    plan.write_text(json.dumps(document))
     assert dates(prepare(config)) == {"2020-02-02"}, "units with another date are made again"
 
 

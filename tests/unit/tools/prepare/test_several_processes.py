@@ -104,7 +104,7 @@ def test_rank_0_chooses_the_encoder(config: PrepareConfig, monkeypatch: pytest.M
     monkeypatch.setattr(run, "choose_encoder", watched)
     ranks(config, 3, 0, 1)
     plan = json.loads(Path(config.output_path, ".in.preparing", "plan.json").read_text())
-    assert asked == ["auto", plan["encoder"]] and plan["encoder"] != "auto"
+    assert asked == ["auto", plan["encoding"]["encoder"]] and plan["encoding"]["encoder"] != "auto"
 
 
 def test_of_two_that_find_all_done_at_once_one_finishes(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
