@@ -18,7 +18,6 @@ from pretraining.config.training import DataConfig
 from pretraining.context import ContextGroup
 from pretraining.data.batch_reader import BatchReader
 from pretraining.data.loader import Loader
-from pretraining.data.prepared import tokenizer_entries
 from pretraining.data.resume import describe_order
 from pretraining.data.samples import OpenedDataset, OpenedDatasets, Samples, SplitName, dummy_samples, stored_samples
 from pretraining.data.sampling.mixture import FirstSamples, Mixture, Phase, Skipped, integer_weights
@@ -183,11 +182,9 @@ def _open_sources(
 def _check_virtual_tokens(config: DataConfig, vocab_size: int) -> None:
     for name, token in (("bos_token", config.bos), ("sep_token", config.sep)):
         if token is not None and token >= vocab_size:
-            entries = tokenizer_entries(config) or 0
-            has = f", and the tokenizer has {entries} entries" if entries > token else ""
             raise ConfigError(
-                f"{name}={token} is not in the vocabulary of {vocab_size} tokens, the rows of the model{has}: give "
-                f"--vocab_size={max(entries, token + 1)} or more, or another --{name} (none = no token)"
+                f"{name}={token} is not in the vocabulary of {vocab_size} tokens: give "
+                f"--vocab_size={token + 1} or more, or another --{name} (none = no token)"
             )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pretraining.config.training import DataConfig
-from pretraining.data.storage.dataset_files import MANIFEST_FILE, recorded_entries, recorded_tokenizer_of
+from pretraining.data.storage.dataset_files import MANIFEST_FILE, recorded_tokenizer_of
 from pretraining.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from pretraining.errors import ConfigError, DataError
 from pretraining.files import exists, is_file, read_json
@@ -173,14 +173,6 @@ def recorded_tokenizer(config: DataConfig) -> str | None:
     path, data = config.tokenizer_path, config.data_path
     is_beside = path is not None and data is not None and Path(path).is_relative_to(data)
     return str(Path(path).absolute()) if path is not None and is_beside else path
-
-
-def tokenizer_entries(config: DataConfig) -> int | None:
-    """Return the entries of the tokenizer that encoded the data, else of --tokenizer_path; None if they are unknown."""
-    recorded = [entries for place in _places(config, ()) if (entries := recorded_entries(place)) is not None]
-    if recorded or config.tokenizer_path is None:
-        return max(recorded, default=None)
-    return load_tokenizer(config.tokenizer_path).vocab_size
 
 
 def _places(config: DataConfig, eval_datasets: Iterable[str]) -> list[Path]:

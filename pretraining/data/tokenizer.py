@@ -194,11 +194,6 @@ class Tokenizer:
         return f"{self.library.id_to_token(token)!r} ({token})"
 
     @property
-    def usual_end_of_text(self) -> int | None:
-        """Id of the first special token with a usual name for the end of a text; None if there is none."""
-        return next(map(self.library.token_to_id, _usual_ends(self.library)), None)
-
-    @property
     def begin_of_text(self) -> int | None:
         """Id of the special token that this tokenizer puts before a text; None if there is none."""
         with_special = self.library.encode(self._sample, add_special_tokens=True).ids

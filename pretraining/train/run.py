@@ -216,9 +216,9 @@ def _build_undamaged(
         try:
             return build(start, rollback)
         except DamagedError as error:
-            if start is not None:
-                named = str(start.path) in str(error)
-                damaged[start.source] = str(error) if named else f"{start.path}: {error}"
+            assert start is not None
+            named = str(start.path) in str(error)
+            damaged[start.source] = str(error) if named else f"{start.path}: {error}"
         _free_memory()
         start = _find_start(config, rollback, damaged)
         begin(status, config, start)

@@ -116,12 +116,6 @@ def recorded_tokenizer_of(dataset: Path) -> dict[str, Any]:
     return tokenizer if isinstance(tokenizer, dict) else {}
 
 
-def recorded_entries(dataset: Path) -> int | None:
-    """Return the number of entries of the tokenizer that encoded a dataset; None if it is unknown."""
-    entries = recorded_tokenizer_of(dataset).get("vocab_size")
-    return entries if isinstance(entries, int) else None
-
-
 def describe_changes(before: dict[str, int], after: dict[str, int], rewritten: Collection[str] = ()) -> str:
     """Return the differences between two listings (path -> bytes); empty if they are equal.
 

@@ -14,14 +14,13 @@ import os
 import resource
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pretraining.config.training import DataConfig
 from pretraining.data.sampling.token_stream import Spans
-from pretraining.data.storage.dataset_files import DatasetFiles, recorded_entries
+from pretraining.data.storage.dataset_files import DatasetFiles
 from pretraining.data.storage.index import VIRTUAL_BOS, Index
 from pretraining.data.threads import RecentlyUsed
 from pretraining.errors import DataError
@@ -185,13 +184,9 @@ class DocumentReader:
         token = int(target[positions[span] + position])
         if self._index.is_signed[number] and token >> 8 * target.itemsize - 1:
             token -= 1 << 8 * target.itemsize
-        entries = recorded_entries(Path(self._files.folder)) or 0
-        reason = "the files are damaged, or made with another tokenizer (see --vocab_size)"
-        if token < entries:
-            reason = f"the tokenizer of these files has {entries} entries, so give --vocab_size={entries} or more"
         raise DataError(
             f"token {int(spans.starts[span]) + position} of the document is {token}, but the vocabulary is 0 to "
-            f"{self._vocab_size - 1}: {reason}",
+            f"{self._vocab_size - 1}: the files are damaged, or --vocab_size is not that of their tokenizer",
             path=self._files.path(number),
             row=row,
         )

@@ -92,10 +92,8 @@ def _describe_ends(tokenizer: Tokenizer | None) -> Iterator[str]:
     if tokenizer is None or tokenizer.end_of_text is None:
         yield "  No end-of-text token is known: without --sep_token, nothing separates documents."
         return
-    begin, end, usual = tokenizer.begin_of_text, tokenizer.end_of_text, tokenizer.usual_end_of_text
+    begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
     yield f"  separator  {tokenizer.named(end)}" + ("" if begin is None else f", and {tokenizer.named(begin)} in front")
-    if usual is not None and usual != end:
-        yield f"  This tokenizer also has {tokenizer.named(usual)}, a usual end of text: --sep_token={usual} takes it."
 
 
 def _describe_marks(summary: PrepareSummary) -> Iterator[str]:

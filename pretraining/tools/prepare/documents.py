@@ -202,11 +202,10 @@ def end_of_piece(text: str, begin: int, longest: int) -> int:
     return end
 
 
-def no_field(kind: str, text_field: str, names: Sequence[str], chats: Sequence[str] = ()) -> str:
-    """Return the problem of records that have no field of text, or several of that name; `chats` hold chats."""
+def no_field(kind: str, text_field: str, names: Sequence[str]) -> str:
+    """Return the problem of records that have no field of text, or several of that name."""
     found = f"several {kind}s" if text_field in names else f"no {kind}"
-    remedy = f"--text_field={chats[0]} reads chats" if chats else "set --text_field"
-    return f"{found} {text_field!r}. The {kind}s are: {', '.join(map(repr, names))[:400]}; {remedy}"
+    return f"{found} {text_field!r}. The {kind}s are: {', '.join(map(repr, names))[:400]}; set --text_field"
 
 
 def _not_utf8(error: UnicodeDecodeError, offset: int, file: InputFile) -> str:
@@ -227,8 +226,7 @@ def text_of(record: Any, text_field: str) -> str | list[Any]:
     if text is None:
         return ""
     if text is record:
-        chats = [name for name, value in record.items() if is_chat(value)]
-        raise ValueError(no_field("field", text_field, list(record), chats))
+        raise ValueError(no_field("field", text_field, list(record)))
     if is_chat(text):
         return list(text)
     if not isinstance(text, str):

@@ -47,7 +47,6 @@ class Format:
 
     Attributes:
         name: name in messages, after "it is".
-        starts: first bytes, any of them.
         matches: whether the first bytes (`HEAD_BYTES`, or to the end of the first line) are of this format.
         endings: endings of names, without those of compressions, if the content matches no format.
         read: reader; None = refused with the remedy.
@@ -58,7 +57,6 @@ class Format:
     """
 
     name: str
-    starts: tuple[bytes, ...] = ()
     matches: Callable[[bytes], bool] | None = None
     endings: tuple[str, ...] = ()
     read: Reader | None = None
@@ -88,6 +86,10 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
+def _starts(*starts: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(starts)
+
+
 def _binary(*starts: bytes) -> Callable[[bytes], bool]:
     """Return a test for first letters with which a text may begin, too, and zero bytes, which a text does not have."""
     return lambda head: head.startswith(starts) and b"\0" in head
@@ -115,7 +117,7 @@ FORMATS = (
     ),
     Format(
         ARROW,
-        (b"ARROW1\0\0", b"\xff\xff\xff\xff"),
+        _starts(b"ARROW1\0\0", b"\xff\xff\xff\xff"),
         endings=(".arrow", ".feather"),
         read=read_table,
         has_fields=True,
@@ -138,28 +140,36 @@ FORMATS = (
         is_text=True,
     ),
     # refused: what people have, and the command that makes it readable
-    Format("a Git LFS pointer", (LFS_POINTER,), remedy=LFS_REMEDY),
-    Format("a tar archive", matches=_is_tar, remedy=f"{_UNPACK}mkdir {{folder}} && tar -xf {{file}} -C {{folder}}"),
-    Format("a zip archive", (b"PK\x03\x04", b"PK\x05\x06"), remedy=f"{_UNPACK}unzip {{file}} -d {{folder}}"),
-    Format("a 7z archive", (b"7z\xbc\xaf\x27\x1c",), remedy=f"{_UNPACK}7z x {{file}} -o{{folder}}"),
-    Format("a rar archive", (b"Rar!\x1a\x07",), remedy=f"{_UNPACK}unrar x {{file}} {{folder}}/"),
+    Format("a Git LFS pointer", _starts(LFS_POINTER), remedy=LFS_REMEDY),
+    Format("a tar archive", _is_tar, remedy=f"{_UNPACK}mkdir {{folder}} && tar -xf {{file}} -C {{folder}}"),
+    Format("a zip archive", _starts(b"PK\x03\x04", b"PK\x05\x06"), remedy=f"{_UNPACK}unzip {{file}} -d {{folder}}"),
+    Format("a 7z archive", _starts(b"7z\xbc\xaf\x27\x1c"), remedy=f"{_UNPACK}7z x {{file}} -o{{folder}}"),
+    Format("a rar archive", _starts(b"Rar!\x1a\x07"), remedy=f"{_UNPACK}unrar x {{file}} {{folder}}/"),
     Format("compressed by brotli", endings=(".br",), remedy="Unpack it: brotli -d {file}"),
-    Format("compressed by snappy", (b"\xff\x06\x00\x00sNaPpY",), remedy="Unpack it: snzip -d {file}"),
+    Format("compressed by snappy", _starts(b"\xff\x06\x00\x00sNaPpY"), remedy="Unpack it: snzip -d {file}"),
     Format(
         "a WARC file",
-        (b"WARC/0.", b"WARC/1."),
+        _starts(b"WARC/0.", b"WARC/1."),
         remedy=f"Extract its texts, for example with trafilatura, and {_TO_LINES}",
     ),
-    Format("a MediaWiki dump", (b"<mediawiki",), remedy="Make JSON lines of it: wikiextractor --json {file}"),
-    Format("a PDF", (b"%PDF-",), remedy="Extract its text: pdftotext {file}"),
+    Format("a MediaWiki dump", _starts(b"<mediawiki"), remedy="Make JSON lines of it: wikiextractor --json {file}"),
+    Format("a PDF", _starts(b"%PDF-"), remedy="Extract its text: pdftotext {file}"),
     Format(
-        "of a rare format (ORC, Feather 1, Avro, HDF5, SQLite, compress, lzip, lzop, old lz4)",
-        (b"Obj\x01", b"\x89HDF", b"SQLite format 3\0", b"\x1f\x9d", b"LZIP\x01", b"\x89LZO", b"\x02\x21\x4c\x18"),
-        matches=_binary(b"ORC", b"FEA1"),
+        "of a rare format (Avro, HDF5, SQLite, compress, lzip, lzop, old lz4)",
+        _starts(
+            b"Obj\x01", b"\x89HDF", b"SQLite format 3\0", b"\x1f\x9d", b"LZIP\x01", b"\x89LZO", b"\x02\x21\x4c\x18"
+        ),
         remedy=f"Unpack it, or {_TO_LINES}",
     ),
-    Format("a NumPy file", (b"\x93NUMPY",), remedy="Token ids in .npy are trained on as they are: see docs/data.md"),
-    Format("UTF-16 or UTF-32", (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"), remedy=f"Convert it: {_recode('UTF-16')}"),
+    Format("an ORC or Feather 1 file", _binary(b"ORC", b"FEA1"), remedy="Write it again as Parquet, with pyarrow"),
+    Format(
+        "a NumPy file", _starts(b"\x93NUMPY"), remedy="Token ids in .npy are trained on as they are: see docs/data.md"
+    ),
+    Format(
+        "UTF-16 or UTF-32",
+        _starts(b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"),
+        remedy=f"Convert it: {_recode('UTF-16')}",
+    ),
     # read: the name tells
     Format("CSV", endings=(".csv", ".tsv"), read=read_csv, has_fields=True, is_text=True),
     Format(JSON, endings=(".json",), read=read_json_values, has_fields=True, is_text=True),
@@ -170,8 +180,6 @@ _BINARY = Format(
     remedy=f"If it is text, convert it: {_recode('UTF-16LE')}; if not, leave it out",
 )
 _ROWS = {row.name: row for row in FORMATS}
-_STARTS = tuple(start for row in FORMATS for start in row.starts)
-_MATCHED = [(row.matches, row) for row in FORMATS if row.matches is not None]
 _NAMED = [row for row in FORMATS if row.endings]
 
 
@@ -214,9 +222,7 @@ def recognise(path: Path, name: str, size: int, *, as_text: bool = False) -> Inp
 
 def _by_content(head: bytes) -> Format | None:
     """Return the format that the first bytes show, if any."""
-    if head.startswith(_STARTS):
-        return next(row for row in FORMATS if head.startswith(row.starts))
-    return next((row for matches, row in _MATCHED if matches(head)), None)
+    return next((row for row in FORMATS if row.matches is not None and row.matches(head)), None)
 
 
 def _by_name(path: Path, name: str, *, is_compressed: bool) -> Format:

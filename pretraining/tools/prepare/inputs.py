@@ -23,9 +23,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.data.storage.content import checksum_of_parts, open_ranges
+from pretraining.data.storage.content import PART_BYTES, checksum_of_parts, open_ranges
 from pretraining.data.storage.dataset_files import MANIFEST_FILE, STATE_FILE, saved_files, walk_folders
 from pretraining.data.storage.doubts import split_of
+from pretraining.data.storage.token_format import beginning_of
 from pretraining.errors import DataError
 from pretraining.files import exists, is_file, is_folder, read_object
 from pretraining.text import count_of
@@ -304,8 +305,10 @@ def warn_of_copies(files: Sequence[InputFile]) -> None:
     names = _groups(files, _plain_path)
     _warn(names, "the same name before their endings")
     named = {file for group in names for file in group[1:]}
-    sizes = _groups((file for file in files if file.size and file not in named), lambda file: file.size)
-    _warn([alike for group in sizes for alike in _groups(group, _content)], "the same size and content")
+    candidates = [[file for file in files if file.size and file not in named]]
+    for key in (lambda file: file.size, _beginning, _content):  # the beginnings tell most files apart
+        candidates = [alike for group in candidates for alike in _groups(group, key)]
+    _warn(candidates, "the same size and content")
 
 
 def _groups(files: Iterable[InputFile], key: Callable[[InputFile], Hashable]) -> list[list[InputFile]]:
@@ -323,6 +326,10 @@ def _plain_path(file: InputFile) -> str:
         if path.lower().endswith(endings):
             path = path[: -max(len(ending) for ending in endings if path.lower().endswith(ending))]
     return path
+
+
+def _beginning(file: InputFile) -> Hashable:
+    return beginning_of(file.path, PART_BYTES)
 
 
 def _content(file: InputFile) -> Hashable:

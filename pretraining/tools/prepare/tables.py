@@ -124,9 +124,7 @@ def field_type(schema: pa.Schema, column: str, path: str | Path) -> pa.DataType:
     if kind is None:
         columns = ", ".join(f"{field.name!r} ({field.type})" for field in schema) or "none"
         count = "several columns" if column in schema.names else "no column"
-        chats = [field.name for field in schema if holds_chats(field.type)]
-        remedy = f"--text_field={chats[0]} reads chats" if chats else "set --text_field"
-        raise DataError(f"{count} {column!r}. The columns are: {columns}; {remedy}", path=path)
+        raise DataError(f"{count} {column!r}. The columns are: {columns}; set --text_field", path=path)
     return kind
 
 

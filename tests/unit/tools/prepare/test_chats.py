@@ -270,7 +270,7 @@ def test_without_a_template_one_error_leads_to_a_tokenizer_that_has_one(tmp_path
         with pytest.raises(DataError, match="the tokenizer has no chat template") as error:
             prepare(replace(config, tokenizer_path=tokenizer))
         assert {"text_field", "tokenizer_path"} <= set(error.value.settings)
-    with pytest.raises(DataError, match="--text_field=messages reads chats"):
+    with pytest.raises(DataError, match="set --text_field"):
         prepare(replace(config, text_field="text"))
 
 

@@ -262,19 +262,18 @@ def special_tokenizer(folder: Path, end: str, *more: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
 
 
-def test_the_end_of_text_token_is_printed_as_text_beside_the_usual_one(
+def test_the_end_of_text_token_is_printed_as_text(
     config: PrepareConfig, tmp_path: Path, capsys: CaptureFixture
 ) -> None:
     special_tokenizer(tmp_path / "chat", "<|im_end|>")
     summary = prepare(replace(config, tokenizer_path=str(tmp_path / "chat")))
     printed = capsys.readouterr().out
     assert f"  separator  '<|im_end|>' ({summary.end_of_text})" in printed
-    assert "This tokenizer also has '<|endoftext|>' (0), a usual end of text: --sep_token=0 takes it." in printed
     assert f"--sep_token={summary.end_of_text}" in printed
     assert "--vocab_size" not in printed, "training takes the tokenizer's, rounded up"
     prepare(replace(config, output_path=str(tmp_path / "plain")))
     printed = capsys.readouterr().out
-    assert "  separator  '<|endoftext|>' (0)\n" in printed and "also has" not in printed
+    assert "  separator  '<|endoftext|>' (0)\n" in printed
 
 
 @pytest.mark.parametrize(
