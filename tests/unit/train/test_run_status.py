@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_
 ) -> None:
     with pytest.raises(CheckpointError) as refused:
         RunStatusWriter(2, is_writer=True).begin(tmp_path / "missing", at(0))
-    assert refused.value.path == tmp_path / "missing"
+    assert refused.value.path == tmp_path / "missing" / "checkpoints"
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(ValueError, match="what matters"), RunStatusWriter(2, is_writer=True) as status:
