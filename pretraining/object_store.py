@@ -7,6 +7,7 @@ Credentials come from the environment. Calls fail with a `StoreError`; `Store.re
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -168,3 +169,8 @@ def _connect(address: str) -> tuple[pyarrow.fs.FileSystem, str]:
     # By default, a stream of a slow store buffers whole files, and a request times out after three seconds.
     system = pyarrow.fs.S3FileSystem(background_writes=False, connect_timeout=10, request_timeout=60, **query)
     return system, f"{parts.netloc}{parts.path}".rstrip("/")
+
+
+def exit_without_waiting() -> None:
+    """Let this process exit while a call of a store hangs, which pyarrow's exit handler would wait for."""
+    atexit.unregister(pyarrow.fs.ensure_s3_finalized)

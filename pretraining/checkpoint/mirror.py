@@ -38,9 +38,8 @@ from pretraining.distributed.processes import gather_from_every_rank, on_every_r
 from pretraining.distributed.rendezvous import in_background
 from pretraining.errors import CheckpointError, DamagedError
 from pretraining.files import checked_values, is_file, parse_json, with_checksum, write_atomic
-from pretraining.launch.program import skip_exit_handlers
 from pretraining.model.hf import ORIGIN_FILE
-from pretraining.object_store import Store, StoreError
+from pretraining.object_store import Store, StoreError, exit_without_waiting
 from pretraining.observability.events import EVENTS_FILE
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.text import list_some
@@ -273,7 +272,7 @@ class Mirror:
             with suppress(TimeoutError):
                 self._work.result(CLOSING_SECONDS if wait else 0.0)
             if not self._work.done():
-                skip_exit_handlers()  # pyarrow's exit handler would wait for the store
+                exit_without_waiting()
 
     def _status(self) -> int:
         return self._work.result() if self._work is not None and self._work.done() else RUNNING
@@ -316,11 +315,12 @@ class Mirror:
         """Upload this process's files, in a background thread, after the removal of an earlier copy's manifest."""
         rank, world_size = rank_and_world_size()
         folder = _store_folder(checkpoint)
+        self._retry(self._check_writer)
+        self._retry(partial(self._store.remove, f"{folder}/{MANIFEST}"))
         for name, entry in read_document(checkpoint).recorded_files.items():
             number = re.match(r"shard-(\d+)-", name)
             if (int(number[1]) - 1 if number else 0) % world_size == rank:
                 self._retry(self._check_writer)
-                self._retry(partial(self._store.remove, f"{folder}/{MANIFEST}"))
                 path, target = checkpoint / name, f"{folder}/{name}"
                 self._retry(partial(upload_file, self._store, path, target, entry, self._closing, self._full_speed))
 

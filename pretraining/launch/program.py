@@ -20,20 +20,12 @@ from typing import NoReturn
 from pretraining.launch.signals import INTERRUPTED
 
 FAILED = 1
-_skips_exit_handlers = False
-
-
-def skip_exit_handlers() -> None:
-    """Make this program exit without atexit handlers, when a library's handler would wait forever."""
-    global _skips_exit_handlers
-    _skips_exit_handlers = True
 
 
 def run_as_program(command: Callable[[], object]) -> NoReturn:
     """Run a command and exit: 0 if it returns, the code of a SystemExit, or a traceback and 1 (130 after Ctrl-C)."""
     code = _exit_code_of(command)
-    if not _skips_exit_handlers:
-        atexit._run_exitfuncs()  # prints an exception in a handler, and continues with the next handler
+    atexit._run_exitfuncs()  # prints an exception in a handler, and continues with the next handler
     if not _flush_output():
         code = code or FAILED
     os._exit(code)

@@ -25,10 +25,6 @@ log = logging.getLogger(__name__)
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow_artifacts"
-MAX_PARAMETERS = 100
-"""MLflow's limit of parameters per request."""
-MAX_METRICS = 1000
-"""MLflow's limit of metrics per request."""
 MAX_NAME = 250
 """MLflow's limit of a name's length."""
 REFUSED = "INVALID_PARAMETER_VALUE"
@@ -43,8 +39,6 @@ FINAL = {
     "FEATURE_DISABLED",
 }
 """Error codes of a start that would come again at each report."""
-MAX_CHARACTERS = 6000
-"""MLflow's limit of a parameter's length."""
 VARIABLES = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -108,8 +102,7 @@ class MLflow:
             self._open_run()
             named = zip(allowed_names(known), known.values(), strict=True)
             metrics = [self._entities.Metric(name, value, now, step) for name, value in named]
-            for begin in range(0, len(metrics), MAX_METRICS):
-                self._client.log_batch(self.run_id, metrics=metrics[begin : begin + MAX_METRICS])
+            self._client.log_batch(self.run_id, metrics=metrics)
 
     def close(self) -> None:
         """Finish the run, as failed if an exception is being handled."""
@@ -151,9 +144,8 @@ class MLflow:
         experiment_id = self._experiment()
         self.run_id = self._client.create_run(experiment_id, run_name=self._tracked.name).info.run_id
         settings = plain_settings(self._tracked.config)
-        parameters = [self._entities.Param(name, str(value)[:MAX_CHARACTERS]) for name, value in settings.items()]
-        for begin in range(0, len(parameters), MAX_PARAMETERS):
-            self._client.log_batch(self.run_id, params=parameters[begin : begin + MAX_PARAMETERS])
+        parameters = [self._entities.Param(name, str(value)) for name, value in settings.items()]
+        self._client.log_batch(self.run_id, params=parameters)
 
     def _resume_run(self, run_id: str) -> bool:
         """Resume a run; return False if MLflow does not know it."""

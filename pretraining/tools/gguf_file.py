@@ -18,8 +18,8 @@ import torch
 from pretraining.config.variants import NEUTRAL, LlamaShape
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.errors import ConfigError
-from pretraining.model.frequencies import rotary_frequencies
 from pretraining.model.hf import parameter_shapes
+from pretraining.model.rope import rotary_frequencies
 
 # llama.cpp's names for the rules that split text into words before byte-pair merges.
 _GPT2_SPLIT, _LLAMA3_SPLIT = "gpt-2", "llama-bpe"

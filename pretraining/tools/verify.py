@@ -94,11 +94,9 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
         gone = [] if files.is_file else sorted(written.keys() - set(files.paths))
         missing = [DataError(f"is missing: {MANIFEST_FILE} lists it", path=Path(files.folder, name)) for name in gone]
         faults += _print_faults([*damaged, *missing])
-        documents = tokens = 0
         reports = []
         for report in check_files(files, data, written, vocab_size, threads):
             faults += _print_faults(report.faults)
-            documents, tokens = documents + report.documents, tokens + report.tokens
             reports.append(report)
         faults += _print_faults(_changes_since_indexing(files, data, reports))
         masked = [(number, report.masks) for number, report in enumerate(reports) if report.masks is not None]
@@ -109,6 +107,7 @@ def _verify_datasets(config: VerifyConfig, threads: int) -> None:
         compared = bool(written) and all(entry.crc32 for entry in written.values())
         checksums = f"checksums as in {MANIFEST_FILE}" if compared else f"no checksums in a {MANIFEST_FILE}"
         if faults == faults_before:
+            documents, tokens = sum(each.documents for each in reports), sum(each.tokens for each in reports)
             print_text(
                 f"dataset '{files.name}': {count_of(len(files.paths), 'file')}, {count_of(documents, 'document')}, "
                 f"{tokens:,} tokens ({vocabulary}; {checksums})"

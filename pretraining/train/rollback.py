@@ -143,10 +143,10 @@ class RunBuilder:
             result = self._try_to_build(start)
             if not isinstance(result, str):
                 return result
-            if start is not None:
-                damaged[start.source] = result
+            assert start is not None
+            damaged[start.source] = result
             _free_memory()
-            start = self.find_start(damaged, before_step, returns=start is None or start.is_rewind)
+            start = self.find_start(damaged, before_step, returns=start.is_rewind)
             count_start(self.config.checkpoint, self.status, start)
 
     def _try_to_build(self, start: CheckpointRef | None) -> Run | str:

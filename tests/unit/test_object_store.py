@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,30 @@ def test_objects_are_read_whole_in_pieces_and_by_ranges(tmp_path: Path) -> None:
         store.read_range("a/b", 0, 1)
     with pytest.raises(StoreError):
         list(store.read_pieces("a/b"))
+
+
+HANGING = """
+import socket, sys, threading
+from pretraining.launch.program import run_as_program
+from pretraining.object_store import Store, exit_without_waiting
+
+server = socket.create_server(("127.0.0.1", 0))
+query = f"scheme=http&region=here&endpoint_override=127.0.0.1:{server.getsockname()[1]}"
+threading.Thread(target=Store(f"s3://bucket/run?{query}").read, args=("a",), daemon=True).start()
+server.accept()  # never answered
+
+def command():
+    exit_without_waiting()
+    sys.exit(75)
+
+run_as_program(command)
+"""
+
+
+def test_a_process_exits_while_a_store_does_not_answer() -> None:
+    environment = {**os.environ, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    done = subprocess.run([sys.executable, "-c", HANGING], env=environment, timeout=60, check=False)
+    assert done.returncode == 75
 
 
 @pytest.mark.parametrize(

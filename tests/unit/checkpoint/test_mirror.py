@@ -17,7 +17,7 @@ from pretraining.checkpoint.mirror import MIRROR_FILE, Mirror, TakenOverError, l
 from pretraining.cli import main
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError, ConfigError, DamagedError
-from pretraining.object_store import Store
+from pretraining.object_store import Store, StoreError
 from pretraining.tools.commands import PushConfig
 from pretraining.tools.push import push
 
@@ -144,6 +144,20 @@ def test_a_damaged_owner_is_an_error(copied: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         list_copies(config_of(copied))
     assert str(caught.value.path).endswith(MIRROR_FILE)
+
+
+def test_a_manifest_that_the_store_does_not_give_at_once_is_read_again(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, faults = Store.read, [StoreError("throttled")]
+
+    def fail_once(self: Store, name: str) -> bytes | None:
+        if faults and name.endswith("manifest.json"):
+            raise faults.pop()
+        return read(self, name)
+
+    monkeypatch.setattr(Store, "read", fail_once)
+    assert len(list_copies(config_of(copied), tries=2).complete) == 3 and not faults
 
 
 def test_retention_removes_copies_and_keeps_the_best(tmp_path: Path) -> None:

@@ -76,13 +76,3 @@ def test_errors_during_shutdown_do_not_change_the_exit_code(trouble: str) -> Non
     program = f"def command():\n    {trouble}\n    print('done')\n    sys.exit(75)\nrun_as_program(command)"
     done = run_program(program)
     assert (done.returncode, done.stdout) == (75, "done\n")
-
-
-def test_exit_handlers_that_would_wait_forever_can_be_skipped() -> None:
-    program = (
-        "from pretraining.launch.program import skip_exit_handlers\n"
-        "atexit.register(threading.Event().wait)\n"
-        "def command():\n    print('done')\n    skip_exit_handlers()\n    sys.exit(75)\n"
-        "run_as_program(command)"
-    )
-    assert outcome(run_program(program))[:2] == (75, "done\n")

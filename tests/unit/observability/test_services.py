@@ -83,8 +83,8 @@ class FakeStore:
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
         self.check()
-        assert run_id in self.runs and len(params) <= 100
-        if len(metrics) > 1000 or any(each.value == 1e300 for each in metrics):
+        assert run_id in self.runs
+        if any(each.value == 1e300 for each in metrics):
             raise FakeError("a value that is too large", "INVALID_PARAMETER_VALUE")
         self.parameters.update({each.name: each.value for each in params})
         if metrics:
@@ -291,11 +291,10 @@ def test_a_report_that_mlflow_refuses_is_lost_with_one_warning_and_later_ones_ar
 ) -> None:
     trackers = opened("mlflow", tmp_path)
     for step in (1, 2, 3):
-        many = {f"loss/{number}": 1.0 for number in range(1000)}
-        trackers.log(step, {"loss": 2.0, "custom/huge": 1.0 if step == 3 else 1e300, **many})
+        trackers.log(step, {"loss": 2.0, "custom/huge": 1.0 if step == 3 else 1e300})
     trackers.close()
     sent = {name for at, batch in store.metrics if at == 3 for name in batch}
-    assert {"loss", "loss/999", "custom/huge"} <= sent
+    assert sent == {"loss", "custom/huge"}
     assert caplog.messages[0].startswith("--tracker=mlflow cannot be written") and "lacks 2" in caplog.messages[-1]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_runs import checkpoints_of, losses_of, write_dataset
 from unit.train.whole_runs import checkpoint, damage, diverging_after, equal, manifest_of, refusal, start, started_at
 
+from pretraining.checkpoint.mirror import Mirror
 from pretraining.cli import main
 from pretraining.errors import CheckpointError
 from pretraining.files import with_checksum
@@ -92,6 +94,26 @@ def test_a_rollback_waits_for_a_store_that_fails_once(tmp_path: Path, monkeypatc
     diverging_after(4, monkeypatch, then=lambda: faults.append(StoreError("throttled")))
     train(tmp_path, "max_skipped_steps=2", "max_rollbacks=1", "run_steps=2")
     assert manifest_of(tmp_path / "run", 6)["data"]["skipped"] == [[8, 12]]
+
+
+def test_a_copy_that_another_machine_makes_during_a_start_is_the_start_point(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(copied / "run")
+    late = {step: checkpoint(copied / "store", step) for step in (4, 6, 8)}
+    for step, path in late.items():
+        path.rename(copied / str(step))
+    take_over = Mirror._take_over
+
+    def after_the_others(self: Mirror, *arguments: Any) -> None:
+        for step, path in late.items():
+            if not path.exists():
+                (copied / str(step)).rename(path)
+        take_over(self, *arguments)
+
+    monkeypatch.setattr(Mirror, "_take_over", after_the_others)
+    train(copied, steps=10)
+    assert started_at(copied / "run") == 8 and copies_in(copied) == step_names(2, 4, 6, 8, 10)
 
 
 def test_row_57_best_is_fetched_after_the_loss_of_a_disk(tmp_path: Path) -> None:
