@@ -21,8 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from pretraining.checkpoint.run_folder import committed_checkpoints
-from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.run_folder import committed_checkpoints, newest_run_path
 from pretraining.config.command_line import assign
 from pretraining.config.fields import build, settings_of, values_of
 from pretraining.config.rules import check_config, resolve_run_folder
@@ -83,7 +82,6 @@ class Trainer:
         name_block(config.model.block)
         self.config = config
         self._run_path: str | None = None  # of the last run of this Trainer
-        self._returns = True  # as in `train`
 
     @classmethod
     def from_recipe(cls, *recipes: str | Path, **settings: Any) -> Self:
@@ -97,9 +95,7 @@ class Trainer:
         """
         given = assign({"recipe": [str(recipe) for recipe in recipes], **settings} if recipes else settings)
         resolved = translate_given(TrainConfig, given).resolve(TrainConfig, continues_runs=True)
-        trainer = cls(resolved.config)
-        trainer._returns = resolved.returns
-        return trainer
+        return cls(resolved.config)
 
     def extra_metrics(self, outputs: Outputs, batch: ModelInputs) -> dict[str, tuple[Tensor, Tensor]]:
         """Override this to report user-defined metrics, as `custom/<name>` in training, and in evaluations.
@@ -140,15 +136,7 @@ class Trainer:
 
             is_interrupted = False
             try:
-                result = train(
-                    self.config,
-                    layout,
-                    requests,
-                    threads,
-                    hook=self._hook(),
-                    is_embedded=True,
-                    returns=self._returns,
-                )
+                result = train(self.config, layout, requests, threads, hook=self._hook(), is_embedded=True)
             except Preempted as stop:
                 if stop.result is None:
                     raise

@@ -88,7 +88,7 @@ def train_command(given: Sequence[Assignment]) -> None:
         elif config.evaluation.eval_only:
             evaluate_and_print(config, layout, requests)
         else:
-            train(config, layout, requests, threads, returns=resolved.returns)
+            train(config, layout, requests, threads)
 
 
 def _run_command(row: Command, given: Sequence[Assignment]) -> None:

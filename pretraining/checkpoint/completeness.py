@@ -44,9 +44,11 @@ def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slic
     shape = shape_of(manifest)
     parameters = {name: tuple(size) for name, size in parameter_shapes(shape).items()}
     optimizer, faults = _optimizer_of(manifest), []
+    has_own = optimizer is not None and optimizer.optimizer not in OPTIMIZERS
+    has_state = optimizer is not None and not has_own and bool(manifest.data)
     for name in list(parameters)[share]:
         in_matrix = is_hidden_matrix(name, len(parameters[name]))
-        moments = optimizer.moments(in_matrix=in_matrix) if optimizer is not None else ()
+        moments = optimizer.moments(in_matrix=in_matrix) if optimizer is not None and has_state else ()
         if name not in stored.chunks:
             faults.append(f"{stored.folder} lacks {name}")
         if any(f"{OPTIMIZER_PREFIX}{moment}.{name}" not in stored.chunks for moment in moments):
@@ -56,7 +58,7 @@ def tensor_faults(stored: StoredTensors, manifest: Manifest, share: slice = slic
             continue  # computed from the shape, or the embedding's second name: not read
         files = sorted({chunk.file for chunk in stored.chunks[name]})
         is_exact = bool(manifest.recorded_files) and not any(file in FULL_FILES for file in files)
-        fault = _tensor_fault(name, stored, parameters, is_exact, _has_own_optimizer(manifest))
+        fault = _tensor_fault(name, stored, parameters, is_exact, has_own)
         if fault is not None:
             faults.append(f"{stored.folder}: {fault} (in {', '.join(files)})")
     return faults
@@ -83,19 +85,11 @@ def check_finite(checkpoint: Path, name: str, tensor: torch.Tensor) -> torch.Ten
 
 
 def _optimizer_of(manifest: Manifest) -> OptimizerConfig | None:
-    """Return the optimizer whose state a checkpoint holds; None if it is user-defined or unknown."""
+    """Return the optimizer of the run that saved a checkpoint; None if it is unknown."""
     try:
-        optimizer = settings_in(manifest.config, "config").optimizer if manifest.data else None
+        return settings_in(manifest.config, "config").optimizer
     except ConfigError:
         return None  # written by a version with other settings
-    return optimizer if optimizer is not None and optimizer.optimizer in OPTIMIZERS else None
-
-
-def _has_own_optimizer(manifest: Manifest) -> bool:
-    try:
-        return settings_in(manifest.config, "config").optimizer.optimizer not in OPTIMIZERS
-    except ConfigError:
-        return False
 
 
 def _tensor_fault(

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -60,6 +61,13 @@ def read_document(folder: Path) -> Manifest:
     if form is None:
         raise CheckpointError(f"damaged: its {MANIFEST} is missing", path=folder)
     return FORMS[form](folder)
+
+
+def read_if_good(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint as `read_document` does; None if it is damaged or missing."""
+    with suppress(CheckpointError):
+        return read_document(folder)
+    return None
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -117,22 +117,15 @@ class CheckpointManager:
         self._losses_of = saved.losses_of
         self._evaluated_step = None if saved.evaluation_of_step is None else saved.step
         if self._definition not in (None, self._losses_of) and self.best_evaluation_loss is not None:
-            why = "differ from" if self._losses_of else "are recorded from now on, and may differ from"
             log.info(
-                "the evaluation sets %s those of the best loss so far, %.4f: the next evaluation begins the search for "
-                "the best checkpoint and the patience of early stopping again",
-                why,
+                "the best loss so far, %.4f, is of other evaluation sets or of an earlier version: the next evaluation "
+                "begins the search for the best checkpoint and the patience of early stopping again",
                 self.best_evaluation_loss,
             )
         self.newest = restored.path
-        for name, state in saved.state.items():
-            if name == RUN_STATE:
-                continue
-            if name not in self._states:
-                log.info("the checkpoint holds a state of %s, which this run does not use: ignored", name)
-                continue
+        for name in (name for name in self._states if name in saved.state):
             try:
-                self._states[name].load_state_dict(state)
+                self._states[name].load_state_dict(saved.state[name])
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise CheckpointError(
                     f"damaged: cannot load its state of {name} ({type(error).__name__}: {error}). Start from an "
@@ -189,27 +182,26 @@ class CheckpointManager:
             self._log_saved(self._saver.wait())
 
     def finish(self, state: TrainState) -> None:
-        """Save the last step, if there was one, and wait for the commit and the copy; raises as `maybe_save`."""
+        """Save the last step, if there was one, and wait for the commit and the copy; raises as `maybe_save`.
+
+        Without the copy, a run that is not preempted fails.
+        """
         began, wait_seconds = monotonic(), self._mirror_wait_seconds
         if self._has_trained:
             self.save_now(state, _kind_at_end(state))
         if state.preempted:  # the launcher's grace period includes the save
             wait_seconds = min(PREEMPTED_SECONDS, wait_seconds) - (monotonic() - began)
-        if self._mirror is not None and self._saver is not None and self.newest is not None:
-            with self._observer.stopwatch.measure("checkpoint"):
-                self._finish_copies(self._mirror, self._saver, self.newest, wait_seconds, state.preempted)
-
-    def _finish_copies(self, mirror: Mirror, saver: Saver, newest: Path, seconds: float, preempted: bool) -> None:
-        """Wait for the last copy to the mirror; without the copy, a run that is not preempted fails."""
-        problem = mirror.finish(seconds)
-        saver.apply_retention(newest)  # remove checkpoints that were kept for their copy
-        if problem is None:
+        if self._mirror is None or self._saver is None or self.newest is None:
             return
-        command = shlex.join(("pretrain", "push", str(self._config.folder), str(self._config.ckpt_mirror_path)))
-        text = f"{newest} is saved, but not copied to the mirror ({problem}). `{command}` copies it"
-        if not preempted:
-            raise CheckpointError(text)
-        log.warning(text)
+        with self._observer.stopwatch.measure("checkpoint"):
+            problem = self._mirror.finish(wait_seconds)
+            self._saver.apply_retention(self.newest)  # remove checkpoints that were kept for their copy
+        if problem is not None:
+            command = shlex.join(("pretrain", "push", str(self._config.folder), str(self._config.ckpt_mirror_path)))
+            text = f"{self.newest} is saved, but not copied to the mirror ({problem}). `{command}` copies it"
+            if not state.preempted:
+                raise CheckpointError(text)
+            log.warning(text)
 
     def _kind_due(self, state: TrainState, is_best: bool) -> str | None:
         is_regular = self._interval.is_due(state) or state.step in self._config.checkpoint_steps

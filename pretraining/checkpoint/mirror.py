@@ -25,9 +25,9 @@ from time import monotonic
 from typing import Any
 
 from pretraining.checkpoint.copies import TRIES_OF_START, fetch_copy, read_copies, upload_file
-from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.forms import read_document, read_if_good
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, readable_document
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
 from pretraining.checkpoint.retention import best_of, set_aside, superseded
 from pretraining.checkpoint.run_folder import CHECKPOINTS, SET_ASIDE_FILE, checkpoint_from, committed_checkpoints
 from pretraining.checkpoint.start_point import CheckpointRef
@@ -73,7 +73,8 @@ def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
         tries: maximum, if the store fails.
 
     Raises:
-        CheckpointError: the store cannot be used, or holds the mirror of another run.
+        StoreError: the store cannot be used.
+        CheckpointError: it holds the mirror of another run.
     """
     if config.ckpt_save_path is None or config.ckpt_mirror_path is None:
         return NO_COPIES
@@ -98,7 +99,7 @@ def _check_run_id(store: Store, run: Path, copies: Copies) -> None:
         return
     # A run without an id (lost, or copied by hand) is identified by a checkpoint that the mirror holds, too.
     in_both = [path for path in local if path.name in copies.complete]
-    if own is None and any(readable_document(path) == copies.complete[path.name].manifest for path in in_both):
+    if own is None and any(read_if_good(path) == copies.complete[path.name].manifest for path in in_both):
         return
     raise CheckpointError(
         f"is the mirror of another run than {run}: give another --ckpt_mirror_path or --ckpt_save_path",
@@ -111,11 +112,12 @@ def fetch_start(config: CheckpointConfig, start: CheckpointRef) -> None:
 
     Raises:
         DamagedError: the copy of the start point is damaged.
-        CheckpointError: a store cannot be used, or a checkpoint cannot be written or moved.
+        CheckpointError: a checkpoint cannot be written or moved.
+        StoreError: a store cannot be used.
     """
-    if start.given_up:
+    if start.run.given_up:
         log.warning("the run has gone back on another machine, and its mirror has set newer checkpoints aside")
-        set_aside(config.folder, start.given_up)
+        set_aside(config.folder, start.run.given_up)
     if start.copy is not None:
         if start.is_own:
             _fetch_log_files(Store(start.copy.address), config.folder)

@@ -15,45 +15,22 @@ user may have moved them back.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pretraining.checkpoint.branches import Point, continues, latest_number, number_of
-from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.forms import read_if_good
 from pretraining.checkpoint.manifest import Manifest
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     Checkpoint,
+    Copy,
     checkpoint_from,
     checkpoints_set_aside,
     committed_checkpoints,
     place_in_run,
 )
 from pretraining.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Complete checkpoint in an object store; its bytes are not compared with their checksums yet.
-
-    Attributes:
-        address: address of the store, possibly with a query.
-        folder: folder in the store; "" if the address is that of the checkpoint.
-    """
-
-    address: str
-    folder: str
-    manifest: Manifest
-
-    def __str__(self) -> str:
-        """Return the address of the checkpoint, without a query."""
-        return f"{self.address.partition('?')[0].rstrip('/')}/{self.folder}".rstrip("/")
-
-    @property
-    def name(self) -> str:
-        """Name of the checkpoint."""
-        return str(self).rpartition("/")[2]
 
 
 @dataclass(frozen=True)
@@ -75,36 +52,6 @@ NO_COPIES = Copies()
 
 
 @dataclass(frozen=True)
-class OwnCheckpoint:
-    """Checkpoint of a run.
-
-    Attributes:
-        checkpoint: its facts; its path is in the run's folder, also if it is only in the mirror.
-        is_here: whether the run's folder holds it, possibly damaged.
-        copy: copy in the mirror.
-    """
-
-    checkpoint: Checkpoint
-    is_here: bool = True
-    copy: Copy | None = None
-
-    @property
-    def path(self) -> Path:
-        """Path in the run's folder."""
-        return self.checkpoint.path
-
-    @property
-    def step(self) -> int:
-        """Number of updates before the checkpoint."""
-        return self.checkpoint.step
-
-    @property
-    def places(self) -> list[Path | Copy]:
-        """Places to load it from, the best first."""
-        return [*([self.path] if self.is_here else []), *([self.copy] if self.copy is not None else [])]
-
-
-@dataclass(frozen=True)
 class OwnCheckpoints:
     """Checkpoints that a run may continue from.
 
@@ -112,11 +59,13 @@ class OwnCheckpoints:
         current: the highest step last.
         given_up: checkpoints in the folder that the run has gone back from on another machine.
         given_up_copies: names of complete copies that the run has gone back from, although they are not set aside.
+        copies: names of all complete copies.
     """
 
-    current: tuple[OwnCheckpoint, ...] = ()
+    current: tuple[Checkpoint, ...] = ()
     given_up: tuple[Path, ...] = ()
     given_up_copies: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
 
 
 def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
@@ -126,9 +75,7 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
         CheckpointError: the folder holds only checkpoints that the mirror has set aside.
     """
     here, complete, set_aside = committed_checkpoints(run), copies.complete, copies.set_aside
-    documents = {
-        each.path.name: readable_document(each.path) for each in here if each.path.name in {*complete, *set_aside}
-    }
+    documents = {each.path.name: read_if_good(each.path) for each in here if each.path.name in {*complete, *set_aside}}
     in_both = [copy.manifest for name, copy in complete.items() if documents.get(name) == copy.manifest]
     shared = max((manifest.step for manifest in in_both), default=-1)
     kept = here
@@ -136,24 +83,24 @@ def own_checkpoints(run: Path, copies: Copies) -> OwnCheckpoints:
         kept = [each for each in here if each.step <= shared]
         if not kept and not complete:
             raise CheckpointError(
-                "holds only checkpoints that the mirror of the run has set aside, and the mirror has no other one. "
-                "Rename a set_aside.json there to manifest.json, or give another --ckpt_save_path and "
-                f"--ckpt_mirror_path. The folder has {', '.join(each.path.name for each in here)}",
+                "holds only checkpoints that its mirror has set aside: rename a set_aside.json there to manifest.json, "
+                "or give another --ckpt_save_path and --ckpt_mirror_path",
                 path=run,
             )
     gone = [path for path in checkpoints_set_aside(run) if path.name in complete]
-    if any(readable_document(path) == complete[path.name].manifest for path in gone):
+    if any(read_if_good(path) == complete[path.name].manifest for path in gone):
         complete = {name: copy for name, copy in complete.items() if copy.manifest.step <= shared}
     kept, complete = _without_older_branches(kept, complete, documents)
-    by_name = {each.path.name: OwnCheckpoint(each, copy=complete.get(each.path.name)) for each in kept}
+    by_name = {each.path.name: replace(each, copy=complete.get(each.path.name)) for each in kept}
     for name, copy in complete.items():
         own = by_name.get(name)
-        if own is None or own.checkpoint.kind is None or _is_saved_again(copy.manifest, own.checkpoint):
+        if own is None or own.kind is None or _is_saved_again(copy.manifest, own):
             facts = checkpoint_from(run / CHECKPOINTS / name, copy.manifest)
-            by_name[name] = OwnCheckpoint(facts, is_here=own is not None, copy=copy)
-    current = sorted(by_name.values(), key=lambda each: place_in_run(each.checkpoint))
+            by_name[name] = replace(facts, is_here=own is not None, copy=copy)
+    current = sorted(by_name.values(), key=place_in_run)
     given_up = tuple(each.path for each in here if each not in kept and each.has_save_name)
-    return OwnCheckpoints(tuple(current), given_up, tuple(name for name in copies.complete if name not in complete))
+    given_up_copies = tuple(name for name in copies.complete if name not in complete)
+    return OwnCheckpoints(tuple(current), given_up, given_up_copies, tuple(copies.complete))
 
 
 def _without_older_branches(
@@ -181,10 +128,3 @@ def _is_saved_again(copy: Manifest, own: Checkpoint) -> bool:
     """Return whether another machine has saved a step again, after a rollback to it or after its evaluation."""
     is_evaluated = own.evaluation_loss is None and copy.evaluation_of_step is not None
     return copy.step == own.step and (number_of(copy) > number_of(own) or is_evaluated)
-
-
-def readable_document(path: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint in a folder; None if it is damaged."""
-    with suppress(CheckpointError):
-        return read_document(path)
-    return None

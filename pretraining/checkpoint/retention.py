@@ -102,6 +102,18 @@ def set_aside(run: Path, checkpoints: Sequence[Path]) -> None:
     _link_best(run, best_of(_saved_checkpoints(run)))
 
 
+def set_aside_newer(run: Path, first_step: int, saved: Path | None = None) -> list[Path]:
+    """Set aside the checkpoints from a step on, and return their paths: those that a run drops which goes back.
+
+    Args:
+        saved: checkpoint that stays.
+    """
+    dropped = [each.path for each in committed_checkpoints(run) if each.step >= first_step and each.path != saved]
+    if dropped:
+        set_aside(run, dropped)
+    return dropped
+
+
 def _link_best(run: Path, best: Checkpoint | None) -> None:
     """Point the relative link `best` to the best checkpoint, or remove it if there is none; warn on failure."""
     link = run / CHECKPOINTS / BEST

@@ -1,4 +1,4 @@
-"""Folder of a run's checkpoints, and their names.
+"""Folder of a run: its checkpoints and their names, its path, and the settings kept in it.
 
     <run>/checkpoints/step_1000_ckp/             committed: has a manifest, or is damaged
     <run>/checkpoints/step_1040_ckp.preempt/     committed; removed after a newer commit
@@ -11,17 +11,27 @@ Names are for people: the manifest says what a checkpoint is. Only folders with 
 
 from __future__ import annotations
 
+import glob
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 
 from pretraining.checkpoint.branches import Branches
-from pretraining.checkpoint.forms import read_document
+from pretraining.checkpoint.forms import read_document, read_if_good
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.errors import CheckpointError
-from pretraining.files import entries_of, is_file, is_folder
+from pretraining.config.fields import settings_of, values_of
+from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config, settings_in
+from pretraining.config.run_recipe import comment_of_start
+from pretraining.config.settings_files import read_text
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import DEFAULT_VARIANT
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import absolute_if_local, entries_of, is_file, is_folder, real_path, write_atomic, writing_into
+from pretraining.progress import DefaultDuration
 
 CHECKPOINTS = "checkpoints"
 BEST = "best"
@@ -40,6 +50,42 @@ _SAVE_NAME = (
 _COMMITTED = re.compile(_SAVE_NAME)
 _UNFINISHED = re.compile(rf"{_SAVE_NAME}(\.[0-9a-f]{{4}})?\.tmp")
 
+TIMESTAMP = "{timestamp}"
+_TIME_FORMAT = "%Y%m%d-%H%M%S"
+_WRITTEN_TIME = r"\d{8}-\d{6}"
+FROM_DATA = ("sep_token", "bos_token", "tokenizer_path")
+"""Settings that a new run takes from the prepared data, and a resumed run from its checkpoint."""
+_NOT_COMPARED = frozenset(
+    {
+        *("ckpt_save_path", "init_from", "resume_from_checkpoint", "run_steps", "dry_run"),
+        *("time_limit", "max_starts_without_progress"),  # the error of a crash loop asks to change these
+        *("use_profiler", "profile_steps", "profile_interval"),  # of one start: `config/run_recipe.py`
+    }
+)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Complete checkpoint in an object store; its bytes are not compared with their checksums yet.
+
+    Attributes:
+        address: address of the store, possibly with a query.
+        folder: folder in the store; "" if the address is that of the checkpoint.
+    """
+
+    address: str
+    folder: str
+    manifest: Manifest
+
+    def __str__(self) -> str:
+        """Return the address of the checkpoint, without a query."""
+        return f"{self.address.partition('?')[0].rstrip('/')}/{self.folder}".rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint."""
+        return str(self).rpartition("/")[2]
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -53,6 +99,8 @@ class Checkpoint:
         decided_by: definition of the evaluation sets of the loss; others are not compared with it.
         skipped_in_a_row: skipped updates just before the checkpoint.
         branches: of the run, up to the checkpoint.
+        is_here: whether the run's folder holds it, possibly damaged; else only the mirror does.
+        copy: copy in the mirror.
     """
 
     path: Path
@@ -63,6 +111,13 @@ class Checkpoint:
     decided_by: tuple[str, ...] = ()
     skipped_in_a_row: int = 0
     branches: Branches = ()
+    is_here: bool = True
+    copy: Copy | None = None
+
+    @property
+    def places(self) -> list[Path | Copy]:
+        """Places to load it from, the best first."""
+        return [*([self.path] if self.is_here else []), *([self.copy] if self.copy is not None else [])]
 
 
 def committed_checkpoints(run: Path) -> list[Checkpoint]:
@@ -71,6 +126,12 @@ def committed_checkpoints(run: Path) -> list[Checkpoint]:
     A checkpoint without a manifest is included if its name says that it was committed.
     """
     return sorted((checkpoint_at(path) for path in _folders(run) if is_committed(path)), key=place_in_run)
+
+
+def newest_manifest(run: Path) -> Manifest | None:
+    """Return the newest manifest in a run's folder that can be read."""
+    good = filter(None, (read_if_good(each.path) for each in reversed(committed_checkpoints(run))))
+    return next(good, None)
 
 
 def place_in_run(checkpoint: Checkpoint) -> tuple[int, bool, bool, bool, str]:
@@ -164,3 +225,99 @@ def temporary_name(folder: Path) -> Path:
 def distinct_name(name: str, step: int) -> str:
     """Return the name for a step whose usual name another step has, which rounding of tokens may cause."""
     return f"{name}.step_{step}"
+
+
+# Path of the folder
+
+
+def find_run_folder(config: TrainConfig) -> str | None:
+    """Return the path of the run's folder: that of an unfinished run with these settings, if it has a {timestamp}.
+
+    A requeued job resumes in the newest such folder. Without one, {timestamp} stays in the path. To resume with other
+    settings, name the folder itself.
+    """
+    pattern = config.checkpoint.ckpt_save_path
+    if pattern is None or TIMESTAMP not in pattern:
+        return pattern
+    for folder in folders_of(pattern):
+        newest = newest_manifest(folder)
+        if _has_settings(folder, config) and not (newest is not None and newest.is_of_finished_run):
+            return str(folder)
+    return pattern
+
+
+def make_run_path(pattern: str | None, now: datetime | None = None) -> str | None:
+    """Make the folder of a new run for a path with {timestamp}: runs/try.20261121-143005, in UTC; else do nothing.
+
+    Call it on one rank, which sends the result to the others.
+
+    Raises:
+        CheckpointError: the folder cannot be made.
+    """
+    if pattern is None or TIMESTAMP not in pattern:
+        return pattern
+    moment = now or datetime.now(UTC)
+    while True:
+        folder = Path(pattern.replace(TIMESTAMP, moment.strftime(_TIME_FORMAT)))
+        with writing_into(folder), suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return str(folder)
+        moment += timedelta(seconds=1)  # another run began in the same second
+
+
+def newest_run_path(pattern: str) -> str:
+    """Return the newest folder of a {timestamp} pattern that has begun, whatever its settings; else the path itself."""
+    folders = [each for each in folders_of(pattern) if is_file(each / RUN_CONFIG_FILE)] if TIMESTAMP in pattern else []
+    return str(folders[0]) if folders else pattern
+
+
+def folders_of(pattern: str) -> list[Path]:
+    """Return the folders of a {timestamp} pattern, the newest first."""
+    root = Path(Path(pattern).anchor)
+    written = str(Path(pattern).relative_to(root))
+    form = re.compile(re.escape(written).replace(re.escape(TIMESTAMP), _WRITTEN_TIME))
+    found = root.glob(glob.escape(written).replace(TIMESTAMP, "*"))
+    return sorted(
+        (each for each in found if form.fullmatch(str(each.relative_to(root))) and is_folder(each)), reverse=True
+    )
+
+
+def _has_settings(folder: Path, config: TrainConfig) -> bool:
+    recorded = last_settings(folder)
+    if recorded is None:
+        return False
+    saved = values_of(recorded)
+    saved["tokenizer_path"] = absolute_if_local(saved["tokenizer_path"])  # earlier versions recorded it as typed
+    settings, given = settings_of(TrainConfig), values_of(config)
+    begins_elsewhere = config.checkpoint.ckpt_load_path or config.checkpoint.resume_from_checkpoint
+    if given["model_variant"] is None and begins_elsewhere is None:
+        given["model_variant"] = DEFAULT_VARIANT
+    # The settings in a folder are complete: a start fills in what the user leaves open.
+    model = vars(config.model) if given["model_variant"] is None else ("vocab_size",)
+    left_open = {name for name in (*FROM_DATA, *model) if given[name] in (None, ())}
+    if isinstance(given["warmup_steps"], DefaultDuration):  # a start shortens a default of another system
+        left_open.add("warmup_steps")
+    return all(
+        value == saved[name] or (settings[name].is_path and _real(value) == _real(saved[name]))
+        for name, value in given.items()
+        if name not in left_open | _NOT_COMPARED
+    )
+
+
+def _real(value: str | tuple[str, ...] | None) -> list[Path]:
+    """Return the real paths of a setting: a start from another working folder records an absolute path."""
+    return [real_path(Path(each)) for each in ((value,) if isinstance(value, str) else value or ())]
+
+
+def last_settings(run: Path) -> TrainConfig | None:
+    """Return the settings of the last accepted start of the run in a folder; None if they are unknown."""
+    try:
+        return settings_in(read_text(run / RUN_CONFIG_FILE, RUN_CONFIG_FILE), RUN_CONFIG_FILE)
+    except ConfigError:
+        return None
+
+
+def write_config(config: TrainConfig) -> None:
+    """Write the settings of an accepted start into the run's folder; the file can start the run again."""
+    run = config.checkpoint.folder
+    write_atomic(run / RUN_CONFIG_FILE, comment_of_start(run) + dump_config(config))

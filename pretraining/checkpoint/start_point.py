@@ -14,37 +14,39 @@ from __future__ import annotations
 
 import logging
 import re
-import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pretraining.checkpoint.forms import form_of, read_document, read_manifest
+from pretraining.checkpoint.forms import form_of, read_if_good, read_manifest
 from pretraining.checkpoint.manifest import MANIFEST, Manifest
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, Copy, OwnCheckpoint, own_checkpoints
+from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies, OwnCheckpoints, own_checkpoints
 from pretraining.checkpoint.run_folder import (
     CHECKPOINTS,
     SET_ASIDE,
     SET_ASIDE_FILE,
+    Checkpoint,
+    Copy,
     checkpoint_at,
     checkpoints_set_aside,
     committed_checkpoints,
     is_committed,
+    last_settings,
     run_of,
 )
 from pretraining.config.recipes import settings_in
 from pretraining.config.training import CheckpointConfig, TrainConfig
 from pretraining.errors import CheckpointError, ConfigError
-from pretraining.files import exists, from_hub, is_address, is_folder, real_path
+from pretraining.files import from_hub, is_address, is_folder, real_path
 from pretraining.model.hf import MODEL_FILES
-from pretraining.text import count_of, list_some
+from pretraining.text import count_of
 
 log = logging.getLogger(__name__)
 
 FETCHED = "fetched"
 """Subfolder of a run for a start point that was fetched from an object store."""
+_EARLIER = "was for an earlier start of this run, which resumes. For a new run give another --ckpt_save_path"
 SAVE_PATH, LOAD_PATH, RESUME = "--ckpt_save_path", "--ckpt_load_path", "--resume_from_checkpoint"
 
 
@@ -57,13 +59,11 @@ class CheckpointRef:
         is_own: whether this run saved the checkpoint, and not another run.
         weights_only: whether the run takes only the weights, and starts at step 0.
         damaged: newer damaged checkpoints, one line each with the fault.
-        is_rewind: whether the user asked to go back to this older checkpoint.
-        newer: the run's newer checkpoints, which a rewind sets aside.
+        is_rewind: whether the user asked to go back to this older checkpoint, which sets newer ones aside.
         copy: copy to fetch before the checkpoint can be loaded; None = the checkpoint is at `path`.
         best_copy: copy of the run's best checkpoint, if its folder lacks that one.
-        given_up: checkpoints in the folder that the run has gone back from on another machine.
-        given_up_copies: names of copies that the run has gone back from.
-        listed: names of all complete copies in the run's mirror when the start was chosen.
+        unmet: lines about the requests of the user that a run which resumes does not follow.
+        run: what the run has given up elsewhere, and what its mirror held when the start was chosen.
     """
 
     path: Path
@@ -72,12 +72,10 @@ class CheckpointRef:
     weights_only: bool = False
     damaged: tuple[str, ...] = ()
     is_rewind: bool = False
-    newer: tuple[Path, ...] = ()
     copy: Copy | None = None
     best_copy: Copy | None = None
-    given_up: tuple[Path, ...] = ()
-    given_up_copies: tuple[str, ...] = ()
-    listed: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
+    run: OwnCheckpoints = field(default_factory=OwnCheckpoints)
 
     @property
     def source(self) -> str:
@@ -103,8 +101,6 @@ def find_start(
     damaged: Mapping[str, str] = MappingProxyType({}),
     before_step: int | None = None,
     copies: Copies = NO_COPIES,
-    *,
-    returns: bool = True,
 ) -> CheckpointRef | None:
     """Find the checkpoint to start from; None for a new run. Call it in one process of a job.
 
@@ -114,8 +110,6 @@ def find_start(
         damaged: faults of checkpoints that are known to be damaged, by `CheckpointRef.source`.
         before_step: for a rollback: only checkpoints before this step count; None = no rollback.
         copies: checkpoints in the run's mirror.
-        returns: whether `resume_from_checkpoint` asks to go back; False = an earlier start of the run has done so, and
-            the request only tells where a run without checkpoints begins.
 
     Raises:
         CheckpointError: a named path holds no checkpoint, all are damaged, or `init_from` refuses the start.
@@ -132,7 +126,7 @@ def find_start(
     if not own:
         start = _start_of_new_run(config, damaged)
     elif before_step is None:
-        start = _own_start(config if returns else replace(config, resume_from_checkpoint=None), own, damaged)
+        start = _own_start(config, own, damaged)
     else:
         start = _newest_good(own, damaged, SAVE_PATH, run)
     if config.init_from == "resume" and start is None:
@@ -146,76 +140,68 @@ def find_start(
         )
     if start is None or not own:
         return start
-    return replace(
-        start,
-        given_up=listed.given_up,
-        given_up_copies=listed.given_up_copies,
-        listed=tuple(copies.complete),
-        best_copy=_missing_best(listed.current, start),
-    )
+    return replace(start, run=replace(listed, current=()), best_copy=_missing_best(listed.current, start))
 
 
-def _missing_best(own: Sequence[OwnCheckpoint], start: CheckpointRef) -> Copy | None:
+def _missing_best(own: Sequence[Checkpoint], start: CheckpointRef) -> Copy | None:
     """Return the copy of the best checkpoint up to the start point, if the run's folder lacks that checkpoint."""
     if all(each.is_here for each in own):
         return None
     from pretraining.checkpoint.retention import best_of  # imports torch
 
-    saved = [each for each in own if each.checkpoint.has_save_name and each.step <= start.step]
-    best = best_of([each.checkpoint for each in saved])
-    missing = [each.copy for each in saved if each.checkpoint == best and not each.is_here and each.copy != start.copy]
+    saved = [each for each in own if each.has_save_name and each.step <= start.step]
+    best = best_of(saved)
+    missing = [each.copy for each in saved if each == best and not each.is_here and each.copy != start.copy]
     return missing[0] if missing else None
 
 
-def _own_start(config: CheckpointConfig, own: list[OwnCheckpoint], damaged: Mapping[str, str]) -> CheckpointRef:
-    """Find the newest good checkpoint of a run, or the older one that the user asks to go back to."""
-    run, request = config.folder, config.resume_from_checkpoint
+def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping[str, str]) -> CheckpointRef:
+    """Find the newest good checkpoint of a run, or the older one that the user asks to go back to.
+
+    An accepted start records the request, in config.yaml and in later checkpoints, so that no later start repeats it.
+    """
+    run, load_path, request = config.folder, config.ckpt_load_path, config.resume_from_checkpoint
+    unmet = [f"init_from=scratch {_EARLIER}"] if config.init_from == "scratch" else []
+    if load_path is not None and (is_address(load_path) or not is_within(Path(load_path), run)):
+        unmet.append(f"ckpt_load_path={load_path} {_EARLIER}")
     newest = _newest_good(own, damaged, SAVE_PATH, run)
     if request is None:
-        return newest
-    named, earlier = _find_named(own, request), newest.config.checkpoint.resume_from_checkpoint
-    newer = tuple(each.path for each in reversed(own) if named is not None and each.step > named.step and each.is_here)
-    if earlier is not None and (earlier == request or (named is not None and _find_named(own, earlier) == named)):
-        names, folder = list_some([path.name for path in newer], 4), run / CHECKPOINTS / f"{SET_ASIDE}<name>"
-        again = f". To go back again, first move {names} to a new folder {folder}" if newer else ""
-        step = newest.step
-        log.info("%s=%s: an earlier start has gone back there; resuming from step %d%s", RESUME, request, step, again)
-        return newest
-    if named is not None:
+        return replace(newest, unmet=tuple(unmet))
+    named, last = _find_named(own, request), last_settings(run)
+    done = [each.checkpoint.resume_from_checkpoint or "" for each in (newest.config, last) if each is not None]
+    is_done = request in done or (named is not None and named in [_find_named(own, each) for each in done if each])
+    if named is not None and (not is_done or named.path == newest.path):
         chosen = _newest_good([named], damaged, RESUME, named.path)
-        return replace(chosen, damaged=newest.damaged, is_rewind=True, newer=newer)
-    gone = [OwnCheckpoint(checkpoint_at(path)) for path in reversed(checkpoints_set_aside(run))]
+        return replace(chosen, damaged=newest.damaged, is_rewind=True)
+    unmet.append(f"resume_from_checkpoint={request} {_EARLIER}")
+    if named is not None:
+        folder = run / CHECKPOINTS / f"{SET_ASIDE}<name>"
+        unmet[-1] += f". To go back again, first move newer checkpoints to a new folder {folder}"
+    elif not is_done:
+        _check_begun_there(config, own, newest)
+    return replace(newest, unmet=tuple(unmet))
+
+
+def _check_begun_there(config: CheckpointConfig, own: list[Checkpoint], newest: CheckpointRef) -> None:
+    """Raise a CheckpointError unless a run began at the checkpoint that a request names and the run does not have."""
+    run, request = config.folder, config.resume_from_checkpoint or ""
+    gone = [checkpoint_at(path) for path in reversed(checkpoints_set_aside(run))]
     if aside := _find_named(gone, request):
-        raise CheckpointError(f"{RESUME}={request} is set aside. {_how_to_take_back(aside, config)}")
-    if not exists(Path(request)) or is_within(Path(request), run):
         raise CheckpointError(
-            f"--resume_from_checkpoint={request} is no checkpoint of the run in {run}, which holds "
-            f"{', '.join(each.path.name for each in own[::-1])}"
+            f"{RESUME}={request} is set aside. To take it back, move {aside.path} to {run / CHECKPOINTS}. If there is "
+            f"one of its name, give another name; else rename its {SET_ASIDE_FILE} in the mirror, if any, to {MANIFEST}"
         )
     if not any(_started_from(each, Path(request)) for each in own):
         raise CheckpointError(
-            f"--resume_from_checkpoint={request} belongs to another run, and the run in {run} did not start from it. "
-            f"Leave it out to resume from step {newest.step}, or give another --ckpt_save_path for a new run from there"
+            f"{RESUME}={request} is no checkpoint of the run in {run}, which holds "
+            f"{', '.join(each.path.name for each in own[::-1])}, and the run did not start from it. Leave it out to "
+            f"resume from step {newest.step}, or start a new run in another folder"
         )
-    return newest
 
 
-def _how_to_take_back(aside: OwnCheckpoint, config: CheckpointConfig) -> str:
-    place = config.folder / CHECKPOINTS / aside.path.name
-    mirrored = f". In the mirror, rename {CHECKPOINTS}/{place.name}/{SET_ASIDE_FILE}, if any, to {MANIFEST}"
-    if exists(place):  # the run has saved this step again, and the mirror has that one
-        place, mirrored = place.with_name(f"{place.name}.back"), ""
-    mirrored = "" if config.ckpt_mirror_path is None else mirrored
-    command = shlex.join(["mv", str(aside.path), str(place)])
-    return f"To take it back, give {RESUME}={place.name} after: {command}{mirrored}"
-
-
-def _started_from(own: OwnCheckpoint, path: Path) -> bool:
+def _started_from(own: Checkpoint, path: Path) -> bool:
     """Return whether the run has named a path of another run as its start point when it saved this checkpoint."""
-    manifest = None if own.copy is None else own.copy.manifest
-    if own.is_here:
-        with suppress(CheckpointError):
-            manifest = read_document(own.path)
+    manifest = read_if_good(own.path) if own.copy is None else own.copy.manifest
     if manifest is None:
         return False
     named = CheckpointRef(own.path, manifest).config.checkpoint
@@ -225,11 +211,11 @@ def _started_from(own: OwnCheckpoint, path: Path) -> bool:
 
 def named_checkpoint(run: Path, request: str) -> Path | None:
     """Return the checkpoint in a run's folder that `resume_from_checkpoint` names there; None = no such one."""
-    named = _find_named([OwnCheckpoint(each) for each in reversed(committed_checkpoints(run))], request)
+    named = _find_named(committed_checkpoints(run)[::-1], request)
     return None if named is None else named.path
 
 
-def _find_named(own: list[OwnCheckpoint], request: str) -> OwnCheckpoint | None:
+def _find_named(own: list[Checkpoint], request: str) -> Checkpoint | None:
     """Return the checkpoint with this name, step or path, of a run's own checkpoints, newest first."""
     by_name = {each.path.name: each for each in own}
     by_step = {str(each.step): each for each in own}
@@ -241,7 +227,7 @@ def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> C
     """Find the start point of a run without checkpoints; None = initial weights."""
     load_path, request = config.ckpt_load_path, config.resume_from_checkpoint
     if load_path is not None and is_address(load_path):
-        found = _find_in_store(load_path, fetched_path(config), damaged)
+        found = _find_in_store(load_path, config.folder, damaged)
     elif load_path is None:
         if request is None:
             return None
@@ -253,30 +239,22 @@ def _start_of_new_run(config: CheckpointConfig, damaged: Mapping[str, str]) -> C
     return replace(found, is_own=False, weights_only=found.weights_only or config.weights_only)
 
 
-def _find_in_store(address: str, fetched: Path, damaged: Mapping[str, str]) -> CheckpointRef:
-    """Find the newest good checkpoint that an earlier start has fetched, else the newest one at an address."""
+def _find_in_store(address: str, run: Path, damaged: Mapping[str, str]) -> CheckpointRef:
+    """Find the newest good checkpoint at an address; those that an earlier start has fetched are not fetched again."""
     from pretraining.checkpoint.copies import read_copies  # imports pyarrow
 
-    with suppress(CheckpointError):
-        return find_newest(fetched, damaged)
-    copies = read_copies(address).complete.values()
-    if not copies:
-        raise CheckpointError(f"{LOAD_PATH}={address.partition('?')[0]} holds no complete checkpoint")
-    paths = [fetched / CHECKPOINTS / each.name for each in copies]
-    own = [OwnCheckpoint(checkpoint_at(path), False, each) for path, each in zip(paths, copies, strict=True)]
-    return _newest_good(own[::-1], damaged, LOAD_PATH, address.partition("?")[0])
+    place = address.partition("?")[0]
+    fetched = run / FETCHED / re.sub(r"[^\w.-]+", "_", place)  # with the layout of a run
+    found = own_checkpoints(fetched, read_copies(address)).current
+    if not found:
+        raise CheckpointError(f"{LOAD_PATH}={place} holds no complete checkpoint")
+    return _newest_good(found[::-1], damaged, LOAD_PATH, place)
 
 
 def _are_own(paths: list[Path], run: Path) -> bool:
     """Return whether the run has saved all these checkpoints; then it did not start from them."""
     own = {real_path(each.path) for each in committed_checkpoints(run)}
     return all(real_path(path) in own for path in paths)
-
-
-def fetched_path(config: CheckpointConfig) -> Path:
-    """Return the folder for checkpoints fetched from the address `ckpt_load_path`; its layout is that of a run."""
-    name = re.sub(r"[^\w.-]+", "_", (config.ckpt_load_path or "").partition("?")[0])
-    return config.folder / FETCHED / name
 
 
 def find_newest(
@@ -295,7 +273,7 @@ def find_newest(
             f"{flag}={source} holds no complete checkpoint: no {MANIFEST}, and none in a folder {CHECKPOINTS}/"
             f"{describe_other_weights(source)}"
         )
-    return _newest_good([OwnCheckpoint(checkpoint_at(path)) for path in paths], damaged, flag, source)
+    return _newest_good([checkpoint_at(path) for path in paths], damaged, flag, source)
 
 
 def checkpoints_at(source: Path) -> list[Path]:
@@ -306,7 +284,7 @@ def checkpoints_at(source: Path) -> list[Path]:
 
 
 def _newest_good(
-    checkpoints: Sequence[OwnCheckpoint], damaged: Mapping[str, str], flag: str, source: Path | str
+    checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str], flag: str, source: Path | str
 ) -> CheckpointRef:
     """Return the first checkpoint without a known fault; a damaged one in the folder is replaced by its copy."""
     faults: list[str] = []

@@ -49,13 +49,10 @@ class ResolvedConfig(Generic[T]):
 
     Attributes:
         chosen: the assignment behind each setting that is not left at its default, by name.
-        returns: whether `resume_from_checkpoint` is a request; False = it is one that an earlier start of the run
-            has done, and only recorded.
     """
 
     config: T
     chosen: Mapping[str, Assignment]
-    returns: bool = True
 
 
 def load_train_config(words: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -235,14 +232,15 @@ def resolve_config(root: type[T], sources: Sequence[Source], *, continues_runs: 
         ConfigError: every problem found in sources and rules.
     """
     reader = read_given(root, sources)
-    is_recorded = [continue_run(reader, source) for source in sources if continues_runs]  # type: ignore[arg-type]
+    for source in sources if continues_runs else ():
+        continue_run(reader, source)  # type: ignore[arg-type]
     config, problems = reader.build(), list[str | Problem](reader.problems)
     if config is not None:
         config = resolve_run_folder(config, reader.chosen)
         problems += [_with_places(problem, reader.chosen) for problem in find_problems(config, reader.unreadable)]
     if config is None or problems:
         raise ConfigError(problems)
-    return ResolvedConfig(config, reader.chosen, not any(is_recorded))
+    return ResolvedConfig(config, reader.chosen)
 
 
 def read_given(root: type[T], sources: Sequence[Source]) -> Reader[T]:

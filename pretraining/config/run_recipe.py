@@ -64,17 +64,14 @@ def folder_of_run(recipe: Source) -> Path | None:
     return real_path(recipe.path.parent)
 
 
-def continue_run(reader: Reader[TrainConfig], recipe: Source) -> bool:
+def continue_run(reader: Reader[TrainConfig], recipe: Source) -> None:
     """Change the settings that a run's config.yaml gives to what they mean for another start; log new places.
 
     The run is in the folder of the file. Settings of later recipes and flags stay.
-
-    Returns:
-        Whether `resume_from_checkpoint` is a request of an earlier start.
     """
     folder = folder_of_run(recipe)
     if folder is None:
-        return False
+        return
     recorded = {name for name, given in reader.chosen.items() if given.source == recipe.name}
     if "ckpt_save_path" in recorded:
         reader.values["ckpt_save_path"] = str(folder)
@@ -84,7 +81,6 @@ def continue_run(reader: Reader[TrainConfig], recipe: Source) -> bool:
     _forget(reader, recorded & (_ONE_START | _replaced_by_given(reader, recorded)))
     names, there = [name for name in reader.chosen if name in recorded], last_start(folder).working_folder
     _find_paths(reader, names, recipe.name, there)
-    return _REQUEST in recorded and reader.values.get(_REQUEST) is not None
 
 
 def _forget(reader: Reader[TrainConfig], names: Iterable[str]) -> None:

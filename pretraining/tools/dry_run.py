@@ -17,11 +17,11 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 from pretraining.checkpoint.lease import must_wait_for_lease
-from pretraining.checkpoint.start_point import CheckpointRef
+from pretraining.checkpoint.run_folder import FROM_DATA, find_run_folder
+from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.assignments import Assignment
 from pretraining.config.command_line import ResolvedConfig
 from pretraining.config.fields import sections_of, settings_of, values_of
@@ -37,10 +37,10 @@ from pretraining.text import format_table
 from pretraining.tools.inspect import Inspector, heading
 from pretraining.train.messages import log_plan
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import Plan, check_and_build_dims, plan_run, restore_cpu_threads
+from pretraining.train.plan import Plan, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests
-from pretraining.train.resolve import FROM_DATA, find_run_folder, resolve
-from pretraining.train.run import join_job, resolve_in_job
+from pretraining.train.resolve import resolve
+from pretraining.train.run import join_job
 from pretraining.train.run_status import STATUS_FILE, RunStatus, count_start, read_status
 
 log = logging.getLogger(__name__)
@@ -67,10 +67,9 @@ def dry_run(
         join_job(resolved.config, layout, requests, is_embedded=False) as processes,
         _temporary_folder(processes) as folder,
     ):
-        given = resolved.config
-        path = on_rank_zero(lambda: find_run_folder(given))
-        given = replace(given, checkpoint=replace(given.checkpoint, ckpt_save_path=path))
-        config, start = resolve_in_job(given, partial(resolve, returns=resolved.returns))
+        path = on_rank_zero(lambda: find_run_folder(resolved.config))
+        checkpoint = replace(resolved.config.checkpoint, ckpt_save_path=path)
+        config, start = resolve(replace(resolved.config, checkpoint=checkpoint), lambda: find_start(checkpoint))
         if start is None and config.checkpoint.ckpt_mirror_path is not None:
             log.warning("a dry run does not read --ckpt_mirror_path: a start resumes from a checkpoint there")
         if processes.is_main:
@@ -79,8 +78,7 @@ def dry_run(
         if config.checkpoint.ckpt_save_path is not None:
             on_rank_zero(lambda: _check_folder(config, start))
         data = open_data(config, processes, folder)
-        restore_cpu_threads(start, config, processes, threads)
-        plan = plan_run(config, processes, check_and_build_dims(config, processes), data, start)
+        plan = plan_run(config, processes, check_and_build_dims(config, processes), data, start, threads=threads)
         on_rank_zero(lambda: check_trackers(config))
         log_plan(plan)
         on_every_rank(requests.raise_if_signalled)
@@ -89,11 +87,9 @@ def dry_run(
 
 def _check_folder(config: TrainConfig, start: CheckpointRef | None) -> None:
     """Raise if the lease or the start counter of the run's folder forbids a start."""
-    run, step = config.checkpoint.folder, start.step if start is not None else 0
+    run = config.checkpoint.folder
     must_wait_for_lease(run)
-    previous = read_status(run / STATUS_FILE) or RunStatus()
-    is_rewind = start is not None and start.is_rewind
-    count_start(previous, step, config.run.max_starts_without_progress, is_rewind=is_rewind)
+    count_start(read_status(run / STATUS_FILE) or RunStatus(), start, config.run.max_starts_without_progress)
 
 
 def describe_settings(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretraining.checkpoint.manifest import tensor_state
 from pretraining.checkpoint.restore import load_newest
-from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.run_folder import newest_run_path
 from pretraining.checkpoint.start_point import find_newest
 from pretraining.config.batch_sizes import resolve_batch_sizes
 from pretraining.config.training import CheckpointConfig, TrainConfig
@@ -31,8 +31,8 @@ from pretraining.train.build import build_model
 from pretraining.train.open_data import byte_lengths, open_data, open_evaluation_sources
 from pretraining.train.plan import build_run_dims, check_kernels, recorded_evaluation
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.resolve import resolve_from
-from pretraining.train.run import join_job, resolve_in_job
+from pretraining.train.resolve import resolve
+from pretraining.train.run import join_job
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _evaluate(
     config: TrainConfig, processes: Processes, requests: StopRequests, hook: MetricsHook | None
 ) -> CheckpointEvaluation:
     source = on_rank_zero(lambda: _evaluated_path(config.checkpoint))
-    config, newest = resolve_in_job(config, lambda given: resolve_from(given, find_newest(source)))
+    config, newest = resolve(config, lambda: find_newest(source))
     assert newest is not None
     shape, device, manifest = resolve_shape(config.model), processes.device, newest.manifest
     on_every_rank(lambda: _check_held_out(config, manifest.data.get("held_out_fraction")))

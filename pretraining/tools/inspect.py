@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.checkpoint.run_folder import committed_checkpoints, run_of
-from pretraining.checkpoint.run_path import newest_run_path
+from pretraining.checkpoint.run_folder import committed_checkpoints, newest_run_path, run_of
 from pretraining.checkpoint.start_point import find_newest, find_start, named_checkpoint
 from pretraining.config.assignments import COMMAND_LINE, Assignment, Source
 from pretraining.config.batch_sizes import BatchSizes

@@ -7,7 +7,6 @@ Errors are raised on all ranks alike (`on_rank_zero`, `on_every_rank`), so a mis
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,8 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.checkpoint.mirror import Mirror, fetch_start
 from pretraining.checkpoint.restore import load
-from pretraining.checkpoint.retention import set_aside
-from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints
-from pretraining.checkpoint.run_path import write_config
+from pretraining.checkpoint.retention import set_aside_newer
+from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints, write_config
 from pretraining.checkpoint.saver import Saver
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.training import TrainConfig
@@ -78,11 +76,8 @@ from pretraining.train.open_data import byte_lengths, read_batches
 from pretraining.train.plan import Plan
 from pretraining.train.preemption import StopRequests
 from pretraining.train.run_status import RunStatusWriter
-from pretraining.train.spikes import SpikeDetector
-from pretraining.train.stability import Guards
+from pretraining.train.stability import Guards, SpikeDetector
 from pretraining.train.step import StepContext
-
-log = logging.getLogger(__name__)
 
 REPORT_STATE = "report"  # in checkpoints
 MIRROR_WAIT_SHARE = 0.8
@@ -122,9 +117,7 @@ def build_run(
     run = _assemble(plan, context, stop_requests, status, lease, sampler)
     if plan.start is not None and plan.start.is_rewind:
         on_every_rank(stop_requests.raise_if_pending)
-        newer = plan.start.newer
-        if newer:
-            on_rank_zero(partial(set_aside, plan.config.checkpoint.folder, newer))
+        newer = on_rank_zero(partial(set_aside_newer, plan.config.checkpoint.folder, plan.state.step + 1))
         status.events.add("return", plan.state.step, checkpoint=str(plan.start.path), set_aside=list(map(str, newer)))
     on_rank_zero(lambda: _write_records(plan))  # a recorded return is done
     on_every_rank(stop_requests.raise_if_pending)
@@ -136,23 +129,20 @@ def build_run(
 def _fetch_start(plan: Plan, events: Events) -> None:
     """Fetch what the start needs from object stores; a collective call."""
     start, config = plan.start, plan.config.checkpoint
-    if start is None or not (start.copy or start.best_copy or start.given_up):
-        return
-
-    def fetch() -> None:
-        fetch_start(config, start)
-        events.open(config.folder)  # the file may be a new one
-
-    on_rank_zero(fetch)
+    if start is not None and (start.copy or start.best_copy or start.run.given_up):
+        on_rank_zero(partial(fetch_start, config, start))
+        on_rank_zero(partial(events.open, config.folder))  # the file may be a new one
 
 
 def _write_records(plan: Plan) -> None:
     """Write the settings of an accepted start, and what exports of a new run keep of the model it starts from."""
     start, config = plan.start, plan.config.checkpoint
-    write_config(plan.config)
-    if config.ckpt_save_path is not None and (start is None or not start.is_own):
-        named = config.ckpt_load_path or config.resume_from_checkpoint or ""
-        with writing_into(config.folder):
+    if config.ckpt_save_path is None:
+        return
+    with writing_into(config.folder):
+        write_config(plan.config)
+        if start is None or not start.is_own:
+            named = config.ckpt_load_path or config.resume_from_checkpoint or ""
             record_origin(config.folder, None if start is None else start.path, named)
 
 
@@ -174,29 +164,20 @@ def _load_model_and_optimizer(plan: Plan) -> tuple[ParallelModel, torch.optim.Op
 
 def _add_events(plan: Plan, events: Events) -> None:
     """Record the start point, what the user changes there, and the data phase if a new one begins at this step."""
-    step, phase = plan.state.step, plan.loader.reader.mixture.phases[-1]
-    if plan.start is not None:
-        events.add(
-            "restore",
-            step,
-            checkpoint=str(plan.start.path),
-            weights_only=plan.start.weights_only,
-            passed_over=list(plan.start.damaged),
-        )
-    if plan.rollback is None:
-        _add_changes(plan, events)
+    step, start, phase, data = plan.state.step, plan.start, plan.loader.reader.mixture.phases[-1], {}
+    if start is not None:
+        damaged = list(start.damaged)
+        events.add("restore", step, checkpoint=str(start.path), weights_only=start.weights_only, passed_over=damaged)
+    if plan.rollback is None and plan.restored is not None:
+        data = plan.restored.manifest.data
+        if changes := changed_settings(plan.restored.config, plan.config):
+            events.add("settings", step, changes={name: list(values) for name, values in changes.items()})
+    known = Skipped((begin, end) for begin, end in (*data.get("skipped", ()), *data.get(RENUMBERED, ())))
+    skipped = Skipped(plan.config.data.skipped_ranges).without(known)
+    if plan.rollback is None and skipped:
+        events.add("skip_samples", step, samples=[[begin, end - 1] for begin, end in skipped])
     if phase.first_step == step:
         events.add("phase", step, global_batch_size=phase.global_batch_size, weights=phase.weights)
-
-
-def _add_changes(plan: Plan, events: Events) -> None:
-    """Record the settings that the user has changed since the start point, and the samples that the user skips."""
-    data = {} if plan.restored is None else plan.restored.manifest.data
-    known = Skipped((begin, end) for begin, end in (*data.get("skipped", ()), *data.get(RENUMBERED, ())))
-    if plan.restored is not None and (changes := changed_settings(plan.restored.config, plan.config)):
-        events.add("settings", plan.state.step, changes={name: list(values) for name, values in changes.items()})
-    if skipped := Skipped(plan.config.data.skipped_ranges).without(known):
-        events.add("skip_samples", plan.state.step, samples=[[begin, end - 1] for begin, end in skipped])
 
 
 def build_model(shape: LlamaShape, config: TrainConfig, dims: Dims, device: torch.device) -> ParallelModel:
@@ -255,6 +236,7 @@ def _assemble(
     folder = Path(config.checkpoint.ckpt_save_path or "")  # a run without a folder cannot profile
     profiler = Profiler(config.profiler, folder, state.step + 1, tokens, processes.device, processes.rank, stopwatch)
     return Run(
+        plan=plan,
         state=state,
         context=context,
         batches=read_batches(plan.loader, processes.rank),
@@ -280,8 +262,6 @@ def _build_context(
         conditions = {"phases": len(plan.loader.reader.mixture.phases), "document_mask": config.data.document_mask}
         spikes = SpikeDetector(config.guard.spike_threshold, config.guard.spike_window, device, conditions)
     shard_group, sources = plan.dims.group("shard"), plan.loader.reader.sources
-    if hook is not None and plan.dims.context > 1:
-        log.info("metrics     extra_metrics gets a part of each row: column i is token batch.columns_S[i] of its row")
     metrics = on_every_rank(lambda: Metrics(config.evaluation.extra_scores, hook, model.module))
     return StepContext(
         model=model,
@@ -356,21 +336,18 @@ def _build_checkpoints(
     own = plan.restored if plan.restored is not None and plan.restored.is_own else None
     if config.checkpoint.ckpt_mirror_path is not None:
         step, newest = (own.step, own.path if own.manifest.recorded_files else None) if own else (0, None)
-        mirror = Mirror(
-            config.checkpoint,
-            step,
-            newest,
-            given_up=own.given_up_copies if own else (),
-            listed=None if own is None or plan.is_return else own.listed,
-            spare_cores=plan.processes.device.type == "cpu",
-        )
+        given_up = own.run.given_up_copies if own else ()
+        listed = None if own is None or plan.is_return else own.run.copies
+        spare = plan.processes.device.type == "cpu"
+        mirror = Mirror(config.checkpoint, step, newest, given_up=given_up, listed=listed, spare_cores=spare)
     if config.checkpoint.ckpt_save_path is not None:
         timeout = collective_timeout(config.guard)
         saver = Saver(config.checkpoint, context.model.parameters, context.optimizer, lease, timeout, mirror)
+    manifest = manifest_of_run(config, *on_rank_zero(lambda: (run_id, _branches_of_saves(plan, mirror))))
     checkpoints = CheckpointManager(
         config.checkpoint,
         saver,
-        manifest_of_run(config, *on_rank_zero(lambda: (run_id, _branches_of_saves(plan, mirror)))),
+        manifest,
         plan.loader,
         states,
         observer,

@@ -15,6 +15,7 @@ from pretraining.observability.profiler import Profiler
 from pretraining.observability.throughput import Stopwatch
 from pretraining.progress import TrainState
 from pretraining.train.garbage import GarbageCollection
+from pretraining.train.plan import Plan
 from pretraining.train.preemption import StopRequests
 from pretraining.train.stability import Guards
 from pretraining.train.step import StepContext, train_step
@@ -25,12 +26,14 @@ class Run:
     """Components of a run; `build.build_run` creates them.
 
     Attributes:
+        plan: decisions that the run was built from.
         batches: batches of this rank, one per step; endless until closed.
         host_sync: shared clock and stop request of all ranks.
         stop_requests: signals and deadline of this rank.
         guards: checks that stop a diverging or corrupted run (stability.py).
     """
 
+    plan: Plan
     state: TrainState
     context: StepContext
     batches: Generator[StepBatch, None, None]

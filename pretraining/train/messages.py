@@ -6,22 +6,19 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from pretraining.checkpoint.start_point import CheckpointRef, is_within
+from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.config.fields import settings_of, values_of
 from pretraining.config.plugins import OPTIMIZERS
 from pretraining.config.recipes import RUN_CONFIG_FILE
-from pretraining.config.training import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
+from pretraining.config.training import OptimizerConfig, TrainConfig
 from pretraining.config.values import format_value
 from pretraining.config.variants import (
-    DEFAULT_VARIANT,
     NEUTRAL,
     SWITCHES,
-    VARIANTS,
     LlamaShape,
     format_scaling,
     name_of_model,
@@ -30,7 +27,6 @@ from pretraining.distributed.parallelize import compute_dtype
 from pretraining.distributed.processes import Processes
 from pretraining.estimate.costs import flops_per_token, parameter_count
 from pretraining.estimate.devices import peak_tflops
-from pretraining.files import exists, is_address
 from pretraining.observability.observer import Observer
 from pretraining.observability.throughput import device_name
 from pretraining.observability.trackers import LOGS, METRICS_FILE
@@ -54,11 +50,13 @@ def log_plan(plan: Plan) -> None:
     ranks = config.parallel.context_parallel_size
     shared = f", each sequence on {ranks} ranks (--context_parallel_size)" if ranks > 1 else ""
     reads = _count_reads(plan)
+    saves = processes.is_main and config.checkpoint.ckpt_save_path is not None
+    unfinished = unfinished_saves(config.checkpoint.folder) if saves else ()
     lines_of = {
         "model": [
             f"{name_of_model(config.model)}, {parameter_count(plan.shape):,} parameters, {precision}, "
             f"{config.parallel.sharding_strategy} over {processes.world_size} x {processes.device.type}{threads}",
-            *_describe_switches(plan.shape, config.model),
+            *_describe_switches(plan.shape),
         ],
         "blocks": [compiled] if config.parallel.use_torch_compile else [],
         "data": [_describe_data(plan), *describe_passes(*reads)],
@@ -70,7 +68,7 @@ def log_plan(plan: Plan) -> None:
         "start": list(_describe_start(plan)),
         "damaged": [
             *(f"{line}: skipped" for line in (plan.start.damaged if plan.start is not None else ())),
-            *(f"{path} is incomplete: ignored" for path in plan.unfinished),
+            *(f"{path} is incomplete: ignored" for path in unfinished),
         ],
         "run folder": [config.checkpoint.ckpt_save_path or "none: nothing is saved"],
     }
@@ -102,17 +100,12 @@ def _describe_data(plan: Plan) -> str:
     )
 
 
-def _describe_switches(shape: LlamaShape, model: ModelConfig) -> list[str]:
-    """Return the family, the block and the switches that differ from a plain Llama, and a context that was changed."""
+def _describe_switches(shape: LlamaShape) -> list[str]:
+    """Return the family, the block and the switches that differ from a plain Llama."""
     names = [name for name in SWITCHES if getattr(shape, name) != NEUTRAL[name]]
     given = {name: format_value(getattr(shape, name)) for name in names}
     if shape.rope_scaling is not None:
         given["rope_scaling"] = ",".join(format_scaling(shape.rope_scaling))
-    usual = VARIANTS.get((model.model_variant or DEFAULT_VARIANT).lower())
-    if usual is not None and usual.max_position_embeddings != shape.max_position_embeddings:
-        given["max_position_embeddings"] = (
-            f"{shape.max_position_embeddings} (of the variant: {usual.max_position_embeddings})"
-        )
     return [", ".join(f"{name} {value}" for name, value in given.items())] if given else []
 
 
@@ -126,19 +119,15 @@ def _describe_optimizer(optimizer: OptimizerConfig, shape: LlamaShape) -> str:
     line = f"{chosen.optimizer}: {', '.join(f'{name} {value}' for name, value in given.items())}"
     if chosen.optimizer == "muon":
         # Ours 0.2 sqrt(longer side); plain Muon's sqrt(max(1, rows / columns)). Their ratio is 0.2 sqrt(columns).
-        widths = {"o_proj": shape.query_width, "down_proj": shape.intermediate_size}
-        others = [
-            f"{RMS_OF_ADAMW * math.sqrt(width):.3g} ({name})"
-            for name, width in widths.items()
-            if width != shape.hidden_size
-        ]
-        factors = ", ".join([f"{RMS_OF_ADAMW * math.sqrt(shape.hidden_size):.3g}", *others])
+        widths = {shape.hidden_size: "", shape.query_width: " (o_proj)", shape.intermediate_size: " (down_proj)"}
+        widths[shape.hidden_size] = ""
+        factors = ", ".join(f"{RMS_OF_ADAMW * math.sqrt(width):.3g}{name}" for width, name in widths.items())
         line += f"; updates of matrices are {factors} times as long as of plain Muon, by 0.2 x sqrt(input width)"
     return line
 
 
 def _describe_start(plan: Plan) -> Iterator[str]:
-    start, state = plan.start, plan.state
+    start = plan.start
     if start is None:
         yield f"from initial weights, seed {plan.config.run.seed}"
         return
@@ -146,34 +135,15 @@ def _describe_start(plan: Plan) -> Iterator[str]:
         yield f"at step 0 with the weights of {start.path}"
     else:
         yield f"from {start.path}, step {start.manifest.step}"
-        yield from _describe_unmet_request(plan.config.checkpoint, start)
+        yield from start.unmet
         if not plan.loads_optimizer:
             yield "with a new optimizer state (--load_optimizer=false)"
         yield from plan.loader.changes_at_resume
         for name, (was, is_now) in changed_settings(start.config, plan.config).items():
             yield f"{name} changed from {was} to {is_now}"
-        if state.step < state.total_steps:
-            rate = plan.learning_rate.at(state.step, plan.config.optimizer.peak_learning_rate)
+        if plan.state.step < plan.state.total_steps:
+            rate = plan.learning_rate.at(plan.state.step, plan.config.optimizer.peak_learning_rate)
             yield f"the learning rate is {rate:.3g} at first"
-        if state.stop_step < state.total_steps:
-            yield f"this invocation stops at step {state.stop_step}"
-
-
-def _describe_unmet_request(config: CheckpointConfig, start: CheckpointRef) -> Iterator[str]:
-    """Yield a line per setting that asks for another start point than the newest checkpoint of the run's folder."""
-    if not start.is_own or start.is_rewind:
-        return
-    asked = {"init_from": "scratch" if config.init_from == "scratch" else None, "ckpt_load_path": config.ckpt_load_path}
-    if config.resume_from_checkpoint is not None and exists(Path(config.resume_from_checkpoint)):
-        asked["resume_from_checkpoint"] = config.resume_from_checkpoint
-    for name, value in asked.items():
-        if value is not None and (
-            name == "init_from" or is_address(value) or not is_within(Path(value), config.folder)
-        ):
-            yield (
-                f"{name}={value} was for the first start of this run, which resumes. For a new run give another "
-                "--ckpt_save_path"
-            )
 
 
 def _describe_flops(plan: Plan) -> str:
@@ -201,9 +171,9 @@ def describe_speed(observer: Observer, processes: Processes) -> str:
     )
 
 
-def describe_end(config: TrainConfig, run: Run) -> str:
+def describe_end(run: Run) -> str:
     """Return how a run ended, and where its files are."""
-    state = run.state
+    state, config = run.state, run.plan.config
     head = f"Stopped at step {state.step} of {state.total_steps}."
     if not run.observer.newest:  # nothing was trained or evaluated
         head = f"This run is already finished, at step {state.step} of {state.total_steps}."

@@ -123,37 +123,32 @@ def open_evaluation_sources(
     """
     asked = config.evaluation.eval_batches * batch.global_batch_size
     sequences = asked if record.sequences is None else record.sequences
-    weights, vocab_size = record.weights, resolve_shape(config.model).vocab_size
+    weights, contents, vocab_size = record.weights, dict(record.contents), resolve_shape(config.model).vocab_size
+    rank, seed, group = dims.data_rank, config.run.seed, dims.context_group
+    parts: list[tuple[OpenedDatasets | None, DataConfig, SplitName, str | None]] = []
+    if config.data.held_out_fraction > 0:
+        parts.append((data.training, config.data, "held_out", None))
+    parts += [(opened, folder.config, "train", folder.name) for folder, opened in data.folders]
     sources: list[EvaluationSource] = []
     counts: dict[str, int] = {}
-    contents = dict(record.contents)
-
-    def add(opened: OpenedDatasets | None, settings: DataConfig, split: SplitName, name: str | None) -> dict[str, int]:
-        seed, rank, group = config.run.seed, dims.data_rank, dims.context_group
-        loader, found, weights_now = on_every_rank(
-            lambda: build_evaluation_loader(
-                opened, settings, batch, rank, seed, vocab_size, split, sequences, order, group
-            )
+    for opened, settings, split, named in parts:
+        open_loader = partial(
+            build_evaluation_loader, opened, settings, batch, rank, seed, vocab_size, split, sequences, order, group
         )
-        sets = loader.reader.sources
+        loader, found, weights_now = on_every_rank(open_loader)
         kept = weights if weights.keys() == weights_now.keys() else weights_now
+        weights = kept if named is None else weights
         # The sequences of a set are the first of its order, so these values determine them.
         common = {"seq_length": settings.seq_length, "document_mask": settings.document_mask, "order": order}
-        names = tuple(name or each.name for each in sets)
-        definitions = (
-            {**common, "data": each.fingerprint, "sequences": found[each.name], **_other_content(contents, name, each)}
-            for name, each in zip(names, sets, strict=True)
+        sets = {named or each.name: each for each in loader.reader.sources}
+        counts.update((name, found[each.name]) for name, each in sets.items())
+        definitions = tuple(
+            {**common, "data": each.fingerprint, "sequences": counts[name], **_other_content(contents, name, each)}
+            for name, each in sets.items()
         )
-        counts.update(zip(names, (found[each.name] for each in sets), strict=True))
-        shares = tuple(kept[each.name] for each in sets)
-        sources.append(EvaluationSource(names, _batch_opener(loader, processes), shares, tuple(definitions)))
-        return kept
-
-    if config.data.held_out_fraction > 0:
-        weights = add(data.training, config.data, "held_out", None)
-    for folder, opened in data.folders:
-        add(opened, folder.config, "train", folder.name)
-    on_every_rank(lambda: _check_best_by(config, counts))
+        shares = tuple(kept[each.name] for each in sets.values())
+        sources.append(EvaluationSource(tuple(sets), _batch_opener(loader, processes), shares, definitions))
+    _check_best_by(config, counts)
     for name in (name for name, count in counts.items() if count == 0):
         log.info(
             "evaluation set %s gets none of the %d sequences of an evaluation, so it has no scores", name, sequences
@@ -161,12 +156,7 @@ def open_evaluation_sources(
     if not sources:
         return [], record
     if sequences != asked:
-        log.info(
-            "evaluations read %d sequences, as since the first start of this run (--eval_batches=%d would now be %d)",
-            sequences,
-            config.evaluation.eval_batches,
-            asked,
-        )
+        log.info("evaluations read %d sequences, as since the first start, not %d (--eval_batches)", sequences, asked)
     return sources, EvaluationRecord(sequences, weights, contents)
 
 

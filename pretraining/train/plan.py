@@ -13,13 +13,11 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from pretraining.checkpoint.manager import layout_of_run
 from pretraining.checkpoint.manifest import EVALUATION_SETS_STATE, Manifest
-from pretraining.checkpoint.run_folder import unfinished_saves
 from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from pretraining.config.plugins import OPTIMIZERS
@@ -32,7 +30,7 @@ from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.dims import Dims, build_dims
 from pretraining.distributed.float8 import check_float8
 from pretraining.distributed.parallelize import compute_dtype
-from pretraining.distributed.processes import Processes, on_every_rank, on_rank_zero
+from pretraining.distributed.processes import Processes, on_every_rank
 from pretraining.distributed.watchdog import collective_timeout
 from pretraining.errors import ConfigError, DamagedError
 from pretraining.evaluation.held_out import EvaluationRecord, EvaluationSource
@@ -55,11 +53,13 @@ class Rollback:
     """State that a rollback keeps of the run that has diverged in this start.
 
     Attributes:
+        before_step: only checkpoints before this step are sound.
         skipped: samples to skip besides `--skip_samples`, by their numbers within datasets (`Mixture.numbers`).
         stop_step: last step of this invocation.
         order_version: of the order of samples, in case the run goes back to its initial weights.
     """
 
+    before_step: int
     skipped: Mapping[str, Sequence[Range]]
     stop_step: int
     order_version: int
@@ -73,7 +73,6 @@ class Plan:
         start: None = initial weights.
         rollback: None = the run has not diverged in this start.
         loads_optimizer: whether to load the optimizer state of the start point, too.
-        unfinished: leftovers of interrupted saves in the run's folder.
         data: training datasets; None for dummy data.
         token_schedule: tokens per step, including the steps before the start point.
         sources: evaluation sets.
@@ -87,7 +86,6 @@ class Plan:
     start: CheckpointRef | None
     rollback: Rollback | None
     loads_optimizer: bool
-    unfinished: list[Path]
     data: OpenedDatasets | None
     batch: BatchSizes
     token_schedule: TokenSchedule
@@ -120,25 +118,26 @@ def plan_run(
     opened: OpenedData,
     start: CheckpointRef | None,
     rollback: Rollback | None = None,
+    threads: CpuThreads | None = None,
 ) -> Plan:
     """Plan a run from its start point; a collective call.
 
     Args:
         config: fully resolved settings.
         rollback: as in `Plan`.
+        threads: as in `restore_cpu_threads`.
 
     Raises:
         DamagedError: the start point has no readable position in the data.
         PretrainError: the start point or the data do not fit the settings.
     """
     processes.activity.restart(step=start.step if start is not None else 0)
+    restore_cpu_threads(start, config, processes, threads)
     data, shape = opened.training, resolve_shape(config.model)
     loads_optimizer = start is not None and _loads_optimizer(start, config)
     restored = None if start is None or start.weights_only else start
-    saves = config.checkpoint.ckpt_save_path is not None
-    unfinished = on_rank_zero(lambda: unfinished_saves(config.checkpoint.folder) if saves else [])
-
-    batch = resolve_batch_sizes(config.batch, dims.data, restored.manifest.global_batch_size if restored else None)
+    saved = restored.manifest if restored is not None else Manifest()  # before the first step
+    batch = resolve_batch_sizes(config.batch, dims.data, saved.global_batch_size or None)
     loader = on_every_rank(
         lambda: build_loader(
             data, config.data, batch, dims.data_rank, config.run.seed, shape.vocab_size, group=dims.context_group
@@ -147,18 +146,11 @@ def plan_run(
     if rollback is not None and restored is None:
         loader.keep_order(rollback.order_version)
     if restored is not None:
-        on_every_rank(lambda: _restore_position(loader, restored))
+        on_every_rank(lambda: loader.load_state_dict(saved.data))
     if rollback is not None:
         loader.skip(rollback.skipped)
-    sources, record = open_evaluation_sources(
-        config,
-        opened,
-        batch,
-        processes,
-        dims,
-        recorded_evaluation(restored.manifest) if restored is not None else EvaluationRecord(),
-        loader.order_version,
-    )
+    record, order = recorded_evaluation(saved), loader.order_version
+    sources, record = open_evaluation_sources(config, opened, batch, processes, dims, record, order)
     token_schedule = TokenSchedule.of_phases(
         (phase.first_step, phase.global_batch_size * config.data.seq_length) for phase in loader.reader.mixture.phases
     )
@@ -180,7 +172,6 @@ def plan_run(
         start=start,
         rollback=rollback,
         loads_optimizer=loads_optimizer,
-        unfinished=unfinished,
         data=data,
         batch=batch,
         token_schedule=token_schedule,
@@ -188,15 +179,8 @@ def plan_run(
         loader=loader,
         sources=sources,
         evaluation=record,
-        state=_initial_state(config, token_schedule, training_tokens, restored, rollback),
+        state=_initial_state(config, token_schedule, training_tokens, saved, rollback),
     )
-
-
-def _restore_position(loader: Loader, restored: CheckpointRef) -> None:
-    try:
-        loader.load_state_dict(restored.manifest.data)
-    except DamagedError as error:
-        raise DamagedError(str(error), path=restored.path) from None
 
 
 def _annealing_start(config: TrainConfig, restored: CheckpointRef | None) -> int:
@@ -265,22 +249,14 @@ def restore_cpu_threads(
 
 
 def _initial_state(
-    config: TrainConfig,
-    token_schedule: TokenSchedule,
-    training_tokens: int | None,
-    restored: CheckpointRef | None,
-    rollback: Rollback | None,
+    config: TrainConfig, tokens: TokenSchedule, training_tokens: int | None, saved: Manifest, rollback: Rollback | None
 ) -> TrainState:
-    progress = Progress(0, 0)
-    if restored is not None:
-        progress = Progress(restored.manifest.step, restored.manifest.tokens_seen, restored.manifest.seconds)
-    total_steps = config.run.num_steps.to_steps(token_schedule, training_tokens)
+    total_steps, run_steps = config.run.num_steps.to_steps(tokens, training_tokens), config.run.run_steps
+    stop_step = total_steps if run_steps is None else min(total_steps, saved.step + run_steps)
     if rollback is not None:
         stop_step = rollback.stop_step
-    else:
-        run_steps = config.run.run_steps
-        stop_step = total_steps if run_steps is None else min(total_steps, progress.steps + run_steps)
-    return TrainState(total_steps, stop_step, token_schedule.tokens_per_step, progress)
+    progress = Progress(saved.step, saved.tokens_seen, saved.seconds)
+    return TrainState(total_steps, stop_step, tokens.tokens_per_step, progress)
 
 
 def check_and_build_dims(config: TrainConfig, processes: Processes) -> Dims:

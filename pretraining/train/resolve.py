@@ -1,26 +1,22 @@
 """Settings and start point of a run: what the user gave, completed from the start point or the data.
 
-    settings as given -> `find_run_folder` -> `resolve` -> Resolved: complete settings, start point
-
-Rank 0 resolves for all processes (`run.resolve_in_job`).
+settings as given -> `find_run_folder` -> `resolve` -> complete settings, start point
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pretraining.checkpoint.manifest import TRACKERS_STATE, check_same_model, shape_of
-from pretraining.checkpoint.own_checkpoints import NO_COPIES, Copies
-from pretraining.checkpoint.run_path import TIMESTAMP, existing_run_path
-from pretraining.checkpoint.start_point import CheckpointRef, find_start
-from pretraining.config.fields import values_of
+from pretraining.checkpoint.run_folder import last_settings
+from pretraining.checkpoint.start_point import CheckpointRef
+from pretraining.config.fields import build, values_of
 from pretraining.config.plugins import TRACKERS
-from pretraining.config.recipes import RUN_CONFIG_FILE, settings_in
 from pretraining.config.rules import check_config
-from pretraining.config.settings_files import read_text
 from pretraining.config.training import NO_TOKEN, DataConfig, ModelConfig, TrainConfig
 from pretraining.config.variants import (
     DEFAULT_VARIANT,
@@ -30,9 +26,9 @@ from pretraining.config.variants import (
     resolve_shape,
     rounded_vocabulary,
 )
+from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import exists, is_file, is_folder
-from pretraining.progress import DefaultDuration
 from pretraining.train.run_status import original_of
 
 if TYPE_CHECKING:
@@ -45,35 +41,31 @@ log = logging.getLogger(__name__)
 _ENDS: tuple[TokenSetting, ...] = ("sep_token", "bos_token")
 _CHANGEABLE = ("vocab_size", "rope_theta", "rope_scaling")
 """Dimensions that a run may change in the weights it starts from."""
-FROM_DATA = (*_ENDS, "tokenizer_path")
-"""Settings that a new run takes from the prepared data, and a resumed run from its checkpoint."""
 
 
-class Resolved(NamedTuple):
-    """Complete settings of a run, and its start point.
+def resolve(config: TrainConfig, find: Callable[[], CheckpointRef | None]) -> tuple[TrainConfig, CheckpointRef | None]:
+    """Find the start point, and complete the settings from it; a collective call that writes nothing.
 
-    Attributes:
-        start: None = initial weights.
-    """
-
-    config: TrainConfig
-    start: CheckpointRef | None
-
-
-def resolve(config: TrainConfig, copies: Copies = NO_COPIES, *, returns: bool = True) -> Resolved:
-    """Find a run's start point, and complete its settings; in one process. Writes nothing.
+    Rank 0 resolves for all processes. Each process keeps the values that its user gave (`per_node`), and takes those
+    that rank 0 has found.
 
     Args:
         config: with the path of the run's folder (`find_run_folder`).
-        copies, returns: as in `find_start`.
+        find: called on rank 0; returns the start point, None = initial weights.
 
     Raises:
-        CheckpointError: as in `find_start` and `refuse_copy`, or the start point has a model with other dimensions.
+        CheckpointError: as `find`, as in `refuse_copy` and as in `adopt_settings`.
         ConfigError, DataError: as in `adopt_settings`.
     """
-    start = find_start(config.checkpoint, copies=copies, returns=returns)
-    refuse_copy(config, start)
-    return resolve_from(config, start)
+
+    def resolve_here() -> tuple[dict[str, Any], CheckpointRef | None]:
+        start, given = find(), values_of(config)
+        refuse_copy(config, start)
+        adopted = values_of(adopt_settings(config, start))
+        return {name: value for name, value in adopted.items() if value != given[name]}, start
+
+    found, start = on_rank_zero(resolve_here)
+    return build(type(config), values_of(config) | found), start
 
 
 def refuse_copy(config: TrainConfig, start: CheckpointRef | None) -> None:
@@ -81,11 +73,12 @@ def refuse_copy(config: TrainConfig, start: CheckpointRef | None) -> None:
 
     The run's folder in the record of the last start tells: it is another one, and holds the same run.
     """
-    run = None if config.checkpoint.ckpt_save_path is None else config.checkpoint.folder
-    original = None if run is None else original_of(run)
-    if run is None or original is None:
+    if config.checkpoint.ckpt_save_path is None or config.evaluation.eval_only:
         return
-    before = settings_in(read_text(run / RUN_CONFIG_FILE, RUN_CONFIG_FILE), RUN_CONFIG_FILE)
+    run = config.checkpoint.folder
+    original, before = original_of(run), last_settings(run)
+    if original is None or before is None:
+        return
     mirror, theirs = ((each.checkpoint.ckpt_mirror_path or "").rstrip("/") for each in (config, before))
     ids = start.manifest.state.get(TRACKERS_STATE, {}) if start is not None and start.is_own else {}
     shared = {"--ckpt_mirror_path=<another address, or none>": mirror.partition("?")[0]} if mirror == theirs else {}
@@ -101,17 +94,6 @@ def refuse_copy(config: TrainConfig, start: CheckpointRef | None) -> None:
             f"{' and '.join(flags)}. (If it takes the place of the original, move or remove {original}.)",
             path=run,
         )
-
-
-def resolve_from(config: TrainConfig, start: CheckpointRef | None) -> Resolved:
-    """Complete the settings of a run with this start point; in one process. Raises as `resolve`."""
-    adopted = adopt_settings(config, start)
-    if start is not None:
-        shape = resolve_shape(adopted.model)
-        check_same_model(start.manifest, shape, start.path, _CHANGEABLE if start.weights_only else ())
-        if start.weights_only:
-            _check_and_log_changes(start, shape, adopted.data.tokenizer_path)
-    return Resolved(adopted, start)
 
 
 def _tokenizer_of_weights(start: CheckpointRef) -> KnownTokenizer | None:
@@ -155,28 +137,6 @@ def _check_and_log_changes(start: CheckpointRef, shape: LlamaShape, tokenizer_pa
         )
 
 
-def find_run_folder(config: TrainConfig) -> str | None:
-    """Return the path of the run's folder: that of an unfinished run with these settings, if it has a {timestamp}.
-
-    A {timestamp} without such a run stays in the path.
-    """
-    pattern, model = config.checkpoint.ckpt_save_path, config.model
-    if pattern is None or TIMESTAMP not in pattern:
-        return pattern
-    loads = config.checkpoint.ckpt_load_path or config.checkpoint.resume_from_checkpoint
-    if model.model_variant is None and loads is None:
-        model = replace(model, model_variant=DEFAULT_VARIANT)
-    # The settings in a folder are complete: a start fills in what the user leaves open.
-    from_start = vars(model) if model.model_variant is None else ("vocab_size",)
-    given = values_of(config)
-    # A start shortens a default warm-up of another system.
-    of_schedule = ("warmup_steps",) if isinstance(config.schedule.warmup_steps, DefaultDuration) else ()
-    left_open = frozenset(of_schedule) | frozenset(
-        name for name in (*FROM_DATA, *from_start) if given[name] in (None, ())
-    )
-    return existing_run_path(pattern, replace(config, model=model), left_open) or pattern
-
-
 def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTrainConfig:
     """Complete the settings: the model, its vocabulary size, the tokens at the ends of documents, the tokenizer.
 
@@ -186,6 +146,7 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
     one process of a job, since nodes may see other files.
 
     Raises:
+        CheckpointError: the start point has a model with other dimensions.
         ConfigError: the settings do not fit the model, or datasets name different tokens.
         DataError: the tokenizer or a prepare.json cannot be read.
     """
@@ -196,12 +157,17 @@ def adopt_settings(config: AnyTrainConfig, start: CheckpointRef | None) -> AnyTr
         raise ConfigError("--sample_at_evaluations=true: the data has no tokenizer; give --tokenizer_path")
     if adopted.data.tokenizer_path is None and adopted.evaluation.sample_prompt:
         log.info("--sample_prompt has no effect: the data has no tokenizer; give --tokenizer_path")
-    if start is not None and start.weights_only and adopted.data.bos is None:
-        _warn_of_begin_token(start)
+    if start is not None:
+        shape = resolve_shape(adopted.model)
+        check_same_model(start.manifest, shape, start.path, _CHANGEABLE if start.weights_only else ())
+        if start.weights_only:
+            _check_and_log_changes(start, shape, adopted.data.tokenizer_path)
     return adopted
 
 
 def _adopt_model(config: TrainConfig, start: CheckpointRef | None) -> ModelConfig:
+    from pretraining.data.tokenizer import load_tokenizer
+
     needs_vocabulary = config.model.vocab_size is None and config.data.tokenizer_path is not None
     if config.model.model_variant is not None and not needs_vocabulary:
         return config.model
@@ -209,9 +175,13 @@ def _adopt_model(config: TrainConfig, start: CheckpointRef | None) -> ModelConfi
     model = config.model
     if model.model_variant is None:
         model = ModelConfig(model_variant=DEFAULT_VARIANT) if shape is None else model_settings(shape)
-    if needs_vocabulary:
-        rows = _vocabulary_for(config.data.tokenizer_path or "") if shape is None else shape.vocab_size
-        model = replace(model, vocab_size=rows)
+    if needs_vocabulary and shape is not None:
+        model = replace(model, vocab_size=shape.vocab_size)
+    elif needs_vocabulary:
+        path = config.data.tokenizer_path or ""
+        entries = load_tokenizer(path).vocab_size
+        model = replace(model, vocab_size=rounded_vocabulary(entries))
+        log.info("vocab_size  %s, for the %s entries of %s", f"{model.vocab_size:,}", f"{entries:,}", path)
     given = {name: value for name, value in vars(config.model).items() if value not in (None, ())}
     return replace(model, **given)
 
@@ -239,29 +209,20 @@ def _adopt_data(config: TrainConfig, start: CheckpointRef | None) -> DataConfig:
     if not asks and not is_lost:
         return data
     weights = _tokenizer_of_weights(start) if start is not None and asks else None
+    if start is not None and not is_resumed:
+        _warn_of_begin_token(start, data, weights)
     asked = data if asks else replace(data, accept_tokenizer=True)
     return replace(data, tokenizer_path=choose_tokenizer(asked, sets, weights, rows))
 
 
-def _warn_of_begin_token(start: CheckpointRef) -> None:
+def _warn_of_begin_token(start: CheckpointRef, data: DataConfig, weights: KnownTokenizer | None) -> None:
     """Warn if the weights expect a begin-of-text token, and the run has none."""
     begin = start.manifest.data.get("bos_token")
-    if not start.manifest.data:  # weights of others expect what their tokenizer does
-        found = _tokenizer_of_weights(start)
-        begin = None if found is None or found.tokenizer is None else found.tokenizer.begin_of_text
-    if begin is not None:
+    if not start.manifest.data and weights is not None and weights.tokenizer is not None:
+        begin = weights.tokenizer.begin_of_text  # weights of others expect what their tokenizer does
+    if begin is not None and data.bos is None:
         log.warning(
             "the weights of %s expect token %d before every text, and this run has no bos_token: unless the token "
             "files contain it, give --bos_token=%d",
             *(start.path, begin, begin),
         )
-
-
-def _vocabulary_for(tokenizer_path: str) -> int:
-    """Return an embedding size for a tokenizer."""
-    from pretraining.data.tokenizer import load_tokenizer
-
-    entries = load_tokenizer(tokenizer_path).vocab_size
-    rows = rounded_vocabulary(entries)
-    log.info("vocab_size  %s, for the %s entries of %s", f"{rows:,}", f"{entries:,}", tokenizer_path)
-    return rows

@@ -1,33 +1,43 @@
 """Run from its settings to its end: join the processes, plan, build, train, report the result.
 
-The command line and `pretraining.Trainer` start here.
+The command line and `pretraining.Trainer` start here. After a damaged checkpoint or a divergence, a run is planned and
+built again. A run that diverges goes back to the newest checkpoint before the divergence, and skips the samples since.
+PaLM got past its loss spikes this way (Chowdhery et al., 2022, section 5.1): a spike came from certain batches meeting
+certain weights, and did not come back with other batches.
+
+    divergence -> restore an older checkpoint -> save it again with the skipped samples -> set newer checkpoints aside
+
+A run that is killed before newer checkpoints are set aside diverges again at its next start. If its newest checkpoint
+was saved after the last skipped update, the count in this checkpoint raises the divergence at once. After the save,
+later starts and `pretrain inspect` know the skipped samples.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import gc
 import logging
-import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
+from pretraining.checkpoint.copies import TRIES_OF_START
 from pretraining.checkpoint.lease import hold_lease
 from pretraining.checkpoint.mirror import list_copies
-from pretraining.checkpoint.run_path import make_run_path
-from pretraining.checkpoint.start_point import CheckpointRef
-from pretraining.config.fields import build, settings_of, values_of
-from pretraining.config.recipes import RUN_CONFIG_FILE
+from pretraining.checkpoint.retention import set_aside_newer
+from pretraining.checkpoint.run_folder import find_run_folder, make_run_path
+from pretraining.checkpoint.start_point import CheckpointRef, find_start
+from pretraining.config.fields import settings_of, values_of
 from pretraining.config.rules import ineffective_settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.values import format_value
+from pretraining.data.sampling.mixture import Range
 from pretraining.distributed.processes import (
     Processes,
     gather_from_every_rank,
@@ -38,9 +48,8 @@ from pretraining.distributed.processes import (
 from pretraining.distributed.rendezvous import Deadline, list_ranks
 from pretraining.distributed.torch_private import keep_store_of_job
 from pretraining.distributed.watchdog import Watchdog, collective_timeout
-from pretraining.errors import ConfigError, DataError, Interrupted, Preempted
+from pretraining.errors import ConfigError, DamagedError, DivergenceError, Interrupted, Preempted
 from pretraining.evaluation.generation import TextSampler, open_sampler
-from pretraining.files import exists
 from pretraining.launch.cpu_threads import CpuThreads
 from pretraining.launch.layout import ProcessLayout
 from pretraining.launch.machine import name_user
@@ -51,14 +60,14 @@ from pretraining.observability.metrics import MetricsHook
 from pretraining.observability.trackers import LOGS, METRICS_FILE
 from pretraining.optim.state import evaluation_mode
 from pretraining.text import list_some
-from pretraining.train.loop import Run
+from pretraining.train.build import build_run
+from pretraining.train.loop import Run, train_loop
 from pretraining.train.memory_check import explain_out_of_memory
 from pretraining.train.messages import describe_end, describe_speed
 from pretraining.train.open_data import open_data
-from pretraining.train.plan import check_and_build_dims
+from pretraining.train.plan import Rollback, check_and_build_dims, plan_run
 from pretraining.train.preemption import StopRequests, preemption_error, stop_reason
-from pretraining.train.resolve import Resolved, find_run_folder, resolve
-from pretraining.train.rollback import RunBuilder, count_start, train_with_rollbacks
+from pretraining.train.resolve import resolve
 from pretraining.train.run_status import RunStatusWriter
 
 log = logging.getLogger(__name__)
@@ -66,6 +75,8 @@ log = logging.getLogger(__name__)
 _MAX_NAMED = 8
 TERMINATED = 143
 """Exit code that shells report for a process that SIGTERM ended."""
+Build = Callable[[CheckpointRef | None, Rollback | None], Run]
+"""Function that builds a job's run from a start point, with what a rollback keeps; a collective call."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,6 @@ def train(
     *,
     hook: MetricsHook | None = None,
     is_embedded: bool = False,
-    returns: bool = True,
 ) -> TrainResult:
     """Train in every process of a job.
 
@@ -117,7 +127,6 @@ def train(
         threads: CPU threads chosen for this process; None = keep the current number.
         hook: user-defined metrics.
         is_embedded: whether the process belongs to a script; then a single process that hangs is not killed.
-        returns: as in `find_start`.
 
     Raises:
         Preempted: the run was asked to stop early and is saved; `Interrupted` after Ctrl-C.
@@ -125,51 +134,143 @@ def train(
     """
     name_user()
     requests = StopRequests() if stop_requests is None else stop_requests
-    made: list[Path] = []
-
-    def make_folder() -> str | None:
-        found = find_run_folder(config)
-        path = make_run_path(found)
-        made.extend([Path(path)] if path is not None and path != found else [])
-        return path
-
     # The status is written last: by then the error has its final text.
     with (
-        _without_refused(made),
         nullcontext() if config.checkpoint.ckpt_save_path is not None else _preemption_exits_as_terminated(),
         RunStatusWriter(config.run.max_starts_without_progress, layout.rank == 0) as status,
         join_job(config, layout, requests, is_embedded) as processes,
     ):
-        path = on_rank_zero(make_folder)
-        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_save_path=path))
+        path = on_rank_zero(lambda: make_run_path(find_run_folder(config)))
+        saves = replace(config.checkpoint, ckpt_save_path=path)
         with nullcontext() if path is None else hold_lease(Path(path), processes) as lease:
-            config, start = resolve_in_job(
-                config, lambda given: resolve(given, list_copies(given.checkpoint), returns=returns)
+            config, start = resolve(
+                replace(config, checkpoint=saves), lambda: find_start(saves, copies=list_copies(saves))
             )
             sampler = open_sampler(config, processes)  # before training, so that a bad path fails early
             dims = check_and_build_dims(config, processes)
             on_every_rank(requests.raise_if_signalled)
-            count_start(config.checkpoint, status, start)
+            begin(status, config, start)
             on_every_rank(requests.raise_if_pending)
             with explain_out_of_memory(config, dims, processes):
                 data = open_data(config, processes)
                 if path is not None:
                     record_environment(Path(path), 0 if start is None else start.step, layout.launcher, processes)
-                builder = RunBuilder(config, processes, dims, data, threads, requests, status, lease, hook, sampler)
-                run = train_with_rollbacks(builder, start)
-        return _finish(config, processes, run, sampler)
+
+                def build(start: CheckpointRef | None, rollback: Rollback | None) -> Run:
+                    plan = plan_run(config, processes, dims, data, start, rollback, threads)
+                    return build_run(plan, requests, status, lease, hook, sampler)
+
+                run = train_with_rollbacks(build, config, status, start)
+        return _finish(run, sampler)
 
 
-@contextmanager
-def _without_refused(made: list[Path]) -> Iterator[None]:
-    """Remove the folders that this start has made, if its settings or data are refused before it has any steps."""
+def train_with_rollbacks(
+    build: Build, config: TrainConfig, status: RunStatusWriter, start: CheckpointRef | None
+) -> Run:
+    """Train to the end, with at most `max_rollbacks` rollbacks without progress in between; a collective call.
+
+    Args:
+        config: complete settings.
+
+    Returns:
+        The run that trained to the end.
+
+    Raises:
+        DivergenceError: no rollback is left.
+        CheckpointError: no checkpoint is good, or one cannot be written or moved.
+    """
+    furthest, rollbacks = 0, 0
+    run = _build_undamaged(build, config, status, start)
+    while (divergence := _train_until_divergence(run)) is not None:
+        rollbacks = 1 if divergence.first_step > furthest else rollbacks + 1
+        if rollbacks > config.guard.max_rollbacks:
+            raise divergence
+        furthest = max(furthest, divergence.last_step)
+        rollback = _rollback_from(run, divergence)
+        del run
+        _free_memory()
+        run = _build_undamaged(build, config, status, _find_start(config, rollback), rollback)
+        _log_rollback(run, divergence, rollbacks, _replace_newer(run))
+    return run
+
+
+def _train_until_divergence(run: Run) -> DivergenceError | None:
+    """Train, and return the divergence, if any; a raised exception would keep the run's memory alive."""
     try:
-        yield
-    except (ConfigError, DataError):
-        for folder in made:
-            if not exists(folder / RUN_CONFIG_FILE):
-                shutil.rmtree(folder, ignore_errors=True)
-        raise
+        train_loop(run)
+    except DivergenceError as divergence:
+        return divergence.with_traceback(None)
+    return None
+
+
+def _build_undamaged(
+    build: Build,
+    config: TrainConfig,
+    status: RunStatusWriter,
+    start: CheckpointRef | None,
+    rollback: Rollback | None = None,
+) -> Run:
+    """Build the run from a start point or, if that is damaged or no longer the newest, another; a collective call."""
+    damaged: dict[str, str] = {}
+    while True:
+        try:
+            return build(start, rollback)
+        except DamagedError as error:
+            assert start is not None
+            named = str(start.path) in str(error)
+            damaged[start.source] = str(error) if named else f"{start.path}: {error}"
+        _free_memory()
+        start = _find_start(config, rollback, damaged)
+        begin(status, config, start)
+
+
+def _find_start(
+    config: TrainConfig, rollback: Rollback | None, damaged: Mapping[str, str] = MappingProxyType({})
+) -> CheckpointRef | None:
+    """Find the start point of another run, here or in the mirror; a collective call that raises as `find_start`."""
+    before, checkpoint = None if rollback is None else rollback.before_step, config.checkpoint
+    return on_rank_zero(lambda: find_start(checkpoint, damaged, before, list_copies(checkpoint, TRIES_OF_START)))
+
+
+def begin(status: RunStatusWriter, config: TrainConfig, start: CheckpointRef | None) -> None:
+    """Count the start of a run that saves; a collective call that raises as `RunStatusWriter.begin`."""
+    if config.checkpoint.ckpt_save_path is not None:
+        on_rank_zero(lambda: status.begin(config.checkpoint.folder, start))
+
+
+def _free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without CUDA
+
+
+def _rollback_from(run: Run, divergence: DivergenceError) -> Rollback:
+    """Return what a rollback keeps of a run: global samples may get other global numbers, back before a phase."""
+    loader, before = run.plan.loader, run.plan.rollback
+    skipped = dict[str, Sequence[Range]](before.skipped if before is not None else {})
+    for name, ranges in loader.reader.mixture.numbers([divergence.samples]).items():
+        skipped[name] = [*skipped.get(name, ()), *ranges]
+    return Rollback(divergence.first_step, skipped, run.state.stop_step, loader.order_version)
+
+
+def _replace_newer(run: Run) -> list[Path]:
+    """Save a run that goes back, set aside the checkpoints that it replaces, and return them; a collective call.
+
+    They hold weights after the divergence, or a data position before the skipped samples.
+    """
+    start, folder = run.plan.start, run.plan.config.checkpoint.folder
+    run.checkpoints.save_now(run.state, start.manifest.kind if start is not None and start.is_own else "interval")
+    saved = run.checkpoints.newest
+    return on_rank_zero(lambda: set_aside_newer(folder, run.state.step, saved))
+
+
+def _log_rollback(run: Run, divergence: DivergenceError, number: int, newer: Sequence[Path]) -> None:
+    first, last, (begin, end) = divergence.first_step, divergence.last_step, divergence.samples
+    text = f"rollback {number} to before step {first}, skipping samples {begin}-{end - 1}"
+    log.info("step %d  %s", last, text)
+    dropped, samples = [str(path) for path in newer], [begin, end - 1]
+    run.observer.events.add(
+        "rollback", last, number=number, first_step=first, samples=samples, checkpoints_dropped=dropped
+    )
 
 
 @contextmanager
@@ -207,21 +308,6 @@ def join_job(
         yield processes
 
 
-def resolve_in_job(config: TrainConfig, resolve: Callable[[TrainConfig], Resolved]) -> Resolved:
-    """Resolve on rank 0 for all processes; a collective call that raises as `resolve`.
-
-    Each process keeps the values that its user gave (`per_node`), and takes those that rank 0 has found.
-    """
-
-    def resolve_here() -> tuple[dict[str, Any], CheckpointRef | None]:
-        resolved, given = resolve(config), values_of(config)
-        found = {name: value for name, value in values_of(resolved.config).items() if value != given[name]}
-        return found, resolved.start
-
-    found, start = on_rank_zero(resolve_here)
-    return Resolved(build(type(config), values_of(config) | found), start)
-
-
 def _check_same_settings(config: TrainConfig) -> None:
     """Refuse settings that differ between ranks, unless they are `per_node`: ranks would hang; a collective call."""
     settings = settings_of(TrainConfig)
@@ -229,9 +315,6 @@ def _check_same_settings(config: TrainConfig) -> None:
         name: format_value(value) if value is None or not settings[name].per_node else "given"
         for name, value in values_of(config).items()
     }
-    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-    if len(set(gather_from_every_rank(lambda: digest))) == 1:
-        return
     everyone = gather_from_every_rank(lambda: texts)
     different = []
     for name in sorted(set().union(*everyone)):
@@ -241,14 +324,16 @@ def _check_same_settings(config: TrainConfig) -> None:
         if len(ranks) > 1:
             values = (f"{text or 'empty'} on ranks {list_ranks(on)}" for text, on in ranks.items())
             different.append(f"{name} is {' and '.join(values)}")
-    raise ConfigError(
-        f"the processes of this job have different settings: {list_some(different, _MAX_NAMED, '; ')}.\n"
-        "Give all nodes the same recipe and flags; the recipe on a node's own disk may be outdated"
-    )
+    if different:
+        raise ConfigError(
+            f"the processes of this job have different settings: {list_some(different, _MAX_NAMED, '; ')}.\n"
+            "Give all nodes the same recipe and flags; the recipe on a node's own disk may be outdated"
+        )
 
 
-def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSampler | None) -> TrainResult:
+def _finish(run: Run, sampler: TextSampler | None) -> TrainResult:
     """Log how a run ended, and return its result, or raise `Preempted`; a collective call."""
+    config, processes = run.plan.config, run.plan.processes
     if config.data.use_dummy_dataset and run.observer.step_seconds:
         log.info(describe_speed(run.observer, processes))
     if run.state.preempted and not (run.state.finished and not run.evaluator.pending):
@@ -256,18 +341,18 @@ def _finish(config: TrainConfig, processes: Processes, run: Run, sampler: TextSa
         saved = "saved; the same command resumes from there" if is_saved else "nothing was saved"
         text = f"at step {state.step} of {state.total_steps} ({stop_reason(state.stop)}): {saved}."
         preempted = preemption_error(state.stop, text)
-        preempted.result = _make_result(config, run, "preempted")
+        preempted.result = _make_result(run, "preempted")
         raise preempted
-    log.info(describe_end(config, run))
+    log.info(describe_end(run))
     if sampler is not None:
         with evaluation_mode(run.context.optimizer, run.context.model.masters_changed):
             events = run.observer.events if run.observer.newest else Events()  # a start without a step has none
             sampler.show(run.context.model.module, processes.device, run.state.step, events)
-    return _make_result(config, run, "finished")
+    return _make_result(run, "finished")
 
 
-def _make_result(config: TrainConfig, run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
-    state, checkpoints, run_path = run.state, run.checkpoints, config.checkpoint.ckpt_save_path
+def _make_result(run: Run, status: Literal["finished", "preempted"]) -> TrainResult:
+    state, checkpoints, run_path = run.state, run.checkpoints, run.plan.config.checkpoint.ckpt_save_path
     return TrainResult(
         status=status,
         step=state.step,

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pretraining.checkpoint.forms import read_document
-from pretraining.checkpoint.run_folder import committed_checkpoints
+from pretraining.checkpoint.run_folder import CHECKPOINTS, newest_manifest
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.config.run_recipe import last_start
 from pretraining.errors import CheckpointError, Preempted, PretrainError
 from pretraining.files import checked_values, read_json, with_checksum, write_atomic, writing_into
@@ -81,14 +81,12 @@ class RunStatusWriter:
     def __enter__(self) -> RunStatusWriter:
         return self
 
-    def begin(self, run: Path, restored_step: int, *, is_rewind: bool = False, run_id: str = "") -> None:
+    def begin(self, run: Path, start: CheckpointRef | None) -> None:
         """Count a start; call it again if the checkpoint is damaged and the start uses an older one.
 
         Args:
             run: the run's folder, whose lease this job holds.
-            restored_step: step of the start point.
-            is_rewind: whether the user asked for an older checkpoint.
-            run_id: id in the start point, for a folder without one.
+            start: start point; None = initial weights.
 
         Raises:
             CheckpointError: as in `count_start`, or the file cannot be written.
@@ -98,10 +96,12 @@ class RunStatusWriter:
         first, self._started, self._path = self._started, None, run / STATUS_FILE
         if first is None:
             self._previous = read_status(self._path) or RunStatus()
-            self.run_id = self._previous.run_id or run_id or secrets.token_hex(8)
+            known = start.manifest.run_id if start is not None and start.is_own else ""
+            self.run_id = self._previous.run_id or known or secrets.token_hex(8)
         with writing_into(run):
+            (run / CHECKPOINTS).mkdir(exist_ok=True)
             try:
-                started = count_start(self._previous, restored_step, self._limit, is_rewind=is_rewind)
+                started = count_start(self._previous, start, self._limit)
             except CheckpointError:
                 if first is not None:  # a start from a damaged checkpoint does not count
                     self._write(self._previous)
@@ -129,9 +129,9 @@ class RunStatusWriter:
         found = read_status(self._path) if self._started is not None else None
         if self._started is None or (found is not None and found.starts != self._started.starts):
             return  # no start was counted, or a later start owns the folder and the file
-        status, reason = self._outcome(error)
         step = self._started.step if self._state is None else self._state.step
-        crashes = self._started.starts_without_progress - (not self._is_without_progress(error, step))
+        status, reason, is_crash = self._outcome(error, is_at_start=step <= self._started.step)
+        crashes = self._started.starts_without_progress - (not is_crash)
         ended = replace(self._started, status=status, step=step, reason=reason, starts_without_progress=crashes)
         try:
             self._write(ended)
@@ -140,24 +140,19 @@ class RunStatusWriter:
         self.events.add("end", step, status=status, reason=reason)
         self.events.close()
 
-    def _is_without_progress(self, error: BaseException | None, step: int) -> bool:
-        """Return whether the start crashed, or ran out of time before its first step; later, preemption saves."""
-        if isinstance(error, Preempted):
-            return error.is_out_of_time and self._started is not None and step <= self._started.step
-        # All ranks report a wrong flag at once. It is no crash, and must not use up the allowed starts.
-        is_mistake = isinstance(error, PretrainError) and error.is_everywhere and self._state is None
-        return not (error is None or is_mistake or isinstance(error, KeyboardInterrupt))
-
-    def _outcome(self, error: BaseException | None) -> tuple[str, str]:
+    def _outcome(self, error: BaseException | None, *, is_at_start: bool) -> tuple[str, str, bool]:
+        """Return status and reason, and whether the start crashed or ran out of time before its first step."""
         if error is None:
             assert self._state is not None, "a run without an error has reached the training loop"
             early = f": stopped early, {self._state.early_end}" if self._state.early_end else ""
-            return "finished", f"{self._state.step} of {self._state.total_steps} steps are done{early}"
+            return "finished", f"{self._state.step} of {self._state.total_steps} steps are done{early}", False
         if isinstance(error, Preempted):
-            return "preempted", error.reason
-        if isinstance(error, PretrainError):
-            return "failed", str(error)
-        return "failed", f"{type(error).__name__}: {error}".removesuffix(": ")
+            return "preempted", error.reason, error.is_out_of_time and is_at_start
+        if not isinstance(error, PretrainError):
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            return "failed", reason, not isinstance(error, KeyboardInterrupt)
+        # All ranks report a wrong flag at once. It is no crash, and must not use up the allowed starts.
+        return "failed", str(error), not error.is_everywhere or self._state is not None
 
     def _write(self, status: RunStatus) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -165,20 +160,19 @@ class RunStatusWriter:
         write_atomic(self._path, json.dumps(document, indent=1) + "\n")
 
 
-def count_start(previous: RunStatus, restored_step: int, limit: int, *, is_rewind: bool = False) -> RunStatus:
-    """Return the status of a new start.
+def count_start(previous: RunStatus, start: CheckpointRef | None, limit: int) -> RunStatus:
+    """Return the status of a new start; a return to an older checkpoint resets the count.
 
     Args:
-        restored_step: step of the start point.
+        start: start point; None = initial weights.
         limit: allowed starts in a row without progress; 0 = any number.
-        is_rewind: whether the user asked for an older checkpoint, which resets the count.
 
     Raises:
         CheckpointError: too many starts in a row made no progress.
     """
     # A rewind resets the count once, not again if the previous start went back to the same step.
-    before = previous.started_at_step
-    has_progress = restored_step > before or (restored_step < before and is_rewind)
+    before, step = previous.started_at_step, 0 if start is None else start.step
+    has_progress = step > before or (step < before and start is not None and start.is_rewind)
     crashes = 0 if has_progress else previous.starts_without_progress
     if 0 < limit <= crashes:
         last = "it was killed" if previous.status == "running" else previous.reason
@@ -190,7 +184,7 @@ def count_start(previous: RunStatus, restored_step: int, limit: int, *, is_rewin
             f"before a new checkpoint. The last reason: {last}\n{remedy}, then repeat the command with "
             "--max_starts_without_progress=0"
         )
-    return RunStatus("running", restored_step, "", previous.starts + 1, crashes + 1, restored_step)
+    return RunStatus("running", step, "", previous.starts + 1, crashes + 1, step)
 
 
 def original_of(run: Path) -> Path | None:
@@ -210,10 +204,8 @@ def run_id_of(run: Path) -> str:
     status = read_status(run / STATUS_FILE)
     if status is not None and status.run_id:
         return status.run_id
-    for each in reversed(committed_checkpoints(run)):
-        with suppress(CheckpointError):
-            return read_document(each.path).run_id
-    return ""
+    newest = newest_manifest(run)
+    return newest.run_id if newest is not None else ""
 
 
 def read_status(path: Path) -> RunStatus | None:

@@ -3,8 +3,13 @@
 The device decides inside the step whether to skip an update. The host reads the decision one step later, so that it
 never waits for the running step. All ranks read the same decisions at the same step, so they stop together.
 
-`DivergenceError` stops a run that diverges; `rollback.py` may go back to an earlier checkpoint. `HardwareError` stops a
+`DivergenceError` stops a run that diverges; `run.py` may go back to an earlier checkpoint. `HardwareError` stops a
 run whose replicas no longer hold the same weights.
+
+A spike is a loss more than `threshold` standard deviations above the mean of the last `window` losses. This is the rule
+of OLMo 2's training code (`SkipStepOptimizer` of OLMo-core: 128 losses, 6 standard deviations), with one difference:
+only losses of applied updates enter the window. So neither a spike nor a NaN moves the threshold. Only the device
+computes, from numbers that are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pretraining.config.training import GuardConfig
 from pretraining.data.loader import Loader
@@ -24,7 +30,7 @@ from pretraining.distributed.processes import Activity, gather_from_every_rank
 from pretraining.distributed.replicas import Replicas
 from pretraining.errors import DivergenceError, HardwareError
 from pretraining.observability.events import Events
-from pretraining.observability.step_outcome import StepOutcome
+from pretraining.observability.step_outcome import SpikeVerdict, StepOutcome
 from pretraining.progress import Interval, TrainState
 
 log = logging.getLogger(__name__)
@@ -132,7 +138,7 @@ class Guards:
             f"step {last}: the updates since step {first} were skipped, {self._in_a_row} in a row "
             "(--max_skipped_steps): loss or gradient was not finite, or the loss was a spike.\nStart from an earlier "
             "checkpoint (--ckpt_load_path, another --ckpt_save_path) with a smaller --learning_rate, or skip the "
-            f"samples: --skip_samples={begin}-{end - 1}."
+            f"samples: --skip_samples={begin}-{end - 1}, or by a rollback (--max_rollbacks)."
         )
         raise DivergenceError(text, first, last, (begin, end))
 
@@ -175,3 +181,58 @@ def _reason(numbers: list[float]) -> str:
         _, loss, mean, deviation = numbers
         return f"its loss of {loss:.4f} is a spike (before: {mean:.4f}, standard deviation {deviation:.4f})"
     return "loss or gradient is not finite"
+
+
+class SpikeDetector:
+    """Detector of steps whose loss is finite but far above the losses before.
+
+    Args:
+        threshold: standard deviations above the mean.
+        window: losses in the window; no loss is a spike until the window is half full.
+        conditions: JSON-able settings that shift the loss; a restored window with other conditions is dropped.
+    """
+
+    def __init__(self, threshold: float, window: int, device: torch.device, conditions: Mapping[str, Any]) -> None:
+        self._threshold = threshold
+        self._min_losses = window // 2
+        self._conditions = dict(conditions)
+        # The newest loss is last; NaN = an empty place.
+        self._losses = torch.full((window,), torch.nan, dtype=torch.float32, device=device)
+
+    def judge(self, loss_sum: torch.Tensor, valid_tokens: torch.Tensor) -> SpikeVerdict:
+        """Return whether the loss of a step is a spike; a collective call that all-reduces one number.
+
+        Args:
+            loss_sum: summed loss of this rank's tokens.
+            valid_tokens: valid tokens of the global batch.
+        """
+        total = loss_sum.clone()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        loss = total / valid_tokens.clamp(min=1)
+        filled = ~self._losses.isnan()
+        count = filled.sum()
+        mean = self._losses.nanmean()
+        squares = torch.where(filled, self._losses - mean, 0.0).square().sum()
+        deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+        # A comparison with NaN is false: a non-finite loss is no spike, and its update is skipped anyway.
+        is_spike = (count >= self._min_losses) & (loss - mean > self._threshold * deviation)
+        return SpikeVerdict(is_spike, loss, mean, deviation)
+
+    def remember(self, loss: torch.Tensor, skipped: torch.Tensor) -> None:
+        """Add the loss of a step to the window, unless its update was skipped."""
+        moved = torch.cat((self._losses[1:], loss.reshape(1)))
+        self._losses = torch.where(skipped, self._losses, moved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, JSON-able; the host waits for the device."""
+        losses = self._losses[~self._losses.isnan()].tolist()
+        return {"losses": losses, "conditions": self._conditions}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the window, with its newest losses if it is too long; ignore a window of other conditions."""
+        if state["conditions"] != self._conditions:
+            return
+        kept = state["losses"][-len(self._losses) :]
+        if kept:
+            self._losses[-len(kept) :] = torch.tensor(kept, dtype=torch.float32)

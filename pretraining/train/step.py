@@ -27,7 +27,7 @@ from pretraining.observability.collector import Collector
 from pretraining.observability.step_outcome import StepOutcome
 from pretraining.optim.optimizer import update
 from pretraining.optim.schedules import LearningRate
-from pretraining.train.spikes import SpikeDetector
+from pretraining.train.stability import SpikeDetector
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from pretraining.errors import PretrainError
 from pretraining.launch.layout import resolve_layout
 from pretraining.launch.terminal import log_to_terminal
 from pretraining.observability import stragglers
-from pretraining.train import rollback, run
+from pretraining.train import run
 from pretraining.train.loop import Run, train_loop
 
 
@@ -219,7 +219,7 @@ def main(jobs: list[tuple[int, str, list[str]]]) -> None:
     for port, fault, flags in jobs:
         os.environ["MASTER_PORT"] = str(port)
         layout = resolve_layout(os.environ)
-        rollback.train_loop = partial(faulty_loop, globals()[fault], layout.rank)
+        run.train_loop = partial(faulty_loop, globals()[fault], layout.rank)
         ending: dict[str, Any] = {"fault": fault, "rank": layout.rank}
         try:
             run.train(load_train_config(flags), layout)

@@ -14,7 +14,7 @@ from helpers import ROOT, run_command
 from training_runs import assert_same_tensors, events_of, losses_of, write_dataset
 
 from pretraining.cli import main
-from pretraining.train import rollback
+from pretraining.train import run as run_module
 from pretraining.train.loop import Run, train_loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -59,7 +59,7 @@ def test_a_diverging_run_rolls_back_and_finishes(tmp_path: Path, monkeypatch: py
         starts.append(run)
         train_loop(run)
 
-    monkeypatch.setattr(rollback, "train_loop", poisoned)
+    monkeypatch.setattr(run_module, "train_loop", poisoned)
     guards = ["max_skipped_steps=2", "max_rollbacks=1", "checkpoint_interval=2", "num_steps=8"]
     main(["train", *settings(tmp_path, *guards)])
     (went_back,) = (event for event in events_of(tmp_path) if event["event"] == "rollback")

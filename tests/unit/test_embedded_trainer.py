@@ -28,7 +28,7 @@ from pretraining.errors import LaunchError, PathError, Preempted
 from pretraining.model.llama import Llama
 from pretraining.observability.metrics import Outputs
 from pretraining.train import run as run_module
-from pretraining.train.rollback import RunBuilder
+from pretraining.train.preemption import StopRequests
 
 
 class Calling(WithHits):
@@ -127,11 +127,11 @@ def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: P
 def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(builder: RunBuilder, start: object) -> None:
+    def build(plan: object, requests: StopRequests, *_: object) -> None:
         signal.raise_signal(signal.SIGTERM)
-        builder.stop_requests.raise_if_pending()
+        requests.raise_if_pending()
 
-    monkeypatch.setattr(run_module, "train_with_rollbacks", build)
+    monkeypatch.setattr(run_module, "build_run", build)
     with pytest.raises(Preempted):
         trainer(Trainer, tmp_path).train()
 

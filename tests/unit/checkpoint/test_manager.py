@@ -252,9 +252,7 @@ class Counter:
         self.count = int(state["count"])
 
 
-def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_no_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_no_error(tmp_path: Path) -> None:
     counter = Counter()
     run = Run(tmp_path, states={"counter": counter})
     with run.training():
@@ -266,7 +264,6 @@ def test_the_memory_of_collaborators_comes_back_and_missing_or_unknown_ones_are_
     more = replace(manifest, state={**manifest.state, "gone": {"a": 1}})
     Run(tmp_path, states={"counter": restored, "new": new}, restored=more)
     assert restored.count == 7 and new.count == 0
-    assert "gone" in caplog.messages[-1]
 
 
 class Gate:

@@ -12,8 +12,9 @@ from unit.checkpoint.examples import save
 from pretraining.checkpoint.branches import Branch, Branches
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import Manifest
-from pretraining.checkpoint.own_checkpoints import Copies, Copy, own_checkpoints
+from pretraining.checkpoint.own_checkpoints import Copies, own_checkpoints
 from pretraining.checkpoint.retention import set_aside
+from pretraining.checkpoint.run_folder import Copy
 from pretraining.checkpoint.start_point import find_start
 from pretraining.config.training import CheckpointConfig
 from pretraining.errors import CheckpointError

@@ -21,7 +21,7 @@ from pretraining.checkpoint.branches import Branches, Point, branches_from
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.mirror import Mirror, fetch_start, list_copies
 from pretraining.checkpoint.own_checkpoints import own_checkpoints
-from pretraining.checkpoint.retention import apply_retention, set_aside
+from pretraining.checkpoint.retention import apply_retention, set_aside_newer
 from pretraining.checkpoint.run_folder import checkpoint_at, checkpoints_set_aside, committed_checkpoints
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.config.training import CheckpointConfig
@@ -87,8 +87,8 @@ class TwoMachines:
             config,
             step,
             newest,
-            given_up=() if found is None else found.given_up_copies,
-            listed=None if found is None or is_return else found.listed,
+            given_up=() if found is None else found.run.given_up_copies,
+            listed=None if found is None or is_return else found.run.copies,
         )
         here = [each for each in committed_checkpoints(config.folder) if is_return or each.step <= step]
         known: list[Point] = [*here, *map(checkpoint_at, checkpoints_set_aside(config.folder)), *self._mirror.known]
@@ -96,8 +96,8 @@ class TwoMachines:
         start = None if found is None else found.manifest
         self._branches = branches_from(start, known, first_step, is_return=is_return)
         self._mirror.start()
-        if found is not None and found.newer:
-            set_aside(config.folder, found.newer)
+        if found is not None and found.is_rewind:
+            set_aside_newer(config.folder, step + 1)
         if newest is not None:
             apply_retention(config.folder, newest, self._keep_last)
         if before_step is not None:
@@ -109,9 +109,7 @@ class TwoMachines:
         if self.branch:
             self.branch.pop()
         path = self._save(config.folder.name, step)
-        set_aside(
-            config.folder, [e.path for e in committed_checkpoints(config.folder) if e.step >= step and e.path != path]
-        )
+        set_aside_newer(config.folder, step, path)
         self._copy(path)
 
     def save(self, is_copied: bool) -> None:
@@ -167,7 +165,7 @@ class TwoMachines:
         best = config.folder / "checkpoints" / "best"
         if machine == self.trains and self._mirror is not None and self._is_copied and own:
             # A real rollback saves its target with the same loss; here it gets another one, after the best was fetched.
-            usable = [each.checkpoint for each in own if each.is_here or not self._has_rolled_back]
+            usable = [each for each in own if each.is_here or not self._has_rolled_back]
             losses = [each.evaluation_loss for each in usable if each.evaluation_loss is not None]
             assert checkpoint_at(best.resolve()).evaluation_loss == min(losses)
 

@@ -8,8 +8,13 @@ import pytest
 from unit.checkpoint.examples import manifest_of, save, tensors
 
 from pretraining.checkpoint.manifest import EVALUATION_STATE, MANIFEST
-from pretraining.checkpoint.run_folder import checkpoint_path
-from pretraining.checkpoint.run_path import existing_run_path, folders_of, make_run_path, newest_run_path
+from pretraining.checkpoint.run_folder import (
+    checkpoint_path,
+    find_run_folder,
+    folders_of,
+    make_run_path,
+    newest_run_path,
+)
 from pretraining.checkpoint.writer import plan_save, save_checkpoint
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
@@ -21,15 +26,15 @@ NOW = datetime(2026, 11, 21, 14, 30, 5, tzinfo=UTC)
 
 
 def config_of(path: Path, *flags: str) -> TrainConfig:
-    return load_train_config([f"ckpt_save_path={path}", "use_dummy_dataset=true", *flags])
+    return load_train_config([f"ckpt_save_path={path}", "use_dummy_dataset=true", "model_variant=7b", *flags])
 
 
 def start(path: Path, *flags: str, now: datetime = NOW) -> Path:
     """Find or make the folder as a start does, and write the settings there."""
     config = config_of(path, *flags)
-    found = existing_run_path(str(path), config)
-    if found is not None:
-        return Path(found)
+    found = find_run_folder(config)
+    if found != str(path):
+        return Path(str(found))
     made = make_run_path(str(path), now)
     assert made is not None
     (Path(made) / "config.yaml").write_text(dump_config(config))

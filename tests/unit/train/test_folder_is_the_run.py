@@ -317,7 +317,7 @@ def test_a_return_by_path_is_not_repeated_in_a_copy(run: Path, tmp_path: Path) -
     assert started_at(copied) == 3
 
 
-@pytest.mark.parametrize("killed", ["set_aside", "_write_records"])
+@pytest.mark.parametrize("killed", ["set_aside_newer", "_write_records"])
 def test_a_return_that_is_killed_is_done_or_not(run: Path, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
     def die(*arguments: object) -> None:
         raise CheckpointError("killed")

@@ -20,7 +20,7 @@ from pretraining.context import ContextGroup
 from pretraining.data.batch import MicroBatch, ModelInputs, StepBatch
 from pretraining.observability.collector import Collector
 from pretraining.observability.metrics import Metrics, MetricsHook, Outputs
-from pretraining.train.spikes import SpikeDetector
+from pretraining.train.stability import SpikeDetector
 from pretraining.train.step import StepContext, train_step
 
 pytestmark = pytest.mark.usefixtures("single_process")

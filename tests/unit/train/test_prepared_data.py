@@ -12,14 +12,14 @@ import tokenizers
 from training_runs import TINY
 from unit.train.whole_runs import manifest_of, refusal, start
 
+from pretraining.checkpoint.start_point import find_start
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
 from pretraining.config.training import TrainConfig
 from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.train import run as run_module
-from pretraining.train.resolve import resolve
+from pretraining.train import resolve as resolve_module
 
 MODEL = [flag for flag in TINY if not flag.startswith("vocab_size")]
 COMMON = ["logical_shards=8", "held_out_fraction=0.2", "eval_batches=1"]
@@ -118,10 +118,10 @@ def test_the_first_rank_tells_all_whether_the_tokenizer_of_a_resumed_run_is_stil
         here.rename(elsewhere)
         return found
 
-    monkeypatch.setattr(run_module, "on_rank_zero", ask_rank_zero)
+    monkeypatch.setattr(resolve_module, "on_rank_zero", ask_rank_zero)
     without = replace(config, data=replace(config.data, tokenizer_path=None, index_path="/local"))
-    resolved = run_module.resolve_in_job(without, resolve)
-    assert resolved.config.data.tokenizer_path == str(data) and resolved.config.data.index_path == "/local"
+    resolved, _ = resolve_module.resolve(without, lambda: find_start(without.checkpoint))
+    assert resolved.data.tokenizer_path == str(data) and resolved.data.index_path == "/local"
 
 
 def test_a_run_in_a_folder_with_a_timestamp_is_found_again(data: Path, tmp_path: Path) -> None:

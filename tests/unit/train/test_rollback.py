@@ -14,11 +14,10 @@ from unit.train.whole_runs import checkpoint, damage, diverging_after, equal, ma
 
 from pretraining.checkpoint.manager import CheckpointManager
 from pretraining.checkpoint.manifest import MANIFEST
-from pretraining.checkpoint.retention import apply_retention
+from pretraining.checkpoint.retention import apply_retention, set_aside_newer
 from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.cli import main
-from pretraining.train import rollback
-from pretraining.train.rollback import _set_aside_newer
+from pretraining.train import run as run_module
 
 
 @pytest.mark.usefixtures("single_process")
@@ -28,11 +27,11 @@ def test_no_start_finds_set_aside_checkpoints_and_best_links_to_a_remaining_one(
         apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
     shutil.copytree(checkpoints / "step_6_ckp", checkpoints / "mine")  # a start would resume from a user's copy, too
     (checkpoints / "step_6_ckp" / MANIFEST).write_text("{")  # an unreadable one is set aside as well
-    assert _set_aside_newer(tmp_path, 5, None) == [checkpoints / "mine", checkpoints / "step_6_ckp"]
+    assert set_aside_newer(tmp_path, 5) == [checkpoints / "mine", checkpoints / "step_6_ckp"]
     assert [each.path.name for each in committed_checkpoints(tmp_path)] == ["step_2_ckp", "step_4_ckp"]
     assert {path.name for path in checkpoints.glob("set_aside_*/*")} == {"mine", "step_6_ckp"}
     assert (checkpoints / BEST).readlink() == Path("step_4_ckp")
-    _set_aside_newer(tmp_path, 1, None)
+    set_aside_newer(tmp_path, 1)
     assert not (checkpoints / BEST).is_symlink() and committed_checkpoints(tmp_path) == []
 
 
@@ -98,10 +97,10 @@ def test_row_54_inspect_stays_true_after_a_rollback_to_the_border_of_two_phases(
 
 
 STAGES = {
-    "before a target is found": (rollback.RunBuilder, "find_start"),
+    "before a target is found": (run_module, "_rollback_from"),
     "before the target is saved again": (CheckpointManager, "save_now"),
-    "before newer checkpoints are set aside": (rollback, "_set_aside_newer"),
-    "before training continues": (rollback, "_log_rollback"),
+    "before newer checkpoints are set aside": (run_module, "set_aside_newer"),
+    "before training continues": (run_module, "_log_rollback"),
 }
 LIMIT = ["num_steps=6", "max_skipped_steps=2", "max_rollbacks=1", "checkpoint_interval=1"]
 

@@ -8,8 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from unit.checkpoint.examples import manifest_of
 from unit.train import whole_runs
 
+from pretraining.checkpoint.start_point import CheckpointRef
 from pretraining.errors import CheckpointError, ConfigError, LostPeerError, Preempted
 from pretraining.files import with_checksum
 from pretraining.progress import Progress, TrainState
@@ -28,13 +30,18 @@ def requested_stop(stop: int) -> Preempted:
     return preemption_error(stop, "at some step: and what comes next.")
 
 
+def at(step: int, *, is_rewind: bool = False) -> CheckpointRef:
+    """Return a start point at a step."""
+    return CheckpointRef(Path("c"), manifest_of(step), is_rewind=is_rewind)
+
+
 def start(
     run: Path, restored_step: int, reached: int | None, error: BaseException | None = None, limit: int = 2
 ) -> None:
     """Run a start that trains up to a step (None: not at all) and ends with an error, if any."""
     expected = nullcontext() if error is None else pytest.raises(type(error))
     with expected, RunStatusWriter(limit, is_writer=True) as status:
-        status.begin(run, restored_step)
+        status.begin(run, at(restored_step))
         if reached is not None:
             state = TrainState(10, 8, 1, Progress(restored_step, restored_step))
             status.mark_training(state)
@@ -79,7 +86,7 @@ def test_an_end_is_written_down_and_counts_as_a_crash_where_it_is_one(
         "started_at_step": 5,
         "run_id": status_of(tmp_path)["run_id"],
     }
-    assert {path.name for path in tmp_path.iterdir()} == {STATUS_FILE, "logs"}
+    assert {path.name for path in tmp_path.iterdir()} == {STATUS_FILE, "logs", "checkpoints"}
 
 
 def test_a_crash_loop_is_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -101,11 +108,11 @@ def test_a_rewind_resets_the_count_once(tmp_path: Path) -> None:
     start(tmp_path, 200, 204, ValueError("nan"))
     for crashes in (1, 2):
         with pytest.raises(ValueError), RunStatusWriter(2, is_writer=True) as status:
-            status.begin(tmp_path, 100, is_rewind=True)
+            status.begin(tmp_path, at(100, is_rewind=True))
             raise ValueError
         assert status_of(tmp_path)["starts_without_progress"] == crashes
     with pytest.raises(CheckpointError), RunStatusWriter(2, is_writer=True) as status:
-        status.begin(tmp_path, 100, is_rewind=True)
+        status.begin(tmp_path, at(100, is_rewind=True))
 
 
 def test_a_run_whose_time_is_too_short_for_a_start_is_not_started_for_ever(tmp_path: Path) -> None:
@@ -124,16 +131,16 @@ def test_a_run_whose_time_is_too_short_for_a_start_is_not_started_for_ever(tmp_p
 def test_a_start_with_a_damaged_checkpoint_counts_once_from_the_checkpoint_that_it_uses(tmp_path: Path) -> None:
     start(tmp_path, 4, 6, ValueError("the loss is no number"))
     with pytest.raises(ValueError), RunStatusWriter(2, is_writer=True) as status:
-        status.begin(tmp_path, 6)
+        status.begin(tmp_path, at(6))
         assert (status_of(tmp_path)["started_at_step"], status_of(tmp_path)["starts_without_progress"]) == (6, 1)
-        status.begin(tmp_path, 4)
+        status.begin(tmp_path, at(4))
         assert (status_of(tmp_path)["started_at_step"], status_of(tmp_path)["starts_without_progress"]) == (4, 2)
         raise ValueError
     assert status_of(tmp_path)["step"] == 4 and status_of(tmp_path)["starts"] == 2
     before = status_of(tmp_path)
     with pytest.raises(CheckpointError), RunStatusWriter(2, is_writer=True) as status:
-        status.begin(tmp_path, 6)
-        status.begin(tmp_path, 4)
+        status.begin(tmp_path, at(6))
+        status.begin(tmp_path, at(4))
     assert status_of(tmp_path) == before
 
 
@@ -177,7 +184,7 @@ def test_a_run_keeps_the_id_of_its_checkpoint_if_its_status_is_lost_or_older(tmp
 
 def test_other_ranks_write_nothing_and_neither_does_a_start_that_never_began(tmp_path: Path) -> None:
     with RunStatusWriter(2, is_writer=False) as status:
-        status.begin(tmp_path, 0)
+        status.begin(tmp_path, at(0))
     with RunStatusWriter(2, is_writer=True):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -187,12 +194,12 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CheckpointError) as refused:
-        RunStatusWriter(2, is_writer=True).begin(tmp_path / "missing", 0)
+        RunStatusWriter(2, is_writer=True).begin(tmp_path / "missing", at(0))
     assert refused.value.path == tmp_path / "missing"
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(ValueError, match="what matters"), RunStatusWriter(2, is_writer=True) as status:
-        status.begin(run, 0)
+        status.begin(run, at(0))
         shutil.rmtree(run)
         raise ValueError("what matters")
     assert STATUS_FILE in caplog.text
@@ -200,8 +207,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start_and_a_line_at_
 
 def test_a_start_that_was_taken_over_leaves_the_word_to_the_later_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="taken over"), RunStatusWriter(2, is_writer=True) as status:
-        status.begin(tmp_path, 0)
-        RunStatusWriter(2, is_writer=True).begin(tmp_path, 3)
+        status.begin(tmp_path, at(0))
+        RunStatusWriter(2, is_writer=True).begin(tmp_path, at(3))
         raise CheckpointError("taken over")
     assert (status_of(tmp_path)["status"], status_of(tmp_path)["starts"]) == ("running", 2)
 
@@ -209,12 +216,12 @@ def test_a_start_that_was_taken_over_leaves_the_word_to_the_later_one(tmp_path: 
 def test_a_flipped_bit_of_the_status_is_logged_and_refuses_no_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    RunStatusWriter(5, is_writer=True).begin(tmp_path, 5)
+    RunStatusWriter(5, is_writer=True).begin(tmp_path, at(5))
     path = tmp_path / STATUS_FILE
     content = path.read_bytes()
     before = read_status(path)
-    for at in range(len(content)):
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+    for index, byte in enumerate(content):
+        path.write_bytes(content[:index] + bytes([byte ^ 1 << index % 8]) + content[index + 1 :])
         caplog.clear()
         status = read_status(path)
         assert status in (None, before)
@@ -223,7 +230,7 @@ def test_a_flipped_bit_of_the_status_is_logged_and_refuses_no_start(
 
 def test_a_flipped_bit_while_a_run_trains_is_mended_at_its_end(tmp_path: Path) -> None:
     with RunStatusWriter(2, is_writer=True) as status:
-        status.begin(tmp_path, 0)
+        status.begin(tmp_path, at(0))
         text = (tmp_path / STATUS_FILE).read_text()
         (tmp_path / STATUS_FILE).write_text(text.replace('"starts": 1', '"starts": 3'))
         status.mark_training(TrainState(10, 10, 1, Progress(10, 10)))

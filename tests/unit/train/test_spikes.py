@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.train.spikes import SpikeDetector
+from pretraining.train.stability import SpikeDetector
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("single_process")

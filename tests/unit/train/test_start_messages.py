@@ -10,19 +10,14 @@ import pytest
 from training_runs import VOCABULARY, write_dataset
 from unit.train.whole_runs import checkpoint, refusal, start
 
+from pretraining.checkpoint.run_folder import newest_run_path
 from pretraining.cli import main
 
 
-def test_the_header_names_the_family_its_switches_and_a_changed_context(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_header_names_the_family_and_its_switches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    start(tmp_path / "a", "model_variant=qwen3_0.6b", "head_dim=16", "max_position_embeddings=99", "dry_run=true")
-    assert "model       qwen3, " in caplog.text
-    assert "qk_norm head, model_family qwen3, max_position_embeddings 99 (of the variant: 32768)" in caplog.text
-    caplog.clear()
-    start(tmp_path / "b", "dry_run=true")
-    assert "max_position_embeddings" not in caplog.text
+    start(tmp_path / "a", "model_variant=qwen3_0.6b", "head_dim=16", "dry_run=true")
+    assert "model       qwen3, " in caplog.text and "qk_norm head, model_family qwen3" in caplog.text
 
 
 def test_a_default_warm_up_of_another_system_fits_any_run_and_a_given_one_is_refused_by_its_place(
@@ -44,13 +39,13 @@ def test_a_default_warm_up_of_another_system_fits_any_run_and_a_given_one_is_ref
     assert f"{guide}: warmup_steps: 9999" in str(error.value.__context__)
 
 
-def test_a_refused_start_leaves_no_folder_with_a_timestamp(tmp_path: Path) -> None:
+def test_a_refused_start_is_no_run_to_go_on_with(tmp_path: Path) -> None:
     refusal(tmp_path / "runs" / "{timestamp}", "warmup_steps=2ep")
-    assert list((tmp_path / "runs").iterdir()) == []
-    refusal(tmp_path / "mine", "warmup_steps=2ep")
-    assert (tmp_path / "mine" / "run_status.json").exists()  # a folder that the user named stays
+    pattern = str(tmp_path / "runs" / "{timestamp}")
+    [refused] = (tmp_path / "runs").iterdir()
+    assert newest_run_path(pattern) == pattern
     start(tmp_path / "runs" / "{timestamp}", "num_steps=1")
-    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert len(list((tmp_path / "runs").iterdir())) == 2 and newest_run_path(pattern) != str(refused)
 
 
 def test_the_factor_of_muons_updates_is_said_by_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -65,7 +60,7 @@ def test_a_resumed_run_says_which_start_point_it_does_not_take(
 ) -> None:
     caplog.set_level("INFO")
     first, other = tmp_path / "first", tmp_path / "other"
-    said = "was for the first start of this run, which resumes. For a new run give another --ckpt_save_path"
+    said = "was for an earlier start of this run, which resumes. For a new run give another --ckpt_save_path"
     start(first, "init_from=scratch")
     assert said not in caplog.text
     start(first, "init_from=scratch", "num_steps=5")

@@ -207,7 +207,7 @@ def test_a_start_that_is_refused_leaves_nothing_of_another_runs_mirror(copied: P
 def test_a_checkpoint_of_another_run_is_refused_unless_the_run_began_there(copied: Path, tmp_path: Path) -> None:
     start(tmp_path / "mine", "num_steps=2")
     error = refusal(tmp_path / "mine", f"resume_from_checkpoint={checkpoint(copied / 'run', 4)}")
-    assert isinstance(error, CheckpointError) and "another run" in str(error) and "step 2" in str(error)
+    assert isinstance(error, CheckpointError) and "did not start from it" in str(error) and "step 2" in str(error)
     request = f"resume_from_checkpoint={checkpoint(copied / 'run', 4)}"
     start(tmp_path / "next", request, "num_steps=6")
     start(tmp_path / "next", "num_steps=7")  # a start without the flag, whose checkpoint does not name it

@@ -17,7 +17,7 @@ from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import PretrainError
 from pretraining.model.loss import HeadLoss
-from pretraining.train import rollback
+from pretraining.train import run as run_module
 from pretraining.train.loop import Run, train_loop
 
 
@@ -59,7 +59,7 @@ def diverging_after(
         finally:
             then()
 
-    monkeypatch.setattr(rollback, "train_loop", train)
+    monkeypatch.setattr(run_module, "train_loop", train)
 
 
 def checkpoint(run: Path, step: int) -> Path:
