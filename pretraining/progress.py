@@ -104,7 +104,8 @@ class Duration:
             hours, minutes = divmod(int(self.amount) // 60, 60)
             return (f"{hours}h" if hours else "") + (f"{minutes}min" if minutes else "")
         if self.unit != "tokens":
-            return _shortest_decimal(self.amount) + {"epochs": "ep", PERCENT: "%", "seconds": "s"}[self.unit]
+            shortest = int(self.amount) if self.amount == int(self.amount) else self.amount
+            return f"{shortest!r}" + {"epochs": "ep", PERCENT: "%", "seconds": "s"}[self.unit]
         for suffix, multiplier in reversed(MULTIPLIERS.items()):
             if self.amount and self.amount % multiplier == 0:
                 return f"{int(self.amount) // multiplier}{suffix}tok"
@@ -336,7 +337,3 @@ def _read_amount(number: str, unit: str) -> tuple[Fraction, str | None]:
 def _as_written(amount: float) -> Fraction:
     """Return the decimal number that a float prints as: 0.1 is 1/10, not 0.1000000000000000055."""
     return Fraction(repr(amount))
-
-
-def _shortest_decimal(amount: float) -> str:
-    return str(int(amount)) if amount == int(amount) else repr(amount)

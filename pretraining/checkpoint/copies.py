@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 READING_THREADS = 8
 REST_RATIO = 49
 """Seconds that an upload pauses per second of CPU time. A model on a CPU waits for the slowest core in each step, so an
-upload on one core slows all cores (docs/performance.md)."""
+upload on one core slows all cores."""
 TRIES_OF_START = 5
 
 
@@ -83,8 +83,7 @@ def read_copies(address: str) -> Copies:
     """List the checkpoints in a store.
 
     Raises:
-        StoreError: the store cannot be read.
-        CheckpointError: the address cannot be used.
+        StoreError: the store cannot be read, or the address cannot be used.
     """
     store = Store(address)
     sizes = store.sizes()
@@ -121,7 +120,8 @@ def fetch_copy(copy: Copy, path: Path) -> None:
 
     Raises:
         DamagedError: a file does not have the checksum in the manifest.
-        CheckpointError: the store cannot be read, or the disk cannot be written.
+        CheckpointError: the disk cannot be written.
+        StoreError: the store cannot be read.
     """
     log.info("fetching %s to %s", copy, path)
     temporary = temporary_name(path)
@@ -143,11 +143,7 @@ def _fetch_files(store: Store, copy: Copy, folder: Path) -> None:
 
     def fetch(name: str) -> str | None:
         entry = store.retry(lambda: _download_file(store, prefix + name, folder / name), stop, TRIES_OF_START)
-        return (
-            None
-            if entry == copy.manifest.recorded_files[name]
-            else f"size or checksum of {name} differs from the manifest"
-        )
+        return None if entry == copy.manifest.files[name] else f"size or checksum of {name} differs from the manifest"
 
     faults = list(misnamed_files(folder, copy.manifest))
     if not faults:
@@ -178,7 +174,8 @@ def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
             checkpoints, also of those set aside, and sparse files of the right sizes.
 
     Raises:
-        CheckpointError: there is no checkpoint, or the store cannot be used.
+        CheckpointError: there is no checkpoint.
+        StoreError: the store cannot be used.
     """
     listed = read_copies(address)
     copies = list(listed.complete.values())

@@ -73,7 +73,8 @@ def list_copies(config: CheckpointConfig, tries: int = 1) -> Copies:
         tries: maximum, if the store fails.
 
     Raises:
-        CheckpointError: the store cannot be used, or holds the mirror of another run.
+        StoreError: the store cannot be used.
+        CheckpointError: it holds the mirror of another run.
     """
     if config.ckpt_save_path is None or config.ckpt_mirror_path is None:
         return NO_COPIES
@@ -111,7 +112,8 @@ def fetch_start(config: CheckpointConfig, start: CheckpointRef) -> None:
 
     Raises:
         DamagedError: the copy of the start point is damaged.
-        CheckpointError: a store cannot be used, or a checkpoint cannot be written or moved.
+        CheckpointError: a checkpoint cannot be written or moved.
+        StoreError: a store cannot be used.
     """
     if start.run.given_up:
         log.warning("the run has gone back on another machine, and its mirror has set newer checkpoints aside")

@@ -278,8 +278,7 @@ class Heartbeats:
         return None
 
     def _read(self) -> dict[int, Heartbeat]:
-        known = [rank for rank in range(self._world_size) if rank != self._rank]
-        if not self._reader.check([str(rank) for rank in known]):  # one request for all, unless one is missing
-            known = [rank for rank in known if self._reader.check([str(rank)])]
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        known = [rank for rank in others if self._reader.check([str(rank)])]
         found = self._reader.multi_get([str(rank) for rank in known])
         return {rank: Heartbeat(**json.loads(beat)) for rank, beat in zip(known, found, strict=True)}

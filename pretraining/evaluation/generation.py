@@ -159,35 +159,23 @@ def check_prompt(source: str, tokens: Sequence[int], tokenizer: Tokenizer | None
 
 
 class KeyValueCache:
-    """Keys and values of all earlier tokens in one block.
+    """Keys and values of all earlier tokens in one block."""
 
-    Attributes:
-        length: T, number of cached tokens.
-    """
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._memory: tuple[Tensor, Tensor] | None = None
-        self.length = 0
+    @property
+    def length(self) -> int:
+        """T, number of cached tokens."""
+        return 0 if self._kept is None else self._kept[0].size(1)
 
     def attend(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, scale: float | None = None) -> Tensor:
         """Add tokens, and return their attention: [B, S, H, E]. Calls after the first take one token."""
-        is_first = self.length == 0
-        assert is_first or q_BSHE.size(1) == 1
-        keys_BTKE, values_BTKE = self._extend(k_BSKE, v_BSKE)
-        return causal_attention(q_BSHE, keys_BTKE, values_BTKE, scale, is_causal=is_first)
-
-    def _extend(self, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values; return all cached keys and values, [B, T, K, E] each."""
-        begin, self.length = self.length, self.length + k_BSKE.size(1)
-        assert self.length <= self._capacity
-        if self._memory is None:
-            size = (k_BSKE.size(0), self._capacity, *k_BSKE.shape[2:])
-            self._memory = k_BSKE.new_empty(size), v_BSKE.new_empty(size)
-        for memory, new_BSKE in zip(self._memory, (k_BSKE, v_BSKE), strict=True):
-            memory[:, begin : self.length] = new_BSKE
-        keys, values = self._memory
-        return keys[:, : self.length], values[:, : self.length]
+        is_first = self._kept is None
+        if self._kept is not None:
+            k_BSKE, v_BSKE = (torch.cat(pair, 1) for pair in zip(self._kept, (k_BSKE, v_BSKE), strict=True))
+        self._kept = k_BSKE, v_BSKE
+        return causal_attention(q_BSHE, k_BSKE, v_BSKE, scale, is_causal=is_first)
 
 
 class CachedModel:
@@ -212,7 +200,7 @@ class CachedModel:
         if is_full or len(new) > self._context:
             new = tokens[-max(1, self._context // 2) :]
         if is_full or not self._caches:
-            self._caches = [KeyValueCache(self._context) for _ in self._model.blocks]
+            self._caches = [KeyValueCache() for _ in self._model.blocks]
         self._seen = len(tokens)
         model, begin = self._model, self._caches[0].length
         tokens_BS = torch.tensor([new], dtype=torch.int64, device=self._device)

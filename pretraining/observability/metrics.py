@@ -291,12 +291,11 @@ def _to_pair(name: str, value: Any, device: torch.device) -> Tensor:
 
 def _split_rows(outputs: Outputs, inputs: ModelInputs, numbers: list[int]) -> dict[int, tuple[Outputs, ModelInputs]]:
     """Return the rows of each set in a micro-batch, by its number, without waiting for the device."""
-    rows_of: dict[int, list[int]] = {number: [] for number in sorted(set(numbers))}
-    for row, number in enumerate(numbers):
-        rows_of[number].append(row)
-    if len(rows_of) == 1:
-        return dict.fromkeys(rows_of, (outputs, inputs))
-    return {number: _select_rows(outputs, inputs, rows) for number, rows in rows_of.items()}
+    sets = sorted(set(numbers))
+    if len(sets) == 1:
+        return {sets[0]: (outputs, inputs)}
+    rows_of = {each: [row for row, number in enumerate(numbers) if number == each] for each in sets}
+    return {each: _select_rows(outputs, inputs, rows) for each, rows in rows_of.items()}
 
 
 def _select_rows(outputs: Outputs, inputs: ModelInputs, rows: list[int]) -> tuple[Outputs, ModelInputs]:

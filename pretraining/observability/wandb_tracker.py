@@ -36,8 +36,8 @@ SEND_SECONDS = 50.0
 
 REFUSED = re.compile(r"\b40[13]\b|permission", re.IGNORECASE)
 """Words of W&B when its server refuses the user."""
-OWN_VARIABLES = {"project": "WANDB_PROJECT", "run_name": "WANDB_NAME", "run_id": "WANDB_RUN_ID"}
-"""Environment variables of W&B's settings."""
+OWN_SETTINGS = ("project", "run_name", "run_id")
+"""W&B's settings of a run's names."""
 
 
 class Wandb:
@@ -103,12 +103,10 @@ class Wandb:
 
 def _own_settings(package: Any) -> dict[str, str]:
     """Return project, name and id of a run in W&B's environment and settings files."""
-    found: dict[str, str] = {}
     with suppress(Exception):  # settings that W&B does not accept: its start says so
         read = package.setup().settings
-        found = {name: text for name in OWN_VARIABLES if isinstance(text := getattr(read, name, None), str) and text}
-    variables = {name: os.environ.get(variable) for name, variable in OWN_VARIABLES.items()}
-    return found | {name: text for name, text in variables.items() if text}
+        return {name: text for name in OWN_SETTINGS if isinstance(text := getattr(read, name, None), str) and text}
+    return {}
 
 
 def _names(run: TrackedRun, own: dict[str, str], run_id: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -381,18 +381,18 @@ def documents_as_trained(layout: DocumentLayout, config: DataConfig) -> np.ndarr
     kept tokens, if any --bos_token, sep_token: added as virtual tokens if missing--> the document
     """
     tokens, begins = layout.tokens, layout.offsets // layout.width
-    begins, ends = _strip(tokens, begins, begins + layout.lengths, set(config.strip_tokens))
+    begins, ends = _strip(tokens, begins, begins + layout.lengths, config.strip_tokens)
     kept = np.flatnonzero(ends - begins >= config.min_length)
     documents = np.zeros(len(begins), dtype=DOCUMENT)
     documents["offset"], documents["tokens"][kept] = begins * layout.width, (ends - begins)[kept]
     for token, positions, flag in ((config.bos, begins, VIRTUAL_BOS), (config.sep, ends - 1, VIRTUAL_SEP)):
         if token is not None:
-            documents["flags"][kept[~_is_any_of(tokens[positions[kept]], [token])]] |= flag
+            documents["flags"][kept[~np.isin(tokens[positions[kept]], [token])]] |= flag
     return documents
 
 
 def _strip(
-    tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, strip_tokens: Collection[int]
+    tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, strip_tokens: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Strip tokens of a set from both ends of every document, and return the new starts and ends in `tokens`."""
     if not strip_tokens:
@@ -402,7 +402,7 @@ def _strip(
 
 
 def _run_lengths(
-    tokens: np.ndarray, firsts: np.ndarray, direction: int, limits: np.ndarray, wanted: Collection[int]
+    tokens: np.ndarray, firsts: np.ndarray, direction: int, limits: np.ndarray, wanted: Sequence[int]
 ) -> np.ndarray:
     """Count consecutive wanted tokens from `firsts` in a direction, at most `limits`, [n] int64.
 
@@ -411,16 +411,7 @@ def _run_lengths(
     runs = np.zeros(len(firsts), dtype=np.int64)
     active = np.flatnonzero(limits)
     while len(active):
-        active = active[_is_any_of(tokens[firsts[active] + direction * runs[active]], wanted)]
+        active = active[np.isin(tokens[firsts[active] + direction * runs[active]], wanted)]
         runs[active] += 1
         active = active[runs[active] < limits[active]]
     return runs
-
-
-def _is_any_of(tokens: np.ndarray, wanted: Collection[int]) -> np.ndarray:
-    """Return which tokens are among the wanted ones, which may exceed the range of the tokens' type."""
-    found = np.zeros(tokens.shape, dtype=bool)
-    for token in wanted:
-        if token <= np.iinfo(tokens.dtype).max:
-            found |= tokens == token
-    return found

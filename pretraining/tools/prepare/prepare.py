@@ -94,7 +94,7 @@ def prepare(config: PrepareConfig, layout: ProcessLayout | None = None) -> Prepa
             if rank == 0:
                 warn_of_copies(found.files)
                 if found.token_type is not None:
-                    warn_of_masks(config, found)
+                    warn_of_masks(found)
             try:
                 return _Job(config, found, tokenizer, work, rank, size).run(_cores_of_this_process(layout))
             except PretrainError as error:

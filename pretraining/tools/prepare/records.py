@@ -22,7 +22,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,8 +49,7 @@ UNKNOWN_VOCABULARIES = {16: 1 << 16, 32: 1 << 32}
 """Upper bound of ids of an unknown tokenizer, by the bits that hold them."""
 _RECORD_FORMAT = 5
 _NUMBERS = ("documents", "empty_documents", "tokens", "characters", "text_bytes")
-_LATER_NUMBERS = ("bad_records", "marked_documents", "lost")
-"""Numbers that older files do not have."""
+"""Counts that every prepare.json has; older ones lack others."""
 _MOST_BAD_RECORDS = 100
 """Bad records that prepare.json names; it counts all."""
 
@@ -205,9 +204,9 @@ class PrepareSummary(Counts):
     tokenizer: str | None
     vocab_size: int
     end_of_text: int | None
-    bad_record_names: tuple[str, ...]
-    first_loss: str
-    input_content: str | None
+    bad_record_names: Sequence[str] = ()
+    first_loss: str = ""
+    input_content: str | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -233,7 +232,7 @@ def manifest(
         },
         "column": COLUMN,
         "dtype": dtype,
-        **{name: getattr(counts, name) for name in (*_NUMBERS, *_LATER_NUMBERS)},
+        **{name: count for name, count in asdict(counts).items() if name != "input_bytes"},
         "bad_record_names": [name for record in records for name in record.bad_records][:_MOST_BAD_RECORDS],
         "first_loss": next((record.first_loss for record in records if record.first_loss), ""),
         "files": [asdict(file) for record in records for file in record.files],
@@ -255,19 +254,16 @@ def read_summary(folder: Path) -> PrepareSummary:
         if content["format_version"] != FORMAT_VERSION:
             raise ValueError(f"it has format {content['format_version']}, this version reads format {FORMAT_VERSION}")
         files = tuple(TokenFile(**entry) for entry in content["files"])
-        summary = PrepareSummary(
-            folder=folder,
-            settings=dict(content["settings"]),
-            files=files,
-            tokenizer=content["tokenizer"]["sha256"],
-            vocab_size=content["tokenizer"]["vocab_size"],
-            end_of_text=content["tokenizer"]["end_of_text"],
-            bad_record_names=tuple(content.get("bad_record_names", ())),
-            first_loss=content.get("first_loss", ""),
-            input_content=content.get("input_content"),
-            **{name: content[name] for name in _NUMBERS},
-            **{name: content.get(name, 0) for name in _LATER_NUMBERS},
-        )
+        settings = dict(content["settings"])
+        found = {
+            **content,
+            **content["tokenizer"],
+            "settings": settings,
+            "tokenizer": content["tokenizer"]["sha256"],
+            "files": files,
+        }
+        present = {each.name: found[each.name] for each in fields(PrepareSummary) if each.name in found}
+        summary = PrepareSummary(folder=folder, **present)
         numbers = [*(content[name] for name in _NUMBERS), summary.vocab_size, *(file.bytes for file in files)]
         if {*map(type, numbers)} != {int} or not all(isinstance(token_file.name, str) for token_file in files):
             raise ValueError("a value has a wrong type")

@@ -172,20 +172,17 @@ def find_input(config: PrepareConfig) -> Input:
     return Input(tuple(cut_units(parts)), size, tokens, settings, files, is_chat)
 
 
-def warn_of_masks(config: PrepareConfig, found: Input) -> None:
+def warn_of_masks(found: Input) -> None:
     """Log a warning if a column beside token ids masks some of them, in the first rows of a few tables."""
-    column = config.text_field or ""
-    looked_at = [file for file in found.files if file.format in (PARQUET, ARROW)][:_MOST_LOOKED_AT]
-    rows: Iterator[tuple[object, pa.RecordBatch | None]]
-    rows = ((file.path, first_rows(file, {column, *MASKS})) for file in looked_at)
-    if config.hf_dataset is not None:
-        rows = iter(
-            [(config.hf_dataset, first_rows_of(HubSplit(config.hf_dataset, config.hf_config, config.hf_split)))]
-        )
-    described = ((place, describe_masks([batch], column)) for place, batch in rows if batch is not None)
-    place, masks = next((each for each in described if each[1] is not None), (None, None))
-    if masks is not None:
-        log.warning("%s: %s", place, masks)
+    column = found.settings["text_field"]
+    sources = dict.fromkeys(part.source for part in found.parts)
+    tables = [each for each in sources if isinstance(each, HubSplit) or each.format in (PARQUET, ARROW)]
+    for table in tables[:_MOST_LOOKED_AT]:
+        rows = first_rows_of(table) if isinstance(table, HubSplit) else first_rows(table, {column, *MASKS})
+        masks = None if rows is None else describe_masks([rows], column)
+        if masks is not None:
+            log.warning("%s: %s", table.path, masks)
+            return
 
 
 def _begins_with_chat(parts: list[Part], config: PrepareConfig) -> bool:

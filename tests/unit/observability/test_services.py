@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -103,6 +104,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_CONSOLE"):
         monkeypatch.delenv(name, raising=False)
+
+    def setup() -> SimpleNamespace:
+        variables = {"project": "WANDB_PROJECT", "run_name": "WANDB_NAME", "run_id": "WANDB_RUN_ID"}
+        own = {name: os.environ.get(variable) for name, variable in variables.items()}
+        return SimpleNamespace(settings=SimpleNamespace(**own))
+
+    fake.setup.side_effect = setup  # as the package reads them
     return fake
 
 
@@ -189,7 +197,8 @@ def test_flags_and_earlier_starts_come_before_wandbs_own_environment_and_that_be
 
 
 def test_a_settings_file_of_wandb_comes_before_our_defaults(tmp_path: Path, wandb: MagicMock) -> None:
-    wandb.setup.return_value.settings = SimpleNamespace(project="from-file", run_name=None, run_id=None)
+    own = SimpleNamespace(project="from-file", run_name=None, run_id=None)
+    wandb.setup.side_effect = lambda: SimpleNamespace(settings=own)
     opened("wandb", tmp_path / "mine").close()
     assert "project" not in wandb.init.call_args.kwargs and wandb.init.call_args.kwargs["name"] == "mine"
     wandb.setup.side_effect = ValueError("a setting that wandb does not accept")

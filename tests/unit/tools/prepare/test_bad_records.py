@@ -61,7 +61,7 @@ def test_on_request_bad_records_are_left_out_counted_and_named(
         for name, wanted in zip(summary.bad_record_names, FAULTS, strict=True):
             assert wanted in name
     content = json.loads((summary.folder / "prepare.json").read_text())
-    assert (content["bad_records"], tuple(content["bad_record_names"])) == (5, summary.bad_record_names)
+    assert (content["bad_records"], content["bad_record_names"]) == (5, summary.bad_record_names)
     printed = capsys.readouterr().out
     assert "left out   5 records that cannot be read, the first:" in printed and summary.bad_record_names[0] in printed
     assert prepare(config) == summary
