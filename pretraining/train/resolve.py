@@ -26,7 +26,6 @@ from pretraining.config.variants import (
     resolve_shape,
     rounded_vocabulary,
 )
-from pretraining.distributed.processes import on_rank_zero
 from pretraining.errors import CheckpointError, ConfigError, DataError
 from pretraining.files import exists, is_file, is_folder
 from pretraining.train.run_status import original_of
@@ -57,6 +56,7 @@ def resolve(config: TrainConfig, find: Callable[[], CheckpointRef | None]) -> tu
         CheckpointError: as `find`, as in `refuse_copy` and as in `adopt_settings`.
         ConfigError, DataError: as in `adopt_settings`.
     """
+    from pretraining.distributed.processes import on_rank_zero  # imports torch, which `inspect` does not need
 
     def resolve_here() -> tuple[dict[str, Any], CheckpointRef | None]:
         start, given = find(), values_of(config)

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +15,11 @@ from training_runs import TINY, VOCABULARY, write_two_datasets
 from unit.data.token_files import loader, plan, rows
 
 from pretraining import __version__
-from pretraining.checkpoint.manifest import FORMAT_VERSION, Manifest
+from pretraining.checkpoint.manifest import Manifest
 from pretraining.cli import COMMANDS, HEAD_START, main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import dump_config
+from pretraining.config.variants import resolve_shape
 from pretraining.errors import Preempted
 
 
@@ -122,9 +123,8 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     with loader(config.data, plan(6), seed=config.run.seed, vocab_size=VOCABULARY) as training:
         batches = [rows(next(training)) for _ in range(4)]
         state = training.state_dict()
-    manifest = Manifest(
-        *(FORMAT_VERSION, 4, 0, 0.0, "interval", None, None, None, state, {}, 6, {}, {}, "", {}, dump_config(config))
-    )
+    model = asdict(resolve_shape(config.model))
+    manifest = Manifest(step=4, data=state, global_batch_size=6, model=model, config=dump_config(config))
     checkpoint = tmp_path / "run/checkpoints/step_4_ckp"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest.document()))
