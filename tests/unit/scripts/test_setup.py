@@ -18,10 +18,8 @@ def stand_in(tmp_path: Path) -> StandIn:
     return StandIn(tmp_path)
 
 
-def set_up(
-    stand_in: StandIn, variables: Mapping[str, str], *extra: str, check: bool = True
-) -> subprocess.CompletedProcess[str]:
-    return run_command(["bash", stand_in.root / "scripts" / "setup.sh", *extra], variables, check=check)
+def set_up(stand_in: StandIn, variables: Mapping[str, str], check: bool = True) -> subprocess.CompletedProcess[str]:
+    return run_command(["bash", stand_in.root / "scripts" / "setup.sh"], variables, check=check)
 
 
 def installs(stand_in: StandIn) -> list[str]:

@@ -62,23 +62,20 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
 def test_elastic_jobs_publish_the_address_of_their_store_in_each_rendezvous(
     outcome: BaseException | None, code: int, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for nodes, shares in ((["--nnodes=1:2"], "1"), (["--nnodes", "1:2"], "1"), (["--nnodes=2"], None), ([], None)):
+    for nodes, default, shares in (
+        *((["--nnodes=1:2"], "1", "1"), (["--nnodes", "1:2"], "1", "1"), ([], "1:2", "1")),
+        *((["--nnodes=2"], "1", None), ([], "1", None)),
+    ):
+        monkeypatch.setenv("PET_NNODES", default)
         assert run(torchrun, monkeypatch, outcome, *nodes) == code
         assert os.environ.get(SHARES_STORE) == shares
-    monkeypatch.setenv("PET_NNODES", "1:2")  # torchrun's default
-    assert run(torchrun, monkeypatch, outcome) == code and os.environ[SHARES_STORE] == "1"
 
 
 @pytest.mark.parametrize(
     ("workers", "code"),
     [
-        ([(7, 10)], 7),
-        ([(1, 11), (-15, 11)], 1),
-        ([(1, 11), (-9, 11)], 137),
-        ([(1, 11), (-9, 41)], 1),
-        ([(-11, 11), (1, 11)], 139),
-        ([(-15, 11), (75, 11)], 75),
-        ([(-15, 11), (-15, 11)], 143),
+        *(([(7, 10)], 7), ([(1, 11), (-15, 11)], 1), ([(1, 11), (-9, 11)], 137), ([(1, 11), (-9, 41)], 1)),
+        *(([(-11, 11), (1, 11)], 139), ([(-15, 11), (75, 11)], 75), ([(-15, 11), (-15, 11)], 143)),
     ],
 )
 def test_the_first_failure_decides_the_exit_code_of_the_job(
@@ -112,19 +109,11 @@ def test_the_error_of_one_rank_is_the_last_line(
 @pytest.mark.parametrize(
     ("number", "codes", "code"),
     [
-        (15, [75, 75], 75),  # saved
-        (15, [0, 75], 75),
-        (15, [], 75),
-        (15, [75, -15], 75),  # just started
-        (1, [75, 75], 75),
-        (1, [143, 143], 143),  # nothing to save
-        (12, [75, -12], 75),
-        (15, [75, 1], 1),
-        (15, [75, -9], 143),
-        (15, [-9, None], 143),  # out of reach
-        (2, [130, 130], 130),
-        (2, [75, -2], 130),
-        (2, [1], 130),
+        *((15, [0, 75], 75), (15, [], 75), (1, [75, 75], 75)),  # saved
+        *((15, [75, -15], 75), (12, [75, -12], 75)),  # one has just started
+        *((1, [143, 143], 143), (15, [75, 1], 1)),  # nothing to save; an error
+        *((15, [75, -9], 143), (15, [-9, None], 143)),  # killed; out of reach
+        *((2, [130, 130], 130), (2, [75, -2], 130), (2, [1], 130)),
     ],
 )
 def test_the_exit_codes_of_workers_decide_that_of_a_stopped_job(
