@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,14 +20,6 @@ from pretraining.launch.terminal import (
 )
 
 log = logging.getLogger(f"{PACKAGE}.some.module")
-
-
-@pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
-    logger = logging.getLogger(PACKAGE)
-    handlers, level = list(logger.handlers), logger.level
-    yield
-    logger.handlers[:], logger.level = handlers, level
 
 
 @pytest.mark.parametrize(("rank", "out"), [(0, "step 1\n"), (3, "")])
@@ -75,18 +67,11 @@ def test_a_live_line_gets_messages_within_the_block_but_not_warnings(capsys: pyt
 
 
 def test_a_closed_pipe_stops_the_program_and_other_logging_errors_do_not() -> None:
-    handler: TerminalHandler = log_to_terminal(0)
-
-    def gone(line: str) -> None:
-        raise BrokenPipeError
-
-    def broken(line: str) -> None:
-        raise RuntimeError(line)
-
-    handler.show = gone
+    handler = log_to_terminal(0)
+    handler.show = Mock(side_effect=BrokenPipeError)
     with pytest.raises(BrokenPipeError):
         log.info("to nobody")
-    handler.show = broken
+    handler.show = Mock(side_effect=RuntimeError)
     log.info("the display has failed")  # logging prints the traceback itself
 
 

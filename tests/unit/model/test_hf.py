@@ -91,8 +91,7 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
         ({"model_type": "mistral"}, "mistral"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"hidden_size": None}, "hidden_size"),
-        ({"hidden_size": "16"}, "hidden_size"),
+        *(({"hidden_size": size}, "hidden_size") for size in (None, "16")),
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": "some"}, "attention_bias"),
@@ -100,7 +99,6 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
         ({**MISTRAL, "attention_bias": True}, "attention_bias"),
         ({**MISTRAL, "sliding_window": 0.5}, "sliding_window"),
         ({**QWEN3, "mlp_bias": True}, "mlp_bias"),
-        ({**QWEN3, "use_sliding_window": True, "max_window_layers": 1}, "in some layers only"),
         ({**SMOLLM3, "no_rope_layers": [1]}, "for each of 2 layers"),
         ({**SMOLLM3, "no_rope_layers": [0, 1]}, "at regular intervals"),
         ({**SMOLLM3, "no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
@@ -116,10 +114,6 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (
-            {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor",
-        ),
         ({"is_causal": False}, "is_causal"),
         ({"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config"),
         ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
@@ -134,7 +128,7 @@ def test_what_is_not_computed_here_is_refused_by_name(changes: dict[str, Any], n
         shape_of_document(document(**changes), "m/config.json")
 
 
-def test_every_problem_is_named_at_once_and_no_object_is_none() -> None:
+def test_every_problem_is_named_at_once() -> None:
     with pytest.raises(CheckpointError) as raised:
         shape_of_document(document(hidden_act="gelu", attention_dropout=0.5, sliding_window=8), "m/config.json")
     assert raised.value.path == Path("m/config.json")
