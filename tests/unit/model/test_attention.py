@@ -105,16 +105,18 @@ def test_one_call_does_what_many_calls_do(rows: Rows, heads: tuple[int, int], ke
     assert_same_gradients(found, document_attention(*inputs, lengths), inputs, 1e-6)
 
 
+HALF, WHOLE = torch.bfloat16, torch.float32
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "capability", "documents", "groups"),
     [
-        ("cuda", torch.bfloat16, 128, (9, 0), True, True),
-        ("cuda", torch.float16, 64, (8, 0), True, True),
-        ("cuda", torch.float32, 128, (9, 0), False, False),
-        ("cuda", torch.bfloat16, 12, (9, 0), False, True),
-        ("cuda", torch.bfloat16, 512, (9, 0), False, True),
+        ("cuda", HALF, 128, (9, 0), True, True),
+        ("cuda", torch.float16, 256, (8, 0), True, True),
+        ("cuda", WHOLE, 128, (9, 0), False, False),
+        *(("cuda", HALF, odd, (9, 0), False, True) for odd in (12, 264)),
         ("cuda", torch.float16, 128, (7, 5), False, False),
-        ("cpu", torch.bfloat16, 128, (9, 0), False, True),
+        ("cpu", HALF, 128, (9, 0), False, True),
     ],
 )
 def test_a_gpu_with_a_flash_kernel_takes_all_documents_at_once_and_groups_heads(
@@ -126,13 +128,13 @@ def test_a_gpu_with_a_flash_kernel_takes_all_documents_at_once_and_groups_heads(
     groups: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    where = torch.device(device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=capability[0]))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert has_kernel_for_documents(torch.device(device), dtype, head_dim) is documents
-    assert kernels.has_kernel_for_grouped_heads(torch.device(device), dtype) is groups
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    assert not has_kernel_for_documents(torch.device(device), dtype, head_dim)
+    assert kernels.has_kernel_for_grouped_heads(where, dtype) is groups
+    for is_built in (True, False):
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda is_built=is_built: is_built)
+        assert has_kernel_for_documents(where, dtype, head_dim) is (documents and is_built)
 
 
 def test_heads_are_repeated_where_no_kernel_groups_them(monkeypatch: pytest.MonkeyPatch) -> None:
