@@ -92,16 +92,16 @@ def test_each_schedule_decays_by_its_formula(flags: tuple[str, ...], quarter: fl
 
 
 @pytest.mark.parametrize(
-    ("flags", "half"),
+    ("flags", "after_a_quarter"),
     [
-        *((("schedule=wsd", "decay_shape=linear"), 0.5), (("schedule=trapezoid",), 0.5)),
-        *((("schedule=wsd", "decay_shape=cosine"), 0.5), (("schedule=wsd",), 1 - 0.5**0.5)),
+        *((("schedule=wsd", "decay_shape=linear"), 0.75), (("schedule=trapezoid",), 0.75)),
+        *((("schedule=wsd", "decay_shape=cosine"), 0.5 + 0.125**0.5), (("schedule=wsd",), 0.5)),
     ],
 )
-def test_wsd_holds_the_peak_and_decays_by_its_shape(flags: tuple[str, ...], half: float) -> None:
+def test_wsd_holds_the_peak_and_decays_by_its_shape(flags: tuple[str, ...], after_a_quarter: float) -> None:
     shares = curve(*flags, AFTER_FOUR, "decay_steps=40", "min_lr_ratio=0")
     assert shares[4:61] == [1.0] * 57 and shares[61] < 1.0
-    assert shares[80] == pytest.approx(half) and shares[100] == 0.0
+    assert shares[70] == pytest.approx(after_a_quarter) and shares[100] == 0.0
 
 
 def test_a_longer_run_extends_the_stable_phase_and_keeps_the_decay() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from helpers import ROOT, run_command
+from helpers import run_command
 from stand_in import WHOLE_BLOCK, StandIn
 from tiers import first_quick
 
@@ -162,8 +162,3 @@ STEP = {
 def test_a_task_per_node_is_a_machine_of_the_job(stand_in: StandIn, variables: dict[str, str], start: str) -> None:
     train(stand_in, CHOICE, variables={**STEP, **variables})
     assert stand_in.calls()[0].startswith(start)
-
-
-def test_scripts_are_bash() -> None:
-    for script in (ROOT / "scripts").glob("*.s[hl]*"):
-        run_command(["bash", "-n", script])
