@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from tiny_shape import TINY_SHAPE
 from torch import Tensor
 
-from pretraining.config.variants import LlamaShape, RopeScaling
+from pretraining.config.variants import VARIANTS, LlamaShape, RopeScaling
 from pretraining.model.hf import config_document
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.model.rope import compute_rotation
+from pretraining.model.rope import compute_rotation, rotate
 
 WIDE = replace(TINY_SHAPE, hidden_size=48, intermediate_size=112, vocab_size=97, max_position_embeddings=256)
 SHAPE = replace(WIDE, num_attention_heads=4, num_key_value_heads=4, head_dim=12)
@@ -112,6 +113,20 @@ def test_bfloat16_parameters_leave_rotation_and_loss_in_float32() -> None:
     assert loss_sum.dtype == torch.float32 and model(tokens).dtype == torch.bfloat16
     expected, *_ = exact(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(loss_sum, expected, rtol=2e-3, atol=0)
+
+
+LLAMA3_8B = VARIANTS["llama3_8b"]
+
+
+@pytest.mark.parametrize("position", [255, 257, 4095, 131071])
+def test_bfloat16_inputs_turn_by_the_exact_angle(position: int) -> None:
+    """Rounded to bfloat16, these positions would rotate fast pairs by a random angle."""
+    x = torch.randn(1, 1, 2, LLAMA3_8B.head_dim).bfloat16()
+    rotation = compute_rotation(LLAMA3_8B, torch.tensor([[position]]))
+    turned = rotate(x, rotation)
+    assert turned.dtype == torch.bfloat16
+    assert torch.equal(turned, rotate(x.float(), rotation).bfloat16())
+    assert rotation[0].flatten()[0].item() == pytest.approx(math.cos(position), abs=1e-6)
 
 
 def test_norms_take_their_mean_in_float32() -> None:

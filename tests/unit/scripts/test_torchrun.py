@@ -30,7 +30,7 @@ def torchrun() -> ModuleType:
 
 
 def failed(*workers: tuple[int, int]) -> ChildFailedError:
-    """What torchrun raises when workers end, each given as (exit code, second); ranks from 4 up, local ranks from 0."""
+    """Return torchrun's error for workers that end with (exit code, second); ranks from 4 up, local ranks from 0."""
     failures = {}
     for local_rank, (exit_code, second) in enumerate(workers):
         failure = ProcessFailure(local_rank=local_rank, pid=100, exitcode=exit_code, error_file="none")
@@ -40,7 +40,7 @@ def failed(*workers: tuple[int, int]) -> ChildFailedError:
 
 
 def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None, *flags: str) -> int:
-    """The exit code where torchrun itself ends so."""
+    """Return the exit code if torchrun itself ends with this outcome."""
 
     def main(arguments: list[str]) -> None:
         assert arguments == ["--signals-to-handle=SIGQUIT", *flags, "job.py"]

@@ -23,7 +23,7 @@ CHOICE = "--use_dummy_dataset=true"
 def train(
     stand_in: StandIn, *flags: str, check: bool = True, variables: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.CompletedProcess[str]:
-    """Runs train.sh; what it has called is in `stand_in.calls()`."""
+    """Run train.sh, which leaves its calls in `stand_in.calls()`."""
     command: list[str | Path] = ["bash", stand_in.root / "scripts" / "train.sh", *flags]
     return run_command(command, stand_in.variables(**variables), check=check, cwd=stand_in.root)
 
