@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from tiny_shape import TINY_SHAPE
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from pretraining.config.training import IGNORED_LABEL
 from pretraining.context import ContextGroup, SharedRows
-from pretraining.data.batch import MicroBatch, ModelInputs
+from pretraining.data.batch import ModelInputs
 from pretraining.distributed.compile import compile_blocks, without_compiling
 from pretraining.model import shared_rows
 from pretraining.model.init import initialize_weights
@@ -29,19 +27,15 @@ from pretraining.model.shared_rows import PartialRows, kernel_inputs, locate_row
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
 
 
-def group_of(rank: int, size: int, whole: Tensor | None = None, lost: Tensor | None = None) -> ContextGroup:
-    """A group whose other ranks would add the rest of `whole`, and have not read the rows `lost`."""
+def group_of(rank: int, size: int, whole: Tensor) -> ContextGroup:
+    """Return a group whose other ranks would add the rest of `whole`."""
 
     def gather(part: Tensor) -> Tensor:
-        assert whole is not None
         chunks = group.chunks(whole.size(-3))
         assert torch.equal(part, torch.cat([whole[..., chunk, :, :] for chunk in chunks], -3))
         return whole
 
-    def any_of(values: Tensor) -> Tensor:
-        return values if lost is None else values | lost
-
-    group = ContextGroup(rank, size, gather, any_of)
+    group = ContextGroup(rank, size, gather, lambda lost: lost)
     return group
 
 
@@ -91,43 +85,6 @@ def test_attention_and_gradients_are_those_of_whole_rows(
     # Each rank's part of the gradient of keys and values; the ranks' sum is that of whole rows.
     for gradient, of_whole in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, of_whole, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("has_mask", [False, True])
-def test_the_ranks_parts_are_the_rows_with_their_labels_and_positions(has_mask: bool) -> None:
-    rows, length, size = 2, 12, 3
-    tokens_BT = torch.arange(rows * (length + 1)).view(rows, length + 1).to(torch.uint16)
-    starts = torch.tensor([0, 5, 13, 14, 20], dtype=torch.int32) if has_mask else None
-    batch = MicroBatch(tokens_BT, document_starts=starts)
-    whole = batch.model_inputs()
-    positions = torch.arange(length).expand(rows, -1) if whole.positions_BS is None else whole.positions_BS
-    parts = [replace(batch, group=group_of(rank, size)).model_inputs() for rank in range(size)]
-    for rank, part in enumerate(parts):
-        assert part.document_lengths is not None and part.positions_BS is not None
-        chunks = group_of(rank, size).chunks(length)
-        for found, of_whole in zip(
-            (part.tokens_BS, part.labels_BS, part.positions_BS),
-            (whole.tokens_BS, whole.labels_BS, positions),
-            strict=True,
-        ):
-            assert torch.equal(found, torch.cat([of_whole[:, chunk] for chunk in chunks], 1))
-        assert part.attention_span == whole.attention_span
-        assert torch.equal(part.columns_S, torch.cat([whole.columns_S[chunk] for chunk in chunks]))
-        assert sum(part.document_lengths) == part.tokens_BS.numel()
-        # Pieces of this rank's tokens: a piece begins where positions do not go on.
-        flat, ends = part.positions_BS.flatten(), list(accumulate(part.document_lengths))
-        for begin, end in pairwise([0, *ends]):
-            assert (flat[begin:end].diff() == 1).all()
-    assert sum((part.labels_BS != IGNORED_LABEL).sum() for part in parts) == (whole.labels_BS != IGNORED_LABEL).sum()
-
-
-def test_a_row_that_one_rank_cannot_read_has_no_labels_on_any() -> None:
-    tokens_BT = torch.ones(3, 9, dtype=torch.uint16)
-    is_lost, own = torch.tensor([False, True, False]), torch.tensor([True, False, False])
-    inputs = MicroBatch(tokens_BT, unreadable_B=own, group=group_of(1, 2, lost=is_lost)).model_inputs()
-    assert (inputs.labels_BS == IGNORED_LABEL).all(1).tolist() == [True, True, False]
-    # Without a group, only the lengths of rows say so, as ever.
-    assert (MicroBatch(tokens_BT, unreadable_B=own).model_inputs().labels_BS == 1).all()
 
 
 @pytest.mark.thorough
