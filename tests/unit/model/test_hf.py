@@ -29,6 +29,8 @@ MISTRAL, QWEN3, SMOLLM3, GRANITE = (
     {"model_type": name, "architectures": [FAMILIES[name].architecture]}
     for name in ("mistral", "qwen3", "smollm3", "granite")
 )
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+SLIDING, MIXED = ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]
 
 
 def document(shape: LlamaShape = TINY_SHAPE, **changes: Any) -> dict[str, Any]:
@@ -99,6 +101,17 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
         ({**MISTRAL, "attention_bias": True}, "attention_bias"),
         ({**MISTRAL, "sliding_window": 0.5}, "sliding_window"),
         ({**QWEN3, "mlp_bias": True}, "mlp_bias"),
+        ({**QWEN3, **WINDOW, "layer_types": MIXED}, "in some layers only"),
+        ({**QWEN3, **WINDOW, "max_window_layers": 1}, "in some layers only"),
+        ({**SMOLLM3, **WINDOW, "no_rope_layers": [1, 0]}, "in some layers only"),
+        ({**MISTRAL, **WINDOW, "layer_types": MIXED}, "in some layers only"),
+        ({**MISTRAL, "sliding_window": None, "layer_types": SLIDING}, "layer_types has sliding_attention"),
+        ({**SMOLLM3, "sliding_window": 8, "layer_types": SLIDING}, "layer_types has sliding_attention"),
+        ({"layer_types": SLIDING}, "layer_types has sliding_attention"),
+        ({**GRANITE, "layer_types": MIXED, "sliding_window": 8}, "sliding_window"),
+        ({**QWEN3, **WINDOW, "layer_types": SLIDING[:1]}, "for each of 2 layers"),
+        *(({"layer_types": [each] * 2}, "layer_types is") for each in ("chunked_attention", ["full_attention"])),
+        ({**QWEN3, **WINDOW, "max_window_layers": "all"}, "not a number"),
         ({**SMOLLM3, "no_rope_layers": [1]}, "for each of 2 layers"),
         ({**SMOLLM3, "no_rope_layers": [0, 1]}, "at regular intervals"),
         ({**SMOLLM3, "no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),

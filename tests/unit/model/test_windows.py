@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pretraining.errors import CheckpointError
 from pretraining.model.families import FAMILIES
 from pretraining.model.hf import config_document, shape_of_document
 from pretraining.model.llama import Llama
@@ -22,7 +21,6 @@ SIZES = {
 WINDOW = 8
 ON = {"use_sliding_window": True, "sliding_window": WINDOW}
 SLIDING, FULL = ["sliding_attention"] * 4, ["full_attention"] * 4
-MIXED = SLIDING[:2] + FULL[:2]
 
 
 def document(family: str, **entries: Any) -> dict[str, Any]:
@@ -75,27 +73,3 @@ def test_a_window_is_read_as_transformers_reads_it_and_an_export_has_the_same(
         assert bool(apart[:, WINDOW:].max() > 0.1) is (window is not None)
         again = model_of(config_document(shape, "float32", 64, None, None), tmp_path)
         assert torch.equal(again(tokens).logits, logits)
-
-
-@pytest.mark.parametrize(
-    ("family", "entries", "named"),
-    [
-        ("qwen2", {**ON, "layer_types": MIXED}, "in some layers only"),
-        ("qwen2", {**ON, "max_window_layers": 2}, "in some layers only"),
-        ("smollm3", ON, "in some layers only"),
-        ("mistral", {"sliding_window": WINDOW, "layer_types": MIXED}, "in some layers only"),
-        ("mistral", {"sliding_window": None, "layer_types": SLIDING}, "layer_types has sliding_attention"),
-        ("smollm3", {"sliding_window": WINDOW, "layer_types": SLIDING}, "layer_types has sliding_attention"),
-        ("llama", {"layer_types": SLIDING}, "layer_types has sliding_attention"),
-        ("granite", {"layer_types": MIXED, "sliding_window": WINDOW}, "sliding_window"),
-        ("qwen2", {**ON, "layer_types": SLIDING[:3]}, "for each of 4 layers"),
-        ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
-        ("olmo2", {"layer_types": [["full_attention"]] * 4}, "layer_types"),
-        ("qwen2", {**ON, "max_window_layers": "all"}, "not a number"),
-    ],
-)
-def test_a_window_that_cannot_be_trained_or_that_entries_contradict_is_refused_by_name(
-    family: str, entries: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(CheckpointError, match=named):
-        shape_of_document(document(family, **entries), "c")
