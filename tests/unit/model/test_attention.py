@@ -24,9 +24,9 @@ Rows = list[list[int]]  # lengths of the documents of each row
 
 
 @st.composite
-def equally_long_rows(draw: st.DrawFn) -> Rows:
-    length = draw(st.integers(1, 24))
-    rows = []
+def equally_long_rows(draw: st.DrawFn, multiple: int = 1) -> Rows:
+    """Draw rows of a length that is a multiple of this number, cut into documents."""
+    length, rows = multiple * draw(st.integers(1, 24 // multiple)), []
     for _ in range(draw(st.integers(1, 3))):
         borders = [0, *sorted(draw(st.sets(st.integers(1, length - 1)) if length > 1 else st.just(set()))), length]
         rows.append([end - begin for begin, end in pairwise(borders)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny_shape import TINY_SHAPE
 from torch import Tensor
 from torch._dynamo.utils import counters
+from unit.model.test_attention import Rows, equally_long_rows
 
 from pretraining.context import ContextGroup, SharedRows
 from pretraining.data.batch import ModelInputs
@@ -39,27 +40,14 @@ def group_of(rank: int, size: int, whole: Tensor) -> ContextGroup:
     return group
 
 
-@st.composite
-def documents(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...]]:
-    """Ranks, tokens of a row, and lengths of documents in some rows."""
-    size = draw(st.sampled_from([1, 2, 3, 4]))
-    length = 2 * size * draw(st.integers(1, 5))
-    lengths: list[int] = []
-    for _ in range(draw(st.integers(1, 3))):
-        cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=6)))
-        lengths += [end - begin for begin, end in zip([0, *cuts], [*cuts, length], strict=True)]
-    return size, length, tuple(lengths)
-
-
 @pytest.mark.parametrize("has_kernel", [False, True], ids=["a call per piece", "one call"])
 @settings(max_examples=40)
-@given(documents())
-def test_attention_and_gradients_are_those_of_whole_rows(
-    has_kernel: bool, case: tuple[int, int, tuple[int, ...]]
-) -> None:
-    size, length, lengths = case
+@given(st.sampled_from([1, 2, 3, 4]).flatmap(lambda size: st.tuples(st.just(size), equally_long_rows(2 * size))))
+def test_attention_and_gradients_are_those_of_whole_rows(has_kernel: bool, case: tuple[int, Rows]) -> None:
+    size, documents = case
+    rows, length, lengths = len(documents), sum(documents[0]), tuple(chain(*documents))
     scale = None if has_kernel else 0.2  # the emulated kernel has no scale
-    generator, rows = torch.Generator().manual_seed(0), sum(lengths) // length
+    generator = torch.Generator().manual_seed(0)
     q = torch.randn(rows, length, HEADS, HEAD_DIM, generator=generator, requires_grad=True)
     kv = torch.randn(2, rows, length, KEY_HEADS, HEAD_DIM, generator=generator, requires_grad=True)
     weights = torch.randn(q.shape, generator=generator)
