@@ -126,7 +126,7 @@ DERIVED = -1
         ({**REMOTE, **LOCAL}, (1, 2, 0, 1, "environment", "node01", 29500)),
     ],
 )
-def test_an_environment_is_this_layout(
+def test_each_launcher_gives_its_layout(
     environ: dict[str, str], layout: tuple[int, int, int, int, str, str, int]
 ) -> None:
     found = resolve(environ, proxy=4711)

@@ -16,7 +16,6 @@ from pretraining.launch.terminal import (
     log_to_terminal,
     logging_to_terminal,
     print_text,
-    showing_through,
 )
 
 log = logging.getLogger(f"{PACKAGE}.some.module")
@@ -53,17 +52,6 @@ def test_the_log_is_printed_within_the_block_and_other_handlers_stay(capsys: pyt
     assert capsys.readouterr() == ("inside\n", "")
     assert own in logger.handlers and logger.level == logging.ERROR
     assert not any(isinstance(each, TerminalHandler) for each in logger.handlers)
-
-
-def test_a_live_line_gets_messages_within_the_block_but_not_warnings(capsys: pytest.CaptureFixture[str]) -> None:
-    log_to_terminal(0)
-    lines: list[str] = []
-    with showing_through(lines.append):
-        log.info("above the line")
-        log.warning("beside it")
-    log.info("again here")
-    assert lines == ["above the line"]
-    assert capsys.readouterr() == ("again here\n", "rank 0: beside it\n")
 
 
 def test_a_closed_pipe_stops_the_program_and_other_logging_errors_do_not() -> None:

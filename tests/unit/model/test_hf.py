@@ -68,7 +68,7 @@ def test_transformers_read_the_same_from_it(tmp_path: Path) -> None:
         assert shape_of_document(json.loads((tmp_path / "config.json").read_text()), "c") == shape
 
 
-def test_the_context_is_what_it_was_trained_on_where_that_is_longer() -> None:
+def test_the_context_is_the_longer_one_of_shape_and_training() -> None:
     assert config_document(TINY_SHAPE, "float32", 4096, None, None)["max_position_embeddings"] == 4096
 
 
@@ -136,7 +136,7 @@ def test_earlier_spellings_and_missing_entries_mean_what_they_mean_in_transforme
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ],
 )
-def test_what_is_not_computed_here_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_a_model_that_is_not_supported_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         shape_of_document(document(**changes), "m/config.json")
 

@@ -34,7 +34,7 @@ def draw_labels(ignored: float = 0.2, seed: int = 0) -> Tensor:
 
 
 def plain_loss(hidden: Tensor, head: Tensor, labels: Tensor, z_loss_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The objective and its z-loss from all logits at once."""
+    """Return the objective and its z-loss from all logits at once."""
     logits = F.linear(hidden, head).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = labels.flatten()
@@ -93,7 +93,7 @@ def test_large_bfloat16_logits_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("above", [math.nan, math.inf])
-def test_what_comes_from_above_and_is_not_finite_reaches_both_gradients(above: float) -> None:
+def test_a_gradient_that_is_not_finite_reaches_both_inputs(above: float) -> None:
     inputs = draw_inputs(torch.float32)
     objective_sum, *_ = head_loss(*inputs, draw_labels(), 4)
     objective_sum.backward(torch.tensor(above))
@@ -140,7 +140,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(grad: bool) -> None:
     assert largest.elements == chunk_tokens * vocab_size
 
 
-def test_what_is_saved_for_the_backward_pass_are_the_gradients_and_they_go_with_it() -> None:
+def test_backward_needs_two_saved_gradients_and_frees_them() -> None:
     saved: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
