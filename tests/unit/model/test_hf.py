@@ -18,9 +18,6 @@ from pretraining.model.families import FAMILIES
 from pretraining.model.hf import config_document, generation_document, parameter_shapes, shape_of_document
 from pretraining.model.llama import Llama
 
-every_variant = pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
-
-
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": SCALED.factor, "low_freq_factor": SCALED.low_freq_factor} | {
     "high_freq_factor": SCALED.high_freq_factor,
     "original_max_position_embeddings": SCALED.original_max_position_embeddings,
@@ -37,13 +34,9 @@ def document(shape: LlamaShape = TINY_SHAPE, **changes: Any) -> dict[str, Any]:
     return {**config_document(shape, "bfloat16", 16, None, 5), **changes}
 
 
-@every_variant
-def test_the_shape_reads_back_equal(shape: LlamaShape) -> None:
+@pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_shape_reads_back_equal_from_its_document_and_from_its_settings(shape: LlamaShape) -> None:
     assert shape_of_document(json.loads(json.dumps(document(shape))), "c") == shape
-
-
-@every_variant
-def test_settings_of_a_shape_make_it_again(shape: LlamaShape) -> None:
     assert resolve_shape(model_settings(shape)) == shape
     other = replace(shape, intermediate_size=7, rope_scaling=SCALED)
     assert model_settings(other).model_variant is None and resolve_shape(model_settings(other)) == other

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 from helpers import ROOT
@@ -123,11 +124,8 @@ def test_the_exit_codes_of_workers_decide_that_of_a_stopped_job(
 
 
 def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sent(list[int]):
-        send = list[int].append
-
-    sent = Sent()
-    for name, value in (("newest", sent), ("is_stopping", False), ("next_signal", signal.SIGINT)):
+    newest = Mock()
+    for name, value in (("newest", newest), ("is_stopping", False), ("next_signal", signal.SIGINT)):
         monkeypatch.setattr(torchrun.Workers, name, value)
     before = {number: signal.getsignal(number) for number in torchrun.STOP_SIGNALS}
     try:
@@ -137,10 +135,10 @@ def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: 
         for second in (signal.SIGUSR1, signal.SIGHUP):  # a second request to stop is ignored
             signal.raise_signal(second)
         signal.raise_signal(signal.SIGINT)
-        assert sent == [signal.SIGINT]
+        newest.send.assert_called_once_with(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert sent == [signal.SIGINT, signal.SIGKILL]
+    newest.send.assert_called_with(signal.SIGKILL)
     assert stop.value.sigval == signal.SIGINT and torchrun.Workers.is_stopping
