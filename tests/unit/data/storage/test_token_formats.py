@@ -81,24 +81,6 @@ def test_the_scan_finds_the_documents_between_separators(documents: list[list[in
     assert found == (documents if documents[-1] else documents[:-1])
 
 
-@settings(max_examples=150)
-@given(st.integers(0, 180), st.integers(0, 255), st.integers(0, 40), st.sampled_from(["x.npy", "x.bin"]))
-def test_a_damaged_file_is_read_inside_its_bytes_or_named(
-    tmp_path_factory: pytest.TempPathFactory, at: int, value: int, cut: int, name: str
-) -> None:
-    path = tmp_path_factory.mktemp("damaged") / name
-    write_flat(path, [[1, 2, 3], [4, 5]] * 5, version=1)
-    content = bytearray(path.read_bytes())
-    content[at] = value
-    path.write_bytes(content[: len(content) - cut])
-    try:
-        layout = load_format(path.suffix[1:], CONFIG).documents(str(path))
-    except DataError as error:
-        assert error.path == path
-    else:
-        assert (layout.offsets + layout.lengths * layout.width <= path.stat().st_size).all()
-
-
 def npy_bytes(tokens: Sequence[int]) -> bytes:
     file = BytesIO()
     np.save(file, np.array(tokens, np.uint16))

@@ -47,8 +47,9 @@ def json_lines(texts: Iterable[str], field: str = "text") -> bytes:
     return "".join(json.dumps({field: text}) + "\n" for text in texts).encode()
 
 
-def packed(name: str, content: bytes) -> bytes:
+def packed(name: str, content: bytes | str) -> bytes:
     """Bytes as a file of that name holds them."""
+    content = content.encode() if isinstance(content, str) else content
     packers: dict[str, Callable[[bytes], bytes]] = {
         **{".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress},
         **{".zst": by_arrow("zstd"), ".lz4": by_arrow("lz4")},
