@@ -21,6 +21,11 @@ from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.units import Part, read_part
 
 
+def prepare_config(root: Path, inputs: str = "in.jsonl", **changes: Any) -> PrepareConfig:
+    """Return a call that reads a file or a folder of a root and writes into its folder `out`."""
+    return PrepareConfig(**{"input_path": (str(root / inputs),), "output_path": str(root / "out"), **changes})
+
+
 def one(path: Path, content: bytes | str) -> InputFile:
     """Writes a file, and lists it."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -17,7 +17,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers
-from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed, rows
+from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed, prepare_config, rows
 
 from pretraining.data.tokenizer import END_OF_TEXT, train_tokenizer
 from pretraining.errors import DataError
@@ -47,9 +47,7 @@ def test_a_tokenizer_that_fastokens_refuses_is_run_by_the_library_with_a_line(
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "in.jsonl").write_bytes(json_lines(["Document stop", "Document"]))
-    config = PrepareConfig(
-        input_path=(str(tmp_path / "in.jsonl"),), output_path=str(tmp_path / "out"), tokenizer_path=str(tmp_path)
-    )
+    config = prepare_config(tmp_path, tokenizer_path=str(tmp_path))
     with pytest.raises(DataError, match="--encoder=fastokens"):
         prepare(replace(config, encoder="fastokens"))
     assert rows(prepare(config).folder) == [[1, 2], [1]]
@@ -80,19 +78,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
         content = json_lines(texts) if "jsonl" in name else "".join(texts).encode()
         (folder / name).write_bytes(packed(name, content))
     pq.write_table(pa.table({"text": texts}), folder / "f.parquet", row_group_size=7)
-    with (
-        pa.OSFile(str(folder / "g.arrow"), "wb") as file,
-        pa.ipc.new_file(file, pa.schema([("text", "str")])) as writer,
-    ):
+    with pa.ipc.new_file(str(folder / "g.arrow"), pa.schema([("text", "str")])) as writer:
         writer.write_table(pa.table({"text": texts}), max_chunksize=5)
     GPT2_LIKE.save(tmp_path)
-    return PrepareConfig(
-        input_path=(str(folder),),
-        output_path=str(tmp_path / "out"),
-        tokenizer_path=str(tmp_path),
-        tokens_per_file=900,
-        num_workers=1,
-    )
+    return prepare_config(tmp_path, "in", tokenizer_path=str(tmp_path), tokens_per_file=900, num_workers=1)
 
 
 Change = Callable[[list[str], np.ndarray], np.ndarray]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from unit.tools.prepare.killed_prepare import prepare_killed
-from unit.tools.prepare.prepare_files import contents, json_lines, packed, rows
+from unit.tools.prepare.prepare_files import contents, json_lines, packed, prepare_config, rows
 
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
@@ -57,13 +57,7 @@ def config(tmp_path: Path) -> PrepareConfig:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/b.jsonl").write_bytes(json_lines(TEXTS[:5]))
     train_tokenizer(TEXTS, 300).save(tmp_path)
-    return PrepareConfig(
-        input_path=(str(tmp_path / "in"),),
-        output_path=str(tmp_path / "out"),
-        text_field="text",
-        tokenizer_path=str(tmp_path),
-        num_workers=1,
-    )
+    return prepare_config(tmp_path, "in", text_field="text", tokenizer_path=str(tmp_path), num_workers=1)
 
 
 def exchange(path: Path, texts: list[str], write: Callable[[Path, list[str]], object]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.tools.prepare.prepare_files import json_lines, rows
+from unit.tools.prepare.prepare_files import json_lines, prepare_config, rows
 
 from pretraining.cli import main
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -39,9 +39,7 @@ def config(tmp_path: Path) -> PrepareConfig:
     library.add_tokens(["<think>"])
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "in.jsonl").write_bytes(json_lines(TEXTS))
-    return PrepareConfig(
-        input_path=(str(tmp_path / "in.jsonl"),), output_path=str(tmp_path / "out"), tokenizer_path=str(tmp_path)
-    )
+    return prepare_config(tmp_path, tokenizer_path=str(tmp_path))
 
 
 def tokenizer_of(names: list[str]) -> Tokenizer:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.tools.prepare.prepare_files import contents, json_lines, packed, rows
+from unit.tools.prepare.prepare_files import contents, json_lines, packed, prepare_config, rows
 
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError, PretrainError
@@ -39,15 +39,13 @@ def config(tmp_path: Path) -> PrepareConfig:
     for number, document in enumerate(TEXTS):
         (tmp_path / "texts" / str(number % 2)).mkdir(parents=True, exist_ok=True)
         (tmp_path / f"texts/{number % 2}/{number}.txt").write_text(document)
-    return PrepareConfig(input_path=(str(tmp_path / "texts"),), output_path=str(tmp_path / "out"), num_workers=2)
+    return prepare_config(tmp_path, "texts", num_workers=2)
 
 
 def table_config(tmp_path: Path, values: list[object], kind: pa.DataType | None = None) -> PrepareConfig:
     """A Parquet file with a column `ids`."""
     pq.write_table(pa.table({"ids": pa.array(values, kind)}), tmp_path / "table.parquet")
-    return PrepareConfig(
-        input_path=(str(tmp_path / "table.parquet"),), output_path=str(tmp_path / "out"), text_field="ids"
-    )
+    return prepare_config(tmp_path, "table.parquet", text_field="ids")
 
 
 def test_every_document_is_a_row_that_decodes_to_its_text(config: PrepareConfig) -> None:
@@ -97,15 +95,8 @@ def test_any_text_is_decoded_from_its_tokens(
         patch.setattr(units, "UNIT_BYTES", unit_bytes)
         patch.setattr(encode, "BATCH_CHARACTERS", batch)
         patch.setattr("os.fsync", lambda descriptor: None)
-        summary = prepare(
-            PrepareConfig(
-                input_path=(str(root / name),),
-                output_path=str(root / "out"),
-                tokenizer_path=str(root),
-                tokens_per_file=tokens_per_file,
-                num_workers=1,
-            )
-        )
+        config = prepare_config(root, name, tokenizer_path=str(root), tokens_per_file=tokens_per_file, num_workers=1)
+        summary = prepare(config)
     assert [TRAINED.decode(row) for row in rows(summary.folder)] == [document for document in texts if document]
     assert summary.empty_documents == texts.count("")
 
@@ -239,10 +230,7 @@ def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path, f
     """The first file's type alone would have given 65,535."""
     for name, kind, ids in (("a", first, [[1, 2]]), ("b", pa.int32(), [[70_000]]), ("c", pa.uint16(), [[3]])):
         pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(kind))}), tmp_path / f"{name}.parquet")
-    config = PrepareConfig(
-        input_path=(str(tmp_path / "*.parquet"),), output_path=str(tmp_path / "out"), text_field="ids", dataset="all"
-    )
-    summary = prepare(config)
+    summary = prepare(prepare_config(tmp_path, "*.parquet", text_field="ids", dataset="all"))
     assert rows(summary.folder) == [[1, 2], [70_000], [3]]
     assert (summary.vocab_size, stored_type(summary.folder)) == (70_001, pa.uint32())
     assert "--vocab_size=70016" in training_flags(summary, None), "no tokenizer gives it; rounded up, it is faster"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere
+from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, prepare_config
 
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
@@ -33,12 +33,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
     monkeypatch.setattr(units, "UNIT_BYTES", 3000)
     monkeypatch.setitem(encode.THREADS_PER_PROCESS, "fastokens", 1)
     monkeypatch.setitem(encode.THREADS_PER_PROCESS, "tokenizers", 1)
-    return PrepareConfig(
-        input_path=(str(tmp_path / "in.jsonl"),),
-        output_path=str(tmp_path / "out"),
-        tokenizer_path=str(tmp_path),
-        num_workers=2,
-    )
+    return prepare_config(tmp_path, tokenizer_path=str(tmp_path), num_workers=2)
 
 
 def report_to(report: Report, patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from unit.tools.prepare.killed_prepare import prepare_killed
-from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed
+from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed, prepare_config
 
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
@@ -35,9 +35,7 @@ def config(tmp_path: Path) -> PrepareConfig:
     (tmp_path / "in/b.jsonl.gz").write_bytes(packed("b.gz", json_lines(TEXTS)))
     (tmp_path / "in/c.txt").write_text(" " * 2000)
     (tmp_path / "in/c.jsonl").write_bytes(json_lines([""] * 120))
-    return PrepareConfig(
-        input_path=(str(tmp_path / "in"),), output_path=str(tmp_path / "out"), tokens_per_file=300, num_workers=1
-    )
+    return prepare_config(tmp_path, "in", tokens_per_file=300, num_workers=1)
 
 
 def whole_files(config: PrepareConfig) -> dict[str, int]:
