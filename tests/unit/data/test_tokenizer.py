@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ WHOLE = {"tokenizer.json": TRAINED.definition}
 OUT = Path("../id_rsa")
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 # contents or links of the folder, the place that the error names, and what it says
-REFUSED: list[tuple[dict[str, bytes | Path], str, str]] = [
+REFUSED: list[tuple[Mapping[str, bytes | Path], str, str]] = [
     ({}, "tokenizer.json", ""),
     ({"tokenizer.json": b"{}"}, "tokenizer.json", ""),
     ({"tokenizer.model": b"of SentencePiece"}, "tokenizer.json", ""),
@@ -108,7 +109,7 @@ REFUSED: list[tuple[dict[str, bytes | Path], str, str]] = [
 
 @pytest.mark.parametrize(("files", "named", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_a_tokenizer_that_cannot_be_read_is_named(
-    tmp_path: Path, files: dict[str, bytes | Path], named: str, words: str
+    tmp_path: Path, files: Mapping[str, bytes | Path], named: str, words: str
 ) -> None:
     (tmp_path / "id_rsa").write_text("{}")
     for folder in ("elsewhere", "model"):

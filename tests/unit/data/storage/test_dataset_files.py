@@ -139,7 +139,7 @@ def test_a_ladder_of_links_is_read_once_under_the_names_of_its_folders(tmp_path:
 
 @pytest.mark.parametrize("place", ["beside", "elsewhere"])
 def test_an_index_of_a_folder_read_twice_keeps_its_listing(tmp_path: Path, place: str) -> None:
-    """Earlier versions listed a linked folder under each path, and a run that began so goes on so."""
+    """Earlier versions listed a linked folder under each path, and a run that began so continues so."""
     put(tmp_path / "web/x/1.arrow")
     (tmp_path / "web/y").symlink_to(tmp_path / "web/x")
     settings = config(tmp_path, index_path=None if place == "beside" else str(tmp_path / "indices"))

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from transformers import AutoTokenizer
-from unit.tools.prepare.prepare_files import packed, prepare_config, rows
+from unit.tools.prepare.prepare_files import packed, prepare_config, rows, write_table
 
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
@@ -142,11 +140,8 @@ def test_chats_are_read_from_every_format(tmp_path: Path, name: str) -> None:
     if name == "hub":
         datasets.Dataset.from_dict(columns).save_to_disk(str(path))
         config = replace(config, input_path=(), hf_dataset=str(path))
-    elif name == "in.parquet":
-        pq.write_table(pa.table(columns), path, row_group_size=2)
-    elif name == "in.arrow":
-        with pa.ipc.new_file(str(path), pa.table(columns).schema) as writer:
-            writer.write_table(pa.table(columns), max_chunksize=2)
+    elif name in ("in.parquet", "in.arrow"):
+        write_table(path, columns, 2)
     else:
         records = [json.dumps({"messages": chat}) for chat in columns["messages"]]
         path.write_bytes(packed(name, (f"[{','.join(records)}]" if name == "in.json" else "\n".join(records)).encode()))

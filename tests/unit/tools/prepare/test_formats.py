@@ -205,7 +205,8 @@ RECORDS: list[tuple[str, str | bytes, int, str]] = [
     ("a.csv", "", 1, "no column 'text'"),
     ("a.csv", "text,text\na,b\n", 1, "several columns 'text'"),
 ]
-REFUSED = [(name, content, None, words, remedy) for name, content, words, remedy in FORMATS]
+REFUSED: list[tuple[str, str | bytes, int | None, str, str]] = []
+REFUSED += [(name, content, None, words, remedy) for name, content, words, remedy in FORMATS]
 REFUSED += [(name, content, row, words, "") for name, content, row, words in RECORDS]
 
 

@@ -335,16 +335,6 @@ def test_a_finished_dataset_that_is_asked_for_otherwise_or_has_changed_is_refuse
     assert contents(tmp_path / "out") == before
 
 
-def test_a_dataset_of_an_older_release_is_read(config: PrepareConfig) -> None:
-    summary = prepare(config)
-    file = summary.folder / "prepare.json"
-    content = json.loads(file.read_text()) | {"median_document_tokens": 7}
-    for entry in content["files"]:
-        del entry["crc32"]
-    file.write_text(json.dumps(content))
-    assert prepare(config).tokens == summary.tokens
-
-
 def ids_of(kind: pa.DataType, value: int, **settings: Any) -> Change:
     """Return a change to a table with a wrong token in its second row."""
     return lambda config, folder: replace(table_config(folder, [[1], [1, 2, value]], pa.list_(kind)), **settings)

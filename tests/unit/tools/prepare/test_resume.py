@@ -1,4 +1,4 @@
-"""After a kill the same call goes on: nothing is lost, nothing is doubled, nothing is encoded again."""
+"""After a kill the same call continues: nothing is lost, nothing is doubled, nothing is encoded again."""
 
 from __future__ import annotations
 
