@@ -236,19 +236,14 @@ def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path, f
     assert "--vocab_size=70016" in training_flags(summary, None), "no tokenizer gives it; rounded up, it is faster"
 
 
-def special_tokenizer(folder: Path, end: str, *more: str) -> None:
-    """Write a tokenizer with special tokens, of which one ends texts."""
-    tokenizer = train_tokenizer(TEXTS, 300)
-    tokenizer.library.add_special_tokens([end, *more])
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(tokenizer.library.to_str())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-
-
 def test_the_end_of_text_token_is_printed_as_text(
     config: PrepareConfig, tmp_path: Path, capsys: CaptureFixture
 ) -> None:
-    special_tokenizer(tmp_path / "chat", "<|im_end|>")
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.library.add_special_tokens(["<|im_end|>"])
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat/tokenizer.json").write_text(tokenizer.library.to_str())
+    (tmp_path / "chat/tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     summary = prepare(replace(config, tokenizer_path=str(tmp_path / "chat")))
     printed = capsys.readouterr().out
     assert f"  separator  '<|im_end|>' ({summary.end_of_text})" in printed
