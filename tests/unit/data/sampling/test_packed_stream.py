@@ -18,7 +18,6 @@ from pretraining.data.sampling.packing import PACKINGS, PackedStream, bin_cache,
 from pretraining.data.sampling.token_stream import Spans, order_cache
 
 KEY = (11, 22)
-SEP = 999
 LENGTHS = st.lists(
     st.one_of(st.just(0), st.just(1), st.integers(0, 12), st.integers(30, 80)), min_size=1, max_size=60
 ).filter(any)
