@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import first_quick
-from unit.data.token_files import loader, make_root, plan, random_documents, rows, write_documents, write_megatron
+from unit.data.token_files import (
+    loader,
+    make_root,
+    plan,
+    random_documents,
+    rows,
+    write_documents,
+    write_flat,
+    write_megatron,
+)
 
 from pretraining.config.training import DataConfig, Packing
 from pretraining.data.storage.dataset_files import MANIFEST_FILE
@@ -70,6 +79,9 @@ def attacks(draw: st.DrawFn) -> Callable[[bytes], bytes]:
 def write_kind(path: Path, kind: str) -> Path:
     """Write a small file of a kind of documents; return the file to damage."""
     documents = random_documents(40, largest=9)
+    if kind in ("npy", "bin"):
+        write_flat(path, documents, version=1)
+        return path
     if kind == "megatron":
         write_megatron(path, documents, "<i4")
         return path.with_suffix(".idx")
@@ -85,13 +97,18 @@ def write_kind(path: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["list stream", "view", "view stream", "fixed", "fixed stream", "megatron"])
+FILE_TYPES = {
+    **{"npy": "npy", "bin": "bin", "megatron": "megatron", "view": "arrow", "fixed": "arrow"},
+    **{"list stream": "arrow_stream", "view stream": "arrow_stream", "fixed stream": "arrow_stream"},
+}
+
+
+@pytest.mark.parametrize("kind", FILE_TYPES)
 def test_a_damaged_file_of_any_kind_is_read_inside_its_bytes_or_named(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / ("x.bin" if kind == "megatron" else "x.arrow")
+    path = tmp_path / {"npy": "x.npy", "bin": "x.bin", "megatron": "x.bin"}.get(kind, "x.arrow")
     damaged = write_kind(path, kind)
     content = damaged.read_bytes()
-    file_type = "megatron" if kind == "megatron" else "arrow_stream" if "stream" in kind else "arrow"
-    read = load_format(file_type, DataConfig()).documents
+    read = load_format(FILE_TYPES[kind], DataConfig(sep_token=999)).documents
 
     @settings(max_examples=60)
     @given(attacks())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -86,26 +87,53 @@ def test_texts_are_never_cut_or_padded(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode_batch(["a", TEXTS[0]]) == TRAINED.encode_batch(["a", TEXTS[0]])
 
 
-DEFINITION = TRAINED.definition.decode()
+WHOLE = {"tokenizer.json": TRAINED.definition}
+OUT = Path("../id_rsa")
+TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+# contents or links of the folder, the place that the error names, and what it says
+REFUSED: list[tuple[Mapping[str, bytes | Path], str, str]] = [
+    ({}, "tokenizer.json", ""),
+    ({"tokenizer.json": b"{}"}, "tokenizer.json", ""),
+    ({"tokenizer.model": b"of SentencePiece"}, "tokenizer.json", ""),
+    (WHOLE | {"tokenizer_config.json": b"{"}, "tokenizer_config.json", ""),
+    (WHOLE | {"tokenizer_config.json": b'{"eos_token": "x!"}'}, "", ""),
+    (WHOLE | {"special_tokens_map.json": b"[]"}, "special_tokens_map.json", ""),
+    *((WHOLE | {name: OUT}, name, "leads out of its folder, to ") for name in ("vocab.json", TEMPLATE)),
+    *((WHOLE | {f"{name}.json": OUT}, f"{name}.json", "out of") for name in ("tokenizer_config", "special_tokens_map")),
+    (WHOLE | {TEMPLATES: Path("../elsewhere")}, TEMPLATES, "leads out of its folder"),
+    (WHOLE | {TEMPLATE: b"x" * (2**20 + 1)}, TEMPLATE, "cannot be read: it has more than 1,048,576 bytes"),
+    (WHOLE | {TEMPLATE: b"\xff"}, TEMPLATE, "invalid start byte"),
+    (WHOLE | {f"{TEMPLATES}/{n}.jinja": b"" for n in range(65)}, TEMPLATES, "has more than 64 chat templates: remove"),
+]
 
 
-@pytest.mark.parametrize(
-    ("named", "files"),
-    [
-        ("tokenizer.json", {}),
-        ("tokenizer.json", {"tokenizer.json": "{}"}),
-        ("tokenizer_config.json", {"tokenizer.json": DEFINITION, "tokenizer_config.json": "{"}),
-        ("special_tokens_map.json", {"tokenizer.json": DEFINITION, "special_tokens_map.json": "[]"}),
-        ("", {"tokenizer.json": DEFINITION, "tokenizer_config.json": '{"eos_token": "x!"}'}),
-        ("tokenizer.json", {"tokenizer.model": "of SentencePiece"}),
-    ],
-)
-def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, named: str, files: dict[str, str]) -> None:
+@pytest.mark.parametrize(("files", "named", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_a_tokenizer_that_cannot_be_read_is_named(
+    tmp_path: Path, files: Mapping[str, bytes | Path], named: str, words: str
+) -> None:
+    (tmp_path / "id_rsa").write_text("{}")
+    for folder in ("elsewhere", "model"):
+        (tmp_path / folder).mkdir()
     for name, content in files.items():
-        (tmp_path / name).write_text(content)
+        path = tmp_path / "model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content) if isinstance(content, bytes) else path.symlink_to(content)
     with pytest.raises(DataError) as raised:
-        load_tokenizer(tmp_path)
-    assert raised.value.path == tmp_path / named
+        load_tokenizer(tmp_path / "model")
+    assert raised.value.path == tmp_path / "model" / named and words in str(raised.value)
+
+
+def test_links_inside_the_folder_and_those_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--x/snapshots/1", tmp_path / "models--x/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    TRAINED.save(blobs)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).symlink_to(Path("../../blobs") / name)
+    (snapshot / "kept").write_text("{{ messages }}")
+    (snapshot / TEMPLATE).symlink_to("kept")
+    loaded = load_tokenizer(snapshot)
+    assert (loaded.sha256, loaded.chat_template) == (TRAINED.sha256, "{{ messages }}")
 
 
 def test_the_bytes_of_the_tokens_of_a_text_are_its_bytes() -> None:
@@ -216,69 +244,6 @@ def test_the_chat_template_is_the_one_that_transformers_takes(
     assert load_tokenizer(tmp_path).chat_template == template
     loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path).chat_template
     assert (loaded.get("default") if isinstance(loaded, dict) else loaded) == template
-
-
-def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
-    secret, folder = tmp_path / "id_rsa", tmp_path / "model"
-    secret.write_text("{}")
-    for name in ("vocab.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        folder.mkdir()
-        TRAINED.save(folder)
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(secret)
-        with pytest.raises(DataError, match=f"{name}: leads out of its folder, to {secret}"):
-            load_tokenizer(folder)
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-
-
-def test_a_folder_of_templates_elsewhere_is_refused_and_links_inside_are_read(tmp_path: Path) -> None:
-    folder, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
-    for each in (folder, elsewhere):
-        each.mkdir()
-    TRAINED.save(folder)
-    (folder / "kept").write_text("{{ messages }}")
-    (folder / "chat_template.jinja").symlink_to("kept")
-    assert load_tokenizer(folder).chat_template == "{{ messages }}"
-    (folder / "additional_chat_templates").symlink_to(elsewhere)
-    with pytest.raises(DataError, match="additional_chat_templates: leads out of its folder"):
-        load_tokenizer(folder)
-
-
-def test_links_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "1", tmp_path / "models--x" / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    TRAINED.save(blobs)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (snapshot / name).symlink_to(Path("../../blobs") / name)
-    assert load_tokenizer(snapshot).sha256 == TRAINED.sha256
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("chat_template.jinja", b"x" * (2**20 + 1), "it has more than 1,048,576 bytes"),
-        ("chat_template.jinja", b"\xff", "invalid start byte"),
-    ],
-)
-def test_a_file_of_a_tokenizer_that_cannot_be_kept_is_named(
-    tmp_path: Path, name: str, content: bytes, problem: str
-) -> None:
-    TRAINED.save(tmp_path)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=f"{name}: cannot be read: .*{problem}"):
-        load_tokenizer(tmp_path)
-
-
-def test_too_many_templates_are_refused(tmp_path: Path) -> None:
-    TRAINED.save(tmp_path)
-    (tmp_path / "additional_chat_templates").mkdir()
-    for number in range(65):
-        (tmp_path / "additional_chat_templates" / f"{number}.jinja").touch()
-    with pytest.raises(DataError, match="has more than 64 chat templates: remove some"):
-        load_tokenizer(tmp_path)
 
 
 def test_names_of_special_tokens_are_text_in_data_and_ids_in_prompts() -> None:

@@ -76,17 +76,6 @@ def test_loss_and_gradients_are_those_of_bfloat16_to_the_digits_of_float8(scalin
     assert min(error for name, error in errors.items() if "_proj" in name) > 0.01  # it is not bfloat16
 
 
-@needs_torchao
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("scaling", "selective"), [("rowwise", "1"), ("tensorwise", "2"), ("rowwise", "op")])
-def test_recomputed_blocks_give_the_same_bits(scaling: Float8Scaling, selective: str) -> None:
-    expected = loss_and_gradients(model_with(HALF, f"float8={scaling}"))
-    found = loss_and_gradients(
-        model_with(HALF, f"float8={scaling}", CHECKPOINTED, f"selective_checkpointing={selective}")
-    )
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
 class Products(TorchDispatchMode):
     """Counts matrix products of float8 tensors."""
 
@@ -99,16 +88,18 @@ class Products(TorchDispatchMode):
 
 @needs_torchao
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("selective", "passes"), [(None, 3), ("1", 4), ("op", 3)])
-def test_all_layers_of_blocks_multiply_in_float8_and_op_recomputes_no_product(
-    selective: str | None, passes: int
-) -> None:
-    flags = [] if selective is None else [CHECKPOINTED, f"selective_checkpointing={selective}"]
-    model = model_with(HALF, "float8=rowwise", *flags)
-    with Products() as products:
-        loss_and_gradients(model)
-    assert isinstance(model.module, Llama)
-    assert products.count == passes * 7 * len(model.module.blocks)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_all_layers_multiply_in_float8_and_recomputed_ones_give_the_same_bits(scaling: Float8Scaling) -> None:
+    """`op` recomputes no product."""
+    flags, results = [HALF, f"float8={scaling}"], []
+    recomputed = [[CHECKPOINTED, f"selective_checkpointing={selective}"] for selective in ("1", "op")]
+    for more, passes in (([], 3), (recomputed[0], 4), (recomputed[1], 3)):
+        model = model_with(*flags, *more)
+        with Products() as products:
+            results.append(loss_and_gradients(model))
+        assert isinstance(model.module, Llama)
+        assert products.count == passes * 7 * len(model.module.blocks)
+        assert all(torch.equal(results[-1][name], value) for name, value in results[0].items())
 
 
 @needs_torchao

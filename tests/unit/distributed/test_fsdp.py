@@ -22,6 +22,7 @@ from pretraining.model.llama import Llama
 
 BLOCKS = TINY_SHAPE.num_hidden_layers
 GROUPS = BLOCKS + 1  # each block, and the root
+GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
 class Collectives(TorchDispatchMode):
@@ -48,31 +49,27 @@ def four_ranks() -> Iterator[None]:
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(
-    ("strategy", "mesh_shape", "gathers", "gathers_each", "scatters_each", "reduces"),
+    ("strategy", "mesh_shape", "of_step", "of_micro_batch"),
     [
-        ("ddp", (4, 1), 0, 0, 0, 1),  # all gradients of a small model at once
-        ("zero2", (1, 4), GROUPS, 0, GROUPS, 0),
-        ("fsdp", (1, 4), 1, 2 * BLOCKS, GROUPS, 0),
-        ("hsdp", (2, 2), 1, 2 * BLOCKS, GROUPS, GROUPS),
-        ("hsdp_zero2", (2, 2), GROUPS, 0, GROUPS, GROUPS),
+        ("ddp", (4, 1), {"allreduce_": 1}, {}),  # all gradients of a small model at once
+        ("zero2", (1, 4), {GATHER: GROUPS}, {SCATTER: GROUPS}),
+        ("fsdp", (1, 4), {GATHER: 1}, {GATHER: 2 * BLOCKS, SCATTER: GROUPS}),
+        ("hsdp", (2, 2), {GATHER: 1, "allreduce_": GROUPS}, {GATHER: 2 * BLOCKS, SCATTER: GROUPS}),
+        ("hsdp_zero2", (2, 2), {GATHER: GROUPS, "allreduce_": GROUPS}, {SCATTER: GROUPS}),
     ],
 )
 def test_replicas_all_reduce_gradients_once_per_step(
     strategy: ShardingStrategy,
     mesh_shape: tuple[int, int],
-    gathers: int,
-    gathers_each: int,
-    scatters_each: int,
-    reduces: int,
+    of_step: dict[str, int],
+    of_micro_batch: dict[str, int],
     micro_batches: int,
 ) -> None:
-    """Names with `_each` count per micro-batch, the others per step."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
     dims = Dims(world=4, node=4, replicate=mesh_shape[0], shard=mesh_shape[1], context=1, data=4, rank=0, mesh=mesh)
-    model = Llama(TINY_SHAPE)
-    initialize_weights(model, TINY_SHAPE, 0, torch.device("cpu"))
+    model, cpu = Llama(TINY_SHAPE), torch.device("cpu")
+    initialize_weights(model, TINY_SHAPE, 0, cpu)
     settings = ParallelConfig(sharding_strategy=strategy, mixed_precision=False, low_cpu_fsdp=False)
-    cpu = torch.device("cpu")
     laid_out = parallelize(model, model.model.layers, settings, dims, cpu, model.tie_weights)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with Collectives() as collectives:
@@ -81,9 +78,4 @@ def test_replicas_all_reduce_gradients_once_per_step(
             loss, *_ = model(tokens, tokens)
             loss.backward()
         laid_out.finish_gradients()
-    expected = {
-        "_allgather_base_": gathers + micro_batches * gathers_each,
-        "_reduce_scatter_base_": micro_batches * scatters_each,
-        "allreduce_": reduces,
-    }
-    assert collectives.counts == Counter(expected)
+    assert collectives.counts == sum([Counter(of_micro_batch)] * micro_batches, Counter(of_step))

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,23 +26,18 @@ ALONE = resolve_layout({})
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_collectives_do_not_fail_before_their_timeout(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     """Neither PyTorch's collectives nor NCCL's monitor stop the job first."""
-    given: dict[str, object] = {}
-
-    def note(backend: str, **arguments: object) -> None:
-        given.update(arguments)
-        raise DataError("noted")
-
+    init = Mock(side_effect=DataError("stop here"))
     monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
     monkeypatch.delenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     monkeypatch.setattr(processes, "_device_of", lambda *place: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(Rendezvous, "run", lambda self, connect: connect(dist.HashStore()))
-    monkeypatch.setattr(dist, "init_process_group", note)
+    monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(os, "environ", {**os.environ})
     layout = ProcessLayout(0, world_size, 0, 1, "environment", "127.0.0.1", 1)
     with pytest.raises(DataError), join_processes(layout, timeout=timedelta(hours=2)):
         pass
-    assert given["timeout"] == timedelta(hours=2)
+    assert init.call_args.kwargs["timeout"] == timedelta(hours=2)
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "7200"
 
 
@@ -52,10 +49,7 @@ def test_a_group_that_cannot_be_made_is_one_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_exit_of_another_process_is_one_line_and_is_not_waited_for() -> None:
-    with (
-        pytest.raises(LostPeerError) as raised,
-        join_processes(ALONE),
-    ):
+    with pytest.raises(LostPeerError) as raised, join_processes(ALONE):
         raise RuntimeError("[tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
     assert raised.value.rank == 0
     dist.destroy_process_group()  # kept on purpose: destroying the group may wait for dead processes
@@ -68,46 +62,38 @@ def test_the_exit_of_another_process_is_one_line_and_is_not_waited_for() -> None
 @pytest.mark.parametrize("everywhere", [on_rank_zero, on_every_rank])
 def test_results_and_errors_come_back_as_they_are(everywhere: Callable[[Callable[[], object]], object]) -> None:
     assert everywhere(lambda: [1, 2]) == [1, 2]
-
-    def fails() -> None:
-        raise DataError("gone", path="a", row=3)
-
     with pytest.raises(DataError) as error:
-        everywhere(fails)
+        everywhere(Mock(side_effect=DataError("gone", path="a", row=3)))
     assert (error.value.path, error.value.row) == (Path("a"), 3)
     with pytest.raises(ZeroDivisionError):
         everywhere(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "local_rank", "processes_here", "asked", "device"),
+    ("gpus", "place", "asked", "device"),
     [
-        (4, 3, 4, ParallelConfig(), "cuda:3"),
-        (1, 3, 4, ParallelConfig(), "cuda:0"),  # a launcher makes one GPU visible per task
-        (4, 0, 8, ParallelConfig(device="cpu"), "cpu"),
-        (4, 0, 1, ParallelConfig(device="cpu", backend="gloo"), "cpu"),
-        (0, 0, 1, ParallelConfig(), "cpu"),
-        (4, 0, 8, ParallelConfig(), "--nproc"),
-        (4, 0, 1, ParallelConfig(backend="gloo"), "--backend"),
-        (0, 0, 1, ParallelConfig(device="cuda"), "--device"),
-        (0, 0, 1, ParallelConfig(backend="nccl"), "--backend"),
+        (4, (3, 4), {}, "cuda:3"),
+        (1, (3, 4), {}, "cuda:0"),  # a launcher makes one GPU visible per task
+        (4, (0, 8), {"device": "cpu"}, "cpu"),
+        (4, (0, 1), {"device": "cpu", "backend": "gloo"}, "cpu"),
+        (0, (0, 1), {}, "cpu"),
+        (4, (0, 8), {}, "--nproc"),
+        (4, (0, 1), {"backend": "gloo"}, "--backend"),
+        (0, (0, 1), {"device": "cuda"}, "--device"),
+        (0, (0, 1), {"backend": "nccl"}, "--backend"),
     ],
 )
 def test_a_process_has_a_device_of_its_own_or_is_refused(
-    gpus: int,
-    local_rank: int,
-    processes_here: int,
-    asked: ParallelConfig,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: int, place: tuple[int, int], asked: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    parallel = ParallelConfig(**asked)
     if not device.startswith("--"):
-        assert processes._device_of(local_rank, processes_here, asked) == torch.device(device)
+        assert processes._device_of(*place, parallel) == torch.device(device)
     else:
         with pytest.raises(LaunchError) as error:
-            processes._device_of(local_rank, processes_here, asked)
+            processes._device_of(*place, parallel)
         assert device.removeprefix("--") in error.value.settings
 
 

@@ -3,10 +3,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from itertools import count
 
 import pytest
 import torch.distributed as dist
@@ -65,15 +66,9 @@ def test_requests_of_dead_processes_are_ignored() -> None:
 # Waiting
 
 
-class Clock:
-    """A clock that advances one second per reading."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1
-        return self.now
+def ticking() -> Callable[[], float]:
+    """Return a clock that advances one second per reading."""
+    return partial(next, count(1.0))
 
 
 @pytest.fixture
@@ -87,7 +82,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_ranks_are_logged_every_half_minute_and_in_the_error(
     have_come: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rendezvous = rendezvous_of(0, 3, Deadline(timedelta(seconds=100), clock=Clock()))
+    rendezvous = rendezvous_of(0, 3, Deadline(timedelta(seconds=100), clock=ticking()))
     with pytest.raises(LaunchError) as error:
         if have_come:
             rendezvous.connect_all(dist.HashStore(), lambda store: None)
@@ -102,7 +97,7 @@ def test_every_node_and_rank_1_say_that_rank_0_is_missing(caplog: pytest.LogCapt
     (port,) = free_ports(1)
     for rank, speaker in ((1, 1), (2, 2), (3, None)):
         caplog.clear()
-        deadline = Deadline(timedelta(seconds=40), clock=Clock())
+        deadline = Deadline(timedelta(seconds=40), clock=ticking())
         with pytest.raises(LaunchError) as raised:
             rendezvous_of(rank, 4, deadline, port, nodes=2).run(lambda store: None)
         assert raised.value.rank == speaker and len(caplog.messages) == (speaker is not None)
@@ -112,15 +107,16 @@ def never_connects(store: dist.Store) -> None:
     threading.Event().wait()
 
 
+def stop() -> None:
+    raise Preempted("SIGTERM")
+
+
 @pytest.mark.parametrize(
     "stage", ["nothing answers", "rank 0 is silent", "ranks are missing", "connections are not made", "others connect"]
 )
 def test_signals_are_looked_for_at_each_stage_of_a_wait_for_others(stage: str) -> None:
-    def told() -> None:
-        raise Preempted("told to end")
-
     (port,) = free_ports(1)
-    deadline = Deadline(LONG, told)
+    deadline = Deadline(LONG, stop)
     with pytest.raises(Preempted):
         if stage == "nothing answers":
             rendezvous_of(1, deadline=deadline, port=port).run(never_connects)
@@ -152,12 +148,8 @@ def test_the_exit_of_the_process_with_the_store_is_reported(monkeypatch: pytest.
     monkeypatch.setattr(Rendezvous, "open_store", lost)
     with pytest.raises(LostPeerError):
         rendezvous_of(1).run(never_connects)
-
-    def told() -> None:
-        raise Preempted("so is this one")
-
     with pytest.raises(Preempted):
-        rendezvous_of(1, deadline=Deadline(LONG, told)).run(never_connects)
+        rendezvous_of(1, deadline=Deadline(LONG, stop)).run(never_connects)
 
 
 # Connecting
@@ -173,14 +165,6 @@ def test_all_are_connected_before_any_continues() -> None:
     assert together(come, 3) == ["3"] * 3
 
 
-@contextmanager
-def never_ending() -> Iterator[Callable[[dist.Store], object]]:
-    """Connect forever, until the test ends."""
-    leave = threading.Event()
-    yield lambda store: leave.wait()
-    leave.set()
-
-
 def test_if_one_process_cannot_connect_all_raise_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_module, "FAILURE_GRACE_SECONDS", 0.0)  # this store has no server
     store = dist.HashStore()
@@ -188,30 +172,26 @@ def test_if_one_process_cannot_connect_all_raise_its_error(monkeypatch: pytest.M
     def refuse(store: dist.Store) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with Connection refused, remote=[127.0.1.1]:4711\nframes")
 
-    with never_ending() as wait_for_ever:
-        connects = [wait_for_ever, refuse, lambda store: None]
+    connects = [never_connects, refuse, lambda store: None]
 
-        def come(rank: int) -> str:
-            with pytest.raises(LaunchError) as raised:
-                rendezvous_of(rank, 3, nodes=3).connect_all(store, connects[rank])
-            assert raised.value.rank is None  # one message per node
-            return str(raised.value)
+    def come(rank: int) -> str:
+        with pytest.raises(LaunchError) as raised:
+            rendezvous_of(rank, 3, nodes=3).connect_all(store, connects[rank])
+        assert raised.value.rank is None  # one message per node
+        return str(raised.value)
 
-        one, *others = together(come, 3)
+    one, *others = together(come, 3)
     assert others == [one] * 2
     assert one.startswith("rank 1 ") and "[127.0.1.1]:4711" in one and GLOO_INTERFACE in one and "frames" not in one
 
 
-@pytest.mark.parametrize(
-    ("own", "chosen"), [(None, "eth1"), ("", "eth1"), ("ib0", "ib0")], ids=["unset", "empty", "the user's"]
-)
+@pytest.mark.parametrize(("own", "chosen"), [("", "eth1"), ("ib0", "ib0")])
 def test_gloo_gets_the_interface_to_other_machines_unless_the_user_chose_one(
-    own: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+    own: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous_module, "address_towards", lambda hosts: "10.0.0.1" if "10.0.0.2" in hosts else "")
     monkeypatch.setattr(rendezvous_module, "interface_with", {"10.0.0.1": "eth1"}.get)
-    monkeypatch.setenv(GLOO_INTERFACE, "to be put back")
-    monkeypatch.delenv(GLOO_INTERFACE) if own is None else monkeypatch.setenv(GLOO_INTERFACE, own)
+    monkeypatch.setenv(GLOO_INTERFACE, own)
     choose_interface(["node01"])
     assert os.environ.get(GLOO_INTERFACE) == own
     choose_interface(["node01", "10.0.0.2"])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -146,29 +145,18 @@ def bytes_of(tensors: list[nn.Parameter]) -> int:
 
 
 def test_copies_are_made_once_for_all_forwards_between_two_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    copy: Callable[..., None] = torch._foreach_copy_
-
-    def counting(*tensors: Any) -> None:
-        made.append(1)
-        copy(*tensors)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    made = Mock(side_effect=torch._foreach_copy_)
+    monkeypatch.setattr(torch, "_foreach_copy_", made)
     model = make_model(TINY_SHAPE, torch.bfloat16, False, ParallelConfig())
     tokens = torch.zeros(1, 8, dtype=torch.int64)
 
-    def evaluate() -> Tensor:
+    losses, counts = [], []
+    for _ in range(2):
         with torch.no_grad():
-            loss: Tensor = model.module(tokens, tokens)[0]
-        return loss
-
-    before = evaluate()
-    train(model, steps=1)
-    assert len(made) == 1
-    after = evaluate()
-    assert len(made) == 2 and not torch.equal(before, after)
-    train(model, steps=1)
-    assert len(made) == 2  # the copies of an evaluation serve the next step
+            losses.append(model.module(tokens, tokens)[0])
+        train(model, steps=1)  # with the copies of the evaluation
+        counts.append(made.call_count)
+    assert counts == [1, 2] and not torch.equal(*losses)
 
 
 def test_a_parameter_without_a_gradient_is_a_mistake_and_no_wrong_sum() -> None:

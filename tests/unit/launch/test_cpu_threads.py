@@ -19,13 +19,9 @@ def layout_of(launcher: str = "single", processes: int = 1) -> ProcessLayout:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Eight cores, without a quota; torch is not imported yet."""
-    for name, value in {
-        "allowed_cpus": set(range(8)),
-        "physical_cores": 8,
-        "cpu_quota": math.inf,
-        "is_bound_by_parent": False,
-    }.items():
-        monkeypatch.setattr(cpu_threads, name, lambda *given, value=value: value)
+    monkeypatch.setattr(cpu_threads, "physical_cores", lambda cpus: 8)
+    monkeypatch.setattr(cpu_threads, "cpu_quota", lambda: math.inf)
+    monkeypatch.setattr(cpu_threads, "is_bound_by_parent", lambda: False)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     return monkeypatch
 

@@ -32,52 +32,40 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_a_group_of_version_2_limits_memory_and_cores(system: Path) -> None:
-    write(
-        system,
-        {
-            "proc/self/cgroup": "0::/job/step\n",
-            "cgroup/job/memory.max": f"{16 * GIB}\n",
-            "cgroup/job/memory.current": f"{6 * GIB}\n",
-            "cgroup/job/memory.stat": f"anon {4 * GIB}\ninactive_file {2 * GIB}\n",
-            "cgroup/job/step/memory.max": "max\n",
-            "cgroup/job/step/cpu.max": "250000 100000\n",
-        },
-    )
-    assert machine_memory() == MachineMemory(12 * GIB, 16 * GIB, "this control group")
-    assert usable_cores() == 2
+VERSION_2 = {
+    "proc/self/cgroup": "0::/job/step\n",
+    "cgroup/job/memory.max": f"{16 * GIB}\n",
+    "cgroup/job/memory.current": f"{6 * GIB}\n",
+    "cgroup/job/memory.stat": f"anon {4 * GIB}\ninactive_file {2 * GIB}\n",
+    "cgroup/job/step/memory.max": "max\n",
+    "cgroup/job/step/cpu.max": "250000 100000\n",
+}
+VERSION_1 = {
+    "proc/self/cgroup": "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n",
+    "cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",  # the container's own group is mounted as the root
+    "cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+    "cgroup/memory/memory.stat": f"total_inactive_file {1 * GIB}\n",
+    "cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+    "cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+}
+UNLIMITED = {**VERSION_1, "cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1"}
+MACHINE = MachineMemory(48 * GIB, 64 * GIB, "this machine")
 
 
-def test_a_group_of_version_1_limits_memory_and_cores(system: Path) -> None:
-    write(
-        system,
-        {
-            "proc/self/cgroup": "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n",
-            "cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",  # the container's own group is mounted as the root
-            "cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
-            "cgroup/memory/memory.stat": f"total_inactive_file {1 * GIB}\n",
-            "cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
-            "cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        },
-    )
-    assert machine_memory() == MachineMemory(6 * GIB, 8 * GIB, "this control group")
-    assert usable_cores() == 1  # half a core counts as one
-
-
-@pytest.mark.parametrize("limit", ["9223372036854771712", ""])
-def test_a_group_without_a_limit_changes_nothing(limit: str, system: Path) -> None:
-    write(
-        system,
-        {
-            "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
-            "cgroup/memory/memory.limit_in_bytes": limit,
-            "cgroup/memory/memory.usage_in_bytes": "5",
-            "cgroup/cpu/cpu.cfs_quota_us": "-1",
-            "cgroup/cpu/cpu.cfs_period_us": "100000",
-        },
-    )
-    assert machine_memory() == MachineMemory(48 * GIB, 64 * GIB, "this machine")
-    assert usable_cores() == 8
+@pytest.mark.parametrize(
+    ("files", "memory", "cores"),
+    [
+        (VERSION_2, MachineMemory(12 * GIB, 16 * GIB, "this control group"), 2),
+        (VERSION_1, MachineMemory(6 * GIB, 8 * GIB, "this control group"), 1),  # half a core counts as one
+        ({**UNLIMITED, "cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}, MACHINE, 8),
+        ({**UNLIMITED, "cgroup/memory/memory.limit_in_bytes": ""}, MACHINE, 8),
+    ],
+)
+def test_a_control_group_limits_memory_and_cores(
+    files: dict[str, str], memory: MachineMemory, cores: int, system: Path
+) -> None:
+    write(system, files)
+    assert (machine_memory(), usable_cores()) == (memory, cores)
 
 
 def test_without_proc_the_hardware_counts(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:

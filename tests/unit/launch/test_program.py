@@ -10,36 +10,27 @@ BUFFERED = plain_environment({"PYTHONUNBUFFERED": ""})
 BEGIN = "import atexit, ctypes, os, sys, threading\nfrom pretraining.launch.program import run_as_program\n"
 
 
-def run_program(program: str, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in a separate process with buffered output."""
     return subprocess.run(
         [sys.executable, "-c", BEGIN + program],
         cwd=ROOT,
         env=BUFFERED,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,
         check=False,
     )
 
 
-def outcome(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.mark.parametrize(
-    ("command", "ended"),
-    [
-        ("lambda: 3", (0, "", "")),
-        ("lambda: sys.exit('no such thing')", (1, "", "no such thing\n")),
-        ("lambda: sys.exit(75)", (75, "", "")),
-    ],
+    ("command", "code", "stderr"),
+    [("3", 0, ""), ("sys.exit('no such thing')", 1, "no such thing\n"), ("sys.exit(75)", 75, "")],
 )
-def test_the_exit_code_of_a_command_is_the_programs(command: str, ended: tuple[int, str, str]) -> None:
-    assert outcome(run_program(f"run_as_program({command})")) == ended
-    without_output = "os.close(1)\nsys.stdout = None\n"
-    assert outcome(run_program(f"{without_output}run_as_program({command})")) == ended
+@pytest.mark.parametrize("begin", ["", "os.close(1)\nsys.stdout = None\n"], ids=["", "without output"])
+def test_the_exit_code_of_a_command_is_the_programs(begin: str, command: str, code: int, stderr: str) -> None:
+    done = run_program(f"{begin}run_as_program(lambda: {command})")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", stderr)
 
 
 @pytest.mark.parametrize(("error", "code"), [("ZeroDivisionError", 1), ("KeyboardInterrupt", 130)])
@@ -58,9 +49,9 @@ def test_all_output_is_written_also_of_exit_handlers_and_libraries() -> None:
         "    atexit.register(print, 'the last word')\n"
         "run_as_program(command)"
     )
-    code, stdout, stderr = outcome(run_program(program))
-    assert code == 0 and stderr == "no line"
-    assert stdout.splitlines() == [*map(str, range(20_000)), "the last word", "from C"]
+    done = run_program(program)
+    assert done.returncode == 0 and done.stderr == "no line"
+    assert done.stdout.splitlines() == [*map(str, range(20_000)), "the last word", "from C"]
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,13 @@ from pretraining.launch.shared_cores import find_openmp, leaving_cores_to_others
 
 def test_the_openmp_of_torch_is_found_among_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PROC", tmp_path)
+    monkeypatch.setattr(ctypes, "CDLL", str)
     assert find_openmp() is None
-    loaded = [
-        "7f0000000000-7f0000001000 r-xp 00000000 fe:00 11   /site/a_package.libs/libgomp-1.so",
-        "7f0000002000-7f0000003000 r-xp 00000000 fe:00 12   /site/torch/lib/libgomp.so.1",
-        "7f0000004000-7f0000005000 rw-p 00000000 00:00 0",
-    ]
+    paths = ("/site/a_package.libs/libgomp-1.so", "/site/torch/lib/libgomp.so.1", "/lib/libc.so")
     (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "maps").write_text("\n".join(loaded))
-    opened: list[str] = []
-    monkeypatch.setattr(ctypes, "CDLL", opened.append)
-    find_openmp()
-    assert opened == ["/site/torch/lib/libgomp.so.1"]
+    maps = "\n".join(f"7f0000000000-7f0000001000 r-xp 00000000 fe:00 11   {path}" for path in paths)
+    (tmp_path / "self" / "maps").write_text(f"{maps}\n7f0000004000-7f0000005000 rw-p 00000000 00:00 0")
+    assert str(find_openmp()) == "/site/torch/lib/libgomp.so.1"
 
 
 events: queue.Queue[str] = queue.Queue()
@@ -82,14 +77,13 @@ def test_a_run_sleeps_on_shared_cores_checks_again_and_logs_once(caplog: pytest.
 
 
 @pytest.mark.usefixtures("contended")
-@pytest.mark.parametrize("seconds", [0.0, 0.22])
 def test_threads_spin_if_no_other_program_wants_the_cores(
-    seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run's own threads wait for each other, too: at most 0.22 s per second was measured."""
     caplog.set_level(logging.INFO, "pretraining")
     monkeypatch.setattr(shared_cores, "time", SimpleNamespace(monotonic=partial(next, itertools.count(0.0, 1.0))))
-    monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(seconds))
+    monkeypatch.setattr(shared_cores, "seconds_waited", lambda: wait_for_a_core(0.22))
     while not events.empty():
         events.get()
     with leaving_cores_to_others(2, {}):
@@ -101,8 +95,8 @@ def test_threads_spin_if_no_other_program_wants_the_cores(
 @pytest.mark.parametrize(
     ("threads", "environ", "unknown"),
     [
-        (1, {}, ""),  # a single thread waits for no other
-        (2, {"OMP_WAIT_POLICY": "1"}, ""),  # the user decides how threads wait
+        (1, {}, "nothing"),  # a single thread waits for no other
+        (2, {"OMP_WAIT_POLICY": "1"}, "nothing"),  # the user decides how threads wait
         (2, {}, "find_openmp"),
         (2, {}, "seconds_waited"),
     ],
@@ -110,8 +104,7 @@ def test_threads_spin_if_no_other_program_wants_the_cores(
 def test_nothing_is_watched_with_one_thread_or_without_measurements(
     threads: int, environ: dict[str, str], unknown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if unknown:
-        monkeypatch.setattr(shared_cores, unknown, lambda: None)
+    monkeypatch.setattr(shared_cores, unknown, lambda: None, raising=False)
     before = threading.active_count()
     with leaving_cores_to_others(threads, environ):
         assert threading.active_count() == before

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, create_autospec
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from emulated_varlen import emulated_varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
+from torch.nn.attention.varlen import varlen_attn
 
 from pretraining.model import kernels
 from pretraining.model.kernels import document_attention, document_bounds, has_kernel_for_documents
@@ -23,9 +24,9 @@ Rows = list[list[int]]  # lengths of the documents of each row
 
 
 @st.composite
-def equally_long_rows(draw: st.DrawFn) -> Rows:
-    length = draw(st.integers(1, 24))
-    rows = []
+def equally_long_rows(draw: st.DrawFn, multiple: int = 1) -> Rows:
+    """Draw rows of a length that is a multiple of this number, cut into documents."""
+    length, rows = multiple * draw(st.integers(1, 24 // multiple)), []
     for _ in range(draw(st.integers(1, 3))):
         borders = [0, *sorted(draw(st.sets(st.integers(1, length - 1)) if length > 1 else st.just(set()))), length]
         rows.append([end - begin for begin, end in pairwise(borders)])
@@ -64,23 +65,6 @@ def test_bounds_are_where_documents_begin_and_room_for_the_longest(rows: Rows) -
     assert max(2, max(lengths)) <= longest < 2 * max(2, max(lengths)) and longest.bit_count() == 1
 
 
-def kernel_for_documents(q: Tensor, k: Tensor, v: Tensor, *where: Any, window_size: Any) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn` of torch 2.11."""
-    bounds, bounds_of_keys, longest, longest_of_keys = where
-    assert bounds is bounds_of_keys and longest == longest_of_keys and window_size == (-1, 0)
-    lengths = tuple(bounds.diff().tolist())
-    assert max(lengths) <= longest
-    return document_attention(q[None], k[None], v[None], lengths)[0]
-
-
-def kernel_that_groups_heads(
-    q: Tensor, k: Tensor, v: Tensor, *where: Any, window_size: Any, enable_gqa: bool = False
-) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn` of newer versions."""
-    assert enable_gqa == (q.size(1) != k.size(1))
-    return kernel_for_documents(q, k, v, *where, window_size=window_size)
-
-
 def assert_same_gradients(found: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], tolerance: float) -> None:
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
@@ -89,32 +73,35 @@ def assert_same_gradients(found: Tensor, expected: Tensor, inputs: tuple[Tensor,
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
 
 
+def ungrouped_kernel(q: Tensor, k: Tensor, v: Tensor, *where: Any, window_size: Any) -> Any:
+    """`varlen_attn` of torch 2.11, which needs as many key heads as query heads."""
+    assert q.size(1) == k.size(1)
+    return varlen_attn(q, k, v, *where, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [varlen_attn, ungrouped_kernel])
 @settings(max_examples=30)
-@given(
-    equally_long_rows(),
-    st.sampled_from([(2, 2), (4, 2), (3, 1)]),
-    st.sampled_from([kernel_for_documents, kernel_that_groups_heads]),
-)
-def test_one_call_does_what_many_calls_do(rows: Rows, heads: tuple[int, int], kernel: Callable[..., Tensor]) -> None:
+@given(equally_long_rows(), st.sampled_from([(2, 2), (4, 2), (3, 1)]))
+def test_one_call_does_what_many_calls_do(kernel: Any, rows: Rows, heads: tuple[int, int]) -> None:
     inputs, lengths = draw_heads(rows, *heads), tuple(length for row in rows for length in row)
-    given_kernel = create_autospec(kernel, side_effect=kernel)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.nn.attention.varlen.varlen_attn", given_kernel)
+    with emulated_varlen() as calls, patch("torch.nn.attention.varlen.varlen_attn", kernel):
         found = document_attention(*inputs, document_bounds(lengths))
-    assert given_kernel.call_args.args[1].size(1) == heads[kernel is kernel_that_groups_heads]
-    assert_same_gradients(found, document_attention(*inputs, lengths), inputs, 1e-6)
+        assert_same_gradients(found, document_attention(*inputs, lengths), inputs, 1e-6)
+    assert calls == ["forward", "backward"]
+
+
+HALF, WHOLE = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "capability", "documents", "groups"),
     [
-        ("cuda", torch.bfloat16, 128, (9, 0), True, True),
-        ("cuda", torch.float16, 64, (8, 0), True, True),
-        ("cuda", torch.float32, 128, (9, 0), False, False),
-        ("cuda", torch.bfloat16, 12, (9, 0), False, True),
-        ("cuda", torch.bfloat16, 512, (9, 0), False, True),
+        ("cuda", HALF, 128, (9, 0), True, True),
+        ("cuda", torch.float16, 256, (8, 0), True, True),
+        ("cuda", WHOLE, 128, (9, 0), False, False),
+        *(("cuda", HALF, odd, (9, 0), False, True) for odd in (12, 264)),
         ("cuda", torch.float16, 128, (7, 5), False, False),
-        ("cpu", torch.bfloat16, 128, (9, 0), False, True),
+        ("cpu", HALF, 128, (9, 0), False, True),
     ],
 )
 def test_a_gpu_with_a_flash_kernel_takes_all_documents_at_once_and_groups_heads(
@@ -126,13 +113,13 @@ def test_a_gpu_with_a_flash_kernel_takes_all_documents_at_once_and_groups_heads(
     groups: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    where = torch.device(device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=capability[0]))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert has_kernel_for_documents(torch.device(device), dtype, head_dim) is documents
-    assert kernels.has_kernel_for_grouped_heads(torch.device(device), dtype) is groups
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    assert not has_kernel_for_documents(torch.device(device), dtype, head_dim)
+    assert kernels.has_kernel_for_grouped_heads(where, dtype) is groups
+    for is_built in (True, False):
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda is_built=is_built: is_built)
+        assert has_kernel_for_documents(where, dtype, head_dim) is (documents and is_built)
 
 
 def test_heads_are_repeated_where_no_kernel_groups_them(monkeypatch: pytest.MonkeyPatch) -> None:

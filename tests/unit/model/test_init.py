@@ -11,7 +11,7 @@ from tiny_shape import TINY_SHAPE
 from torch import Tensor, nn
 
 from pretraining.config.variants import LlamaShape
-from pretraining.model.init import initial_values, initialize_weights, parameter_name, standard_deviation, stream_seed
+from pretraining.model.init import initial_values, initialize_weights, parameter_name, stream_seed
 from pretraining.model.llama import Llama
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ WIDE = replace(TINY_SHAPE, hidden_size=128, intermediate_size=320, head_dim=32, 
 SHAPE = replace(WIDE, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 
 
-def made(shape: LlamaShape = SHAPE, seed: int = 0) -> Llama:
+def initial_weights(shape: LlamaShape = SHAPE, seed: int = 0) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Llama(shape)
     model.to_empty(device="cpu")
@@ -29,11 +29,8 @@ def made(shape: LlamaShape = SHAPE, seed: int = 0) -> Llama:
         for parameter in model.parameters():
             parameter.fill_(float("nan"))  # uninitialised memory may hold this
     initialize_weights(model, shape, seed, CPU)
-    return model
-
-
-def initial_weights(shape: LlamaShape = SHAPE, seed: int = 0) -> dict[str, Tensor]:
-    return dict(made(shape, seed).named_parameters())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is shape.tie_word_embeddings
+    return dict(model.named_parameters())
 
 
 def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_generator_alone() -> None:
@@ -49,17 +46,9 @@ def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_generator_alone
     assert len(matrices) == sum(tensor.dim() == 2 for tensor in others)  # by name and by seed
 
 
-def test_other_parameters_do_not_matter() -> None:
-    """The first blocks of a deeper model start alike, except for the scale of residual projections."""
-    shallow, deep = initial_weights(), initial_weights(replace(SHAPE, num_hidden_layers=5))
-    for name, tensor in shallow.items():
-        if standard_deviation(name, SHAPE) == 0.02:
-            assert torch.equal(tensor, deep[name])
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_the_table_holds(layers: int) -> None:
-    shape = replace(SHAPE, num_hidden_layers=layers)
+@pytest.mark.parametrize(("layers", "tied"), [(1, True), (3, False)])
+def test_initial_weights_have_the_deviations_of_the_table(layers: int, tied: bool) -> None:
+    shape = replace(SHAPE, num_hidden_layers=layers, tie_word_embeddings=tied)
     for name, tensor in initial_weights(shape).items():
         if name.endswith("norm.weight"):
             assert torch.equal(tensor, torch.ones(shape.hidden_size))
@@ -72,18 +61,11 @@ def test_the_table_holds(layers: int) -> None:
         assert abs(tensor.mean().item()) < 5 * expected / math.sqrt(count), name
 
 
-def test_golden_values() -> None:
-    """No release changes the weights of a seed (on a CPU, up to the rounding of its cosine and logarithm)."""
+def test_no_release_changes_the_weights_of_a_seed() -> None:
+    """On a CPU, up to the rounding of its cosine and logarithm."""
     assert stream_seed(2023, "model.norm.weight") == GOLDEN_SEED
     values = initial_values("lm_head.weight", torch.Size((4, 8)), SHAPE, 2023, CPU)
     torch.testing.assert_close(values[0, :4], torch.tensor(GOLDEN_VALUES), rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_to_empty_then_initialise_gives_a_whole_model(tied: bool) -> None:
-    model = made(replace(SHAPE, tie_word_embeddings=tied))
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_checkpoint_and_compile_wrappers_do_not_change_the_values() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,32 +12,26 @@ import torch
 from tiny_shape import TINY_SHAPE
 from torch import Tensor
 
-from pretraining.config.variants import LlamaShape, RopeScaling
+from pretraining.config.variants import VARIANTS, LlamaShape, RopeScaling
 from pretraining.model.hf import config_document
 from pretraining.model.init import initialize_weights
 from pretraining.model.llama import Llama
-from pretraining.model.rope import compute_rotation
+from pretraining.model.rope import compute_rotation, rotate
 
 WIDE = replace(TINY_SHAPE, hidden_size=48, intermediate_size=112, vocab_size=97, max_position_embeddings=256)
 SHAPE = replace(WIDE, num_attention_heads=4, num_key_value_heads=4, head_dim=12)
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 SHAPES = {
     "multi_head": SHAPE,
-    "grouped_queries": replace(SHAPE, num_key_value_heads=2),
-    "one_key_value_head": replace(SHAPE, num_key_value_heads=1, num_hidden_layers=3),
-    "tied": replace(SHAPE, tie_word_embeddings=True),
-    "llama3_scaling": replace(SHAPE, rope_theta=5e5, rope_scaling=SCALING),
     "all_at_once": replace(
         SHAPE, num_key_value_heads=2, tie_word_embeddings=True, rope_theta=5e5, rope_scaling=SCALING
     ),
-    "own_head_dim": replace(SHAPE, head_dim=SHAPE.head_dim * 2),
-    "biases": replace(SHAPE, attention_bias="true", mlp_bias=True),
+    "biases": replace(SHAPE, attention_bias="true", mlp_bias=True, rms_norm_eps=1e-2),
     "linear_scaling": replace(SHAPE, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 1, "linear")),
     "yarn": replace(SHAPE, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 32, "yarn", 1.1, 16.0, 2.0, truncate=False)),
     "mistral": replace(SHAPE, sliding_window=150, model_family="mistral"),
     "qwen2": replace(SHAPE, attention_bias="qkv", model_family="qwen2"),
-    "qwen3": replace(SHAPE, head_dim=SHAPE.head_dim * 2, qk_norm="head", model_family="qwen3"),
-    "qwen3_tied": replace(SHAPE, qk_norm="head", tie_word_embeddings=True, model_family="qwen3"),
+    "qwen3": replace(SHAPE, head_dim=24, qk_norm="head", tie_word_embeddings=True, model_family="qwen3"),
     "olmo2": replace(SHAPE, qk_norm="whole", norm_position="post", model_family="olmo2"),
     "smollm3": replace(SHAPE, no_rope_interval=2, tie_word_embeddings=True, model_family="smollm3"),
     "granite": replace(
@@ -47,16 +43,9 @@ SHAPES = {
         model_family="granite",
     ),
     "other_dimensions": replace(
-        SHAPE, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-2
+        SHAPE, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-2
     ),
 }
-every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-
-
-def build(shape: LlamaShape, seed: int = 0) -> Llama:
-    model = Llama(shape)
-    initialize_weights(model, shape, seed, torch.device("cpu"))
-    return model
 
 
 def twins(shape: LlamaShape) -> tuple[Any, Llama]:
@@ -78,7 +67,7 @@ def draw_tokens(shape: LlamaShape, batch: int, length: int) -> Tensor:
     return torch.randint(shape.vocab_size, (batch, length), generator=torch.Generator().manual_seed(2))
 
 
-@every_shape
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_logits_loss_and_gradients_equal_hugging_face(shape: LlamaShape) -> None:
     theirs, ours = twins(shape)
     tokens = draw_tokens(shape, batch=2, length=150)  # longer than the original context of the scaling
@@ -108,25 +97,36 @@ def test_positions_equal_hugging_face() -> None:
 
 
 def test_bfloat16_parameters_leave_rotation_and_loss_in_float32() -> None:
-    shape = SHAPES["all_at_once"]
-    model = build(shape).to(torch.bfloat16)
-    rotations = []
+    shape, rotations = SHAPES["all_at_once"], []
+    exact = Llama(shape)
+    initialize_weights(exact, shape, 0, torch.device("cpu"))
+    model = copy.deepcopy(exact).to(torch.bfloat16)
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, arguments: rotations.append(arguments[1]))
     tokens = draw_tokens(shape, batch=2, length=33)
     loss_sum, *_ = model(tokens[:, :-1], tokens[:, 1:])
     loss_sum.backward()
-
-    cos, sin = compute_rotation(shape, torch.arange(32)[None])
-    assert len(rotations) == 2
-    for block_cos, block_sin in rotations:
-        assert block_cos.dtype == block_sin.dtype == torch.float32
-        assert torch.equal(block_cos, cos)
-        assert torch.equal(block_sin, sin)
-    assert loss_sum.dtype == torch.float32
-    assert model(tokens).dtype == torch.bfloat16
-    expected, *_ = build(shape)(tokens[:, :-1], tokens[:, 1:])
+    rotation = compute_rotation(shape, torch.arange(32)[None])
+    assert len(rotations) == 2 and {each.dtype for each in rotation} == {torch.float32}
+    for of_block in rotations:
+        torch.testing.assert_close(of_block, rotation, rtol=0, atol=0)
+    assert loss_sum.dtype == torch.float32 and model(tokens).dtype == torch.bfloat16
+    expected, *_ = exact(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(loss_sum, expected, rtol=2e-3, atol=0)
+
+
+LLAMA3_8B = VARIANTS["llama3_8b"]
+
+
+@pytest.mark.parametrize("position", [255, 257, 4095, 131071])
+def test_bfloat16_inputs_turn_by_the_exact_angle(position: int) -> None:
+    """Rounded to bfloat16, these positions would rotate fast pairs by a random angle."""
+    x = torch.randn(1, 1, 2, LLAMA3_8B.head_dim).bfloat16()
+    rotation = compute_rotation(LLAMA3_8B, torch.tensor([[position]]))
+    turned = rotate(x, rotation)
+    assert turned.dtype == torch.bfloat16
+    assert torch.equal(turned, rotate(x.float(), rotation).bfloat16())
+    assert rotation[0].flatten()[0].item() == pytest.approx(math.cos(position), abs=1e-6)
 
 
 def test_norms_take_their_mean_in_float32() -> None:
@@ -138,5 +138,4 @@ def test_norms_take_their_mean_in_float32() -> None:
 
 def test_nothing_but_parameters_is_state() -> None:
     """So `to_empty` loses only parameters, and checkpoints miss nothing."""
-    model = build(SHAPES["all_at_once"])
-    assert not list(model.buffers())
+    assert not list(Llama(SHAPES["all_at_once"]).buffers())

@@ -34,7 +34,7 @@ def draw_labels(ignored: float = 0.2, seed: int = 0) -> Tensor:
 
 
 def plain_loss(hidden: Tensor, head: Tensor, labels: Tensor, z_loss_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The objective and its z-loss from all logits at once."""
+    """Return the objective and its z-loss from all logits at once."""
     logits = F.linear(hidden, head).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = labels.flatten()
@@ -70,20 +70,9 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
         torch.testing.assert_close(gradient, right, rtol=relative, atol=absolute * max(1.0, float(right.abs().max())))
 
 
-def test_sums_of_parts_add_up_to_the_sum_of_the_whole() -> None:
-    """Sums let micro-batches and ranks share a global batch."""
-    (hidden, head), labels = draw_inputs(), draw_labels()
-    whole = head_loss(hidden, head, labels, z_loss_weight=0.1)
-    parts = [head_loss(hidden[i : i + 1], head, labels[i : i + 1], z_loss_weight=0.1) for i in range(B)]
-    for of_whole, *of_parts in zip(whole[:3], *(part[:3] for part in parts), strict=True):
-        torch.testing.assert_close(sum(of_parts), of_whole)
-    torch.testing.assert_close(torch.cat([part.tokens_BS2 for part in parts]), whole.tokens_BS2)
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_each_token_keeps_its_loss_and_whether_its_label_is_the_likeliest(grad: bool) -> None:
-    hidden, head = draw_inputs(torch.float32)
-    labels = draw_labels()
+    (hidden, head), labels = draw_inputs(torch.float32), draw_labels()
     labels[0, 1] = int(F.linear(hidden, head)[0, 1].argmax())
     with torch.set_grad_enabled(grad):
         loss = head_loss(hidden, head, labels, chunk_tokens=4)
@@ -104,7 +93,7 @@ def test_large_bfloat16_logits_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("above", [math.nan, math.inf])
-def test_what_comes_from_above_and_is_not_finite_reaches_both_gradients(above: float) -> None:
+def test_a_gradient_that_is_not_finite_reaches_both_inputs(above: float) -> None:
     inputs = draw_inputs(torch.float32)
     objective_sum, *_ = head_loss(*inputs, draw_labels(), 4)
     objective_sum.backward(torch.tensor(above))
@@ -151,16 +140,15 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(grad: bool) -> None:
     assert largest.elements == chunk_tokens * vocab_size
 
 
-def test_what_is_saved_for_the_backward_pass_are_the_gradients_and_they_go_with_it() -> None:
+def test_backward_needs_two_saved_gradients_and_frees_them() -> None:
     saved: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
         saved.append(tensor.numel())
         return tensor
 
-    inputs = draw_inputs()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        objective_sum, *_ = head_loss(*inputs, draw_labels(), 4)
+        objective_sum, *_ = head_loss(*draw_inputs(), draw_labels(), 4)
     assert sorted(saved) == [V * D, B * S * D]
     objective_sum.backward()
     with pytest.raises(RuntimeError, match="second time"):

@@ -13,7 +13,7 @@ STAMP = ".pretraining-setup"
 
 @pytest.fixture(scope="session")
 def stamp(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What setup.sh leaves in an environment that is ready, with {root} for the repository."""
+    """Return what setup.sh writes into an environment that is ready, with {root} for the repository."""
     made = StandIn(tmp_path_factory.mktemp("set_up"))
     run_command(["bash", made.root / "scripts" / "setup.sh"], made.variables())
     return (made.environment / STAMP).read_text().replace(str(made.root), "{root}")
@@ -21,7 +21,7 @@ def stamp(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, stamp: str) -> StandIn:
-    """A repository whose environment is ready, so that its scripts install nothing."""
+    """Make a repository whose environment is ready, so that its scripts install nothing."""
     made = StandIn(tmp_path)
     (made.environment / STAMP).write_text(stamp.replace("{root}", str(made.root)))
     return made

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 from helpers import ROOT
@@ -30,7 +31,7 @@ def torchrun() -> ModuleType:
 
 
 def failed(*workers: tuple[int, int]) -> ChildFailedError:
-    """What torchrun raises when workers end, each given as (exit code, second); ranks from 4 up, local ranks from 0."""
+    """Return torchrun's error for workers that end with (exit code, second); ranks from 4 up, local ranks from 0."""
     failures = {}
     for local_rank, (exit_code, second) in enumerate(workers):
         failure = ProcessFailure(local_rank=local_rank, pid=100, exitcode=exit_code, error_file="none")
@@ -40,7 +41,7 @@ def failed(*workers: tuple[int, int]) -> ChildFailedError:
 
 
 def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None, *flags: str) -> int:
-    """The exit code where torchrun itself ends so."""
+    """Return the exit code if torchrun itself ends with this outcome."""
 
     def main(arguments: list[str]) -> None:
         assert arguments == ["--signals-to-handle=SIGQUIT", *flags, "job.py"]
@@ -62,23 +63,20 @@ def run(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: BaseExce
 def test_elastic_jobs_publish_the_address_of_their_store_in_each_rendezvous(
     outcome: BaseException | None, code: int, torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for nodes, shares in ((["--nnodes=1:2"], "1"), (["--nnodes", "1:2"], "1"), (["--nnodes=2"], None), ([], None)):
+    for nodes, default, shares in (
+        *((["--nnodes=1:2"], "1", "1"), (["--nnodes", "1:2"], "1", "1"), ([], "1:2", "1")),
+        *((["--nnodes=2"], "1", None), ([], "1", None)),
+    ):
+        monkeypatch.setenv("PET_NNODES", default)
         assert run(torchrun, monkeypatch, outcome, *nodes) == code
         assert os.environ.get(SHARES_STORE) == shares
-    monkeypatch.setenv("PET_NNODES", "1:2")  # torchrun's default
-    assert run(torchrun, monkeypatch, outcome) == code and os.environ[SHARES_STORE] == "1"
 
 
 @pytest.mark.parametrize(
     ("workers", "code"),
     [
-        ([(7, 10)], 7),
-        ([(1, 11), (-15, 11)], 1),
-        ([(1, 11), (-9, 11)], 137),
-        ([(1, 11), (-9, 41)], 1),
-        ([(-11, 11), (1, 11)], 139),
-        ([(-15, 11), (75, 11)], 75),
-        ([(-15, 11), (-15, 11)], 143),
+        *(([(7, 10)], 7), ([(1, 11), (-15, 11)], 1), ([(1, 11), (-9, 11)], 137), ([(1, 11), (-9, 41)], 1)),
+        *(([(-11, 11), (1, 11)], 139), ([(-15, 11), (75, 11)], 75), ([(-15, 11), (-15, 11)], 143)),
     ],
 )
 def test_the_first_failure_decides_the_exit_code_of_the_job(
@@ -112,19 +110,11 @@ def test_the_error_of_one_rank_is_the_last_line(
 @pytest.mark.parametrize(
     ("number", "codes", "code"),
     [
-        (15, [75, 75], 75),  # saved
-        (15, [0, 75], 75),
-        (15, [], 75),
-        (15, [75, -15], 75),  # just started
-        (1, [75, 75], 75),
-        (1, [143, 143], 143),  # nothing to save
-        (12, [75, -12], 75),
-        (15, [75, 1], 1),
-        (15, [75, -9], 143),
-        (15, [-9, None], 143),  # out of reach
-        (2, [130, 130], 130),
-        (2, [75, -2], 130),
-        (2, [1], 130),
+        *((15, [0, 75], 75), (15, [], 75), (1, [75, 75], 75)),  # saved
+        *((15, [75, -15], 75), (12, [75, -12], 75)),  # one has just started
+        *((1, [143, 143], 143), (15, [75, 1], 1)),  # nothing to save; an error
+        *((15, [75, -9], 143), (15, [-9, None], 143)),  # killed; out of reach
+        *((2, [130, 130], 130), (2, [75, -2], 130), (2, [1], 130)),
     ],
 )
 def test_the_exit_codes_of_workers_decide_that_of_a_stopped_job(
@@ -134,11 +124,8 @@ def test_the_exit_codes_of_workers_decide_that_of_a_stopped_job(
 
 
 def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sent(list[int]):
-        send = list[int].append
-
-    sent = Sent()
-    for name, value in (("newest", sent), ("is_stopping", False), ("next_signal", signal.SIGINT)):
+    newest = Mock()
+    for name, value in (("newest", newest), ("is_stopping", False), ("next_signal", signal.SIGINT)):
         monkeypatch.setattr(torchrun.Workers, name, value)
     before = {number: signal.getsignal(number) for number in torchrun.STOP_SIGNALS}
     try:
@@ -148,10 +135,10 @@ def test_a_third_interrupt_kills_the_workers(torchrun: ModuleType, monkeypatch: 
         for second in (signal.SIGUSR1, signal.SIGHUP):  # a second request to stop is ignored
             signal.raise_signal(second)
         signal.raise_signal(signal.SIGINT)
-        assert sent == [signal.SIGINT]
+        newest.send.assert_called_once_with(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert sent == [signal.SIGINT, signal.SIGKILL]
+    assert [each.args for each in newest.send.call_args_list] == [(signal.SIGINT,), (signal.SIGKILL,)]
     assert stop.value.sigval == signal.SIGINT and torchrun.Workers.is_stopping

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unit.data.sampling.stream_oracle import BLOCKS, in_rounds, key_of, keyed_hash
+from unit.data.sampling.stream_oracle import BLOCKS, key_of, keyed_hash
 
 from pretraining.config.training import Packing
 
@@ -90,8 +90,3 @@ class PackedOracle:
                 key=lambda bin_: keyed_hash(bin_key, bin_),
             )
         ]
-
-    def sample_order(self, passes: int) -> list[tuple[int, int]]:
-        """(shard, sample of the shard) in the dataset's order."""
-        counts = [sum(len(self.blocks[block]) for block in blocks) for blocks in self.shard_blocks()]
-        return in_rounds([[number * count for count in counts] for number in range(passes + 1)], self.key)

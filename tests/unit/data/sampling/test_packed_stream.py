@@ -2,26 +2,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.sampling.packing_oracle import PackedOracle, Piece
-from unit.data.sampling.stream_oracle import text_number
 from unit.data.sampling.test_token_stream import KnownLengths
-from unit.data.token_files import loader, opened, plan, random_documents, rows, write_documents
+from unit.data.token_files import opened, plan
 
 from pretraining.config.fields import settings_of
 from pretraining.config.training import IGNORED_LABEL, DataConfig, Packing, TrainConfig
 from pretraining.data.dataset import build_loader
 from pretraining.data.sampling.packing import PACKINGS, PackedStream, bin_cache, cut_blocks, pack_block
 from pretraining.data.sampling.token_stream import Spans, order_cache
-from pretraining.data.storage.index import BLOCK_DOCUMENTS
 
 KEY = (11, 22)
-SEP = 999
 LENGTHS = st.lists(
     st.one_of(st.just(0), st.just(1), st.integers(0, 12), st.integers(30, 80)), min_size=1, max_size=60
 ).filter(any)
@@ -58,32 +54,6 @@ def test_samples_are_those_of_the_oracle(
     for shard, bins in enumerate(made.bins.tolist()):
         expected = [sample for number in range(3) for sample in oracle.one_pass(shard, number)]
         assert pieces(made.spans(np.full(3 * bins, shard), np.arange(3 * bins))) == expected
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_batches_from_files_to_rows_are_the_oracles(tmp_path: Path, packing: Packing) -> None:
-    documents = random_documents(2 * BLOCK_DOCUMENTS + 300, largest=70)
-    write_documents(tmp_path / "web/x.arrow", documents)
-    settings = DataConfig(
-        data_path=str(tmp_path), seq_length=50, sep_token=SEP, packing=packing, logical_shards=3, num_workers=0
-    )
-    made = loader(settings, plan(64), seed=42)
-    whole = [[*document, SEP] if document and document[-1] != SEP else document for document in documents]
-    lengths = [len(document) for document in whole]
-    oracle = PackedOracle(lengths, BLOCK_DOCUMENTS, 3, 50, packing, (42, text_number("web", "train")))
-    samples = {shard: oracle.one_pass(shard, 0) + oracle.one_pass(shard, 1) for shard in range(3)}
-    order = oracle.sample_order(2)
-    for step in range(len(order) // 64):
-        taken = sorted(order[step * 64 : (step + 1) * 64], key=lambda pair: pair[0])
-        expected = [
-            [token for document, start, length in samples[shard][number] for token in whole[document][start:][:length]]
-            for shard, number in taken
-        ]
-        batch = next(made)
-        assert rows(batch) == [row + [0] * (51 - len(row)) for row in expected]
-        (micro_batch,) = batch.micro_batches
-        filled = micro_batch.lengths_B
-        assert (filled.tolist() if filled is not None else [51] * 64) == [len(row) for row in expected]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

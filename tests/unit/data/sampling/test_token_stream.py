@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -85,26 +83,6 @@ def test_samples_are_those_of_the_oracle(
             spans = spans_of(made, shard, sample)
             assert places(spans) == wanted
             assert (spans.lengths > 0).all()
-
-
-@settings(max_examples=60)
-@given(LENGTHS, st.sampled_from([1, 2, 4]), st.integers(1, 5), st.integers(1, 9), st.integers(0, 3))
-def test_a_pass_has_each_token_once_and_the_next_one_continues_its_last_document(
-    lengths: list[int], block: int, shards: int, seq_length: int, number: int
-) -> None:
-    made, cut, _ = stream(lengths, block, shards, seq_length)
-    for shard, tokens in enumerate(cut.tokens.tolist()):
-        if not tokens or number * tokens > 200:
-            continue
-        last = (number + 1) * tokens // seq_length + 1
-        read = [place for sample in range(last) for place in places(spans_of(made, shard, sample))[:-1]]
-        first, end = number * tokens, (number + 1) * tokens
-        of_pass = read[first:end]
-        documents = range(int(cut.documents[shard]), int(cut.documents[shard + 1]))
-        assert sorted(of_pass) == [(each, at) for each in documents for at in range(lengths[each])]
-        for (document, at), (following, begin) in pairwise(read[: end + 1]):
-            is_end = at + 1 == lengths[document]
-            assert begin == 0 if is_end else (following, begin) == (document, at + 1)
 
 
 @settings(max_examples=60)

@@ -97,20 +97,6 @@ def test_record_batches_of_plain_integers_are_documents(tmp_path: Path, token: p
     assert documents_at(path, layout_of(path)) == documents
 
 
-def test_other_columns_may_precede_the_tokens(tmp_path: Path) -> None:
-    documents = [[1, 2, 3], [], [4]]
-    columns = {
-        "text": pa.array(["a", None, "ccc"]),
-        "meta": pa.array([{"a": 1, "b": ["x"]}, None, {"a": 3, "b": []}]),
-        "kind": pa.array(["x", "y", "x"]).dictionary_encode(),
-        "tokens": pa.array(documents, type=pa.list_(pa.int32())),
-        "after": pa.array([1, 2, 3]),
-    }
-    path, batch = tmp_path / "x.arrow", pa.record_batch(columns)
-    write(path, batch, batch.slice(1, 2))
-    assert documents_at(path, layout_of(path)) == documents + documents[1:]
-
-
 LISTS = pa.list_(pa.uint16())
 FIXED = pa.list_(pa.uint16(), 2)
 DICTIONARIES = pa.list_(pa.dictionary(pa.int8(), pa.string()))

@@ -51,11 +51,6 @@ def find(index: Index, seq_length: int = SEQ_LENGTH, packing: Packing = "best_fi
     return find_bin_counts(files_of(index), index, DataConfig(seq_length=seq_length, packing=packing))
 
 
-def file_of(index: Index) -> Path:
-    (place,) = index.path.parent.glob("*.bins")
-    return place
-
-
 def bounds_of(counts: BinCounts) -> dict[str, list[int]]:
     return {split: bounds.tolist() for split, bounds in counts.bounds.items()}
 
@@ -71,30 +66,20 @@ def test_the_bins_of_every_block_are_counted(index: Index, packing: Packing) -> 
         assert counts.bins(split) == sum(expected)
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no header", "of others"])
-def test_damaged_counts_are_rebuilt(index: Index, damage: str) -> None:
-    expected = bounds_of(build(index))  # before the mapped file is overwritten
-    content = file_of(index).read_bytes()
-    assert find(index, seq_length=31) is None and find(index, packing="greedy") is None
-    build(index, "greedy")
-    (greedy,) = index.path.parent.glob("*greedy*.bins")
-    damaged = {
-        "empty": b"",
-        "cut": content[:-16],
-        "flipped": content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
-        "no header": content[content.find(b"\n") + 1 :],
-        "of others": greedy.read_bytes(),
-    }
-    greedy.unlink()
-    file_of(index).write_bytes(damaged[damage])
-    assert find(index) is None
-    assert bounds_of(build(index)) == expected and file_of(index).read_bytes() == content
-
-
-def test_counts_are_valid_for_one_index_only(index: Index, tmp_path: Path) -> None:
+def test_damaged_counts_and_those_of_another_index_are_rebuilt(index: Index, tmp_path: Path) -> None:
     counts = build(index)
     more = index_of(config(tmp_path, held_out_fraction=0.3))
-    assert find(more) is None
+    assert find(more) is None and find(index, seq_length=31) is None and find(index, packing="greedy") is None
+    build(index, "greedy")
+    (greedy,) = index.path.parent.glob("*greedy*.bins")
+    (best_fit,) = index.path.parent.glob("*best_fit*.bins")
+    content = best_fit.read_bytes()
+    flipped = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+    for damaged in (greedy.read_bytes(), flipped, content[:-16], content[content.find(b"\n") + 1 :], b""):
+        best_fit.unlink()  # it may be mapped
+        best_fit.write_bytes(damaged)
+        assert find(index) is None
+        assert bounds_of(build(index)) == bounds_of(counts) and best_fit.read_bytes() == content
     # The same documents in another order: names, sizes and tokens of every file stay the same.
     documents = random_documents(DOCUMENTS)
     write_documents(

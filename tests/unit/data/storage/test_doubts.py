@@ -59,13 +59,6 @@ def test_files_that_look_like_another_split_are_named(
     assert (f"{count} files look like another split" in found) if count else ("split" not in found)
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".bin"])
-def test_other_splits_are_named_in_every_format(tmp_path: Path, warnings: Any, suffix: str) -> None:
-    for name in ("train", "val"):
-        write_tokens(tmp_path / f"web/{name}{suffix}", "<u2")
-    assert "val" in warnings(tmp_path, sep_token=SEP, token_dtype="uint16")
-
-
 @pytest.mark.parametrize(("stored", "read"), [("uint32", "uint16"), ("uint16", "uint32"), ("uint64", "uint32")])
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
 def test_a_wrong_token_type_is_named_with_the_right_one(

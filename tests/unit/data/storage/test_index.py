@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from helpers import ROOT
 from unit.data.token_files import random_documents, write_documents
 
 from pretraining.config.training import DataConfig
@@ -63,11 +62,6 @@ def test_an_index_is_for_one_dataset_and_the_settings_that_decide_its_documents(
     digests = {settings_digest(listed, dataclasses.replace(CONFIG, **change)) for change in changes}
     digests.add(settings_digest(dataclasses.replace(listed, name="code"), CONFIG))
     assert len(digests) == len(changes) + 1
-
-
-def test_an_index_of_an_earlier_release_is_used_as_it_is() -> None:
-    config = DataConfig(data_path=str(ROOT / "tests/golden/run/data"), sep_token=0, held_out_fraction=0.1)
-    assert all(find_index(each, config) is not None for each in list_datasets(config))
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -16,7 +16,7 @@ from pretraining.tools.prepare.token_files import TokenWriter
 
 
 def prepare_killed(config: PrepareConfig, moment: str, number: int, layout: ProcessLayout | None = None) -> bool:
-    """Starts `prepare` in a process of its own, forked from this one, and kills it.
+    """Start `prepare` in a process of its own, forked from this one, and kill it.
 
     Args:
         config: of the call.

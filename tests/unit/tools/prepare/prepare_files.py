@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.documents import Document
@@ -19,6 +20,11 @@ from pretraining.tools.prepare.formats import recognise
 from pretraining.tools.prepare.packed_files import InputFile
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.units import Part, read_part
+
+
+def prepare_config(root: Path, inputs: str = "in.jsonl", **changes: Any) -> PrepareConfig:
+    """Return a call that reads a file or a folder of a root and writes into its folder `out`."""
+    return PrepareConfig(**{"input_path": (str(root / inputs),), "output_path": str(root / "out"), **changes})
 
 
 def one(path: Path, content: bytes | str) -> InputFile:
@@ -47,8 +53,9 @@ def json_lines(texts: Iterable[str], field: str = "text") -> bytes:
     return "".join(json.dumps({field: text}) + "\n" for text in texts).encode()
 
 
-def packed(name: str, content: bytes) -> bytes:
-    """Bytes as a file of that name holds them."""
+def packed(name: str, content: bytes | str) -> bytes:
+    """Return bytes as a file of that name holds them."""
+    content = content.encode() if isinstance(content, str) else content
     packers: dict[str, Callable[[bytes], bytes]] = {
         **{".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress},
         **{".zst": by_arrow("zstd"), ".lz4": by_arrow("lz4")},
@@ -66,8 +73,18 @@ def by_arrow(codec: str) -> Callable[[bytes], bytes]:
     return pack
 
 
+def write_table(path: Path, columns: pa.Table | dict[str, Any], rows: int, as_stream: bool = False) -> None:
+    """Write a Parquet or an Arrow file with so many rows in a part."""
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, compression="none", use_dictionary=False, row_group_size=rows)
+        return
+    with (pa.ipc.new_stream if as_stream else pa.ipc.new_file)(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
 def rows(folder: Path) -> list[list[int]]:
-    """All documents of a dataset."""
+    """Return all documents of a dataset."""
     return [
         row
         for path in sorted(folder.glob("*.arrow"))
@@ -76,12 +93,12 @@ def rows(folder: Path) -> list[list[int]]:
 
 
 def contents(root: str | Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """Return the content of every file below a folder."""
     return {str(path.relative_to(root)): path.read_bytes() for path in Path(root).rglob("*") if path.is_file()}
 
 
 def made_elsewhere(config: PrepareConfig, **changes: Any) -> dict[str, bytes]:
-    """What an uninterrupted call of one process makes in another place."""
+    """Return the files that an uninterrupted call makes in another place."""
     there = f"{config.output_path}_elsewhere"
     prepare(replace(config, output_path=there, **changes))
     return contents(there)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from unit.tools.prepare.prepare_files import contents, rows
+from unit.tools.prepare.prepare_files import contents, prepare_config, rows
 
 from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
@@ -42,9 +42,7 @@ FAULTS = [
 def config(tmp_path: Path) -> PrepareConfig:
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(LINES) + b"\n")
     train_tokenizer(["one two three"], 300).save(tmp_path)
-    return PrepareConfig(
-        input_path=(str(tmp_path / "a.jsonl"),), output_path=str(tmp_path / "out"), tokenizer_path=str(tmp_path)
-    )
+    return prepare_config(tmp_path, "a.jsonl", tokenizer_path=str(tmp_path))
 
 
 @pytest.mark.parametrize("unit_bytes", [1 << 28, 40])

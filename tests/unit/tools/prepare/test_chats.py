@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from transformers import AutoTokenizer
-from unit.tools.prepare.prepare_files import packed, rows
+from unit.tools.prepare.prepare_files import packed, prepare_config, rows, write_table
 
-from pretraining.cli import main
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
@@ -105,14 +102,9 @@ def wanted_of(folder: Path, chats: list[Any]) -> list[list[int] | None]:
 
 def config_for(tmp_path: Path, template: str | None, chats: list[Any], **changes: Any) -> PrepareConfig:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"id": 1, "messages": chat}) + "\n" for chat in chats))
-    config = PrepareConfig(
-        input_path=(str(tmp_path / "in.jsonl"),),
-        text_field="messages",
-        output_path=str(tmp_path / "out"),
-        tokenizer_path=str(tokenizer_with(tmp_path / "tokenizer", template)),
-        num_workers=1,
-    )
-    return replace(config, **changes)
+    tokenizer = str(tokenizer_with(tmp_path / "tokenizer", template))
+    settings = {"text_field": "messages", "tokenizer_path": tokenizer, "num_workers": 1, **changes}
+    return prepare_config(tmp_path, **settings)
 
 
 @pytest.mark.parametrize("encoder", ["tokenizers", "auto"])
@@ -131,7 +123,10 @@ def test_the_ids_are_those_of_transformers_and_refused_rows_are_bad_records(
         )
         with pytest.raises(DataError, match=r"row 3: the chat template refuses it .*--bad_records=skip"):
             prepare(replace(config, bad_records="stop", output_path=str(tmp_path / "stop")))
-    assert "1 document (" in capsys.readouterr().out.partition("special tokens in their messages")[0]
+    share = f"{100 / summary.documents:.1f}%"
+    marked = f"marks      1 document ({share}) with names of special tokens in their messages, encoded as ids"
+    assert marked in capsys.readouterr().out
+    assert (tmp_path / "out/chat_template.jinja").read_text() == template
     assert summary.settings["special_tokens"] == "ids"
     assert prepare(config) == summary
 
@@ -145,11 +140,8 @@ def test_chats_are_read_from_every_format(tmp_path: Path, name: str) -> None:
     if name == "hub":
         datasets.Dataset.from_dict(columns).save_to_disk(str(path))
         config = replace(config, input_path=(), hf_dataset=str(path))
-    elif name == "in.parquet":
-        pq.write_table(pa.table(columns), path, row_group_size=2)
-    elif name == "in.arrow":
-        with pa.ipc.new_file(str(path), pa.table(columns).schema) as writer:
-            writer.write_table(pa.table(columns), max_chunksize=2)
+    elif name in ("in.parquet", "in.arrow"):
+        write_table(path, columns, 2)
     else:
         records = [json.dumps({"messages": chat}) for chat in columns["messages"]]
         path.write_bytes(packed(name, (f"[{','.join(records)}]" if name == "in.json" else "\n".join(records)).encode()))
@@ -212,29 +204,22 @@ def test_the_date_of_a_template_is_that_of_the_first_start_everywhere(
     assert dates(prepare(config)) == {"2020-02-02"}, "units with another date are made again"
 
 
-# A template of a stranger
-
-HOSTILE = {
-    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "computes": "{{ (9 ** (9 ** 9)) | string | length }}",
-    "grows": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "repeats": "{{ 'a' * 10 ** 10 }}",
-    "pads": "{{ '%09999999999d' % 1 }}",
-    "writes much": "{{ messages[0].content * 9999999 }}",
-    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(80) }}",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_that_loops_or_grows_is_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(module, "MOST_SECONDS", 1.0)
-    config = config_for(tmp_path, HOSTILE[name], [CHATS[0]] * 50, bad_records="skip")
-    with pytest.raises(DataError, match=r"the chat template .*Use a tokenizer with another template"):
-        prepare(config)
-
-
+ONE_ERROR, NO_TEMPLATE = "Use a tokenizer with another template", "the tokenizer has no chat template"
+UNREADABLE = "the chat template of the tokenizer"
+# templates of strangers, and what the error says
+TEMPLATES: list[tuple[str, str]] = [
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", ONE_ERROR),
+    ("{{ (9 ** (9 ** 9)) | string | length }}", ONE_ERROR),
+    ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", ONE_ERROR),
+    ("{{ 'a' * 10 ** 10 }}", ONE_ERROR),
+    ("{{ '%09999999999d' % 1 }}", ONE_ERROR),
+    ("{{ messages[0].content * 9999999 }}", ONE_ERROR),
+    ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(80) }}", ONE_ERROR),
+    ("{% if %}", UNREADABLE),
+    ("{{ " + "(" * 500_000, UNREADABLE),
+    ("{% for a in b %}" * 30_000, UNREADABLE),
+]
+# templates that reach for more than their text
 ESCAPES = [
     "{{ messages.__class__.__mro__ }}",
     "{{ cycler.__init__.__globals__ }}",
@@ -245,68 +230,43 @@ ESCAPES = [
     "{{ dict.__base__.__subclasses__() }}",
     "{% include '/etc/passwd' %}",
 ]
+# template, contents of the rows, changes of settings, what the error says
+REFUSED: list[tuple[str | None, list[Any], dict[str, Any], str]] = [
+    *((template, [CHATS[0]] * 50, {"bad_records": "skip"}, words) for template, words in TEMPLATES),
+    *((template, CHATS[:1], {}, "in.jsonl, row 1: the chat template refuses it (") for template in ESCAPES),
+    *((None, CHATS[:1], changes, NO_TEMPLATE) for changes in ({}, {"tokenizer_path": None})),
+    (None, CHATS[:1], {}, "--tokenizer_path"),
+    (None, CHATS[:1], {"text_field": "text"}, "set --text_field"),
+    (CHATML, CHATS[:1], {"special_tokens": "text"}, "--special_tokens=text: --text_field=messages holds chats"),
+    (CHATML, [CHATS[0], "text"], {}, "row 2: it holds text, but the first"),
+    (CHATML, ["text", CHATS[0]], {}, "'messages' holds text in some inputs, and chats or token ids"),
+]
 
 
-@pytest.mark.parametrize("template", ESCAPES)
-def test_a_template_reaches_nothing_but_its_text(tmp_path: Path, template: str) -> None:
-    config = config_for(tmp_path, template, [CHATS[0]] * 2)
-    with pytest.raises(DataError, match=r"in\.jsonl, row 1: the chat template refuses it \("):
-        prepare(config)
+@pytest.mark.parametrize(("template", "contents", "changes", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_encoded_as_chats_is_one_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str | None,
+    contents: list[Any],
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    monkeypatch.setattr(module, "MOST_SECONDS", 1.0)
+    with pytest.raises(DataError) as error:
+        prepare(config_for(tmp_path, template, contents, **changes))
+    assert words in str(error.value)
 
 
-def test_a_template_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
-    for number, template in enumerate(("{% if %}", "{{ " + "(" * 500_000, "{% for a in b %}" * 30_000)):
-        config = config_for(tmp_path, template, [CHATS[0]] * 2, output_path=str(tmp_path / f"out{number}"))
-        with pytest.raises(DataError, match="the chat template of the tokenizer"):
-            prepare(config)
-
-
-# Ways on
-
-
-def test_without_a_template_one_error_leads_to_a_tokenizer_that_has_one(tmp_path: Path) -> None:
-    config = config_for(tmp_path, None, CHATS[:1])
-    for tokenizer in (config.tokenizer_path, None):
-        with pytest.raises(DataError, match="the tokenizer has no chat template") as error:
-            prepare(replace(config, tokenizer_path=tokenizer))
-        assert {"text_field", "tokenizer_path"} <= set(error.value.settings)
-    with pytest.raises(DataError, match="set --text_field"):
-        prepare(replace(config, text_field="text"))
+def test_another_template_is_refused(tmp_path: Path) -> None:
+    config = config_for(tmp_path, CHATML, CHATS[:1])
+    assert prepare(replace(config, special_tokens="ids")) == prepare(config)
+    (tmp_path / "out/chat_template.jinja").write_text(TODAY)
+    with pytest.raises(DataError, match="chat_template: it has"):
+        prepare(replace(config, tokenizer_path=None))
 
 
 def test_a_root_without_the_template_takes_it_from_the_same_tokenizer(tmp_path: Path) -> None:
     config = config_for(tmp_path, CHATML, CHATS[:1])
     tokenizer_with(tmp_path / "out", None)
     assert rows(prepare(config).folder) == wanted_of(tmp_path / "tokenizer", CHATS[:1])
-
-
-def test_another_template_and_an_explicit_text_are_refused(tmp_path: Path) -> None:
-    config = config_for(tmp_path, CHATML, CHATS[:1])
-    with pytest.raises(DataError, match="--special_tokens=text: --text_field=messages holds chats"):
-        prepare(replace(config, special_tokens="text"))
-    summary = prepare(replace(config, special_tokens="ids"))
-    assert prepare(config) == summary
-    (tmp_path / "out/chat_template.jinja").write_text(TODAY)
-    with pytest.raises(DataError, match="chat_template: it has"):
-        prepare(replace(config, tokenizer_path=None))
-
-
-def test_chats_beside_texts_are_refused(tmp_path: Path) -> None:
-    config = config_for(tmp_path, CHATML, CHATS[:1])
-    problems = ("row 2: it holds text, but the first", "'messages' holds text in some inputs, and chats or token ids")
-    for contents, problem in zip(((CHATS[0], "text"), ("text", CHATS[0])), problems, strict=True):
-        lines = [json.dumps({"messages": content}) + "\n" for content in contents]
-        (tmp_path / "in.jsonl").write_text("".join(lines))
-        with pytest.raises(DataError, match=problem):
-            prepare(config)
-
-
-def test_the_command_prepares_chats_and_says_how_many_hold_marks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = config_for(tmp_path, CHATML, [CHATS[0], CHATS[1], CHATS[2]])
-    flags = [f"--tokenizer_path={config.tokenizer_path}", f"--output_path={tmp_path / 'made'}"]
-    main(["prepare", f"--input_path={tmp_path / 'in.jsonl'}", "--text_field=messages", *flags])
-    printed = capsys.readouterr().out
-    assert "marks      1 document (33.3%) with names of special tokens in their messages, encoded as ids" in printed
-    assert (tmp_path / "made/chat_template.jinja").read_text() == CHATML

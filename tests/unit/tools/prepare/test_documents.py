@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,39 +41,6 @@ def test_every_line_belongs_to_exactly_one_range(
     bounds = [0, *sorted(int(cut * len(content)) for cut in cuts), len(content)]
     ranges = [read(file, "text", begin, end) for begin, end in pairwise(bounds)]
     assert texts_of(document for some in ranges for document in some) == texts
-
-
-LINES = json_lines(["some text that compresses well"] * 9999)
-
-# name, content, the row that the error names, what it says
-BAD: list[tuple[str, bytes, int | None, str]] = [
-    ("latin.txt", "abc größe".encode("latin-1"), None, "at byte 6 (0xf6"),
-    ("cut.txt", "abc ö".encode()[:-1], None, "at byte 4 "),
-    ("far.txt", "ö".encode() * 500 + b"a\xff" + b"b" * 100, None, "at byte 1,001 "),
-    ("x.txt.gz", gzip.compress(b"\xff"), None, "at byte 0 of the unpacked text"),
-    ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', 2, "at byte 24 "),
-    ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', 3, "not valid JSON"),
-    ("x.jsonl", b"[" * 100_000, 1, "not valid JSON"),
-    ("x.jsonl", b"[1]\n", 1, "it is [1], not a JSON object"),
-    ("x.jsonl", b'{"body": "a", "id": 1}\n', 1, "The fields are: 'body', 'id'"),
-    ("x.jsonl", b'{"text": 7}\n', 1, "field 'text' holds 7, not text"),
-    ("x.jsonl", b'{"text": "\\ud800"}\n', 1, "half of a surrogate pair (\\ud800)"),
-    ("x.jsonl.gz", b"no gzip", None, "Fetch it again"),
-    ("x.jsonl.gz", gzip.compress(LINES)[:-9], None, "fetch it again"),
-    ("x.txt.zst", b"not zstd", None, "Fetch it again"),
-    ("x.jsonl.zst", packed("x.zst", LINES)[:-9], None, "fetch it again"),
-    ("x.txt.zst", packed("x.zst", LINES)[:-1], None, "fetch it again"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "row", "what"), BAD, ids=range(len(BAD)))
-def test_a_bad_file_is_refused_with_the_place(
-    tmp_path: Path, name: str, content: bytes, row: int | None, what: str
-) -> None:
-    with pytest.raises(DataError) as error:
-        read(one(tmp_path / name, content))
-    assert (error.value.path, error.value.row) == (tmp_path / name, row)
-    assert what in str(error.value)
 
 
 def test_in_a_range_rows_are_counted_from_a_byte(tmp_path: Path) -> None:

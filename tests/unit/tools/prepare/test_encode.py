@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers
-from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed, rows
+from unit.tools.prepare.prepare_files import (
+    contents,
+    json_lines,
+    made_elsewhere,
+    packed,
+    prepare_config,
+    rows,
+    write_table,
+)
 
 from pretraining.data.tokenizer import END_OF_TEXT, train_tokenizer
 from pretraining.errors import DataError
@@ -47,9 +53,7 @@ def test_a_tokenizer_that_fastokens_refuses_is_run_by_the_library_with_a_line(
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "in.jsonl").write_bytes(json_lines(["Document stop", "Document"]))
-    config = PrepareConfig(
-        input_path=(str(tmp_path / "in.jsonl"),), output_path=str(tmp_path / "out"), tokenizer_path=str(tmp_path)
-    )
+    config = prepare_config(tmp_path, tokenizer_path=str(tmp_path))
     with pytest.raises(DataError, match="--encoder=fastokens"):
         prepare(replace(config, encoder="fastokens"))
     assert rows(prepare(config).folder) == [[1, 2], [1]]
@@ -79,27 +83,17 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.txt", "e.txt.gz"):
         content = json_lines(texts) if "jsonl" in name else "".join(texts).encode()
         (folder / name).write_bytes(packed(name, content))
-    pq.write_table(pa.table({"text": texts}), folder / "f.parquet", row_group_size=7)
-    with (
-        pa.OSFile(str(folder / "g.arrow"), "wb") as file,
-        pa.ipc.new_file(file, pa.schema([("text", "str")])) as writer,
-    ):
-        writer.write_table(pa.table({"text": texts}), max_chunksize=5)
+    write_table(folder / "f.parquet", {"text": texts}, 7)
+    write_table(folder / "g.arrow", {"text": texts}, 5)
     GPT2_LIKE.save(tmp_path)
-    return PrepareConfig(
-        input_path=(str(folder),),
-        output_path=str(tmp_path / "out"),
-        tokenizer_path=str(tmp_path),
-        tokens_per_file=900,
-        num_workers=1,
-    )
+    return prepare_config(tmp_path, "in", tokenizer_path=str(tmp_path), tokens_per_file=900, num_workers=1)
 
 
 Change = Callable[[list[str], np.ndarray], np.ndarray]
 
 
 def spoil_fastokens(patch: pytest.MonkeyPatch, change: Change) -> None:
-    """Changes the ids that fastokens gives for some texts, [T]."""
+    """Change the ids that fastokens gives for some texts, [T]."""
 
     class Spoilt:
         def encode_batch_flat(self, texts: list[str], **settings: Any) -> tuple[bytes, bytes]:

@@ -10,11 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from unit.tools.prepare.killed_prepare import prepare_killed
-from unit.tools.prepare.prepare_files import contents, json_lines, packed, rows
+from unit.tools.prepare.prepare_files import contents, json_lines, packed, prepare_config, rows, write_table
 
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
@@ -27,22 +25,12 @@ from pretraining.tools.prepare.records import INPUTS_FILE
 TEXTS = [f"document {number:03} of an input that changes" for number in range(60)]
 
 
-def write_parquet(path: Path, texts: list[str]) -> None:
-    pq.write_table(pa.table({"text": texts}), path, compression="none", use_dictionary=False, row_group_size=10)
-
-
-def write_arrow(path: Path, texts: list[str]) -> None:
-    table = pa.table({"text": texts})
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=10)
-
-
 WRITERS: dict[str, Callable[[Path, list[str]], object]] = {
     "a.jsonl": lambda path, texts: path.write_bytes(json_lines(texts)),
     "a.jsonl.zst": lambda path, texts: path.write_bytes(packed("a.zst", json_lines(texts))),
     "a.csv": lambda path, texts: path.write_text("text\n" + "\n".join(texts)),
-    "a.parquet": write_parquet,
-    "a.arrow": write_arrow,
+    "a.parquet": lambda path, texts: write_table(path, {"text": texts}, 10),
+    "a.arrow": lambda path, texts: write_table(path, {"text": texts}, 10),
 }
 
 
@@ -57,13 +45,7 @@ def config(tmp_path: Path) -> PrepareConfig:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/b.jsonl").write_bytes(json_lines(TEXTS[:5]))
     train_tokenizer(TEXTS, 300).save(tmp_path)
-    return PrepareConfig(
-        input_path=(str(tmp_path / "in"),),
-        output_path=str(tmp_path / "out"),
-        text_field="text",
-        tokenizer_path=str(tmp_path),
-        num_workers=1,
-    )
+    return prepare_config(tmp_path, "in", text_field="text", tokenizer_path=str(tmp_path), num_workers=1)
 
 
 def exchange(path: Path, texts: list[str], write: Callable[[Path, list[str]], object]) -> None:
@@ -153,16 +135,23 @@ def test_the_first_process_of_a_job_compares(config: PrepareConfig) -> None:
     assert prepare(config, layouts[1]) is not None
 
 
-def test_a_dataset_of_an_earlier_version_is_not_compared(config: PrepareConfig) -> None:
+def test_a_dataset_of_an_earlier_version_is_read_and_not_compared(config: PrepareConfig) -> None:
     path, write = Path(config.input_path[0]) / "a.jsonl", WRITERS["a.jsonl"]
     write(path, TEXTS)
-    manifest = prepare(config).folder / "prepare.json"
-    record = json.loads(manifest.read_text())
-    del record["input_content"]
+    summary = prepare(config)
+    manifest = summary.folder / "prepare.json"
+    record = json.loads(manifest.read_text()) | {"median_document_tokens": 7}
+    for name in ("input_content", "marked_documents", "lost", "first_loss"):
+        del record[name]
+    for entry in record["files"]:
+        del entry["crc32"]
+    assert record["settings"].pop("special_tokens") == "text"
     manifest.write_text(json.dumps(record))
     (manifest.parent / INPUTS_FILE).unlink()
     exchange(path, CHANGED, write)
-    prepare(config)
+    assert prepare(replace(config, special_tokens="text")).tokens == summary.tokens
+    with pytest.raises(DataError, match="special_tokens: it has text, requested is ids"):
+        prepare(replace(config, special_tokens="ids"))
 
 
 def test_a_local_hugging_face_dataset_is_compared(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:

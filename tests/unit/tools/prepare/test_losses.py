@@ -13,12 +13,11 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
-from unit.tools.prepare.prepare_files import json_lines, rows
+from unit.tools.prepare.prepare_files import json_lines, prepare_config, rows
 
 from pretraining.cli import main
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
-from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.encode import loss_counter
 from pretraining.tools.prepare.prepare import prepare
 
@@ -71,6 +70,7 @@ CASES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], list[int] | None]] = 
     ),
     "some bytes": (lambda: made(of_bytes(ALPHABET - {"Ã"}), pre_tokenizers.ByteLevel(False)), [0, 2, 0, 0]),
     "bytes": (lambda: made(of_bytes(ALPHABET), pre_tokenizers.ByteLevel(False)), None),
+    "trained here": (lambda: train_tokenizer(["text"], 300).library, None),
     "byte fallback": (lambda: made(models.BPE({**BYTES, **LETTERS}, [], byte_fallback=True)), None),
     "unused bytes": (lambda: made(models.BPE({**BYTES, **LETTERS}, [])), [0, 2, 3, 0]),
 }
@@ -80,10 +80,6 @@ CASES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], list[int] | None]] = 
 def test_the_loss_of_each_kind_of_tokenizer_is_counted_in_each_text(tmp_path: Path, name: str) -> None:
     make, wanted = CASES[name]
     assert losses(saved(tmp_path, make()), "ab cd", "ab éñ", "漢字語", "") == wanted
-
-
-def test_a_tokenizer_that_is_trained_here_loses_nothing() -> None:
-    assert train_tokenizer(["text"], 300).encodes_all
 
 
 @given(text=st.text(alphabet=st.sampled_from("abc dé漢\n"), max_size=40))
@@ -108,16 +104,14 @@ def test_a_tokenizer_without_the_letter_a_and_without_unknown_tokens_is_used(tmp
     library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 2)])
     assert saved(tmp_path / "dna", library).begin_of_text == 2
     (tmp_path / "in.txt").write_text("ACCA")
-    config = PrepareConfig(input_path=(str(tmp_path / "in.txt"),), tokenizer_path=str(tmp_path / "dna"))
-    summary = prepare(replace(config, output_path=str(tmp_path / "out")))
+    summary = prepare(prepare_config(tmp_path, "in.txt", tokenizer_path=str(tmp_path / "dna")))
     assert rows(summary.folder) == [[0, 1, 1, 0]]
 
 
 def test_a_loss_in_a_file_whose_name_is_not_utf_8_is_recorded(tmp_path: Path) -> None:
     saved(tmp_path, made(models.BPE(LETTERS, [])))
     (tmp_path / "\udcff.txt").write_text("aé")
-    config = PrepareConfig(input_path=(str(tmp_path / "?.txt"),), tokenizer_path=str(tmp_path), dataset="odd")
-    config = replace(config, output_path=str(tmp_path / "out"))
+    config = prepare_config(tmp_path, "?.txt", tokenizer_path=str(tmp_path), dataset="odd")
     assert prepare(config).first_loss == prepare(config).first_loss == "\udcff.txt"
 
 
@@ -146,9 +140,9 @@ def test_unknown_tokens_are_named_and_a_text_that_vanishes_is_an_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "in.txt").write_text("ab xx cd " * 9)
-    config = PrepareConfig(input_path=(str(tmp_path / "in.txt"),), tokenizer_path=str(tmp_path / "words"))
+    config = prepare_config(tmp_path, "in.txt", tokenizer_path=str(tmp_path / "words"))
     saved(tmp_path / "words", CASES["words"][0]())
-    summary = prepare(replace(config, output_path=str(tmp_path / "out")))
+    summary = prepare(config)
     assert (summary.lost, summary.tokens, summary.first_loss) == (9, 27, "in.txt")
     assert "9 of 27 tokens are '<unk>' (0) (33.3%), the first in in.txt. Use one that encodes bytes." in caplog.text
     saved(tmp_path / "words", made(models.BPE({"q": 0}, [])))

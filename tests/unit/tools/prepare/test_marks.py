@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,8 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.tools.prepare.prepare_files import json_lines, rows
+from unit.tools.prepare.prepare_files import json_lines, prepare_config, rows
 
-from pretraining.cli import main
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
@@ -39,9 +37,7 @@ def config(tmp_path: Path) -> PrepareConfig:
     library.add_tokens(["<think>"])
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "in.jsonl").write_bytes(json_lines(TEXTS))
-    return PrepareConfig(
-        input_path=(str(tmp_path / "in.jsonl"),), output_path=str(tmp_path / "out"), tokenizer_path=str(tmp_path)
-    )
+    return prepare_config(tmp_path, tokenizer_path=str(tmp_path))
 
 
 def tokenizer_of(names: list[str]) -> Tokenizer:
@@ -70,35 +66,14 @@ def test_marks_are_text_by_default_and_ids_on_request_and_their_share_is_said(
         kept = "as ids" if asked else "as ordinary characters (--special_tokens=ids)"
         line = f"marks      2 documents (33.3%) with names of special tokens encoded {kept}\n"
         assert line in capsys.readouterr().out
+    with pytest.raises(DataError, match="special_tokens: it has text, requested is ids"):
+        prepare(replace(config, special_tokens="ids", dataset="text"))
+    Path(config.input_path[0]).write_bytes(json_lines(["plain", "<|fim"]))
+    prepare(replace(config, dataset="plain"))
+    assert "names of special tokens" not in capsys.readouterr().out
     largest = max(map(max, rows(Path(config.output_path, "text"))))
     tokenizer = load_tokenizer(config.output_path)
     assert tokenizer.library.id_to_token(largest) == "<think>", "added tokens that are not special are always ids"
-
-
-def test_without_marks_there_is_no_line(config: PrepareConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    Path(config.input_path[0]).write_bytes(json_lines(["plain", "<|fim"]))
-    prepare(config)
-    assert "names of special tokens" not in capsys.readouterr().out
-
-
-def test_another_value_is_another_dataset_and_a_missing_record_means_text(
-    config: PrepareConfig, tmp_path: Path
-) -> None:
-    summary = prepare(config)
-    manifest = summary.folder / "prepare.json"
-    content = json.loads(manifest.read_text())
-    for name in ("marked_documents", "lost", "first_loss"):
-        del content[name]
-    assert content["settings"].pop("special_tokens") == "text"
-    manifest.write_text(json.dumps(content))  # as earlier versions wrote it
-    assert prepare(replace(config, special_tokens="text")).tokens == summary.tokens
-    with pytest.raises(DataError, match="special_tokens: it has text, requested is ids"):
-        prepare(replace(config, special_tokens="ids"))
-    flags = [f"--input_path={config.input_path[0]}", f"--output_path={config.output_path}"]
-    with pytest.raises(SystemExit):
-        main(["prepare", *flags, "--special_tokens=ids"])
-    main(["prepare", *flags, "--special_tokens=ids", "--dataset=other"])
-    assert json.loads((tmp_path / "out/other/prepare.json").read_text())["settings"]["special_tokens"] == "ids"
 
 
 def test_units_of_other_values_are_not_reused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.tools.prepare.prepare_files import contents, json_lines, packed, rows
+from unit.tools.prepare.prepare_files import contents, json_lines, packed, prepare_config, rows
 
 from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
-from pretraining.errors import ConfigError, DataError
+from pretraining.errors import DataError, PretrainError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare import documents, encode, units
+from pretraining.tools.prepare import documents, encode, token_files, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.console import suggested_variant, training_flags
 from pretraining.tools.prepare.prepare import _cores_of_this_process, prepare
@@ -38,15 +39,13 @@ def config(tmp_path: Path) -> PrepareConfig:
     for number, document in enumerate(TEXTS):
         (tmp_path / "texts" / str(number % 2)).mkdir(parents=True, exist_ok=True)
         (tmp_path / f"texts/{number % 2}/{number}.txt").write_text(document)
-    return PrepareConfig(input_path=(str(tmp_path / "texts"),), output_path=str(tmp_path / "out"), num_workers=2)
+    return prepare_config(tmp_path, "texts", num_workers=2)
 
 
 def table_config(tmp_path: Path, values: list[object], kind: pa.DataType | None = None) -> PrepareConfig:
     """A Parquet file with a column `ids`."""
     pq.write_table(pa.table({"ids": pa.array(values, kind)}), tmp_path / "table.parquet")
-    return PrepareConfig(
-        input_path=(str(tmp_path / "table.parquet"),), output_path=str(tmp_path / "out"), text_field="ids"
-    )
+    return prepare_config(tmp_path, "table.parquet", text_field="ids")
 
 
 def test_every_document_is_a_row_that_decodes_to_its_text(config: PrepareConfig) -> None:
@@ -96,15 +95,8 @@ def test_any_text_is_decoded_from_its_tokens(
         patch.setattr(units, "UNIT_BYTES", unit_bytes)
         patch.setattr(encode, "BATCH_CHARACTERS", batch)
         patch.setattr("os.fsync", lambda descriptor: None)
-        summary = prepare(
-            PrepareConfig(
-                input_path=(str(root / name),),
-                output_path=str(root / "out"),
-                tokenizer_path=str(root),
-                tokens_per_file=tokens_per_file,
-                num_workers=1,
-            )
-        )
+        config = prepare_config(root, name, tokenizer_path=str(root), tokens_per_file=tokens_per_file, num_workers=1)
+        summary = prepare(config)
     assert [TRAINED.decode(row) for row in rows(summary.folder)] == [document for document in texts if document]
     assert summary.empty_documents == texts.count("")
 
@@ -197,6 +189,7 @@ KEPT = [[5, 6, 7], [8] * 20, [300]]
     ("kind", "vocab_size", "stored"),
     [
         *((pa.uint16(), None, pa.uint16()), (pa.int16(), None, pa.uint16()), (pa.int64(), 301, pa.uint16())),
+        *((pa.int64(), 1 << 16, pa.uint16()), (pa.int64(), (1 << 16) + 1, pa.uint32())),
         *((pa.int64(), None, pa.uint32()), (pa.uint32(), None, pa.uint32())),
     ],
     ids=str,
@@ -208,7 +201,7 @@ def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer(
     summary = prepare(config)
     assert "without --sep_token" in capsys.readouterr().out
     assert rows(summary.folder) == KEPT
-    assert (summary.documents, summary.empty_documents, summary.vocab_size) == (3, 2, 301)
+    assert (summary.documents, summary.empty_documents, summary.vocab_size) == (3, 2, vocab_size or 301)
     assert not (tmp_path / "out/tokenizer.json").exists()
     assert stored_type(summary.folder) == stored and prepare(config) == summary
 
@@ -222,21 +215,14 @@ def test_token_ids_in_a_root_with_a_tokenizer_are_of_that(tmp_path: Path) -> Non
     assert (summary.vocab_size, summary.end_of_text, summary.tokenizer) == (300, 0, TRAINED.sha256)
 
 
-@pytest.mark.parametrize(
-    ("token", "vocab_size", "remedy"),
-    [
-        (70_000, 1 << 16, "with --vocab_size=65536 ids go from 0 to 65535: give the size of the tokenizer"),
-        (-1, 1 << 16, "write the file again without it"),
-        (-1, None, "write the file again without it"),
-        (1 << 40, None, "write the file again without it"),
-    ],
-)
-def test_a_token_id_that_cannot_be_is_an_error_with_a_remedy_that_helps(
-    tmp_path: Path, token: int, vocab_size: int | None, remedy: str
+def test_files_and_their_record_batches_end_at_the_first_document_past_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = table_config(tmp_path, [[5, token]], pa.list_(pa.int64()))
-    with pytest.raises(DataError, match=f"is {token}, but .*{remedy}"):
-        prepare(replace(config, vocab_size=vocab_size))
+    monkeypatch.setattr(token_files, "BATCH_TOKENS", 10)
+    documents: list[object] = [[1] * length for length in (3, 12, 1, 1, 4, 9, 20, 1)]
+    folder = prepare(replace(table_config(tmp_path, documents), tokens_per_file=28)).folder
+    tables = [pa.ipc.open_file(str(path)).read_all() for path in sorted(folder.glob("*.arrow"))]
+    assert [[len(chunk) for chunk in table["tokens"].chunks] for table in tables] == [[2, 4], [1, 1]]
 
 
 @pytest.mark.parametrize("first", [pa.uint16(), pa.int8()], ids=str)
@@ -244,28 +230,20 @@ def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path, f
     """The first file's type alone would have given 65,535."""
     for name, kind, ids in (("a", first, [[1, 2]]), ("b", pa.int32(), [[70_000]]), ("c", pa.uint16(), [[3]])):
         pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(kind))}), tmp_path / f"{name}.parquet")
-    config = PrepareConfig(
-        input_path=(str(tmp_path / "*.parquet"),), output_path=str(tmp_path / "out"), text_field="ids", dataset="all"
-    )
-    summary = prepare(config)
+    summary = prepare(prepare_config(tmp_path, "*.parquet", text_field="ids", dataset="all"))
     assert rows(summary.folder) == [[1, 2], [70_000], [3]]
     assert (summary.vocab_size, stored_type(summary.folder)) == (70_001, pa.uint32())
     assert "--vocab_size=70016" in training_flags(summary, None), "no tokenizer gives it; rounded up, it is faster"
 
 
-def special_tokenizer(folder: Path, end: str, *more: str) -> None:
-    """Write a tokenizer with special tokens, of which one ends texts."""
-    tokenizer = train_tokenizer(TEXTS, 300)
-    tokenizer.library.add_special_tokens([end, *more])
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(tokenizer.library.to_str())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-
-
 def test_the_end_of_text_token_is_printed_as_text(
     config: PrepareConfig, tmp_path: Path, capsys: CaptureFixture
 ) -> None:
-    special_tokenizer(tmp_path / "chat", "<|im_end|>")
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.library.add_special_tokens(["<|im_end|>"])
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat/tokenizer.json").write_text(tokenizer.library.to_str())
+    (tmp_path / "chat/tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     summary = prepare(replace(config, tokenizer_path=str(tmp_path / "chat")))
     printed = capsys.readouterr().out
     assert f"  separator  '<|im_end|>' ({summary.end_of_text})" in printed
@@ -285,27 +263,6 @@ def test_the_suggested_model_suits_the_tokens(tokens: int, variant: str) -> None
 
 
 # What goes wrong
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"hf_split": "validation"}, {"hf_split", "hf_dataset", "split"}),
-        ({"split": "test", "hf_dataset": "a/b", "input_path": ()}, {"split", "hf_dataset", "hf_split"}),
-        ({"split": "test", "source": "stdlib", "input_path": ()}, {"split", "source"}),
-        ({"text_field": None, "hf_dataset": "a/b", "input_path": ()}, {"text_field", "hf_dataset"}),
-    ],
-)
-def test_a_dataset_with_splits_needs_a_split(config: PrepareConfig, changes: Any, named: set[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        prepare(replace(config, dataset="x", **changes))
-    assert set(error.value.settings) == named
-
-
-def test_a_git_lfs_pointer_in_place_of_a_tokenizer_is_named(config: PrepareConfig, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
-    with pytest.raises(DataError, match=r"tokenizer\.json: it is a Git LFS pointer\. Run `git lfs pull`"):
-        prepare(replace(config, tokenizer_path=str(tmp_path)))
 
 
 Change = Callable[[PrepareConfig, Path], PrepareConfig]
@@ -373,16 +330,6 @@ def test_a_finished_dataset_that_is_asked_for_otherwise_or_has_changed_is_refuse
     assert contents(tmp_path / "out") == before
 
 
-def test_a_dataset_of_an_older_release_is_read(config: PrepareConfig) -> None:
-    summary = prepare(config)
-    file = summary.folder / "prepare.json"
-    content = json.loads(file.read_text()) | {"median_document_tokens": 7}
-    for entry in content["files"]:
-        del entry["crc32"]
-    file.write_text(json.dumps(content))
-    assert prepare(config).tokens == summary.tokens
-
-
 def ids_of(kind: pa.DataType, value: int, **settings: Any) -> Change:
     """Return a change to a table with a wrong token in its second row."""
     return lambda config, folder: replace(table_config(folder, [[1], [1, 2, value]], pa.list_(kind)), **settings)
@@ -421,29 +368,58 @@ def beside_foreign_ids(config: PrepareConfig, folder: Path) -> PrepareConfig:
     return config
 
 
-# Settings, the path and the row that the error names, the settings that it names
-REFUSED: list[tuple[Change, str, int | None, set[str]]] = [
-    (ids_of(pa.int16(), -1), "table.parquet", 1, set()),
-    (ids_of(pa.int64(), -5), "table.parquet", 1, set()),
-    (ids_of(pa.int64(), 1 << 32), "table.parquet", 1, set()),
-    (ids_of(pa.int64(), 300, vocab_size=300), "table.parquet", 1, {"vocab_size"}),
-    (mixed("table.parquet", "words.parquet"), "words.parquet", 0, set()),
-    (mixed("words.parquet", "table.parquet"), "table.parquet", 0, set()),
-    (foreign_folder, "out/texts", None, {"dataset", "output_path"}),
-    (file_in_the_way, "file/out/.texts.preparing/plan.json", None, {"output_path"}),
-    (no_text, "empty.txt", None, set()),
-    (beside_foreign_ids, "out/table", None, {"tokenizer_path", "output_path"}),
+def lfs_pointer(config: PrepareConfig, folder: Path) -> PrepareConfig:
+    (folder / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
+    return replace(config, tokenizer_path=str(folder))
+
+
+def asked(**settings: Any) -> Change:
+    """Return a change of settings only."""
+    return lambda config, folder: replace(config, dataset="texts", **settings)
+
+
+HUB: dict[str, Any] = {"hf_dataset": "a/b", "input_path": ()}
+VOCABULARY, REWRITE = {"vocab_size"}, "write the file again without it"
+# Settings, the path and the row that the error names, the settings that it names, what it says
+REFUSED: list[tuple[Change, str, int | None, set[str], str]] = [
+    (ids_of(pa.int16(), -1), "table.parquet", 1, set(), f"is -1, but .*{REWRITE}"),
+    (ids_of(pa.int64(), -5), "table.parquet", 1, set(), f"is -5, but .*{REWRITE}"),
+    (ids_of(pa.int64(), 1 << 32), "table.parquet", 1, set(), REWRITE),
+    (ids_of(pa.int64(), -1, vocab_size=1 << 16), "table.parquet", 1, set(), REWRITE),
+    (
+        ids_of(pa.int64(), 300, vocab_size=300),
+        "table.parquet",
+        1,
+        VOCABULARY,
+        "ids go from 0 to 299: give the size",
+    ),
+    (mixed("table.parquet", "words.parquet"), "words.parquet", 0, set(), ""),
+    (mixed("words.parquet", "table.parquet"), "table.parquet", 0, set(), ""),
+    (foreign_folder, "out/texts", None, WAYS_OUT, ""),
+    (file_in_the_way, "file/out/.texts.preparing/plan.json", None, {"output_path"}, ""),
+    (no_text, "empty.txt", None, set(), ""),
+    (beside_foreign_ids, "out/table", None, {"tokenizer_path", "output_path"}, ""),
+    (lfs_pointer, "tokenizer.json", None, set(), "it is a Git LFS pointer. Run `git lfs pull`"),
+    (asked(hf_split="validation"), "", None, {"hf_split", "hf_dataset", "split"}, ""),
+    (asked(split="test", **HUB), "", None, {"split", "hf_dataset", "hf_split"}, ""),
+    (asked(split="test", source="stdlib", input_path=()), "", None, {"split", "source"}, ""),
+    (asked(text_field=None, **HUB), "", None, {"text_field", "hf_dataset"}, ""),
+    (asked(vocab_size=5000), "", None, VOCABULARY, ""),
+    (asked(vocab_size=256), "", None, VOCABULARY, ""),
+    (asked(vocab_size=10**12), "", None, VOCABULARY, ""),  # no tokenizer has so many
 ]
 
 
-@pytest.mark.parametrize(("change", "path", "row", "named"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(("change", "path", "row", "named", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_settings_that_would_give_wrong_or_no_data_are_refused(
-    config: PrepareConfig, tmp_path: Path, change: Change, path: str, row: int | None, named: set[str]
+    config: PrepareConfig, tmp_path: Path, change: Change, path: str, row: int | None, named: set[str], words: str
 ) -> None:
-    with pytest.raises(DataError) as error:
-        prepare(change(config, tmp_path))
-    assert (error.value.path, error.value.row) == (tmp_path / path, row)
+    config = change(config, tmp_path)
+    with pytest.raises(PretrainError) as error:
+        prepare(config)
+    assert (error.value.path, error.value.row) == (tmp_path / path if path else None, row)
     assert set(error.value.settings) == named
+    assert re.search(words, str(error.value))
     assert not (tmp_path / "out/texts/prepare.json").exists()
 
 

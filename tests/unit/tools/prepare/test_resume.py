@@ -1,4 +1,4 @@
-"""After a kill the same call goes on: nothing is lost, nothing is doubled, nothing is encoded again."""
+"""After a kill the same call continues: nothing is lost, nothing is doubled, nothing is encoded again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from unit.tools.prepare.killed_prepare import prepare_killed
-from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed
+from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, packed, prepare_config
 
-from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import encode, units, vocabulary
@@ -36,9 +35,7 @@ def config(tmp_path: Path) -> PrepareConfig:
     (tmp_path / "in/b.jsonl.gz").write_bytes(packed("b.gz", json_lines(TEXTS)))
     (tmp_path / "in/c.txt").write_text(" " * 2000)
     (tmp_path / "in/c.jsonl").write_bytes(json_lines([""] * 120))
-    return PrepareConfig(
-        input_path=(str(tmp_path / "in"),), output_path=str(tmp_path / "out"), tokens_per_file=300, num_workers=1
-    )
+    return prepare_config(tmp_path, "in", tokens_per_file=300, num_workers=1)
 
 
 def whole_files(config: PrepareConfig) -> dict[str, int]:
@@ -113,34 +110,16 @@ def test_with_other_settings_the_unfinished_parts_are_made_again(config: Prepare
     assert contents(config.output_path) == wanted
 
 
-def test_changed_input_redoes_only_its_own_units(config: PrepareConfig, tmp_path: Path) -> None:
-    train_tokenizer(TEXTS, 300).save(tmp_path)
-    config = replace(config, tokenizer_path=str(tmp_path))
-    assert prepare_killed(config, "after", 20)
-    kept = {name: inode for name, inode in whole_files(config).items() if name < "part_000003"}
-    (tmp_path / "in/b.jsonl.gz").write_bytes(packed("b.gz", json_lines(TEXTS[::-1])))
-    wanted = made_elsewhere(config)
-    prepare(config)
-    assert contents(tmp_path / "out") == wanted
-    assert len(kept) > 2
-    assert {name: (tmp_path / "out/in" / name).stat().st_ino for name in kept} == kept
+DAMAGES = ["files/part_000000_000000.arrow", "unit_000000.json", "plan.json", "tokenizer.json"]
 
 
-@pytest.mark.parametrize(
-    "damage", ["files/part_000000_000000.arrow", "unit_000000.json", "plan.json", "tokenizer.json"]
-)
-def test_units_damaged_on_disk_are_redone(config: PrepareConfig, damage: str) -> None:
-    wanted = made_elsewhere(config)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_units_damaged_on_disk_are_redone_and_files_of_other_calls_are_ignored(
+    config: PrepareConfig, damage: str
+) -> None:
+    wanted, work = made_elsewhere(config), Path(config.output_path) / ".in.preparing"
     assert prepare_killed(config, "after", 14)
-    (Path(config.output_path) / ".in.preparing" / damage).write_text("[")
-    prepare(config)
-    assert contents(config.output_path) == wanted
-
-
-def test_files_left_by_an_older_release_or_another_call_are_ignored(config: PrepareConfig) -> None:
-    wanted, files = made_elsewhere(config), Path(config.output_path) / ".in.preparing/files"
-    files.mkdir(parents=True)
-    for name in ("part_000099_000000.arrow", ".part_000000_000000.arrow.x.1.tmp"):
-        (files / name).write_text("half")
+    for name in (damage, "files/part_000099_000000.arrow", "files/.part_000000_000000.arrow.x.1.tmp"):
+        (work / name).write_text("[")
     prepare(config)
     assert contents(config.output_path) == wanted

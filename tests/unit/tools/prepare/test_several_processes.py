@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from unit.tools.prepare.killed_prepare import prepare_killed
-from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere
+from unit.tools.prepare.prepare_files import contents, json_lines, made_elsewhere, prepare_config
 
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
@@ -33,7 +33,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(tmp_path: Path) -> PrepareConfig:
     """An input of eight units."""
     (tmp_path / "in.jsonl").write_bytes(json_lines(TEXTS))
-    return PrepareConfig(input_path=(str(tmp_path / "in.jsonl"),), output_path=str(tmp_path / "out"), vocab_size=280)
+    return prepare_config(tmp_path, vocab_size=280)
 
 
 def layout(rank: int, size: int) -> ProcessLayout:

@@ -15,17 +15,9 @@ from unit.tools.prepare.prepare_files import json_lines, packed, texts_of
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import units
 from pretraining.tools.prepare.packed_files import InputFile
-from pretraining.tools.prepare.units import Input, Part, cut_units, find_input, read_part
+from pretraining.tools.prepare.units import Part, cut_units, find_input, read_part
 
 TEXTS = [f"document {n} " * (n % 7) for n in range(40)]
-
-
-def find(*inputs: Path, text_field: str = "text") -> Input:
-    return find_input(PrepareConfig(input_path=tuple(map(str, inputs)), text_field=text_field))
-
-
-def texts_in(found: Input, text_field: str = "text") -> list[str]:
-    return texts_of(document for unit in found.units for part in unit.parts for document in read_part(part, text_field))
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=30), limit=st.integers(1, 50))
@@ -49,10 +41,11 @@ def test_files_are_split_into_units_where_their_format_allows(tmp_path: Path, mo
             pq.write_table(pa.table({"text": TEXTS}), path, row_group_size=5)
         else:
             path.write_bytes("\n".join(TEXTS).encode() if name == "c.txt" else packed(name, json_lines(TEXTS)))
-        found = find(path)
+        found = find_input(PrepareConfig(input_path=(str(path),), text_field="text"))
         assert len(found.units) == count
         assert found.size == sum(unit.size for unit in found.units) == path.stat().st_size
         if name != "c.txt":
-            assert texts_in(found) == TEXTS
+            parts = [part for unit in found.units for part in unit.parts]
+            assert texts_of(document for part in parts for document in read_part(part, "text")) == TEXTS
         names = [part.name for unit in found.units for part in unit.parts]
         assert len(set(names)) == count and all(name in part_name for part_name in names)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from unit.tools.prepare.prepare_files import contents, json_lines
+from unit.tools.prepare.prepare_files import json_lines
 
-from pretraining.errors import ConfigError, DataError
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import encode, units, vocabulary
-from pretraining.tools.prepare.prepare import prepare
 from pretraining.tools.prepare.units import find_input
 from pretraining.tools.prepare.vocabulary import training_sample
 
@@ -45,15 +42,3 @@ def test_a_large_file_is_sampled_from_all_its_parts(tmp_path: Path, monkeypatch:
     sample = list(training_sample(find_input(PrepareConfig(input_path=(str(tmp_path),))), "text", characters=100))
     numbers = [int(text[:3]) for text in sample if text[:3].isdecimal()]
     assert min(numbers) < 50 and max(numbers) > 150
-
-
-def test_a_vocabulary_larger_than_the_text_supports_is_refused(config: PrepareConfig) -> None:
-    with pytest.raises(DataError) as error:
-        prepare(replace(config, vocab_size=5000))
-    assert error.value.settings == ("vocab_size",)
-    for entries in (256, 10**12):  # no tokenizer has so many
-        with pytest.raises(ConfigError) as refusal:
-            prepare(replace(config, vocab_size=entries))
-        assert refusal.value.settings == ("vocab_size",)
-    assert not contents(Path(config.output_path))
-    assert prepare(config).vocab_size < 5000
