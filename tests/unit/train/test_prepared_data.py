@@ -118,7 +118,7 @@ def test_the_first_rank_tells_all_whether_the_tokenizer_of_a_resumed_run_is_stil
         here.rename(elsewhere)
         return found
 
-    monkeypatch.setattr(resolve_module, "on_rank_zero", ask_rank_zero)
+    monkeypatch.setattr("pretraining.distributed.processes.on_rank_zero", ask_rank_zero)
     without = replace(config, data=replace(config.data, tokenizer_path=None, index_path="/local"))
     resolved, _ = resolve_module.resolve(without, lambda: find_start(without.checkpoint))
     assert resolved.data.tokenizer_path == str(data) and resolved.data.index_path == "/local"
