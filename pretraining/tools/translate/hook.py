@@ -6,11 +6,12 @@ The tables of the other systems are imported only if a word or a recipe is not o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from pretraining.config.assignments import COMMAND_LINE, Assignment, Source, setting_named
-from pretraining.config.command_line import read_sources, recipe_names
-from pretraining.config.recipes import is_foreign
+from pretraining.config.command_line import read_sources
 from pretraining.config.training import TrainConfig
+from pretraining.errors import ConfigError
 from pretraining.tools.translate.translated import Translated
 
 
@@ -22,9 +23,10 @@ def translate_given(root: type, given: Sequence[Assignment]) -> Translated:
     """
     if not issubclass(root, TrainConfig):  # without recipes
         return Translated([Source(COMMAND_LINE, given)])
-    names, words = recipe_names(given)
-    if all(setting_named(each.name) for each in words if each.name) and not any(map(is_foreign, names)):
-        return Translated(read_sources(given))
+    with suppress(ConfigError):  # another system's form of file; any other problem comes again
+        sources = read_sources(given)
+        if all(setting_named(each.name) for source in sources for each in source.assignments if each.name):
+            return Translated(sources)
     from pretraining.tools.translate.translate import translate_sources
 
     return translate_sources(given)
