@@ -63,7 +63,6 @@ def flag_parser(description: str, **numbers: Number) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     for name, (default, text, least) in numbers.items():
         parser.add_argument(f"--{name}", type=_at_least(least), default=default, help=f"{text} (default {default:,})")
-    parser.add_argument("--check_flags", action="store_true", help="check the flags without measuring anything")
     return parser
 
 
@@ -90,18 +89,10 @@ def read_settings(settings: Sequence[str], processes: int = 1) -> TrainConfig:
     return config
 
 
-def announce(flags: argparse.Namespace) -> None:
-    """Print machine and command; exit first if only the flags were to be checked."""
-    exit_if_checked(flags)
+def announce() -> None:
+    """Print machine and command."""
     print(f"machine   {machine()}")
     print(f"command   {command()}", flush=True)
-
-
-def exit_if_checked(flags: argparse.Namespace) -> None:
-    """Exit successfully if `--check_flags` is set."""
-    if flags.check_flags:
-        print("flags     are fine; nothing is measured")
-        sys.exit()
 
 
 def describe(config: TrainConfig, processes: int) -> str:

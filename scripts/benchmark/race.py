@@ -33,7 +33,6 @@ from scripts.benchmark.common import (
     Over,
     announce,
     describe,
-    exit_if_checked,
     flag_parser,
     parse_with_settings,
     print_table,
@@ -126,10 +125,9 @@ def race(contenders: Mapping[str, Contender], settings: Sequence[str], flags: ar
     """
     rounds, steps, processes = flags.rounds, flags.steps, flags.processes
     config = race_settings(settings, flags)
-    exit_if_checked(flags)
     if processes > 1:
         _share_cores(processes)
-    announce(flags)
+    announce()
     print(f"model     {describe(config, processes)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         lanes = run_race(contenders, config, Path(folder), rounds, steps, processes)

@@ -124,7 +124,7 @@ def main() -> None:
     )
     parser.add_argument("--fms_fsdp", type=Path, help="a checkout of github.com/foundation-model-stack/fms-fsdp")
     flags = parser.parse_args()
-    announce(flags)
+    announce()
     if flags.fms_fsdp is None:
         parser.error("give --fms_fsdp=<checkout>")
     sys.path.insert(0, str(flags.fms_fsdp.absolute()))  # for the processes of the contenders

@@ -63,7 +63,7 @@ def main() -> None:
     )
     flags, settings = parse_with_settings(parser)
     config = read_settings([*RACE, *MODEL, f"num_steps={flags.steps + 1}", *settings])
-    announce(flags)
+    announce()
     print(f"model     {describe(config, 1)}", flush=True)
     gib: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     losses: dict[str, float] = {}

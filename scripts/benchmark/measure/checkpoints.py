@@ -144,7 +144,7 @@ def main() -> None:
     flags, settings = parse_with_settings(parser, OWN)
     settings = [*DEFAULTS, *QUIET, *settings]
     config = read_settings(settings)
-    announce(flags)
+    announce()
     print(f"model     {parameter_count(resolve_shape(config.model)):,} parameters; files in {flags.folder}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=flags.folder) as folder:
         for world_size in (1, 2) if torch.cuda.device_count() != 1 else (1,):

@@ -21,7 +21,7 @@ from pretraining.data.dataset import build_indices, build_loader, open_datasets
 from pretraining.data.loader import Loader
 from pretraining.data.samples import OpenedDatasets
 from pretraining.data.storage.dataset_files import list_datasets
-from scripts.benchmark.common import Number, announce, exit_if_checked, flag_parser, print_table, spread
+from scripts.benchmark.common import Number, announce, flag_parser, print_table, spread
 from scripts.benchmark.documents import SEQ_LENGTH, VOCABULARY, use_one_core, write_documents
 
 MEAN_TOKENS = (600, 60)
@@ -120,9 +120,8 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="keep the random documents here (default: a temporary folder)")
     flags = parser.parse_args()
-    exit_if_checked(flags)
     use_one_core()
-    announce(flags)
+    announce()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
         folder = flags.folder or Path(temporary)
         (folder / ".index").mkdir(parents=True, exist_ok=True)

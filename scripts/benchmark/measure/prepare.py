@@ -43,7 +43,7 @@ def main() -> None:
         rounds=Number(5, "measured turns per contender"),
     )
     flags = parser.parse_args()
-    announce(flags)
+    announce()
     text = "".join(file.path.read_text(encoding="utf-8") for file in standard_library_files())
     documents = [text[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(text), DOCUMENT_CHARACTERS)]
     with library_threads(True):

@@ -2,6 +2,7 @@
 
     pretrain prepare --source=stdlib --vocab_size=4096 --output_path=data/demo
     python -m scripts.benchmark.measure.startup
+    python -m scripts.benchmark.measure.startup --files=100000     the data is so many files of 1000 tokens
 
 The demo, with any other settings, runs for one step in new processes: in turns without an index of the data, and with
 the index of the previous run.
@@ -63,15 +64,41 @@ def start(settings: list[str], since: float | None = None) -> float:
     return float(result.stdout.splitlines()[-1])
 
 
+def write_files(folder: Path, files: int) -> None:
+    """Write files of a document of 1000 random tokens; token 0 ends it, as in the demo's data."""
+    import numpy as np
+
+    generator = np.random.default_rng(1)
+    for number in range(files):
+        path = folder / f"{number // 1000:04}" / f"{number:07}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, np.append(generator.integers(1, 4096, 999, dtype=np.uint16), np.uint16(0)))
+
+
 def main() -> None:
     from scripts.benchmark import common
 
-    parser = common.flag_parser("Seconds to the first step.", rounds=common.Number(3, "starts of each kind"))
+    parser = common.flag_parser(
+        "Seconds to the first step.",
+        rounds=common.Number(3, "starts of each kind"),
+        files=common.Number(0, "files to write and to train on, in place of the demo's data; 0 = none", least=0),
+    )
     flags, settings = common.parse_with_settings(parser, (*common.LENGTH, "index_path"))
     common.read_settings([*DEMO, *settings])
-    common.announce(flags)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as data:
+        if flags.files:
+            write_files(Path(data, "files"), flags.files)
+            settings += [f"data_path={data}", "datasets=files", "tokenizer_path=none", "vocab_size=4096"]
+        measure(flags.rounds, settings)
+
+
+def measure(rounds: int, settings: list[str]) -> None:
+    """Start in turns without and with an index, and print the seconds."""
+    from scripts.benchmark import common
+
+    common.announce()
     seconds: dict[str, list[float]] = {"without an index": [], "with an index": []}
-    for _ in range(flags.rounds):
+    for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             run = [*DEMO, f"ckpt_save_path={folder}/run", f"index_path={folder}/index", *settings]
             Path(folder, "index").mkdir()
