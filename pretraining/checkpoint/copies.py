@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,11 +166,11 @@ def _fetch_origin(copy: Copy, run: Path) -> None:
 
 
 @contextmanager
-def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
+def local_view(address: str, *, with_files: bool, names: Collection[str] | None = None) -> Iterator[Path]:
     """Provide a temporary folder like that of the run at an address.
 
     Args:
-        with_files: whether to fetch the newest good checkpoint. Otherwise the folder holds the manifests of all
+        with_files: whether to fetch the newest good checkpoint, or those of `names`. Otherwise the folder holds the manifests of all
             checkpoints, also of those set aside, and sparse files of the right sizes.
 
     Raises:
@@ -178,7 +178,7 @@ def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
         StoreError: the store cannot be used.
     """
     listed = read_copies(address)
-    copies = list(listed.complete.values())
+    copies = [each for each in listed.complete.values() if names is None or each.name in names]
     with tempfile.TemporaryDirectory(prefix="pretrain-") as name:
         run = Path(name) / "run"
         is_empty = True
@@ -189,7 +189,7 @@ def local_view(address: str, *, with_files: bool) -> Iterator[Path]:
                 log.warning(str(error))
                 continue
             is_empty = False
-            if with_files:
+            if with_files and names is None:
                 break
         for folder, manifest in listed.set_aside.items() if not with_files else ():
             if folder not in listed.complete:  # otherwise its files belong to the checkpoint that was saved again

@@ -72,6 +72,8 @@ RUN_ID = "id"
 """Key in this record: id of the run, as in run_status.json."""
 BRANCHES = "branches"
 """Key in this record: `Manifest.branches`."""
+AVERAGE = "average"
+"""Key of what weights are an average of (`tools/average.py`): checkpoints, and facts about their runs."""
 EVALUATION_OF_STEP = "evaluation_loss"
 """Key in this record: `Manifest.evaluation_of_step`."""
 
@@ -156,6 +158,16 @@ class Manifest:
         if isinstance(kept, list):
             return tuple(map(str, kept))
         return tuple(sorted(self.data["phases"][-1]["weights"])) if self.data else ()
+
+    @property
+    def average(self) -> dict[str, Any]:
+        """What the weights are an average of: checkpoints, and facts about their runs; empty if they are no average."""
+        return self._state_of(AVERAGE)
+
+    @property
+    def facts_of_data(self) -> dict[str, Any]:
+        """State of the loader or, of an average, what all its runs agree on; empty if no run trained the weights."""
+        return self.data or dict(self.average.get("data", {}))
 
     @property
     def skipped_in_a_row(self) -> int:

@@ -165,6 +165,11 @@ def _own_start(config: CheckpointConfig, own: list[Checkpoint], damaged: Mapping
     if load_path is not None and (is_address(load_path) or not is_within(Path(load_path), run)):
         unmet.append(f"ckpt_load_path={load_path} {_EARLIER}")
     newest = _newest_good(own, damaged, SAVE_PATH, run)
+    if newest.manifest.average:
+        raise CheckpointError(
+            f"is an average of checkpoints: start a new run from it, with {LOAD_PATH}={run} and another {SAVE_PATH}",
+            path=run,
+        )
     if request is None:
         return replace(newest, unmet=tuple(unmet))
     named, last = _find_named(own, request), last_settings(run)

@@ -247,6 +247,17 @@ class ListConfig:
     json: bool = setting(False, "print one JSON object per checkpoint")
 
 
+def _check_averaged(config: AverageConfig) -> Problems:
+    is_run = len(config.paths) == 1
+    chosen = config.last is not None or config.steps is not None
+    if config.paths and is_run != chosen:
+        yield (
+            "--paths: name one run and give --last or --steps, or name several checkpoints"
+            if is_run
+            else "--last and --steps choose checkpoints of one run: name one, or leave them out"
+        )
+
+
 @dataclass(frozen=True)
 class PushConfig:
     """Copy a run's missing checkpoints into an object store, as training does with ckpt_mirror_path."""
@@ -255,6 +266,36 @@ class PushConfig:
         "run folder, then the address to copy to (left out = the run's ckpt_mirror_path); also as the first words",
         first_word=True,
         may_be_address=True,
+    )
+
+
+@dataclass(frozen=True)
+class AverageConfig:
+    """Write the average of checkpoints' weights as a new folder, from which `--ckpt_load_path` starts."""
+
+    RULES: ClassVar = Rules(
+        (
+            Row({"last": is_given, "steps": is_given}, DROP_ONE),
+            Row({"weights": is_on, "decay_shape": is_given}, f"the shape gives the weights; {DROP_ONE}"),
+            *(
+                Row({"weights": is_on, name: is_given}, f"--weights belong to checkpoints that are named; {DROP_ONE}")
+                for name in ("last", "steps")
+            ),
+        ),
+        (_check_averaged,),
+    )
+
+    paths: tuple[str, ...] = required(
+        "run, or several checkpoints: folders or object store addresses; also as the first words",
+        first_word=True,
+        may_be_address=True,
+    )
+    output_path: str = required("new folder to write, which appears only when complete")
+    last: Annotated[int, Ge(2)] | None = setting(None, "of a run: number of newest checkpoints")
+    steps: str | None = setting(None, "of a run: first and last step of the checkpoints, as in 80000-100000")
+    weights: tuple[NonNegativeFloat, ...] = setting((), "of named checkpoints: shares in the average; none = equal")
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] | None = setting(
+        None, "weights that imitate a decay of the learning rate of this shape, after a constant rate; none = equal"
     )
 
 
@@ -464,6 +505,7 @@ BESIDE_TRAINING = {
     ),
     "list": Command(ListConfig, "tools.list_checkpoints:list_checkpoints", "list the checkpoints of a run"),
     "push": Command(PushConfig, "tools.push:push", "copy the checkpoints of a run into an object store"),
+    "average": Command(AverageConfig, "tools.average:average", "write the average of checkpoints' weights"),
     "report": Command(PageConfig, "tools.report:report", "write a page about runs: curves, events, settings"),
     "sample": Command(SampleConfig, "tools.sample:sample", "continue a prompt with a trained model"),
     "export": Command(ExportConfig, "tools.export:export", "write a checkpoint for transformers, or as .pt files"),

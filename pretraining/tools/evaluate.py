@@ -90,11 +90,12 @@ def _evaluate(
     config, newest = resolve(config, lambda: find_newest(source))
     assert newest is not None
     shape, device, manifest = resolve_shape(config.model), processes.device, newest.manifest
-    on_every_rank(lambda: _check_held_out(config, manifest.data.get("held_out_fraction")))
+    trained = manifest.facts_of_data
+    on_every_rank(lambda: _check_held_out(config, trained.get("held_out_fraction")))
     check_kernels(config, shape, device)
     dims, data = build_run_dims(config, processes), open_data(config, processes)
     batch = resolve_batch_sizes(config.batch, dims.data, manifest.global_batch_size or None)
-    record, order = recorded_evaluation(manifest), order_version(manifest.data) if manifest.data else ORDER_VERSION
+    record, order = recorded_evaluation(manifest), order_version(trained) if trained else ORDER_VERSION
     if config.evaluation.eval_batches != newest.config.evaluation.eval_batches:
         record = replace(record, sequences=None)  # another number of batches is asked for
     sources, _ = open_evaluation_sources(config, data, batch, processes, dims, record, order)

@@ -104,7 +104,7 @@ def _describe(config: ExportConfig, checkpoint: CheckpointRef, origin: Mapping[s
     manifest, shape = checkpoint.manifest, shape_of(checkpoint.manifest)
     settings = settings_in(manifest.config, f"config of {checkpoint.path}")
     tokenizer = _find_tokenizer(config, settings, shape)
-    is_trained = bool(manifest.data)
+    is_trained = bool(manifest.facts_of_data)
     context = max(settings.data.seq_length if is_trained else 0, shape.max_position_embeddings)
     data, kept, generation = settings.data, origin.get("config", {}), origin.get("generation_config", {})
     tokens, given = token_ids({**kept, **origin}), token_ids(generation)
@@ -278,6 +278,8 @@ def _model_card(
     facts = {"family": shape.model_family, "parameters": f"{parameter_count(shape):,} in {dtype}", **known}
     if manifest.data:
         facts |= _training_facts(manifest, settings)
+    if manifest.average:
+        facts["average"] = " + ".join(f"{each['weight']:.4g} x step {each['step']}" for each in manifest.average["of"])
     classes = ["AutoModelForCausalLM", *["AutoTokenizer"] * has_tokenizer]
     lines = [
         "---",

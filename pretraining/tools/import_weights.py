@@ -9,6 +9,8 @@ starts from the same weights without an import.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from pretraining.checkpoint.hf_import import open_folder, record_origin
 from pretraining.checkpoint.manifest import MANIFEST, Manifest, describe_model
 from pretraining.checkpoint.reader import read_tensor
 from pretraining.checkpoint.run_folder import checkpoint_path, committed_checkpoints
-from pretraining.checkpoint.writer import size_of, write_tensors
+from pretraining.checkpoint.writer import write_tensors
 from pretraining.config.recipes import dump_config
 from pretraining.config.training import CheckpointConfig, DataConfig, TrainConfig
 from pretraining.config.variants import LlamaShape, model_settings
@@ -46,19 +48,30 @@ def import_weights(config: ImportConfig) -> None:
         )
     source = from_hub(config.input_path, MODEL_FILES, CheckpointError)
     shape, stored = open_folder(source)
-    folder = checkpoint_path(run, 0)
-    kinds = {name: (torch.float32, tuple(size)) for name, size in parameter_shapes(shape).items()}
-    planned = plan_files(kinds, FILE_BYTES)
-    with atomic_folder(folder, "--ckpt_save_path", sum(size_of(*kind) for kind in kinds.values())) as temporary:
-        files = {
-            name: write_tensors(temporary / name, content, (read_tensor(stored, each).float() for each in content))
-            for name, content in planned.items()
-        }
-        manifest = Manifest(model=describe_model(shape), files=files, config=_settings(source, shape, run))
-        write_json(temporary / MANIFEST, manifest.document())
+    folder, sizes = checkpoint_path(run, 0), parameter_shapes(shape)
+    manifest = Manifest(model=describe_model(shape), config=_settings(source, shape, run))
+    with atomic_folder(folder, "--ckpt_save_path", sum(4 * size.numel() for size in sizes.values())) as temporary:
+        write_weights(temporary, sizes, lambda name: read_tensor(stored, name).float(), manifest)
         record_origin(run, source, config.input_path)
     print_text(f"{folder}: the weights of {source}, {parameter_count(shape):,} parameters, float32")
     print_text(f"  train      pretrain train {shlex.quote(f'--ckpt_save_path={run}')} --data_path=…")
+
+
+def write_weights(
+    folder: Path, sizes: Mapping[str, torch.Size], read: Callable[[str], torch.Tensor], manifest: Manifest
+) -> None:
+    """Write a checkpoint of float32 weights alone, one tensor at a time.
+
+    Args:
+        read: returns the tensor of a name.
+        manifest: of the checkpoint, without files.
+    """
+    kinds = {name: (torch.float32, tuple(size)) for name, size in sizes.items()}
+    files = {
+        name: write_tensors(folder / name, content, map(read, content))
+        for name, content in plan_files(kinds, FILE_BYTES).items()
+    }
+    write_json(folder / MANIFEST, replace(manifest, files=files).document())
 
 
 def _settings(source: Path, shape: LlamaShape, run: Path) -> str:

@@ -35,7 +35,7 @@ class Row:
         name: folder name; of one that is set aside, with the folder set_aside_<time>.
         state: "complete"; "incomplete" (an interrupted save, or one in progress); "damaged" (wrong names or sizes);
             "set aside" (the run has gone back from it).
-        kind: reason for the save, from the manifest; "import" for imported weights.
+        kind: reason for the save, from the manifest; "import" for imported weights, "merged" for an average.
         best: whether the link `best` of the run points to this checkpoint.
         bytes: size of all files.
         age_seconds: time since the newest file was written.
@@ -103,7 +103,7 @@ def _row(path: Path, state: str, best: Path | None) -> Row:
         return replace(row, state="damaged" if state == "complete" else state, fault=str(error))
     return replace(
         row,
-        kind=manifest.kind if manifest.data else "import",
+        kind=manifest.kind if manifest.data else "merged" if manifest.average else "import",
         step=manifest.step,
         tokens_seen=manifest.tokens_seen,
         loss=manifest.loss,

@@ -78,7 +78,7 @@ def continue_prompt(config: SampleConfig, device: str) -> Continuation:
     checkpoint, model = load_model(config.ckpt_load_path, place, dtype)
     for name, weight in model.named_parameters():
         check_finite(checkpoint.path, name, weight.detach())
-    is_trained_here = bool(checkpoint.manifest.data)
+    is_trained_here = bool(checkpoint.manifest.facts_of_data)
     settings = settings_in(checkpoint.manifest.config, f"config of {checkpoint.path}").data
     tokenizer = _find_tokenizer(config, checkpoint.path, settings)
     begin = settings.bos if is_trained_here or tokenizer is None else tokenizer.begin_of_text

@@ -194,7 +194,9 @@ def _annealing_start(config: TrainConfig, restored: CheckpointRef | None) -> int
 def recorded_evaluation(manifest: Manifest) -> EvaluationRecord:
     """Return what a checkpoint records of its run's evaluation sets; raise a DamagedError if that cannot be read."""
     try:
-        return EvaluationRecord.of_state(manifest.state.get(EVALUATION_SETS_STATE, {}))
+        return EvaluationRecord.of_state(
+            manifest.state.get(EVALUATION_SETS_STATE) or manifest.average.get(EVALUATION_SETS_STATE, {})
+        )
     except (TypeError, ValueError, AttributeError) as error:
         raise DamagedError(
             f"the evaluation sets of the checkpoint of step {manifest.step} are damaged: {error}"

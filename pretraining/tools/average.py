@@ -1,0 +1,222 @@
+"""`pretrain average`: one checkpoint of weights that are the weighted mean of those of several.
+
+    a run and --last or --steps, or checkpoints by name -> the same model in all, weights of the sum
+    tensor by tensor: float64 sum, in the order of the steps -> float32 -> <output>/checkpoints/step_<newest>_ckp
+
+The output is a run's folder with this checkpoint alone, without a position in the data: `--ckpt_load_path` starts a new
+run from it. Its manifest names the sources, and what an evaluation must know of their runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretraining.checkpoint.completeness import check_finite, first_faults, tensor_faults
+from pretraining.checkpoint.headers import StoredTensors
+from pretraining.checkpoint.hf_import import origin_file
+from pretraining.checkpoint.manifest import AVERAGE, EVALUATION_SETS_STATE, Manifest, check_same_model, shape_of
+from pretraining.checkpoint.reader import open_tensors, read_tensor
+from pretraining.checkpoint.run_folder import (
+    CHECKPOINTS,
+    PREEMPT_SUFFIX,
+    Checkpoint,
+    checkpoint_path,
+    committed_checkpoints,
+    run_of,
+)
+from pretraining.checkpoint.start_point import CheckpointRef, checkpoints_at, find_newest
+from pretraining.config.recipes import RUN_CONFIG_FILE, dump_config
+from pretraining.config.run_recipe import comment_of_start
+from pretraining.config.training import CheckpointConfig
+from pretraining.config.values import parse_ranges
+from pretraining.data.resume import order_version
+from pretraining.errors import CheckpointError, ConfigError
+from pretraining.files import atomic_folder, flush_folder, is_address, is_file, write_flushed
+from pretraining.launch.terminal import print_text
+from pretraining.model.hf import ORIGIN_FILE, parameter_shapes
+from pretraining.optim.schedules import DECAYS
+from pretraining.text import count_of, format_bytes, list_some
+from pretraining.tools.commands import LARGEST_STEP, AverageConfig
+from pretraining.tools.import_weights import write_weights
+
+ENDS = ("sep_token", "bos_token")
+
+
+def average(config: AverageConfig) -> None:
+    """Write the average of checkpoints as a new run's folder.
+
+    Raises:
+        ConfigError: the settings do not choose at least two checkpoints, or a weight for each.
+        CheckpointError: too few, damaged or unlike checkpoints, or an output folder that cannot be written.
+    """
+    output = Path(config.output_path)
+    inside = [each for each in output.absolute().parents if is_file(each / RUN_CONFIG_FILE) or each.name == CHECKPOINTS]
+    if inside:
+        raise CheckpointError(f"is inside the run {run_of(inside[-1])}: give another --output_path", path=output)
+    with ExitStack() as stack:
+        found = _chosen_checkpoints(config, stack)
+        weights = _weights(config, [each.manifest.step for each in found])
+        # In one order, so that the order of arguments does not change the last bits of a sum.
+        pairs = sorted(zip(found, weights, strict=True), key=lambda pair: _place(pair[0].manifest))
+        _write(output, [each for each, _ in pairs], [weight for _, weight in pairs])
+
+
+def decay_weights(steps: Sequence[int], shape: str) -> list[float]:
+    """Return the weights of checkpoints whose sum is what a decay over their steps would have made of their updates.
+
+    The updates u_k between the checkpoints k - 1 and k of a constant rate are scaled by f_k, the mean of the decay's
+    factors over these steps: c_0 + sum of f_k u_k = (1 - f_1) c_0 + (f_1 - f_2) c_1 + … + f_n c_n (Tian et al. 2025,
+    WSM, section 3).
+
+    Args:
+        steps: of the checkpoints, ascending.
+        shape: name in `DECAYS`.
+    """
+    length = steps[-1] - steps[0]
+    factors = [1.0]
+    for begin, end in zip(steps, steps[1:]):
+        shares = [DECAYS[shape]((step - steps[0]) / length, 1.0) for step in range(begin, end)]
+        factors.append(sum(shares) / len(shares))
+    return [now - then for now, then in zip(factors, [*factors[1:], 0.0], strict=True)]
+
+
+def _chosen_checkpoints(config: AverageConfig, stack: ExitStack) -> list[CheckpointRef]:
+    """Return the checkpoints of the settings, in the order of the words or of their steps."""
+    if len(config.paths) > 1:
+        return [find_newest(_local(path, stack, None)) for path in config.paths]
+    (source,) = config.paths
+    run = _local(source, stack, ())
+    if len(checkpoints_at(run)) == 1 and checkpoints_at(run)[0] == run:
+        raise ConfigError(f"{source} is one checkpoint: name several, or a run with --last or --steps")
+    saved = _saved_checkpoints(run)
+    if config.last is not None:
+        chosen, asked = saved[-config.last :], f"--last={config.last} asks for {config.last}"
+        is_enough = len(chosen) == config.last
+    else:
+        ((first, last),) = parse_ranges("steps", [config.steps or ""], 0, LARGEST_STEP)
+        chosen, asked = [each for each in saved if first <= each.step <= last], f"--steps={config.steps} needs two"
+        is_enough = len(chosen) > 1
+    if not is_enough:
+        steps = list_some([str(each.step) for each in saved], 8) or "none"
+        raise CheckpointError(f"{source} holds too few checkpoints (steps {steps}): {asked}")
+    if is_address(source):
+        run = _local(source, stack, [each.path.name for each in chosen])
+        chosen = _saved_checkpoints(run)
+    return [find_newest(each.path) for each in chosen]
+
+
+def _local(source: str, stack: ExitStack, names: Sequence[str] | None) -> Path:
+    """Return a path to read; a store's checkpoints are fetched: those of these names, or the newest.
+
+    Args:
+        names: empty = no content, only manifests.
+    """
+    if not is_address(source):
+        return Path(source)
+    from pretraining.checkpoint.copies import local_view  # imports pyarrow
+
+    return stack.enter_context(local_view(source, with_files=names != (), names=names or None))
+
+
+def _saved_checkpoints(run: Path) -> list[Checkpoint]:
+    """Return one checkpoint per step of a run, by step, without those for the case of a stop."""
+    by_step: dict[int, Checkpoint] = {}
+    for each in committed_checkpoints(run_of(run)):
+        if each.kind != "preempt" and each.path.suffix != PREEMPT_SUFFIX:
+            by_step[each.step] = each  # a user's copy comes before its original
+    return list(by_step.values())
+
+
+def _weights(config: AverageConfig, steps: Sequence[int]) -> list[float]:
+    """Return the weight of each checkpoint; the sum is 1."""
+    if config.decay_shape is not None:
+        if sorted(set(steps)) != list(steps):
+            raise ConfigError(f"--decay_shape={config.decay_shape}: name the checkpoints by ascending steps, each once")
+        return decay_weights(steps, config.decay_shape)
+    given = list(config.weights) or [1.0] * len(steps)
+    if len(given) != len(steps) or sum(given) <= 0:
+        raise ConfigError(f"--weights has {count_of(len(given), 'number')} for {len(steps)} checkpoints, not all 0")
+    return [weight / sum(given) for weight in given]
+
+
+def _place(manifest: Manifest) -> tuple[int, str]:
+    return manifest.step, json.dumps(manifest.document(), sort_keys=True)
+
+
+def _write(output: Path, sources: Sequence[CheckpointRef], weights: Sequence[float]) -> None:
+    shape, stored = shape_of(sources[0].manifest), [_open(each, sources[0]) for each in sources]
+    newest, origin = sources[-1], origin_file(sources[-1].path)
+    facts = _facts_of_data(sources)
+    made_of = [
+        {"checkpoint": each.path.name, "step": each.manifest.step, "weight": weight}
+        for each, weight in zip(sources, weights, strict=True)
+    ]
+    settings = replace(newest.config, checkpoint=CheckpointConfig(ckpt_save_path=str(output)))
+    manifest = replace(
+        Manifest(),
+        step=newest.manifest.step,
+        tokens_seen=newest.manifest.tokens_seen,
+        state={AVERAGE: {"of": made_of, **facts}},
+        global_batch_size=newest.manifest.global_batch_size,
+        model=newest.manifest.model,
+        config=dump_config(settings),
+    )
+
+    def summed(name: str) -> torch.Tensor:
+        total = torch.zeros(tuple(parameter_shapes(shape)[name]), dtype=torch.float64)
+        for source, tensors, weight in zip(sources, stored, weights, strict=True):
+            total.add_(check_finite(source.path, name, read_tensor(tensors, name)), alpha=weight)
+        return total.float()
+
+    sizes = parameter_shapes(shape)
+    total_bytes = sum(4 * size.numel() for size in sizes.values())
+    with atomic_folder(output, "--output_path", total_bytes) as temporary:
+        folder = checkpoint_path(temporary, newest.manifest.step)
+        folder.mkdir(parents=True)
+        write_weights(folder, sizes, summed, manifest)
+        if origin is not None:
+            shutil.copyfile(origin, temporary / ORIGIN_FILE)
+        write_flushed(temporary / RUN_CONFIG_FILE, comment_of_start(output) + dump_config(settings))
+        flush_folder(folder.parent)
+    path = checkpoint_path(output, newest.manifest.step)
+    print_text(f"{path}: the average of {count_of(len(sources), 'checkpoint')}, {format_bytes(total_bytes)}")
+    for each, weight in zip(sources, weights, strict=True):
+        print_text(f"  {weight:9.6f}  {each.path}")
+    print_text(
+        f"  train      pretrain train {shlex.quote(f'--ckpt_load_path={output}')} --ckpt_save_path=… --data_path=…"
+    )
+
+
+def _open(source: CheckpointRef, first: CheckpointRef) -> StoredTensors:
+    """Return the tensors of a checkpoint with the model of the first one, after their checksums are compared."""
+    check_same_model(source.manifest, shape_of(first.manifest), source.path)
+    tensors = open_tensors(source.path, source.manifest.files)
+    if faults := tensor_faults(tensors, source.manifest):
+        raise CheckpointError(first_faults(faults) + f". See `pretrain verify {source.path}`")
+    return tensors
+
+
+def _facts_of_data(sources: Sequence[CheckpointRef]) -> dict[str, Any]:
+    """Return what an evaluation must know of the runs; raise a CheckpointError if it is not the same for all."""
+    found = []
+    for each in sources:
+        data, kept = each.manifest.facts_of_data, each.manifest.state.get(EVALUATION_SETS_STATE)
+        facts = {name: data.get(name) for name in ("held_out_fraction", *ENDS)} | {"order_version": order_version(data)}
+        found.append({"data": facts if data else {}, EVALUATION_SETS_STATE: kept or {}})
+    for each, facts in zip(sources, found, strict=True):
+        if unlike := [name for name in facts if facts[name] != found[0][name]]:
+            raise CheckpointError(
+                f"and {sources[0].path} have different {' and '.join(unlike)}: {facts} and {found[0]}. An evaluation "
+                "of their average would not know which documents are held out",
+                path=each.path,
+            )
+    return found[0]
