@@ -170,8 +170,8 @@ def local_view(address: str, *, with_files: bool, names: Collection[str] | None 
     """Provide a temporary folder like that of the run at an address.
 
     Args:
-        with_files: whether to fetch the newest good checkpoint, or those of `names`. Otherwise the folder holds the manifests of all
-            checkpoints, also of those set aside, and sparse files of the right sizes.
+        with_files: whether to fetch the newest good checkpoint, or those of `names`. Otherwise the folder holds the
+            manifests of all checkpoints, also of those set aside, and sparse files of the right sizes.
 
     Raises:
         CheckpointError: there is no checkpoint.
