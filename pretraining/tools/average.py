@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def decay_weights(steps: Sequence[int], shape: str) -> list[float]:
     """
     length = steps[-1] - steps[0]
     factors = [1.0]
-    for begin, end in zip(steps, steps[1:]):
+    for begin, end in pairwise(steps):
         shares = [DECAYS[shape]((step - steps[0]) / length, 1.0) for step in range(begin, end)]
         factors.append(sum(shares) / len(shares))
     return [now - then for now, then in zip(factors, [*factors[1:], 0.0], strict=True)]
