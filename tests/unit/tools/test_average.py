@@ -85,7 +85,7 @@ def assert_average(path: Path, weights: Mapping[int, float]) -> None:
     for name, tensor in found.items():
         by_hand = sum(weight * sources[step][name].double() for step, weight in weights.items())
         assert isinstance(by_hand, torch.Tensor)
-        torch.testing.assert_close(tensor, by_hand.float(), rtol=1e-7, atol=1e-9)  # float64, rounded once
+        torch.testing.assert_close(tensor, by_hand.float(), rtol=2e-7, atol=0)  # rounded to float32 once
 
 
 def test_the_newest_checkpoints_of_a_run_are_averaged_each_step_once(root: Path, tmp_path: Path) -> None:
