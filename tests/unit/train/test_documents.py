@@ -69,18 +69,6 @@ def test_loss_and_gradients_are_the_sums_of_those_of_each_document_alone(batch: 
         torch.testing.assert_close(gradient, other, atol=1e-4, rtol=1e-4)
 
 
-def test_the_content_of_padding_changes_nothing() -> None:
-    model, inputs = llama(), inputs_of(9, [[4, 2], [], [9]])
-    loss_sum, count = loss_of(model, inputs)
-    gradients = gradients_of(model, loss_sum)
-    assert int(count) == 3 + 1 + 8
-    inputs.tokens_BS[0, 6:], inputs.tokens_BS[1] = 7, 5
-    loss_with_other, _ = loss_of(model, inputs)
-    assert torch.equal(loss_with_other, loss_sum)
-    for gradient, other in zip(gradients, gradients_of(model, loss_with_other), strict=True):
-        torch.testing.assert_close(gradient, other, atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.usefixtures("single_process")
 def test_a_step_is_the_same_whether_documents_share_rows_or_not() -> None:
     rows = [[4, 3, 2], [9], [5, 4]]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from golden_runs import continuation, copy_of_golden, manifest_at
 from training_runs import metrics_of, status_of, write_dataset, write_two_datasets
 from unit.train import whole_runs
 from unit.train.whole_runs import checkpoint, damage, write_tokenizer
@@ -136,11 +135,7 @@ def test_the_best_checkpoint_is_that_of_the_set_that_decides(data: Path, tmp_pat
 
 
 def test_a_run_stops_early_with_a_message_and_resumes_with_a_larger_limit(data: Path, tmp_path: Path) -> None:
-    still = (
-        "num_steps=20",
-        "learning_rate=0",
-        "report_interval=4",
-    )  # learning rate 0: the first evaluation is the best
+    still = ("num_steps=20", "learning_rate=0", "report_interval=4")  # so the first evaluation is the best
     stopping = "early_stopping_evaluations=2"
     start(tmp_path, data, *still, stopping, "run_steps=4")
     assert status_of(tmp_path)["status"] == "finished" and status_of(tmp_path)["reason"] == "4 of 20 steps are done"
@@ -155,28 +150,21 @@ def test_a_run_stops_early_with_a_message_and_resumes_with_a_larger_limit(data: 
 
 
 @pytest.mark.parametrize(
-    ("more", "kind", "setting"),
+    ("more", "kind", "words"),
     [
-        (["best_by=boks"], ConfigError, "best_by"),
-        (["best_by=first", "eval_batches=1", "global_batch_size=1"], ConfigError, "eval_batches"),
-        (["eval_datasets=none/there"], DataError, "eval_datasets"),
-        (["eval_only=true", "ckpt_save_path=nothing/here"], CheckpointError, "ckpt_load_path"),
+        (["best_by=boks"], ConfigError, "--best_by=boks"),
+        (["best_by=first", "eval_batches=1", "global_batch_size=1"], ConfigError, "--eval_batches"),
+        (["eval_datasets=none/there"], DataError, "--eval_datasets"),
+        (["eval_only=true", "ckpt_save_path=nothing/here"], CheckpointError, "--ckpt_load_path"),
+        (["seq_length=4096", "held_out_fraction=0", "datasets=first", "eval_batches=1"], DataError, "one sample needs"),
+        (["eval_only=true", "held_out_fraction=0.5"], ConfigError, "--held_out_fraction"),  # documents it trained on
     ],
 )
-def test_a_model_that_cannot_be_evaluated_is_refused(
-    data: Path, tmp_path: Path, more: list[str], kind: type[PretrainError], setting: str
+def test_what_cannot_be_evaluated_is_refused(
+    trained: Path, data: Path, tmp_path: Path, more: list[str], kind: type[PretrainError], words: str
 ) -> None:
-    error = refusal(tmp_path / "run", data, *more)
-    assert isinstance(error, kind) and setting in error.settings
-
-
-def test_a_set_shorter_than_one_sample_is_refused(data: Path, tmp_path: Path) -> None:
-    more = ["seq_length=4096", "held_out_fraction=0", "datasets=first", "eval_batches=1"]
-    assert "one sample needs" in str(refusal(tmp_path, data, *more))
-
-
-def test_documents_that_the_run_was_trained_on_are_not_evaluated_as_held_out(trained: Path, data: Path) -> None:
-    assert refusal(trained, data, "eval_only=true", "held_out_fraction=0.5").settings == ("held_out_fraction",)
+    error = refusal(trained if "eval_only=true" in more else tmp_path / "run", data, *more)
+    assert isinstance(error, kind) and words in str(error)
 
 
 def test_evaluating_alone_passes_over_a_damaged_checkpoint(
@@ -286,26 +274,6 @@ def test_an_evaluation_reads_each_sequence_of_a_set_at_most_once_for_any_batch(
         losses = [each["sets"][name]["loss"] for each in found]
         assert losses == pytest.approx([losses[0]] * 3, rel=1e-6), name
     assert 6_500 < sum(found[0]["sets"][name]["tokens"] for name in ("first", "second")) <= 6_872  # held out
-
-
-def test_a_run_that_recorded_no_sets_begins_best_again_once_with_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its last start left an evaluation pending, which is the first of the recorded sets."""
-    golden = copy_of_golden(tmp_path)
-    run = golden / "sharded"
-    old = manifest_at(run, 10)
-    assert "evaluation_sets" not in old["state"]
-    for steps in (11, 12):
-        capsys.readouterr()
-        main(["train", *continuation(golden, "sharded", f"num_steps={steps}", "device=cpu")])
-        assert (AGAIN in capsys.readouterr().out) == (steps == 11)
-    added = [line for line in evaluations(run) if line["step"] >= 10]
-    assert [line["step"] for line in added] == [10, 11, 12]
-    best = min(added, key=lambda line: line["evaluation_loss"])
-    last = manifest_at(run, 12)
-    assert last["best_evaluation_loss"] == best["evaluation_loss"] != old["best_evaluation_loss"]
-    assert json.loads((run / "checkpoints/best/manifest.json").read_text())["step"] == best["step"]
 
 
 def test_a_damaged_record_of_the_sets_is_refused(tmp_path: Path) -> None:

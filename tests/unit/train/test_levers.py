@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from emulated_varlen import emulated_varlen
-from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from training_runs import losses_of, write_dataset
 from unit.train import whole_runs
 from unit.train.whole_runs import equal, manifest_of, refusal, write_tokenizer
-
-from pretraining.model.llama import FeedForward
 
 PER_OPERATION = ["fsdp_activation_checkpointing=true", "selective_checkpointing=op"]
 COMPILED = ["use_torch_compile=true"]
@@ -86,14 +82,3 @@ def test_one_kernel_for_all_documents_trains_as_a_call_a_document(levers: list[s
     assert (calls.count("forward"), calls.count("backward")) == (3 * (6 + 2), 3 * 6)  # blocks x (steps + evaluations)
     if levers:  # first batch and any documents, each with and without gradients
         assert 0 < counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
-
-
-def test_a_graph_break_stops_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(self: FeedForward, x_BSD: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return x_BSD
-
-    monkeypatch.setattr(FeedForward, "forward", unreadable)
-    with pytest.raises(Unsupported):
-        start(tmp_path, *COMPILED)
-    dist.destroy_process_group()

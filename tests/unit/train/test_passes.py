@@ -10,6 +10,7 @@ from training_runs import TINY, write_dataset
 from unit.train.whole_runs import start
 
 from pretraining.cli import main
+from pretraining.text import describe_passes, describe_repeats
 
 LONG = ("num_steps=80", "run_steps=1", "seq_length=32", "batch_size=2", "logical_shards=4")
 TOKENS = 80 * 2 * 32
@@ -60,12 +61,6 @@ def test_passes_count_over_all_phases_and_packed_samples(
     assert (share, tokens) == ("100.0%", TOKENS) and passes == pytest.approx(TOKENS / size, abs=0.05)
 
 
-def test_made_up_data_has_no_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "pretraining")
-    start(tmp_path / "run", "num_steps=1")
-    assert "passes" not in caplog.text
-
-
 def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
     main(["plan", *TINY[:6], "num_steps=80", "seq_length=32", "batch_size=2", "--gpu=h100", "--gpus=1", *flags])
     return capsys.readouterr().out.splitlines()
@@ -87,13 +82,10 @@ def test_a_plan_knows_what_prepare_recorded(tmp_path: Path, capsys: pytest.Captu
     assert not reads(plan(capsys, data, "num_steps=2ep")) and not reads(plan(capsys, "data_path=/nowhere"))
 
 
-def test_many_datasets_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    from pretraining.text import describe_passes, describe_repeats
-
+def test_many_datasets_are_a_few_lines() -> None:
     passes = {f"d{number}": float(number) for number in range(20)}
     lines = describe_passes(dict.fromkeys(passes, 1000), passes)
     assert len(lines) == 9 and lines[0].split()[0] == "d19" and lines[-1] == "and 12 more, at most 11.0 passes each"
-    assert "d19 (19.0 passes), d18 (18.0 passes)" in describe_repeats(passes) and "and 11 more" in describe_repeats(
-        passes
-    )
+    repeats = describe_repeats(passes)
+    assert "d19 (19.0 passes), d18 (18.0 passes)" in repeats and "and 11 more" in repeats
     assert describe_repeats({"a": 4.0}) == ""

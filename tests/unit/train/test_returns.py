@@ -26,7 +26,6 @@ from unit.train.whole_runs import (
 from pretraining.cli import main
 from pretraining.config.recipes import load_config
 from pretraining.errors import CheckpointError
-from pretraining.files import with_checksum
 from pretraining.train import build
 from pretraining.train import run as run_module
 
@@ -163,12 +162,6 @@ def test_a_return_that_is_refused_moves_nothing(run: Path, begun: Path) -> None:
     assert saved(run) == before
 
 
-def test_copies_of_the_step_stay_where_they_are(run: Path) -> None:
-    copy = shutil.copytree(checkpoint(run, 2), run / "checkpoints" / "mine")
-    start(run, "resume_from_checkpoint=2", "run_steps=1")
-    assert copy.exists() and not checkpoint(run, 4).exists()
-
-
 def test_a_return_that_is_done_is_said_with_the_way_to_do_it_again(
     returned: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,30 +266,6 @@ def test_a_checkpoint_shows_the_evaluation_of_its_own_step_or_none_and_best_has_
     assert best.readlink() == Path("step_10_ckp") and f"is gone from {tmp_path}" in caplog.text
 
 
-def exchange_disks(root: Path) -> None:
-    """Put the folder `old` in the place of `run`, as on another machine, and name that one `first`."""
-    (root / "run").rename(root / "first")
-    (root / "old").rename(root / "run")
-
-
-def test_row_63_an_old_disk_does_not_bring_back_what_the_stores_retention_has_removed(tmp_path: Path) -> None:
-    flags = (f"ckpt_mirror_path=file://{tmp_path}/store", "num_steps=12", "keep_last=1", "preempt_interval=100")
-    run, old = tmp_path / "run", tmp_path / "old"
-    for _ in range(3):
-        start(run, *flags, "run_steps=2")
-    shutil.copytree(run, old, symlinks=True)
-    shutil.copytree(checkpoint(run, 6), checkpoint(old, 9))  # never copied
-    document = manifest_of(old, 9) | {"step": 9}
-    del document["checksum"]
-    (checkpoint(old, 9) / "manifest.json").write_text(json.dumps(with_checksum(document)))
-    start(run, *flags, "run_steps=1")  # step 7
-    start(run, *flags, "resume_from_checkpoint=7", "run_steps=1")  # step 8, without a record of step 9
-    assert not list((tmp_path / "store").rglob("set_aside.json"))
-    exchange_disks(tmp_path)
-    start(run, *flags, "run_steps=2", "learning_rate=2e-3")
-    assert started_at(run) == 8 and [path.name for path in set_aside(run)] == ["step_9_ckp"]
-
-
 def test_a_copy_that_another_machine_makes_during_a_start_is_not_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -315,7 +284,8 @@ def test_a_copy_that_another_machine_makes_during_a_start_is_not_set_aside(
         return found
 
     monkeypatch.setattr(run_module, "list_copies", list_and_commit)
-    exchange_disks(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "first")
+    (tmp_path / "old").rename(tmp_path / "run")  # as on another machine
     start(tmp_path / "run", *flags, "run_steps=2")
     assert "step_4_ckp" in caplog.text and checkpoints_of(tmp_path / "run") >= {"step_4_ckp", "step_6_ckp"}
     assert equal(checkpoint(tmp_path / "run", 4), checkpoint(tmp_path / "first", 4))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from training_runs import VOCABULARY, write_dataset
-from unit.train.whole_runs import checkpoint, refusal, start
+from unit.train.whole_runs import refusal, start
 
 from pretraining.checkpoint.run_folder import newest_run_path
 from pretraining.cli import main
@@ -53,21 +53,3 @@ def test_the_factor_of_muons_updates_is_said_by_shape(tmp_path: Path, caplog: py
     caplog.set_level("INFO")
     start(tmp_path, "optimizer=muon", "intermediate_size=128", "dry_run=true")
     assert "updates of matrices are 1.13, 2.26 (down_proj) times as long as of plain Muon" in caplog.text
-
-
-def test_a_resumed_run_says_which_start_point_it_does_not_take(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    first, other = tmp_path / "first", tmp_path / "other"
-    said = "was for an earlier start of this run, which resumes. For a new run give another --ckpt_save_path"
-    start(first, "init_from=scratch")
-    assert said not in caplog.text
-    start(first, "init_from=scratch", "num_steps=5")
-    assert f"init_from=scratch {said}" in caplog.text
-    for flag in (f"ckpt_load_path={first}", f"resume_from_checkpoint={checkpoint(first, 4)}"):
-        caplog.clear()
-        start(other / flag[:6], flag, "num_steps=6", "run_steps=1")
-        assert said not in caplog.text
-        start(other / flag[:6], flag, "num_steps=6")
-        assert f"{flag} {said}" in caplog.text

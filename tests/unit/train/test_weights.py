@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tiers import first_quick
-from training_runs import TINY, losses_of, metrics_of, status_of
-from unit.train.whole_runs import checkpoint, equal, refusal, saved, start, started_at, tensors_of
+from training_runs import TINY, losses_of, metrics_of
+from unit.train.whole_runs import checkpoint, equal, refusal, start, started_at, tensors_of
 
 from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.manifest import FULL_FILES
@@ -19,7 +19,6 @@ from pretraining.cli import main
 from pretraining.config.command_line import load_train_config
 from pretraining.config.recipes import load_config
 from pretraining.config.variants import resolve_shape
-from pretraining.errors import CheckpointError
 from pretraining.tools.verify import faults_of
 
 # The dimensions of TINY, for runs that adopt those of their start point.
@@ -96,12 +95,9 @@ def test_inspect_begins_at_the_first_sample_of_a_run_from_weights(
     start(tmp_path / "run", "num_steps=2")
     main(["export", str(tmp_path / "run"), f"--output_path={tmp_path / 'hf'}"])
     main(["import", str(tmp_path / "hf"), f"--ckpt_save_path={tmp_path / 'imported'}"])
-    for path in ("ckpt_save_path", "ckpt_load_path"):
-        assert samples(f"{path}={tmp_path / 'imported'}", "seq_length=32", "batch_size=2") == [0, 1]
+    assert samples(f"ckpt_load_path={tmp_path / 'imported'}", "seq_length=32", "batch_size=2") == [0, 1]
     new = [f"ckpt_load_path={tmp_path / 'run'}", f"ckpt_save_path={tmp_path / 'new'}", "seq_length=16", "batch_size=3"]
-    (tmp_path / "recipe.yaml").write_text("weights_only: true\n")
-    for weights_only in ("weights_only=true", f"recipe={tmp_path / 'recipe.yaml'}"):
-        assert samples(weights_only, *new) == [0, 1, 2]
+    assert samples("weights_only=true", *new) == [0, 1, 2]
     start(tmp_path / "new", "num_steps=2")
     with pytest.raises(SystemExit):  # the run resumes from its own checkpoint
         samples("weights_only=true", *new)
@@ -124,27 +120,6 @@ def test_either_form_resumes_the_other_bit_for_bit(tmp_path: Path, kind: str) ->
     assert losses_of(full) == losses_of(whole) and losses_of(moved) == losses_of(full)[3:]
     iteration: dict[str, Any] = torch.load(checkpoint(full, 4) / "iter_state_dict.pt", weights_only=True)
     assert (iteration["segment"], iteration["segment_start"], iteration["segment_end"]) == (0, 0, 8)  # samples
-
-
-def test_a_changed_full_checkpoint_is_skipped(tmp_path: Path) -> None:
-    start(tmp_path, "ckpt_format=full", "checkpoint_interval=1", "run_steps=2")
-    model = checkpoint(tmp_path, 2) / "model_state_dict.pt"
-    content = bytearray(model.read_bytes())
-    content[len(content) // 2] ^= 1
-    model.write_bytes(content)
-    start(tmp_path, "ckpt_format=full")
-    assert started_at(tmp_path) == 1
-
-
-def test_a_full_checkpoint_that_cannot_be_written_stops_the_run_with_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pretraining.checkpoint.pt_files.write_full", refuse)
-    assert isinstance(refusal(tmp_path, "ckpt_format=full"), CheckpointError)
-    assert saved(tmp_path) == [] and status_of(tmp_path)["status"] == "failed"
 
 
 def test_a_llama_of_another_kind_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -36,8 +36,13 @@ def resume(run: Path, *flags: str) -> None:
 
 def refusal(run: Path, *flags: str, model: Sequence[str] = TINY) -> PretrainError:
     """Return the error with which a start ends."""
+    return error_of(lambda: start(run, *flags, model=model))
+
+
+def error_of(command: Callable[[], object]) -> PretrainError:
+    """Return the error with which a command ends."""
     with pytest.raises(SystemExit) as ending:
-        start(run, *flags, model=model)
+        command()
     error = ending.value.__context__
     assert isinstance(error, PretrainError) and ending.value.code == error.exit_code
     return error
