@@ -104,18 +104,9 @@ def test_runs_follow_each_other_and_the_same_one_goes_on(tmp_path: Path) -> None
 def test_settings_come_from_recipes_and_on_top_from_python(tmp_path: Path) -> None:
     (tmp_path / "first.yaml").write_text("num_steps: 7\nlearning_rate: 1e-3\nhidden_size: 64\n")
     (tmp_path / "second.yaml").write_text("num_steps: 8\n")
-    made = Trainer.from_recipe(
-        tmp_path / "first.yaml",
-        str(tmp_path / "second.yaml"),
-        hidden_size=128,
-        run_steps=None,
-        mixed_precision=False,
-        datasets=["web", "code"],
-        weights=(3, 1),
-        num_key_value_heads="4",
-        data_path=tmp_path,
-    )
-    config = made.config
+    given: dict[str, Any] = {"run_steps": None, "mixed_precision": False, "weights": (3, 1), "data_path": tmp_path}
+    given |= {"hidden_size": 128, "datasets": ["web", "code"], "num_key_value_heads": "4"}
+    config = Trainer.from_recipe(tmp_path / "first.yaml", str(tmp_path / "second.yaml"), **given).config
     assert (str(config.run.num_steps), config.model.hidden_size, config.optimizer.learning_rate) == ("8", 128, 1e-3)
     assert config.parallel.mixed_precision is False and config.run.run_steps is None
     assert (config.data.datasets, config.data.weights) == (("web", "code"), (3.0, 1.0))

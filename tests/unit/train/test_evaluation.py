@@ -10,9 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from golden_runs import continuation, copy_of_golden, manifest_at
 from training_runs import metrics_of, status_of, write_dataset, write_two_datasets
 from unit.train import whole_runs
-from unit.train.whole_runs import checkpoint, damage, write_tokenizer
+from unit.train.whole_runs import checkpoint, damage
 
 from pretraining.checkpoint.forms import read_manifest
 from pretraining.checkpoint.manifest import Manifest
@@ -69,30 +70,16 @@ def evaluated(run: Path, data: Path, capsys: pytest.CaptureFixture[str], *more: 
     return found
 
 
-def test_each_set_has_loss_perplexity_and_accuracy_and_the_mean_is_over_their_tokens_and_weights(
-    trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for line in evaluations(trained):
-        for name in ("", *(f"/{each}" for each in SETS)):
-            assert 0 < line[f"evaluation_loss{name}"] < 5 and 0 <= line[f"evaluation_token_accuracy{name}"] <= 1
-            assert line[f"evaluation_perplexity{name}"] == pytest.approx(math.exp(line[f"evaluation_loss{name}"]))
-        assert not any("bits" in name for name in line)
-    last = evaluations(trained)[-1]
-    found = evaluated(trained, data, capsys)
-    tokens = {name: found["sets"][name]["tokens"] for name in SETS}
-    assert tokens["first"] + tokens["second"] == tokens["books"] == 2 * 4 * 32
-    assert tokens["first"] == tokens["second"]  # whatever their weights
-    weights = read_manifest(checkpoint(trained, 4)).data["phases"][0]["weights"]
-    share = {name: weights[name] / sum(weights.values()) / 2 for name in weights} | {"books": 1 / 2}
-    mean = sum(share[name] * last[f"evaluation_loss/{name}"] for name in SETS)
-    assert last["evaluation_loss"] == pytest.approx(mean, rel=1e-6)
-    assert read_manifest(checkpoint(trained, 4)).evaluation_loss == last["evaluation_loss"]
-
-
 def test_eval_only_has_the_results_of_the_run_and_writes_nothing(
     trained: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    last = evaluations(trained)[-1]
+    last, manifest = evaluations(trained)[-1], read_manifest(checkpoint(trained, 4))
+    for name in ("", *(f"/{each}" for each in SETS)):
+        assert last[f"evaluation_perplexity{name}"] == pytest.approx(math.exp(last[f"evaluation_loss{name}"]))
+    weights = manifest.data["phases"][0]["weights"]
+    share = {name: weights[name] / sum(weights.values()) / 2 for name in weights} | {"books": 1 / 2}
+    mean = sum(share[name] * last[f"evaluation_loss/{name}"] for name in SETS)
+    assert last["evaluation_loss"] == manifest.evaluation_loss == pytest.approx(mean, rel=1e-6)
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     exported = tmp_path / "exported"
     main(["export", str(trained), f"output_path={exported}", "dtype=float32"])
@@ -102,6 +89,7 @@ def test_eval_only_has_the_results_of_the_run_and_writes_nothing(
         for name in SETS:
             assert found["sets"][name]["loss"] == pytest.approx(last[f"evaluation_loss/{name}"], rel=1e-6)
             assert found["sets"][name]["token_accuracy"] == last[f"evaluation_token_accuracy/{name}"]
+            assert found["sets"][name]["tokens"] == 2 * 4 * 32 / (1 if name == "books" else 2)  # whatever their weights
     assert evaluated(trained, data, capsys)["step"] == 4
     # An export is evaluated without training data.
     alone = [f"eval_datasets={data.parent}/books,{data}/first", f"ckpt_load_path={exported}", "eval_only=true"]
@@ -110,16 +98,6 @@ def test_eval_only_has_the_results_of_the_run_and_writes_nothing(
     assert found["sets"].keys() == {"books", "first"} and found["step"] == 0
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
     assert not (tmp_path / "unused").exists()
-
-
-def test_with_a_tokenizer_there_are_bits_a_byte(data: Path, tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    more = (f"tokenizer_path={tmp_path / 'tokenizer'}", "vocab_size=300", "sample_tokens=0", "num_steps=2")
-    start(tmp_path / "run", data, *more)
-    (line,) = evaluations(tmp_path / "run")
-    # Ids below 257 are the end of text and single bytes, so there are fewer bytes than tokens.
-    for name in ("", *(f"/{each}" for each in SETS)):
-        assert line[f"evaluation_bits_per_byte{name}"] > line[f"evaluation_loss{name}"] / math.log(2)
 
 
 def test_the_best_checkpoint_is_that_of_the_set_that_decides(data: Path, tmp_path: Path) -> None:
@@ -138,11 +116,10 @@ def test_a_run_stops_early_with_a_message_and_resumes_with_a_larger_limit(data: 
     still = ("num_steps=20", "learning_rate=0", "report_interval=4")  # so the first evaluation is the best
     stopping = "early_stopping_evaluations=2"
     start(tmp_path, data, *still, stopping, "run_steps=4")
-    assert status_of(tmp_path)["status"] == "finished" and status_of(tmp_path)["reason"] == "4 of 20 steps are done"
     for _ in range(2):  # the second start trains nothing
         start(tmp_path, data, *still, stopping)
-        assert status_of(tmp_path)["status"] == "finished" and status_of(tmp_path)["step"] == 6
-        assert "stopped early" in status_of(tmp_path)["reason"]
+        status = status_of(tmp_path)
+        assert (status["status"], status["step"]) == ("finished", 6) and "stopped early" in status["reason"]
     assert [line["step"] for line in metrics_of(tmp_path, "loss")] == [4, 6]  # the end is reported
     assert read_manifest(checkpoint(tmp_path, 6)).kind == "final"
     start(tmp_path, data, *still, "early_stopping_evaluations=0", "run_steps=2")
@@ -167,25 +144,20 @@ def test_what_cannot_be_evaluated_is_refused(
     assert isinstance(error, kind) and words in str(error)
 
 
-def test_evaluating_alone_passes_over_a_damaged_checkpoint(
+def test_evaluating_alone_passes_over_a_damaged_checkpoint_and_stops_at_a_time_limit(
     trained: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
     damage(checkpoint(run, 4))
     assert evaluated(run, data, capsys)["step"] == 2
+    assert isinstance(refusal(run, data, "eval_only=true", "time_limit=0.001s"), Preempted)
+    assert "evaluation_loss" not in capsys.readouterr().out
 
 
 def test_a_set_that_gets_no_sequence_has_no_numbers(data: Path, tmp_path: Path) -> None:
     start(tmp_path, data, "eval_batches=1", "global_batch_size=1", "num_steps=2")
     (line,) = evaluations(tmp_path)
     assert line["evaluation_loss/first"] is None and line["evaluation_loss"] > 0
-
-
-def test_a_time_limit_stops_eval_only_and_nothing_is_printed(
-    trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert isinstance(refusal(trained, data, "eval_only=true", "time_limit=0.001s"), Preempted)
-    assert "evaluation_loss" not in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -291,3 +263,18 @@ def test_eval_only_reads_training_data_too_and_says_so(
     assert list(found["sets"]) == ["data/first"]
     start(trained, data, "eval_only=true", f"eval_datasets={data}/first", "datasets=first,second")
     assert "overlaps the training dataset 'first'" in capsys.readouterr().out
+
+
+def test_a_run_that_recorded_no_sets_begins_best_again_once_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = copy_of_golden(tmp_path)
+    old = manifest_at(golden / "sharded", 10)
+    assert "evaluation_sets" not in old["state"]
+    for steps in (11, 12):
+        capsys.readouterr()
+        main(["train", *continuation(golden, "sharded", f"num_steps={steps}", "device=cpu")])
+        assert (AGAIN in capsys.readouterr().out) == (steps == 11)
+    added = [line["evaluation_loss"] for line in evaluations(golden / "sharded") if line["step"] >= 10]
+    last = manifest_at(golden / "sharded", 12)
+    assert len(added) == 3 and last["best_evaluation_loss"] == min(added) != old["best_evaluation_loss"]

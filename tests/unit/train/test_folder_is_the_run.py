@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from helpers import ROOT
 from training_runs import TINY, status_of, write_dataset
-from unit.train.whole_runs import checkpoint, error_of, resume, saved, start, started_at
+from unit.train.whole_runs import checkpoint, error_of, manifest_of, resume, saved, start, started_at
 
 from pretraining import Trainer
 from pretraining.checkpoint.lease import LEASE, Holder
@@ -125,9 +129,11 @@ def test_a_lease_holds_its_own_folder_and_no_copy(trained: Path, run: Path, plac
 def with_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run `a` with a mirror `store` and a tracker with an id."""
     folder = tmp_path_factory.mktemp("with_store")
-    tracker = [*(each for each in TINY if "tracker" not in each), f"tracker={__name__}:Service"]
-    start(folder / "a", f"ckpt_mirror_path=file://{folder}/store", model=tracker)
+    start(folder / "a", f"ckpt_mirror_path=file://{folder}/store", model=TRACKED)
     return folder
+
+
+TRACKED = [*(each for each in TINY if "tracker" not in each), f"tracker={__name__}:Service"]
 
 
 class Service:
@@ -164,7 +170,10 @@ def test_a_copy_writes_neither_into_the_mirror_nor_into_the_tracker_of_its_origi
     resume(copied, "num_steps=5", mirror, tracker)
     resume(copied, "num_steps=6")  # from now on a run of its own
     resume(run, "num_steps=5")
-    assert Service.ids[-3:] == ["second", "second", "first"]
+    start(tmp_path / "new", f"ckpt_load_path={copied}", "num_steps=7", model=TRACKED)
+    assert Service.ids[-4:] == ["second", "second", "first", None]
+    ids = [manifest_of(each, step)["state"]["trackers"] for each, step in ((copied, 6), (tmp_path / "new", 7))]
+    assert ids == [{f"{__name__}:Service": each} for each in ("second", "first")]
     assert (tmp_path / "other/checkpoints/step_6_ckp").exists() and not (store / "checkpoints/step_6_ckp").exists()
 
 
@@ -275,3 +284,32 @@ def test_a_recorded_beginning_never_collides_with_a_typed_return(
     start(tmp_path / "new", *(flag.format(trained / "checkpoints") for flag in began), "checkpoint_interval=1")
     resume(tmp_path / "new", "--resume_from_checkpoint=3", "num_steps=5", "--run_steps=1")
     assert started_at(tmp_path / "new") == 3 and "step_4_ckp" in saved(tmp_path / "new")
+
+
+PAGE = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+
+
+def commands() -> list[str]:
+    section = PAGE.partition("## Move, copy, branch, delete")[2].partition("\n## ")[0]
+    [block] = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    lines = [line.partition("  #")[0].partition(" # ")[0] for line in block.splitlines()]
+    return [command.strip() for line in lines for command in line.split("&&")]
+
+
+def test_every_command_about_moving_runs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("archive").mkdir()
+    start(Path("runs/mine"), "num_steps=30", "checkpoint_interval=10", "report_interval=0")
+    asked = commands()
+    assert len(asked) == 11 and asked[0].startswith("pretrain train runs/mine ")
+    for command in asked:
+        if "set_aside" in command:
+            assert started_at(Path("runs/branch")) == 20 and "step_40_ckp" in saved(Path("archive/mine"))
+            assert len([name for name in saved(Path("runs/branch")) if "set_aside" in name]) == 1
+        if command.startswith("pretrain"):
+            main(shlex.split(command)[1:])
+        else:
+            subprocess.run(command, shell=True, check=True)
+    assert started_at(Path("archive/mine")) == 40 and "step_20_ckp" not in saved(Path("archive/mine"))
+    assert started_at(Path("runs/new")) == 0 and not Path("runs/copy").exists() and not Path("runs/mine").exists()
+    assert "learning_rate: 0.0001" in manifest_of(Path("runs/branch"), 40)["config"]

@@ -12,7 +12,7 @@ import pytest
 from training_runs import TINY
 from unit.checkpoint.checkpoint_files import SHAPES
 from unit.checkpoint.test_hf_import import single
-from unit.train.whole_runs import error_of, refusal, start
+from unit.train.whole_runs import error_of, start
 
 from pretraining.cli import main
 from pretraining.errors import CheckpointError
@@ -147,12 +147,3 @@ def test_code_and_invalid_tokens_are_not_kept_and_damage_is_warned_of(
     (folder / "generation_config.json").write_text("[1")
     start(tmp_path / "damaged", f"ckpt_load_path={folder}", *SHORT, model=MODEL)
     assert "generation_config.json: it is empty or no JSON object" in caplog.text
-
-
-def test_a_link_out_of_the_folder_is_no_generation_config(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "m")
-    (tmp_path / "private.json").write_text('{"token": "secret"}')
-    (folder / "generation_config.json").unlink()
-    (folder / "generation_config.json").symlink_to(tmp_path / "private.json")
-    error = refusal(tmp_path / "run", f"ckpt_load_path={folder}", *SHORT, model=MODEL)
-    assert "leads out of its folder" in str(error) and not (tmp_path / "run/imported.json").exists()

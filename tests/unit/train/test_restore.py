@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import TINY, events_of, losses_of, status_of
+from training_runs import events_of, losses_of, status_of
 from unit.checkpoint import examples
 from unit.train import whole_runs
-from unit.train.whole_runs import checkpoint, damage, equal, started_at, write_tokenizer
+from unit.train.whole_runs import checkpoint, damage, equal, started_at
 
 from pretraining.checkpoint.start_point import CheckpointRef
-from pretraining.config.recipes import load_config
 from pretraining.config.training import TrainConfig
 from pretraining.distributed.processes import Processes
 from pretraining.errors import ConfigError, PretrainError
@@ -213,18 +212,6 @@ def test_a_checkpoint_of_another_run_is_refused_unless_the_run_began_there(begun
     for flags in ([request], [], [request]):  # the checkpoint of a start without the flag does not name it
         start(tmp_path / "next", *flags, "num_steps=7", "run_steps=1")
     assert started_at(tmp_path / "next") == 6
-
-
-def test_a_vocabulary_that_is_not_given_is_big_enough_for_the_tokenizer(tmp_path: Path) -> None:
-    assert 256 < write_tokenizer(tmp_path / "tokenizer", 300) < 384
-    model = [each for each in TINY if not each.startswith("vocab_size=")]
-    flags = ["num_steps=2", "sample_tokens=0", f"tokenizer_path={tmp_path / 'tokenizer'}"]
-    # A run that began with another number keeps it.
-    for run, given, rows in ((tmp_path / "run", [], 384), (tmp_path / "other", ["vocab_size=400"], 400)):
-        whole_runs.start(run, *flags, *given, "run_steps=1", model=model)
-        whole_runs.start(run, *flags, model=model)
-        assert load_config(run / "config.yaml").model.vocab_size == rows
-    assert "sep_token" in whole_runs.refusal(tmp_path / "none", *flags, "sep_token=384", model=model).settings
 
 
 def test_a_script_may_name_one_folder_as_both_paths_from_its_first_start_on(tmp_path: Path) -> None:

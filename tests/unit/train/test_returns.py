@@ -227,26 +227,12 @@ def test_list_shows_what_is_set_aside_and_naming_it_says_how_to_take_it_back(
     for request in (str(path), "step_4_ckp", "4"):
         error = str(refusal(run, *flags, f"resume_from_checkpoint={request}"))
         assert f"move {path} to {run}/checkpoints" in error and "rename its set_aside.json in the mirror" in error
+        assert "If there is one of its name, give another name" in error
     path.rename(checkpoint(run, 4))
     [record] = (tmp_path / "store").rglob("set_aside.json")
     record.rename(record.with_name("manifest.json"))
     start(run, *flags, "num_steps=5")
     assert started_at(run) == 4 and equal(checkpoint(run, 4), four)
-
-
-def test_a_step_that_was_saved_again_is_taken_back_under_another_name(returned: Path, begun: Path) -> None:
-    flags = (*EACH, f"ckpt_mirror_path=file://{returned}_store")
-    start(returned, *flags, "run_steps=1")
-    again = shutil.copytree(checkpoint(returned, 4), returned.with_name("again"))
-    path = set_aside(returned)[-1]
-    error = str(refusal(returned, *flags, f"resume_from_checkpoint={path}"))
-    assert "If there is one of its name, give another name" in error
-    path.rename(returned / "checkpoints" / "step_4_ckp.back")
-    start(returned, *flags, "resume_from_checkpoint=step_4_ckp.back")
-    assert started_at(returned) == 4 and numbers(returned, 6) == [(1, 0), (3, 5)]
-    for place in (returned, Path(f"{returned}_store")):  # nothing is lost on the way
-        assert equal(checkpoint(place, 4), again)
-        assert equal(checkpoint(place, 4).with_suffix(".back"), checkpoint(begun, 4))
 
 
 def test_a_checkpoint_shows_the_evaluation_of_its_own_step_or_none_and_best_has_one(

@@ -20,8 +20,11 @@ def mirrored(folder: Path) -> str:
     return f"ckpt_mirror_path=file://{folder / 'store'}"
 
 
+EVALUATED = ("held_out_fraction=0.1", "eval_interval=2", "eval_batches=1", "num_steps=8", "checkpoint_interval=2")
+
+
 def train(folder: Path, *flags: str, run: str = "run") -> None:
-    start(folder / run, mirrored(folder), "num_steps=8", "checkpoint_interval=2", *flags)
+    start(folder / run, mirrored(folder), *EVALUATED, "learning_rate=3", *flags)
 
 
 def copies_in(folder: Path, store: str = "store") -> set[str]:
@@ -34,10 +37,10 @@ def step_names(*steps: int) -> set[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps with its mirror; tests must not change it."""
+    """A run of eight steps with its mirror, the best of them step 2; tests must not change it."""
     folder = tmp_path_factory.mktemp("mirrored")
-    for _ in range(4):  # an earlier copy may be skipped for a newer one
-        train(folder, "run_steps=2")
+    for rate in (1e-2, 3, 3, 3):  # an earlier copy may be skipped for a newer one
+        train(folder, "run_steps=2", f"learning_rate={rate}")
     return folder
 
 
@@ -63,10 +66,17 @@ def test_row_58_an_old_disk_does_not_undo_a_return_on_another_machine(copied: Pa
     assert equal(checkpoint(copied / "store", 8), checkpoint(copied / "old", 8))
 
 
+def test_row_57_best_is_fetched_after_the_loss_of_a_disk(copied: Path, trained: Path) -> None:
+    shutil.rmtree(copied / "run")
+    train(copied, "num_steps=9")
+    assert (copied / "run" / "checkpoints" / "best").readlink() == Path("step_2_ckp")
+    assert equal(checkpoint(copied / "run", 2), checkpoint(trained / "run", 2))
+
+
 def test_an_older_checkpoint_that_only_the_mirror_holds_is_returned_to(copied: Path) -> None:
     shutil.rmtree(copied / "run")
     train(copied, "resume_from_checkpoint=step_4_ckp", "run_steps=1")
-    assert started_at(copied / "run") == 4 and checkpoints_of(copied / "run") == step_names(4, 5)
+    assert started_at(copied / "run") == 4 and checkpoints_of(copied / "run") == step_names(2, 4, 5)  # 2 is the best
     assert copies_in(copied) == step_names(2, 4, 5)
 
 
