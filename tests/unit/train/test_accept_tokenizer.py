@@ -86,6 +86,20 @@ def test_a_tokenizer_that_is_not_that_of_the_data_is_refused(places: dict[str, P
     assert isinstance(missing, DataError)
 
 
+def test_datasets_of_two_tokenizers_are_named(
+    places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("right", "wrong"):
+        shutil.copytree(places[f"{name}_data"] / "web", tmp_path / "data" / name)
+    flags = [f"data_path={tmp_path / 'data'}", *COMMON, "vocab_size=384"]
+    error = refusal(places["new"], *flags, model=MODEL)
+    assert all(f"that of prepare.json in {tmp_path / 'data' / name}" in str(error) for name in ("right", "wrong"))
+    assert "tokenizers differ, " in str(error) and "accept_tokenizer" in error.settings
+    start(places["new"], *flags, "accept_tokenizer=true", model=MODEL)
+    assert "accepted: tokenizers differ, that of prepare.json in" in "".join(capsys.readouterr())
+    assert load_config(places["new"] / "config.yaml").data.tokenizer_path is None
+
+
 def test_evaluation_sets_count_at_a_start_and_in_an_evaluation(places: dict[str, Path]) -> None:
     sets = f"eval_datasets={places['wrong_data'] / 'web'}"
     error = refusal(places["new"], f"data_path={places['right_data']}", sets, *COMMON, model=MODEL)

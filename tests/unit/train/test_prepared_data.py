@@ -51,8 +51,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     write_tokenizer(folder / "given", begin=5)
     (folder / "web.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    given = {"output_path": str(folder / "data"), "tokenizer_path": str(folder / "given")}
-    prepare(PrepareConfig(input_path=(str(folder / "web.jsonl"),), **given))
+    texts, data = str(folder / "web.jsonl"), str(folder / "data")
+    prepare(PrepareConfig(input_path=(texts,), output_path=data, tokenizer_path=str(folder / "given")))
     start(folder / "run", f"data_path={folder / 'data'}", *COMMON, model=MODEL)
     for name, flags in (("exported", ["dtype=float32"]), ("unreadable", [])):
         main(["export", f"ckpt_load_path={folder / 'run'}", f"output_path={folder / name}", *flags])
