@@ -16,14 +16,6 @@ LONG = ("num_steps=80", "run_steps=1", "seq_length=32", "batch_size=2", "logical
 TOKENS = 80 * 2 * 32
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> str:
-    """A large and a small dataset."""
-    write_dataset(tmp_path / "data" / "large", documents=400)
-    write_dataset(tmp_path / "data" / "small", documents=3, seed=1)
-    return f"data_path={tmp_path / 'data'}"
-
-
 def reads(messages: list[str]) -> dict[str, tuple[str, int, float]]:
     """Return share, tokens and passes by dataset from the lines of a start."""
     rows = [words for line in messages if "tokens" in (words := line.split()) and words[-1] == "passes"]
@@ -31,9 +23,12 @@ def reads(messages: list[str]) -> dict[str, tuple[str, int, float]]:
 
 
 def test_a_small_dataset_that_is_read_often_is_said_by_start_and_dry_run_and_warned_of(
-    data: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pretraining")
+    for name, documents in (("large", 400), ("small", 3)):
+        write_dataset(tmp_path / "data" / name, documents)
+    data = f"data_path={tmp_path / 'data'}"
     for flags in ([], ["dry_run=true", f"ckpt_save_path={tmp_path / 'other'}"]):
         caplog.clear()
         start(tmp_path / "run", data, *LONG, "datasets=large,small", "weights=1,1", *flags)
@@ -42,23 +37,6 @@ def test_a_small_dataset_that_is_read_often_is_said_by_start_and_dry_run_and_war
         assert found["small"][:2] == ("50.0%", TOKENS // 2) and found["small"][2] > 10 > 1 > found["large"][2]
         (warning,) = [line for line in caplog.messages if "after 4 passes" in line]
         assert f"small ({found['small'][2]} passes)" in warning and "large" not in warning
-
-
-def test_passes_count_over_all_phases_and_packed_samples(
-    data: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "pretraining")
-    run, flags = tmp_path / "run", (*LONG[2:], "num_steps=4", "datasets=large,small")
-    start(run, data, *flags, "run_steps=2", "weights=1,0.001")
-    caplog.clear()
-    start(run, data, *flags, "weights=0.001,1")
-    assert {name: each[1] for name, each in reads(caplog.messages).items()} == {"large": 128, "small": 128}
-    assert "after 4 passes" not in caplog.text
-    caplog.clear()
-    start(tmp_path / "packed", data, *LONG, "datasets=small", "packing=best_fit", "document_mask=true")
-    (share, tokens, passes), bins = reads(caplog.messages)["small"], caplog.messages
-    (size,) = [int(line.split()[3].replace(",", "")) for line in bins if line.startswith("data ") and "packing" in line]
-    assert (share, tokens) == ("100.0%", TOKENS) and passes == pytest.approx(TOKENS / size, abs=0.05)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:

@@ -19,7 +19,7 @@ from training_runs import (
     write_dataset,
     write_two_datasets,
 )
-from unit.train.whole_runs import manifest_of, refusal, saved, start, started_at, write_tokenizer
+from unit.train.whole_runs import equal, manifest_of, refusal, saved, start, started_at, write_tokenizer
 
 from pretraining.checkpoint.run_folder import newest_run_path
 from pretraining.cli import main
@@ -125,11 +125,12 @@ def test_lengths_and_intervals_may_be_tokens_epochs_and_time(tmp_path: Path) -> 
 def test_a_run_with_a_tokenizer_ends_with_generated_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     flags = [f"vocab_size={write_tokenizer(tmp_path / 'tokenizer')}", f"tokenizer_path={tmp_path / 'tokenizer'}"]
-    flags += ["sample_prompt=def", "sample_tokens=5", "num_steps=1"]
-    start(run, *flags)
+    flags += ["sample_prompt=def", "sample_tokens=5", "num_steps=2", "held_out_fraction=0.1", "eval_interval=1"]
+    start(run, *flags, "sample_at_evaluations=true", "eval_batches=1")
     out = capsys.readouterr().out
     start(run, *flags)  # the run is finished: the same files are written
-    (kept,) = (event for event in events_of(run) if event["event"] == "sample")
+    (_, kept) = (event for event in events_of(run) if event["event"] == "sample")
+    assert out.count("generated text") == out.count("evaluation_loss") == 2
     assert kept["prompt"] == "def" and f"    def{escape_controls(kept['text'].splitlines()[0])}" in out
     error = refusal(tmp_path / "refused", *flags, "vocab_size=64")  # before training
     assert "vocab_size" in error.settings and not (tmp_path / "refused").exists()
@@ -185,6 +186,28 @@ def test_a_run_resumes_after_a_time_limit_and_a_limit_shorter_than_a_start_is_re
     assert {"time_limit", "max_starts_without_progress"} <= set(ends[-1].settings)
     start(tmp_path, "time_limit=0s", "max_starts_without_progress=0")
     assert status_of(tmp_path)["status"] == "finished"
+
+
+def test_a_float16_run_resumes_bit_for_bit_with_the_scale_of_its_loss(tmp_path: Path) -> None:
+    whole, stopped, flags = tmp_path / "whole", tmp_path / "stopped", ["mixed_precision=true", "mp_dtype=float16"]
+    start(whole, *flags)
+    for _ in range(2):
+        start(stopped, *flags, "run_steps=2")
+    assert losses_of(whole) == losses_of(stopped) and equal(whole, stopped)
+    for run in (whole, stopped):
+        assert manifest_of(run, 4)["state"]["loss_scale"] == {"scale": 2.0**16, "steps": 4}
+
+
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_a_model_made_whole_has_the_same_weights_as_one_made_in_shards(tied: str, tmp_path: Path) -> None:
+    for whole in ("true", "false"):
+        start(tmp_path / whole, f"tie_word_embeddings={tied}", f"low_cpu_fsdp={whole}", "num_steps=3")
+    assert losses_of(tmp_path / "true") == losses_of(tmp_path / "false")
+
+
+def test_blocks_are_not_recompiled_for_the_documents_of_each_step(tmp_path: Path) -> None:
+    error = refusal(tmp_path, "use_torch_compile=true", "document_mask=true")
+    assert {"use_torch_compile", "document_mask"} <= set(error.settings)
 
 
 def test_a_default_warm_up_of_another_system_fits_any_run_and_a_given_one_is_refused_by_its_place(

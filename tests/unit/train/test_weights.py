@@ -70,7 +70,7 @@ def test_without_dimensions_a_run_takes_those_of_its_checkpoint_and_7b_without_o
         )
 
 
-def test_inspect_begins_at_the_first_sample_of_a_run_from_weights(
+def test_a_run_from_imported_weights_begins_with_them_and_at_the_first_sample(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def samples(*flags: str) -> list[int]:
@@ -79,9 +79,12 @@ def test_inspect_begins_at_the_first_sample_of_a_run_from_weights(
         return sorted(json.loads(line)["sample_id"] for line in capsys.readouterr().out.splitlines())
 
     start(tmp_path / "run", "num_steps=2")
-    main(["export", str(tmp_path / "run"), f"--output_path={tmp_path / 'hf'}"])
+    main(["export", str(tmp_path / "run"), f"--output_path={tmp_path / 'hf'}", "--dtype=float32"])
     main(["import", str(tmp_path / "hf"), f"--ckpt_save_path={tmp_path / 'imported'}"])
     assert samples(f"ckpt_load_path={tmp_path / 'imported'}", "seq_length=32", "batch_size=2") == [0, 1]
+    start(tmp_path / "imported", "num_steps=1", "learning_rate=0", model=DIMENSIONLESS)
+    before, after = tensors_of(tmp_path / "run"), tensors_of(tmp_path / "imported")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name.startswith("model."))
     new = [f"ckpt_load_path={tmp_path / 'run'}", f"ckpt_save_path={tmp_path / 'new'}", "seq_length=16", "batch_size=3"]
     assert samples("weights_only=true", *new) == [0, 1, 2]
     start(tmp_path / "new", "num_steps=2")
