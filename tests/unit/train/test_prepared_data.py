@@ -1,4 +1,4 @@
-"""A new run takes separator, beginning token and tokenizer of its prepared data; a resumed run keeps its own."""
+"""A new run takes tokens and tokenizer of its prepared data, and refuses data, weights or flags of another one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from pretraining.cli import main
 from pretraining.config.recipes import load_config
 from pretraining.config.training import NO_TOKEN, TrainConfig
 from pretraining.data.tokenizer import load_tokenizer, train_tokenizer
+from pretraining.errors import ConfigError, DataError
+from pretraining.files import with_checksum
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare.prepare import prepare
 from pretraining.train import resolve as resolve_module
 
-MODEL = [flag for flag in TINY if not flag.startswith("vocab_size")]
+MODEL = [*(flag for flag in TINY if not flag.startswith("vocab_size")), "sample_tokens=2"]
 COMMON = ["logical_shards=8", "held_out_fraction=0.2", "eval_batches=1", "num_steps=2"]
 TEXTS = [f"document {n} of some text, " * (n % 9 + 3) for n in range(200)]
 
@@ -45,14 +47,23 @@ def write_tokenizer(folder: Path, text: str = "some words", begin: int | None = 
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
 
 
+def encode(texts: Path, tokenizer: Path, data: Path) -> None:
+    prepare(PrepareConfig(input_path=(str(texts),), output_path=str(data), tokenizer_path=str(tokenizer)))
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared dataset whose tokenizer puts token 5 before every text, and ends it with 0; a run on it."""
+    """A prepared dataset whose tokenizer puts token 5 before every text, and ends it with 0; a run on it.
+
+    And another tokenizer, with the same texts. Tests must not change them.
+    """
     folder = tmp_path_factory.mktemp("prepared")
     write_tokenizer(folder / "given", begin=5)
     (folder / "web.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    texts, data = str(folder / "web.jsonl"), str(folder / "data")
-    prepare(PrepareConfig(input_path=(texts,), output_path=data, tokenizer_path=str(folder / "given")))
+    (folder / "wrong").mkdir()
+    train_tokenizer(["def other(words):\n    return words\n"] * 20, 300).save(folder / "wrong")
+    for tokenizer, data in (("given", "data"), ("wrong", "wrong_data")):
+        encode(folder / "web.jsonl", folder / tokenizer, folder / data)
     start(folder / "run", f"data_path={folder / 'data'}", *COMMON, model=MODEL)
     for name, flags in (("exported", ["dtype=float32"]), ("unreadable", [])):
         main(["export", f"ckpt_load_path={folder / 'run'}", f"output_path={folder / name}", *flags])
@@ -258,3 +269,104 @@ def test_prepared_datasets_that_disagree_or_cannot_be_read_are_an_error_until_se
     assert "data/second" in str(error) and "sep_token" in error.settings
     start(tmp_path / "run", *asked, "sep_token=0", model=MODEL)
     start(tmp_path / "run", *asked, "datasets=web", model=MODEL)
+
+
+def test_weights_and_data_of_other_tokenizers_are_refused_until_they_are_accepted(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new"
+    for weights, own in (("exported", "exported"), ("run", "data")):  # a Hugging Face folder; a run
+        load = [f"ckpt_load_path={prepared / weights}", "weights_only=true", *COMMON]
+        error = refusal(new, *load, f"data_path={prepared / 'wrong_data'}", model=MODEL)
+        assert "tokenizers differ, that of the weights in " in str(error) and "tokens differ, the first is" in str(
+            error
+        )
+        assert f"--tokenizer_path={prepared / own}" in str(error)
+        assert "accept_tokenizer" in error.settings
+        start(new, *load, f"data_path={prepared / 'data'}", "dry_run=true", model=MODEL)
+    accepted = [*load, f"data_path={prepared / 'wrong_data'}", "accept_tokenizer=true"]
+    start(new, *accepted, model=MODEL)
+    assert "accepted: tokenizers differ" in "".join(capsys.readouterr())
+    start(new, f"data_path={prepared / 'wrong_data'}", *COMMON, model=MODEL)  # a resumed run is not asked
+    assert settings_of(new).data.accept_tokenizer
+    assert "tokenizers differ" not in "".join(capsys.readouterr())
+    sets = f"eval_datasets={prepared / 'wrong_data/web'}"
+    main(["train", *MODEL, f"ckpt_save_path={new}", sets, "eval_only=true"])
+
+
+def test_a_tokenizer_that_is_not_that_of_the_data_is_refused(prepared: Path, tmp_path: Path) -> None:
+    flags = [f"data_path={prepared / 'data'}", *COMMON, "vocab_size=384"]
+    error = refusal(tmp_path / "new", *flags, f"tokenizer_path={prepared / 'wrong'}", model=MODEL)
+    assert f"that of --tokenizer_path={prepared / 'wrong'} and that of prepare.json in" in str(error)
+    assert "Drop the flag, or accept it: --accept_tokenizer=true" in str(error)
+    start(tmp_path / "new", *flags, f"tokenizer_path={prepared / 'given'}", "dry_run=true", model=MODEL)
+    missing = refusal(tmp_path / "new", *flags, f"tokenizer_path={tmp_path / 'new'}/tokenizer.json", model=MODEL)
+    assert isinstance(missing, DataError)
+
+
+def test_datasets_of_two_tokenizers_are_named(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("data", "wrong_data"):
+        shutil.copytree(prepared / name / "web", tmp_path / "data" / name)
+    flags = [f"data_path={tmp_path / 'data'}", *COMMON, "vocab_size=384"]
+    error = refusal(tmp_path / "new", *flags, model=MODEL)
+    assert all(f"that of prepare.json in {tmp_path / 'data' / name}" in str(error) for name in ("data", "wrong_data"))
+    assert "tokenizers differ, " in str(error) and "accept_tokenizer" in error.settings
+    start(tmp_path / "new", *flags, "accept_tokenizer=true", model=MODEL)
+    assert "accepted: tokenizers differ, that of prepare.json in" in "".join(capsys.readouterr())
+    assert settings_of(tmp_path / "new").data.tokenizer_path is None
+
+
+def test_evaluation_sets_count_at_a_start_and_in_an_evaluation(prepared: Path, tmp_path: Path) -> None:
+    sets = f"eval_datasets={prepared / 'wrong_data' / 'web'}"
+    error = refusal(tmp_path / "new", f"data_path={prepared / 'data'}", sets, *COMMON, model=MODEL)
+    assert isinstance(error, ConfigError) and str(prepared / "wrong_data/web") in str(error)
+    for weights in ("run", "exported"):
+        alone = [f"ckpt_load_path={prepared / weights}", "eval_only=true", "eval_batches=1", "mixed_precision=false"]
+        with pytest.raises(SystemExit) as ending:
+            main(["train", *alone, "seq_length=32", sets])
+        assert "that of the weights in" in str(ending.value.__context__)
+        main(["train", *alone, "seq_length=32", sets, "accept_tokenizer=true"])
+
+
+def test_runs_of_earlier_versions_with_another_tokenizer_go_on(prepared: Path, tmp_path: Path) -> None:
+    flags = [f"data_path={prepared / 'data'}", *COMMON, "vocab_size=384", f"tokenizer_path={prepared / 'wrong'}"]
+    start(tmp_path / "new", *flags, "accept_tokenizer=true", model=MODEL)
+    (manifest,) = (tmp_path / "new").glob("checkpoints/step_*/manifest.json")
+    document = json.loads(manifest.read_text())
+    del document["checksum"]
+    document["config"] = document["config"].replace("  accept_tokenizer: true\n", "")
+    manifest.write_text(json.dumps(with_checksum(document)))
+    start(tmp_path / "new", *flags, model=MODEL)
+
+
+@pytest.mark.parametrize("has_sentencepiece", [False, True])
+def test_a_tokenizer_that_is_unknown_is_no_difference(
+    prepared: Path, tmp_path: Path, has_sentencepiece: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = shutil.copytree(prepared / "exported", tmp_path / "weights", ignore=shutil.ignore_patterns("tokenizer*"))
+    if has_sentencepiece:
+        (weights / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    load = [f"ckpt_load_path={weights}", *COMMON, "dry_run=true"]
+    start(tmp_path / "new", *load, f"data_path={prepared / 'wrong_data'}", model=MODEL)
+    assert "differ" not in "".join(capsys.readouterr())
+
+
+def test_data_without_a_record_is_read_with_the_tokenizer_of_the_weights(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared / "data", tmp_path / "foreign")
+    foreign = tmp_path / "foreign"
+    for name in ("web/prepare.json", "tokenizer.json"):
+        (foreign / name).unlink()
+    flags = [f"ckpt_load_path={prepared / 'exported'}", f"data_path={foreign}", *COMMON]
+    error = refusal(tmp_path / "new", *flags, f"tokenizer_path={prepared / 'wrong'}", model=MODEL)
+    assert f"that of --tokenizer_path={prepared / 'wrong'} and that of the weights in" in str(error)
+    start(tmp_path / "new", *flags, model=MODEL)
+    assert settings_of(tmp_path / "new").data.tokenizer_path == str(prepared / "exported")
+
+
+def test_a_larger_vocabulary_that_extends_that_of_the_weights_is_trained_on(prepared: Path, tmp_path: Path) -> None:
+    train_tokenizer(["some words", *TEXTS], 340).save(tmp_path / "larger")
+    encode(prepared / "web.jsonl", tmp_path / "larger", tmp_path / "data")
+    load = [f"ckpt_load_path={prepared / 'exported'}", "weights_only=true", f"data_path={tmp_path / 'data'}"]
+    start(tmp_path / "new", *load, *COMMON, "vocab_size=512", model=MODEL)

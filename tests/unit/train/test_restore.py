@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,41 +101,40 @@ def test_where_none_is_good_nothing_is_trained_and_all_are_named(run: Path, tmp_
     assert not (tmp_path / "new" / "config.yaml").exists()
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 FITTING = CpuThreads(4, is_chosen=True)
 
 
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(
-    ("world", "threads", "kept", "is_said"),
+    ("world", "threads", "chosen", "is_said"),
     [
-        ({"cpu_threads": 4}, FITTING, 4, True),
-        ({"cpu_threads": 8}, FITTING, 2, True),
-        ({"cpu_threads": 0}, FITTING, 2, True),
-        ({"cpu_threads": 1}, CpuThreads(4, is_chosen=False), 2, True),
-        ({"cpu_threads": 2}, FITTING, 2, False),
-        ({"cpu_threads": "1"}, FITTING, 2, False),
-        ({"cpu_threads": 1, "processes": 2}, FITTING, 2, False),
-        ({"cpu_threads": 1, "context_parallel_size": 2}, FITTING, 2, False),
+        ({"cpu_threads": 4}, FITTING, [4], True),
+        ({"cpu_threads": 8}, FITTING, [], True),
+        ({"cpu_threads": 0}, FITTING, [], True),
+        ({"cpu_threads": 1}, CpuThreads(4, is_chosen=False), [], True),
+        ({"cpu_threads": 2}, FITTING, [], False),
+        ({"cpu_threads": "1"}, FITTING, [], False),
+        ({"cpu_threads": 1, "processes": 2}, FITTING, [], False),
+        ({"cpu_threads": 1, "context_parallel_size": 2}, FITTING, [], False),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("single_process")
 def test_a_run_resumes_with_its_number_of_threads_if_they_fit_and_logs_if_not(
-    world: dict[str, Any], threads: CpuThreads, kept: int, is_said: bool, caplog: pytest.LogCaptureFixture
+    world: dict[str, Any],
+    threads: CpuThreads,
+    chosen: list[int],
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
+    found = list[int]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
     manifest = replace(examples.manifest_of(1), world={"processes": 1, "sharding_strategy": "fsdp", **world})
     alone = Processes(0, 1, 0, 1, torch.device("cpu"))
     restore_cpu_threads(CheckpointRef(Path("c"), manifest), TrainConfig(), alone, threads)
-    assert torch.get_num_threads() == kept and len(caplog.messages) == is_said
+    assert found == chosen and len(caplog.messages) == is_said
 
 
 def test_another_optimizer_is_refused_unless_its_state_is_left_behind(run: Path, begun: Path, tmp_path: Path) -> None:

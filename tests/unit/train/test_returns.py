@@ -111,7 +111,7 @@ def test_a_return_that_is_undone_by_hand_holds_and_later_saves_are_a_branch_of_t
 
 
 def test_another_request_goes_back_again_and_one_that_ended_halfway_does_the_rest(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, begun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(run, *EACH, "resume_from_checkpoint=4", "run_steps=1")
     assert saved(run)[-1] == "step_5_ckp" and checkpoint(run, 4).exists()
@@ -126,8 +126,12 @@ def test_another_request_goes_back_again_and_one_that_ended_halfway_does_the_res
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fail_after_the_first)
         assert refusal(run, "resume_from_checkpoint=3", "run_steps=1").path == checkpoint(run, 5)
+    for name in ("mine", "step_9_ckp"):  # a start would resume from a user's copy, too; the other is unreadable
+        shutil.copytree(checkpoint(begun, 4), run / "checkpoints" / name)
+    (checkpoint(run, 9) / "manifest.json").write_text("{")
     start(run, *EACH, "resume_from_checkpoint=3", "run_steps=1")
-    assert started_at(run) == 3 and [path.name for path in set_aside(run)] == ["step_4_ckp", "step_5_ckp"]
+    moved = sorted(path.name for path in set_aside(run))
+    assert started_at(run) == 3 and moved == ["mine", "step_4_ckp", "step_5_ckp", "step_9_ckp"]
 
 
 @pytest.mark.parametrize("killed", ["set_aside_newer", "_write_records"])

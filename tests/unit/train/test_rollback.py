@@ -9,7 +9,6 @@ import pytest
 import torch
 from tiers import first_quick
 from training_runs import checkpoints_of, events_of
-from unit.checkpoint.examples import save
 from unit.train.whole_runs import (
     checkpoint,
     damage,
@@ -23,9 +22,6 @@ from unit.train.whole_runs import (
 )
 
 from pretraining.checkpoint.manager import CheckpointManager
-from pretraining.checkpoint.manifest import MANIFEST
-from pretraining.checkpoint.retention import apply_retention, set_aside_newer
-from pretraining.checkpoint.run_folder import BEST, CHECKPOINTS, committed_checkpoints
 from pretraining.data import resume
 from pretraining.object_store import Store, StoreError
 from pretraining.train import run as run_module
@@ -38,21 +34,6 @@ SMALLER = "learning_rate=1e-4"
 def skipped(run: Path, *steps: int) -> list[list[list[int]]]:
     """Return the samples that the run skips, as its checkpoints record them."""
     return [manifest_of(run, step)["data"]["skipped"] for step in steps]
-
-
-@pytest.mark.usefixtures("single_process")
-def test_no_start_finds_set_aside_checkpoints_and_best_links_to_a_remaining_one(tmp_path: Path) -> None:
-    checkpoints = tmp_path / CHECKPOINTS
-    for step, loss in ((2, 3.0), (4, 2.5), (6, 2.0)):
-        apply_retention(tmp_path, save(tmp_path, step, evaluation_loss=loss), None)
-    shutil.copytree(checkpoints / "step_6_ckp", checkpoints / "mine")  # a start would resume from a user's copy, too
-    (checkpoints / "step_6_ckp" / MANIFEST).write_text("{")  # an unreadable one is set aside as well
-    assert set_aside_newer(tmp_path, 5) == [checkpoints / "mine", checkpoints / "step_6_ckp"]
-    assert [each.path.name for each in committed_checkpoints(tmp_path)] == ["step_2_ckp", "step_4_ckp"]
-    assert {path.name for path in checkpoints.glob("set_aside_*/*")} == {"mine", "step_6_ckp"}
-    assert (checkpoints / BEST).readlink() == Path("step_4_ckp")
-    set_aside_newer(tmp_path, 1)
-    assert not (checkpoints / BEST).is_symlink() and committed_checkpoints(tmp_path) == []
 
 
 def test_a_run_that_diverges_before_its_first_checkpoint_starts_again_with_its_order_of_samples(
