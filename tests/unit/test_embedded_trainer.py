@@ -96,9 +96,7 @@ def test_a_run_leaves_the_switches_of_torch_and_the_environment_as_they_were(tmp
 
 
 @pytest.mark.parametrize("number", first_quick(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
-def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_saves_the_running_step_and_the_next_run_resumes(tmp_path: Path, number: signal.Signals) -> None:
     few = {"num_steps": 6, "held_out_fraction": 0.0}
     trainer(Trainer, tmp_path / "whole", **few).train()
     stopped = trainer(Calling, tmp_path / "stopped", **few)
@@ -113,7 +111,7 @@ def test_a_signal_saves_the_step_that_is_under_way_and_the_next_run_goes_on(
     assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
 
 
-def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: Path) -> None:
+def test_an_interrupt_in_the_last_step_stops_the_code_after_the_run(tmp_path: Path) -> None:
     stopped = trainer(Calling, tmp_path, held_out_fraction=0.0, num_steps=1)
     stopped.call = lambda step: signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -121,7 +119,7 @@ def test_an_interrupt_in_the_last_step_ends_what_comes_after_the_run(tmp_path: P
     assert status_of(tmp_path)["status"] == "finished"
 
 
-def test_a_run_that_is_told_to_end_before_its_first_step_says_so(
+def test_a_run_that_is_asked_to_stop_before_its_first_step_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(plan: object, requests: StopRequests, *_: object) -> None:
@@ -155,7 +153,7 @@ def test_a_second_trainer_at_the_same_time_is_refused_and_one_after_the_other_is
     assert results[0].status == "finished"
 
 
-def test_what_the_file_system_says_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_file_system_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(filename: str | None) -> None:
         raise OSError(28, "No space left on device", filename)
 

@@ -167,6 +167,11 @@ def unchanged(data: Path) -> Path:
     return data.parent / "unchanged"
 
 
+@pytest.fixture
+def still(unchanged: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(unchanged, tmp_path / "run", symlinks=True)
+
+
 STILL = ("learning_rate=0", "datasets=first,second", "early_stopping_evaluations=9")
 AGAIN = "begins the search for the best checkpoint and the patience of early stopping again"
 
@@ -181,36 +186,29 @@ AGAIN = "begins the search for the best checkpoint and the patience of early sto
     ],
 )
 def test_row_56_the_sets_of_the_first_start_stay_and_losses_of_others_are_not_compared(
-    changes: list[str],
-    begins_again: bool,
-    unchanged: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    changes: list[str], begins_again: bool, still: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = shutil.copytree(unchanged, tmp_path / "run", symlinks=True)
     capsys.readouterr()
     masked = [] if "document_mask=false" in changes else ["document_mask=true"]
-    start(run, data, *STILL, *changes, *masked, "num_steps=4")
+    start(still, data, *STILL, *changes, *masked, "num_steps=4")
     assert (AGAIN in capsys.readouterr().out) == begins_again
-    before, after = (read_manifest(checkpoint(run, step)) for step in (2, 4))
-    first, last = evaluations(run)
+    before, after = (read_manifest(checkpoint(still, step)) for step in (2, 4))
+    first, last = evaluations(still)
     assert after.state["evaluation_sets"]["sequences"] == 8
     assert (before.losses_of == after.losses_of) != begins_again
     in_a_row = after.state["evaluation"]["in_a_row"]
     if begins_again:
         assert after.best_evaluation_loss == last["evaluation_loss"] and in_a_row == 0
-        assert (run / "checkpoints" / "best").resolve() == checkpoint(run, 4)
+        assert (still / "checkpoints" / "best").resolve() == checkpoint(still, 4)
     else:
         for name in ("", "/first", "/second", "/books"):
             assert last[f"evaluation_loss{name}"] == pytest.approx(first[f"evaluation_loss{name}"], rel=1e-6)
 
 
 def test_an_evaluation_set_with_other_content_is_another_set(
-    unchanged: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    still: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also with the size and the time of before; the first content is found again."""
-    run = shutil.copytree(unchanged, tmp_path / "run", symlinks=True)
     books = tmp_path / "books"
     flags = [*STILL, "weights=9,1", "document_mask=true", f"eval_datasets={books}"]
     definitions, said = [], []
@@ -223,13 +221,13 @@ def test_an_evaluation_set_with_other_content_is_another_set(
             with pa.ipc.new_file(path, pa.schema([("tokens", pa.list_(pa.uint16()))])) as writer:
                 writer.write_table(pa.table({"tokens": pa.array(rows, pa.list_(pa.uint16()))}))
         capsys.readouterr()
-        start(run, data, *flags, f"num_steps={steps}", f"index_path={tmp_path / 'index'}")
+        start(still, data, *flags, f"num_steps={steps}", f"index_path={tmp_path / 'index'}")
         said.append(capsys.readouterr().out)
-        definitions.append(read_manifest(checkpoint(run, steps)).losses_of)
+        definitions.append(read_manifest(checkpoint(still, steps)).losses_of)
     assert definitions[0] == definitions[3] != definitions[1] == definitions[2]
     assert [AGAIN in text for text in said] == [False, True, False, True]
     assert "evaluation set books has other files than at the first start (changed in content: part-0.arrow)" in said[1]
-    losses = [line["evaluation_loss/books"] for line in evaluations(run)[1:]]
+    losses = [line["evaluation_loss/books"] for line in evaluations(still)[1:]]
     assert losses[0] == losses[3] != losses[1] == losses[2]
 
 

@@ -1,4 +1,4 @@
-"""How often a run reads each dataset: said by its start, by a dry run and by a plan, over the whole run."""
+"""How often a run reads each dataset: logged by its start, a dry run and a plan, for the whole run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reads(messages: list[str]) -> dict[str, tuple[str, int, float]]:
     return {row[-6]: (row[-5], int(row[-4].replace(",", "")), float(row[-2].replace(",", ""))) for row in rows}
 
 
-def test_a_small_dataset_that_is_read_often_is_said_by_start_and_dry_run_and_warned_of(
+def test_a_small_dataset_that_is_read_often_is_logged_with_a_warning_by_start_and_dry_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pretraining")

@@ -330,7 +330,7 @@ def test_evaluation_sets_count_at_a_start_and_in_an_evaluation(prepared: Path, t
         main(["train", *alone, "seq_length=32", sets, "accept_tokenizer=true"])
 
 
-def test_runs_of_earlier_versions_with_another_tokenizer_go_on(prepared: Path, tmp_path: Path) -> None:
+def test_runs_of_earlier_versions_with_another_tokenizer_resume(prepared: Path, tmp_path: Path) -> None:
     flags = [f"data_path={prepared / 'data'}", *COMMON, "vocab_size=384", f"tokenizer_path={prepared / 'wrong'}"]
     start(tmp_path / "new", *flags, "accept_tokenizer=true", model=MODEL)
     (manifest,) = (tmp_path / "new").glob("checkpoints/step_*/manifest.json")

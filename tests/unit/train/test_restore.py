@@ -120,20 +120,16 @@ FITTING = CpuThreads(4, is_chosen=True)
 )
 @pytest.mark.usefixtures("single_process")
 def test_a_run_resumes_with_its_number_of_threads_if_they_fit_and_logs_if_not(
-    world: dict[str, Any],
-    threads: CpuThreads,
-    chosen: list[int],
-    is_said: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    world: dict[str, Any], threads: CpuThreads, chosen: list[int], is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pretraining")
     found = list[int]()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(torch, "set_num_threads", found.append)
     manifest = replace(examples.manifest_of(1), world={"processes": 1, "sharding_strategy": "fsdp", **world})
     alone = Processes(0, 1, 0, 1, torch.device("cpu"))
-    restore_cpu_threads(CheckpointRef(Path("c"), manifest), TrainConfig(), alone, threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 2)
+        patch.setattr(torch, "set_num_threads", found.append)
+        restore_cpu_threads(CheckpointRef(Path("c"), manifest), TrainConfig(), alone, threads)
     assert found == chosen and len(caplog.messages) == is_said
 
 

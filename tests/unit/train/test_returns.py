@@ -166,7 +166,7 @@ def test_a_return_that_is_refused_moves_nothing(run: Path, begun: Path) -> None:
     assert saved(run) == before
 
 
-def test_a_return_that_is_done_is_said_with_the_way_to_do_it_again(
+def test_a_start_that_does_not_repeat_its_return_logs_how_to_do_it_again(
     returned: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start(returned, *BACK)

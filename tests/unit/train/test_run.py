@@ -266,7 +266,9 @@ def anneal(run: Path, *flags: str) -> None:
     start(run, "training_stage=annealing", "learning_rate=2e-3", "num_steps=12", "checkpoint_interval=1", *flags)
 
 
-def test_it_begins_at_the_checkpoint_of_another_run_and_goes_on_through_restarts(source: Path, tmp_path: Path) -> None:
+def test_annealing_begins_at_the_checkpoint_of_another_run_and_continues_in_restarts(
+    source: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "annealed"
     for _ in range(4):
         anneal(run, f"ckpt_load_path={source}", "run_steps=1")
@@ -274,7 +276,9 @@ def test_it_begins_at_the_checkpoint_of_another_run_and_goes_on_through_restarts
     assert manifest_of(run, 9)["data"]["next_sample"] == manifest_of(source, 8)["data"]["next_sample"] + 2
 
 
-def test_it_begins_in_the_same_run_and_again_after_a_return(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_annealing_begins_in_the_same_run_and_again_after_a_return(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     anneal(source, "run_steps=2")
     assert "learning rate is 0.002" in "".join(capsys.readouterr())
     anneal(source)
@@ -286,7 +290,7 @@ def test_it_begins_in_the_same_run_and_again_after_a_return(source: Path, capsys
     assert rates(source)[11] == pytest.approx(2e-3) and rates(source)[14] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_stage_of_an_earlier_version_keeps_its_line_from_step_0(tmp_path: Path) -> None:
+def test_annealing_of_an_earlier_version_keeps_its_line_from_step_0(tmp_path: Path) -> None:
     anneal(tmp_path, "run_steps=4")
     document: dict[str, Any] = manifest_of(tmp_path, 4)
     del document["state"]["schedule"], document["checksum"]
@@ -296,7 +300,7 @@ def test_a_stage_of_an_earlier_version_keeps_its_line_from_step_0(tmp_path: Path
     assert rates(tmp_path) == pytest.approx({step: 2e-3 * (12 - step) / 11 for step in range(1, 13)})
 
 
-def test_a_length_that_ends_before_the_start_point_says_from_where_it_counts(
+def test_a_length_that_ends_before_the_start_point_is_logged_with_what_it_counts_from(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     anneal(tmp_path / "annealed", f"ckpt_load_path={source}", "num_steps=4")

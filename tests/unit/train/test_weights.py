@@ -182,7 +182,7 @@ def test_a_smaller_vocabulary_needs_a_tokenizer_without_tokens_in_the_rows_that_
         assert torch.equal(after[name], before[name][:entries])
 
 
-def test_weights_go_on_with_another_rotary_embedding_and_a_run_keeps_its_own(
+def test_weights_are_trained_with_another_rotary_embedding_and_a_run_keeps_its_own(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["rope_theta=5e5", "rope_scaling=8,1,4,16"]
