@@ -98,6 +98,18 @@ def test_asking_for_the_state_does_not_change_when_the_run_ends() -> None:
             watched.step(True)
 
 
+def test_a_restored_count_at_its_limit_is_a_divergence_at_once_if_the_run_goes_back() -> None:
+    watched = Watched(GuardConfig(max_skipped_steps=3, max_rollbacks=1))
+    for _ in range(5):
+        watched.state.advance(0.0)
+    watched.guards.load_state_dict({"skipped_in_a_row": 2})
+    watched.guards.check_restored(watched.state)
+    watched.guards.load_state_dict({"skipped_in_a_row": 3})
+    with pytest.raises(DivergenceError, match="step 5") as ending:
+        watched.guards.check_restored(watched.state)
+    assert (ending.value.first_step, ending.value.samples) == (3, (8, 20))
+
+
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("single_process")
 

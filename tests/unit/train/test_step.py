@@ -151,19 +151,20 @@ def test_z_loss_is_minimised_and_reported_apart() -> None:
 
 def test_a_step_is_the_same_whether_documents_share_rows_or_not() -> None:
     rows = [[4, 3, 2], [9], [5, 4]]
-    shared, alone = pack(9, rows, vocab_size=TINY_SHAPE.vocab_size), pack(9, [[each] for row in rows for each in row])
+    shared, lengths = pack(9, rows, vocab_size=TINY_SHAPE.vocab_size), [length for row in rows for length in row]
+    alone = [pack(9, [[length] for length in half]) for half in (lengths[:3], lengths[3:])]
     pieces = [piece for number, row in enumerate(rows) for piece in shared.tokens_BT[number, : sum(row)].split(row)]
     for number, piece in enumerate(pieces):
-        alone.tokens_BT[number, : len(piece)] = piece
+        alone[number // 3].tokens_BT[number % 3, : len(piece)] = piece
     outcomes, weights, spans = [], [], []
-    for micro_batches in ([shared, pack(9, [[], [], []])], [alone]):
+    for micro_batches in ([shared, pack(9, [[], [], []])], alone):
         context = context_for_step()
         outcomes.append(train_step(context, StepBatch(0, 0, micro_batches), 0))
         weights.append(values(context))
         context.collector.end_step(outcomes[-1])
         spans.append(context.collector.report(outcomes[-1])[1])
     for outcome in outcomes:
-        assert int(outcome.valid_tokens) == sum(length - 1 for row in rows for length in row)
+        assert int(outcome.valid_tokens) == sum(length - 1 for length in lengths)
         assert float(outcome.loss_sum) == pytest.approx(float(outcomes[0].loss_sum), rel=1e-6)
         assert float(outcome.grad_norm) == pytest.approx(float(outcomes[0].grad_norm), rel=1e-5)
     for one, other in zip(*weights, strict=True):
