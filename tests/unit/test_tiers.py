@@ -76,13 +76,15 @@ FAULTS = {
     ),
     "faults/test_out_of_memory.py": ("out of memory",),
     "distributed/test_train_script.py": ("the script of the job is killed",),
+    "unit/train/test_rollback.py": ("a divergence after the loss of a disk, or with a damaged checkpoint before it",),
+    "unit/checkpoint/test_own_checkpoints.py": (
+        "the same, and retention has removed from the mirror what the run returned from",
+    ),
     "unit/train/test_two_places.py": (
-        "a divergence after the loss of a disk, or with a damaged checkpoint before it",
         "the best checkpoint is only in the mirror",
         "an old disk of a run that returned to an older checkpoint on another machine",
     ),
     "unit/train/test_returns.py": (
-        "the same, and retention has removed from the mirror what the run returned from",
         "another machine copies a checkpoint during a start",
         "the best checkpoint is deleted by hand",
     ),
