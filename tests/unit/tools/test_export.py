@@ -306,12 +306,3 @@ def test_existing_files_are_never_replaced_and_unsuitable_sources_are_refused(
         with pytest.raises(CheckpointError) as refusal:
             run_export(tmp_path, ckpt_load_path=str(tmp_path / "none"), output_path=str(tmp_path / "b"))
         assert str(tmp_path / "none") in str(refusal.value)
-
-
-def test_sizes_are_decimal_or_binary_as_written() -> None:
-    sizes = {"5GB": 5 * 10**9, "1.5 mb": 1_500_000, "2GiB": 2**31, "100": 100}
-    assert {text: ExportConfig("r", "o", max_shard_size=text).max_shard_bytes for text in sizes} == sizes
-    for text in ("much", "0GB", "-1GB", "5XB", "", "9" * 400 + "GB"):
-        with pytest.raises(ConfigError) as refusal:
-            _ = ExportConfig("run", "out", max_shard_size=text).max_shard_bytes
-        assert refusal.value.settings == ("max_shard_size",)

@@ -20,7 +20,6 @@ from unit.checkpoint.checkpoint_files import (
 )
 
 from pretraining.api import load_model
-from pretraining.cli import main
 from pretraining.config.recipes import dump_config
 from pretraining.config.rules import check_config
 from pretraining.config.variants import LlamaShape
@@ -111,6 +110,8 @@ def test_a_prompt_of_text_is_continued_with_text(tmp_path: Path, capsys: pytest.
     assert text.startswith("some ") and len(text) > 5
     assert printed(capsys, run, prompt="some ", max_new_tokens=20) == text
     assert printed(capsys, run, prompt="some ", max_new_tokens=20, seed=1) != text
+    likeliest = [printed(capsys, run, **{name: 0.0}) for name in ("temperature", "top_p")]
+    assert likeliest == [printed(capsys, run, top_k=1)] * 2 != [printed(capsys, run, top_k=0)] * 2
     assert printed(capsys, run, max_new_tokens=5)  # begins with what stands before a document
     export(ExportConfig(str(run), str(tmp_path / "exported"), dtype="float32"))
     capsys.readouterr()
@@ -176,17 +177,6 @@ def test_a_prompt_that_cannot_be_continued_is_refused(tmp_path: Path, capsys: py
         assert set(refusal.value.settings) == named
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path, WITH_TEXT, tokenizer_path=make_tokenizer(tmp_path))
-    context = 64
-    asked: tuple[dict[str, Any], ...] = ({"prompt": "\u00df" * context}, {"prompt_tokens": (1,) * (context + 1)})
-    for settings in asked:
-        with pytest.raises(ConfigError, match=rf"gives \d+ tokens, and the model has a context of {context}"):
-            printed(capsys, run, **settings)
-
-
 def test_special_tokens_in_a_prompt_are_ids_and_a_begin_of_text_is_not_doubled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,15 +186,6 @@ def test_special_tokens_in_a_prompt_are_ids_and_a_begin_of_text_is_not_doubled(
         printed(capsys, run, prompt=prompt)
     some = TOKENIZER.encode("some")
     assert prompts == [[0, *some], [0, *some], [0, *some, 0]]
-
-
-def test_top_p_and_no_limit_of_top_k_are_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = str(make_run(tmp_path, SHAPES["plain"]))
-    texts = set()
-    for flags in (["top_k=0"], ["top_p=0"], ["top_k=1"], ["temperature=0"]):
-        main(["sample", run, "prompt_tokens=1,5", "max_new_tokens=12", *flags])
-        texts.add(capsys.readouterr().out.splitlines()[-1])
-    assert len(texts) == 2  # all but the first always take the likeliest token
 
 
 TOKENIZER = train_tokenizer(TEXTS, 290)
@@ -217,7 +198,3 @@ def test_streamed_text_is_the_text_of_all_tokens(tokens: list[int], prompt_lengt
         before, new = [], tokens
     streamed = "".join(stream_text(TOKENIZER.decode, before, new))
     assert TOKENIZER.decode(before) + streamed == TOKENIZER.decode(tokens)
-
-
-def test_a_character_is_printed_once_all_its_bytes_are_there() -> None:
-    assert list(stream_text(TOKENIZER.decode, [], TOKENIZER.encode("€"))) == ["€"]

@@ -34,9 +34,8 @@ from pretraining.checkpoint.restore import load
 from pretraining.checkpoint.start_point import CheckpointRef, find_start
 from pretraining.checkpoint.writer import WriteItem, write_chunks
 from pretraining.config.recipes import dump_config
-from pretraining.config.rules import check_config
 from pretraining.config.training import CheckpointConfig
-from pretraining.errors import CheckpointError, ConfigError, DamagedError
+from pretraining.errors import CheckpointError, DamagedError
 from pretraining.model.hf import parameter_shapes
 from pretraining.tools.commands import VerifyConfig
 from pretraining.tools.verify import faults_of, verify
@@ -277,21 +276,6 @@ def test_a_run_is_checked_wholly(tmp_path: Path, capsys: pytest.CaptureFixture[s
         verify(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")))
 
 
-@pytest.mark.parametrize(
-    ("given", "settings"),
-    [
-        ({}, ()),
-        ({"ckpt_path": "a", "data_path": "b"}, ("ckpt_path", "data_path")),
-        ({"ckpt_path": "a", "vocab_size": 3}, ("vocab_size",)),
-        ({"ckpt_path": "a", "datasets": ("x",)}, ("datasets",)),
-    ],
-)
-def test_there_is_one_thing_to_check(given: dict[str, Any], settings: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        check_config(VerifyConfig(**given))
-    assert set(settings) <= set(refusal.value.settings)
-
-
 @st.composite
 def grids(draw: st.DrawFn) -> tuple[list[Chunk], tuple[int, ...]]:
     """A tensor cut along each dim in turn."""
@@ -319,13 +303,6 @@ def test_any_grid_covers_its_tensor_and_one_box_less_or_more_does_not(
     assert not others or coverage_fault(others, shape) is not None
 
 
-@pytest.mark.parametrize("name", [FIRST, MANIFEST])
-@pytest.mark.parametrize("full", [False, True])
-def test_a_git_lfs_pointer_in_a_checkpoint_is_named_as_one(tmp_path: Path, name: str, full: bool) -> None:
-    (write_full_form if full else write_sharded)(tmp_path / "c", tensors_of(SHAPE), manifest_of(SHAPE))
-    path = tmp_path / "c" / (MODEL_FILE if full and name == FIRST else name)
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    assert any(str(path) in fault and "git lfs pull" in fault for fault in faults_of(tmp_path / "c"))
-    if full:  # also without a manifest, as other programs write it
-        (tmp_path / "c" / MANIFEST).unlink()
-        assert name == MANIFEST or any("git lfs pull" in fault for fault in faults_of(tmp_path / "c"))
+def test_a_git_lfs_pointer_in_a_checkpoint_is_named_as_one(folder: Path) -> None:
+    (folder / FIRST).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    assert "git lfs pull" in faults_of(folder)[0]

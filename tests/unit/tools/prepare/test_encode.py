@@ -31,7 +31,6 @@ from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import documents as text_module
 from pretraining.tools.prepare import encode as module
 from pretraining.tools.prepare import units
-from pretraining.tools.prepare.documents import Document
 from pretraining.tools.prepare.encode import choose_encoder
 from pretraining.tools.prepare.prepare import prepare
 
@@ -173,13 +172,3 @@ def test_a_cut_goes_through_no_word_of_the_usual_tokenizers(words_of: pre_tokeni
         parts = text[: match.start()], text[match.start() :]
         words = [word for part in parts for word, _ in words_of.pre_tokenize_str(part)]
         assert words == [word for word, _ in words_of.pre_tokenize_str(text)]
-
-
-@given(text=st.text(alphabet="ab \n", max_size=300), limit=st.integers(1, 40))
-def test_pieces_concatenate_to_the_text_and_only_the_last_one_ends_it(text: str, limit: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE_CHARACTERS", limit)
-        found = list(module.cut(Document(text, 0, "a")))
-    assert "".join(str(piece.content) for piece in found) == text
-    assert [piece.is_last_part for piece in found] == [False] * (len(found) - 1) + [True]
-    assert max(len(piece.content) for piece in found) <= limit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from unit.tools.prepare.prepare_files import json_lines, rows, texts_of
 from pretraining.data.tokenizer import load_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare import hub, units
+from pretraining.tools.prepare import units
 from pretraining.tools.prepare.hub import HubSplit, read_shards, shards_of
 from pretraining.tools.prepare.prepare import prepare
 
@@ -69,13 +68,6 @@ def test_a_folder_of_save_to_disk_is_read_in_ranges_of_rows(tmp_path: Path, want
     assert texts_in(HubSplit(str(tmp_path / "dict"), None, "test"), wanted_bytes) == [TEXTS[3], TEXTS[1]]
     with pytest.raises(DataError, match=r"cannot be opened: .*dev.*--hf_split"):
         texts_in(HubSplit(str(tmp_path / "dict"), None, "dev"))
-
-
-def test_more_shards_than_files_share_their_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_open_split", functools.lru_cache(lambda split: SimpleNamespace(num_shards=4)))
-    ranges = shards_of(HubSplit(str(folder), None, "train"), ANY_SIZE)[0]
-    size = sum((folder / f"train-0000{n}.jsonl").stat().st_size for n in range(2))
-    assert ranges == [(n, n + 1, size // 4) for n in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,19 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
 from unit.tools.prepare.prepare_files import json_lines, prepare_config, rows
 
 from pretraining.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pretraining.errors import DataError
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare import documents, encode, units
+from pretraining.tools.prepare import documents, encode
 from pretraining.tools.prepare.chats import Marks
-from pretraining.tools.prepare.documents import Document
-from pretraining.tools.prepare.packed_files import InputFile
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.records import Encoding
 
 NAMES = ["<|fim_prefix|>", "<|fim|>", "[END]"]
 TEXTS = ["plain text", "a <|fim_prefix|>b<|fim|>", "[END]", "<|fim_", "<think>x", ""]
@@ -76,13 +70,6 @@ def test_marks_are_text_by_default_and_ids_on_request_and_their_share_is_said(
     assert tokenizer.library.id_to_token(largest) == "<think>", "added tokens that are not special are always ids"
 
 
-def test_units_of_other_values_are_not_reused() -> None:
-    unit = units.Unit(0, (units.Part(InputFile(Path("a"), "a", 3), 0, None, 3),))
-    plain = Encoding("text", 10, 300, "hash", "tokenizers")
-    others = [replace(plain, special_tokens="ids"), replace(plain, now="2020"), replace(plain, chat_template="hash")]
-    assert len({each.key(unit) for each in (plain, *others)}) == 4
-
-
 def test_token_ids_have_no_marks_and_refuse_the_flag(config: PrepareConfig, tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": [[1, 2], [3]]}), tmp_path / "ids.parquet")
     config = replace(config, input_path=(str(tmp_path / "ids.parquet"),), text_field="ids")
@@ -106,22 +93,6 @@ def test_a_long_document_is_cut_through_no_mark(
     assert tokenizer.decode(found) == text
     assert [found.count(tokenizer.library.token_to_id(each) or 0) for each in NAMES] == [40, 0, 40]
     assert summary.marked_documents == 1
-
-
-PARTS = st.sampled_from([*NAMES, "<|fim", "_prefix|>", "[", "END]", "x", " "])
-
-
-@given(parts=st.lists(PARTS, max_size=12), cuts=st.lists(st.integers(20, 40), max_size=6))
-def test_moved_cuts_lose_no_character_and_go_through_no_name(parts: list[str], cuts: list[int]) -> None:
-    text, pieces = "".join(parts), list[Document]()
-    for length in cuts:
-        pieces.append(Document(text[:length], 0, "a", is_last_part=False))
-        text = text[length:]
-    pieces.append(Document(text, 0, "a"))
-    found = [str(piece.content) for piece in Marks(tokenizer_of(NAMES)).keep_whole(pieces)]
-    assert "".join(found) == "".join(parts) and len(found) == len(pieces)
-    name = re.compile("|".join(map(re.escape, NAMES)))
-    assert sum(len(name.findall(piece)) for piece in found) == len(name.findall("".join(parts)))
 
 
 def test_names_of_any_form_are_found() -> None:

@@ -107,12 +107,12 @@ def test_the_output_is_the_same_bytes_on_any_number_of_threads_and_in_any_place(
     monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
     monkeypatch.setattr(units, "UNIT_BYTES", 1500)
     outputs = []
-    for workers in (None, 1, 3):
+    for workers in (None, 3):
         there = tmp_path / f"out{workers}"
         prepare(replace(config, output_path=str(there), num_workers=workers, tokens_per_file=150))
         outputs.append(contents(there))
     assert len(outputs[0]) > 5 and "texts/part_000001_000001.arrow" in outputs[0]
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] == outputs[1]
 
 
 def test_documents_in_pieces_are_the_same_rows(
@@ -225,10 +225,9 @@ def test_files_and_their_record_batches_end_at_the_first_document_past_their_siz
     assert [[len(chunk) for chunk in table["tokens"].chunks] for table in tables] == [[2, 4], [1, 1]]
 
 
-@pytest.mark.parametrize("first", [pa.uint16(), pa.int8()], ids=str)
-def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path, first: pa.DataType) -> None:
+def test_ids_of_files_with_different_types_use_the_widest_type(tmp_path: Path) -> None:
     """The first file's type alone would have given 65,535."""
-    for name, kind, ids in (("a", first, [[1, 2]]), ("b", pa.int32(), [[70_000]]), ("c", pa.uint16(), [[3]])):
+    for name, kind, ids in (("a", pa.uint16(), [[1, 2]]), ("b", pa.int32(), [[70_000]]), ("c", pa.uint16(), [[3]])):
         pq.write_table(pa.table({"ids": pa.array(ids, pa.list_(kind))}), tmp_path / f"{name}.parquet")
     summary = prepare(prepare_config(tmp_path, "*.parquet", text_field="ids", dataset="all"))
     assert rows(summary.folder) == [[1, 2], [70_000], [3]]
@@ -249,17 +248,11 @@ def test_the_end_of_text_token_is_printed_as_text(
     assert f"  separator  '<|im_end|>' ({summary.end_of_text})" in printed
     assert f"--sep_token={summary.end_of_text}" in printed
     assert "--vocab_size" not in printed, "training takes the tokenizer's, rounded up"
-    prepare(replace(config, output_path=str(tmp_path / "plain")))
-    printed = capsys.readouterr().out
-    assert "  separator  '<|endoftext|>' (0)\n" in printed
 
 
-@pytest.mark.parametrize(
-    ("tokens", "variant"),
-    [(400_000, "tiny"), (3_000_000_000, "125m"), (10**12, "1b")],  # of 400,000, none has 20 per parameter
-)
-def test_the_suggested_model_suits_the_tokens(tokens: int, variant: str) -> None:
-    assert suggested_variant(tokens, 32000) == variant
+def test_the_suggested_model_suits_the_tokens() -> None:
+    suggested = {tokens: suggested_variant(tokens, 32000) for tokens in (400_000, 3_000_000_000, 10**12)}
+    assert list(suggested.values()) == ["tiny", "125m", "1b"]  # of 400,000, none has 20 per parameter
 
 
 # What goes wrong
@@ -268,9 +261,17 @@ def test_the_suggested_model_suits_the_tokens(tokens: int, variant: str) -> None
 Change = Callable[[PrepareConfig, Path], PrepareConfig]
 
 
-def more_text(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "texts/more.txt").write_text("more")
-    return config
+def written(name: str, content: str, **settings: Any) -> Change:
+    """Return a change that writes a file, and of settings; {0} in them is the folder."""
+
+    def change(config: PrepareConfig, folder: Path) -> PrepareConfig:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+        paths = {key: value.format(folder) if isinstance(value, str) else value for key, value in settings.items()}
+        paths |= {key: (value[0].format(folder),) for key, value in settings.items() if isinstance(value, tuple)}
+        return replace(config, **paths)
+
+    return change
 
 
 def other_tokenizer(config: PrepareConfig, folder: Path) -> PrepareConfig:
@@ -288,28 +289,16 @@ def changed(change: Callable[[Path], object]) -> Change:
     return apply
 
 
-def changed_manifest(**changes: Any) -> Change:
-    """Return a change to values in prepare.json."""
-
-    def change(folder: Path) -> None:
-        content = json.loads((folder / "prepare.json").read_text())
-        (folder / "prepare.json").write_text(json.dumps({**content, **changes}))
-
-    return changed(change)
-
-
 FILE = "part_000000_000000.arrow"
-WAYS_OUT = {"dataset", "output_path"}
+WAYS_OUT, OLD = {"dataset", "output_path"}, '{"format_version": 0}'
 # Other settings for a finished dataset, or what became of it; the path below the output and the settings in the error
 REFUSED_LATER: list[tuple[Change, str, set[str]]] = [
-    (more_text, "texts", WAYS_OUT),
+    (written("texts/more.txt", "more"), "texts", WAYS_OUT),
     (lambda config, _: replace(config, tokens_per_file=7), "texts", WAYS_OUT),
     (lambda config, _: replace(config, vocab_size=258), "tokenizer.json", {"vocab_size", "output_path"}),
     (other_tokenizer, "tokenizer.json", {"tokenizer_path", "output_path"}),
     (changed(lambda folder: (folder / "prepare.json").write_text("{")), "texts/prepare.json", WAYS_OUT),
-    (changed_manifest(format_version=0), "texts/prepare.json", WAYS_OUT),
-    (changed_manifest(tokens={}), "texts/prepare.json", WAYS_OUT),
-    (changed(lambda folder: (folder / FILE).write_bytes(b"short")), f"texts/{FILE}", WAYS_OUT),
+    (changed(lambda folder: (folder / "prepare.json").write_text(OLD)), "texts/prepare.json", WAYS_OUT),
     (changed(lambda folder: (folder / FILE).unlink()), f"texts/{FILE}", WAYS_OUT),
     (changed(lambda folder: (folder.parent / "tokenizer.json").unlink()), "texts", WAYS_OUT),
     (changed(lambda folder: train_tokenizer(["other"], 300).save(folder.parent)), "texts", WAYS_OUT),
@@ -347,30 +336,9 @@ def mixed(*names: str) -> Change:
     return change
 
 
-def foreign_folder(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "out/texts").mkdir(parents=True)
-    (folder / "out/texts/shard.arrow").write_text("theirs")
-    return config
-
-
-def file_in_the_way(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "file").write_text("in the way")
-    return replace(config, output_path=str(folder / "file/out"))
-
-
-def no_text(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "empty.txt").write_text("")
-    return replace(config, input_path=(str(folder / "empty.txt"),))
-
-
 def beside_foreign_ids(config: PrepareConfig, folder: Path) -> PrepareConfig:
     prepare(table_config(folder, DOCUMENTS))
     return config
-
-
-def lfs_pointer(config: PrepareConfig, folder: Path) -> PrepareConfig:
-    (folder / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
-    return replace(config, tokenizer_path=str(folder))
 
 
 def asked(**settings: Any) -> Change:
@@ -378,34 +346,33 @@ def asked(**settings: Any) -> Change:
     return lambda config, folder: replace(config, dataset="texts", **settings)
 
 
+PLAN, LFS = ".texts.preparing/plan.json", "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"
 HUB: dict[str, Any] = {"hf_dataset": "a/b", "input_path": ()}
 VOCABULARY, REWRITE = {"vocab_size"}, "write the file again without it"
 # Settings, the path and the row that the error names, the settings that it names, what it says
 REFUSED: list[tuple[Change, str, int | None, set[str], str]] = [
     (ids_of(pa.int16(), -1), "table.parquet", 1, set(), f"is -1, but .*{REWRITE}"),
-    (ids_of(pa.int64(), -5), "table.parquet", 1, set(), f"is -5, but .*{REWRITE}"),
     (ids_of(pa.int64(), 1 << 32), "table.parquet", 1, set(), REWRITE),
     (ids_of(pa.int64(), -1, vocab_size=1 << 16), "table.parquet", 1, set(), REWRITE),
-    (
-        ids_of(pa.int64(), 300, vocab_size=300),
-        "table.parquet",
-        1,
-        VOCABULARY,
-        "ids go from 0 to 299: give the size",
-    ),
+    (ids_of(pa.int64(), 300, vocab_size=300), "table.parquet", 1, VOCABULARY, "ids go from 0 to 299: give the size"),
     (mixed("table.parquet", "words.parquet"), "words.parquet", 0, set(), ""),
     (mixed("words.parquet", "table.parquet"), "table.parquet", 0, set(), ""),
-    (foreign_folder, "out/texts", None, WAYS_OUT, ""),
-    (file_in_the_way, "file/out/.texts.preparing/plan.json", None, {"output_path"}, ""),
-    (no_text, "empty.txt", None, set(), ""),
+    (written("out/texts/shard.arrow", "theirs"), "out/texts", None, WAYS_OUT, ""),
+    (written("file", "", output_path="{0}/file/out"), f"file/out/{PLAN}", None, {"output_path"}, ""),
+    (written("empty.txt", "", input_path=("{0}/empty.txt",)), "empty.txt", None, set(), ""),
     (beside_foreign_ids, "out/table", None, {"tokenizer_path", "output_path"}, ""),
-    (lfs_pointer, "tokenizer.json", None, set(), "it is a Git LFS pointer. Run `git lfs pull`"),
+    (
+        written("tokenizer.json", LFS, tokenizer_path="{0}"),
+        "tokenizer.json",
+        None,
+        set(),
+        "it is a Git LFS pointer. Run `git lfs pull`",
+    ),
     (asked(hf_split="validation"), "", None, {"hf_split", "hf_dataset", "split"}, ""),
     (asked(split="test", **HUB), "", None, {"split", "hf_dataset", "hf_split"}, ""),
     (asked(split="test", source="stdlib", input_path=()), "", None, {"split", "source"}, ""),
     (asked(text_field=None, **HUB), "", None, {"text_field", "hf_dataset"}, ""),
     (asked(vocab_size=5000), "", None, VOCABULARY, ""),
-    (asked(vocab_size=256), "", None, VOCABULARY, ""),
     (asked(vocab_size=10**12), "", None, VOCABULARY, ""),  # no tokenizer has so many
 ]
 

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from unit.tools.prepare.prepare_files import json_lines, packed, texts_of
 
 from pretraining.tools.commands import PrepareConfig
 from pretraining.tools.prepare import units
-from pretraining.tools.prepare.packed_files import InputFile
-from pretraining.tools.prepare.units import Part, cut_units, find_input, read_part
+from pretraining.tools.prepare.units import find_input, read_part
 
 TEXTS = [f"document {n} " * (n % 7) for n in range(40)]
-
-
-@given(sizes=st.lists(st.integers(0, 40), max_size=30), limit=st.integers(1, 50))
-def test_units_hold_all_parts_in_order_and_no_more_than_fits(sizes: list[int], limit: int) -> None:
-    parts = [Part(InputFile(Path(f"{n}"), f"{n}", size), 0, None, size) for n, size in enumerate(sizes)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "UNIT_BYTES", limit)
-        found = list(cut_units(parts))
-    assert [part for unit in found for part in unit.parts] == parts
-    assert [unit.number for unit in found] == list(range(len(found)))
-    assert all(unit.size <= limit or len(unit.parts) == 1 for unit in found)
-    # No two neighbours would fit into one.
-    assert all(unit.size + after.parts[0].size > limit for unit, after in pairwise(found))
 
 
 def test_files_are_split_into_units_where_their_format_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
