@@ -19,7 +19,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.errors import CheckpointError
 from pretraining.files import with_checksum
 from pretraining.observability import trackers
-from pretraining.tools import dry_run as dry_run_module
 
 Show = Callable[..., str]
 
@@ -141,14 +140,6 @@ def test_the_separator_of_the_data_is_not_attributed_to_the_weights(tmp_path: Pa
     assert re.search(r"(?m)^  sep_token +0 +follows from other settings or the data$", text)
     text = show(*flags, f"--ckpt_save_path={tmp_path}/run")
     assert re.search(r"(?m)^  sep_token +0 +taken from .*step_1_ckp$", text)
-
-
-def test_a_large_batch_shows_its_first_slots(tmp_path: Path, show: Show) -> None:
-    size = dry_run_module.SLOTS_SHOWN + 5
-    flags = ["--use_dummy_dataset", "--num_steps=1", f"--ckpt_save_path={tmp_path}/run", f"--batch_size={size}"]
-    text = show(*flags)
-    assert len(lines_of(text, "slot ")) == dry_run_module.SLOTS_SHOWN
-    assert "and 5 more slots" in text
 
 
 Spoil = Callable[[Path, pytest.MonkeyPatch], object]

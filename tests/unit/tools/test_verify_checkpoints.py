@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from unit.checkpoint.checkpoint_files import (
     SHAPES,
     config_of,
@@ -27,7 +24,6 @@ from unit.checkpoint.checkpoint_files import (
 )
 
 from pretraining.checkpoint.chunks import Chunk
-from pretraining.checkpoint.completeness import coverage_fault
 from pretraining.checkpoint.forms import read_document
 from pretraining.checkpoint.manifest import ITERATION_FILE, MANIFEST, MODEL_FILE, OPTIMIZER_FILE, SCHEDULE_FILE
 from pretraining.checkpoint.restore import load
@@ -53,25 +49,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def rewrite_manifest(folder: Path, **changes: object) -> None:
-    document = json.loads((folder / MANIFEST).read_text()) | changes
-    (folder / MANIFEST).write_text(json.dumps(document))
-
-
-def damage_both(folder: Path) -> None:
-    flip_byte(folder / FIRST)
-    (folder / SECOND).write_bytes(b"")
-
-
 @pytest.mark.parametrize(
     ("damage", "names"),
     [
         (lambda folder: (folder / FIRST).unlink(), [FIRST]),
         (lambda folder: flip_byte(folder / SECOND), [SECOND]),
-        (damage_both, [FIRST, SECOND]),
+        (lambda folder: (flip_byte(folder / FIRST), (folder / SECOND).write_bytes(b"")), [FIRST, SECOND]),
         (lambda folder: (folder / "more.safetensors").touch(), ["more.safetensors"]),
         (lambda folder: (folder / MANIFEST).write_text("{"), [MANIFEST]),
-        (lambda folder: rewrite_manifest(folder, step=4), [MANIFEST]),
+        (lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("3", "4")), [MANIFEST]),
     ],
 )
 def test_damaged_files_are_named(folder: Path, damage: Callable[[Path], object], names: list[str]) -> None:
@@ -145,16 +131,12 @@ def without(end: str) -> Change:
         (cut((0, 20), (16, 32)), "16 to 19 of dim 0 are missing or duplicated"),
         (cut((0, 20), (0, 20), (20, 32)), "2 chunks hold the same elements"),
         (cut((0, 20)), "dim 0 ends at 20, not at 32"),
-        (cut((0, 16), (8, 16), (24, 32)), "8 to 15 of dim 0 are missing or duplicated"),
         (cut((0, 20), (20, 32), dtypes=(torch.float32, torch.float16)), "are of different types (in part"),
         (put(torch.zeros(32, 16).half()), f"{UP} is of type torch.float16, not"),
-        (put(torch.zeros(32, 16).int()), f"{UP} is of type torch.int32, not"),
         (put(torch.zeros(40, 16)), "dim 0 ends at 40, not at 32"),
         (put(torch.zeros(32)), f"{UP} does not have the 2 dims of its shape [32, 16]"),
         (put(torch.zeros(32, 16).long(), f"optimizer.exp_avg.{UP}"), "is of type torch.int64, not"),
-        (put(torch.zeros(1), f"optimizer.step.{UP}"), "does not have the 0 dims"),
         (put(torch.zeros(()), f"optimizer.exp_avg.{UP}"), "does not have the 2 dims"),
-        (put(torch.zeros(9, 16), f"optimizer.exp_avg.{UP}"), "dim 0 ends at 9, not at 32"),
         (put(torch.zeros(32), f"optimizer.row_means.{UP}"), None),
         (put(torch.zeros(1), "model.foreign"), "model.foreign is no tensor of the model (in"),
         (lambda pieces: [piece for piece in pieces if piece.name != UP], f"lacks {UP}"),
@@ -169,16 +151,14 @@ def test_pieces_that_do_not_make_each_tensor_once_are_named(
     assert message is None or message in faults[0]
 
 
-@pytest.mark.parametrize(
-    "spoil", [lambda content: content + b"\0" * 8, lambda _: b"\x10" + b"\0" * 7 + b"{not json      }"]
-)
-def test_an_invalid_safetensors_file_is_a_fault_despite_its_checksum(
-    folder: Path, spoil: Callable[[bytes], bytes]
-) -> None:
-    (folder / FIRST).write_bytes(spoil((folder / FIRST).read_bytes()))
-    write_manifest(folder, manifest_of(SHAPE), {path.name: file_entry(path) for path in folder.glob("*.safetensors")})
-    (fault,) = faults_of(folder)
-    assert fault.startswith(str(folder / FIRST)) and FIRST in refused(folder)
+def test_an_invalid_safetensors_file_is_a_fault_despite_its_checksum(folder: Path) -> None:
+    sound = (folder / FIRST).read_bytes()
+    for content in (sound + b"\0" * 8, b"\x10" + b"\0" * 7 + b"{not json      }"):
+        (folder / FIRST).write_bytes(content)
+        files = {path.name: file_entry(path) for path in folder.glob("*.safetensors")}
+        write_manifest(folder, manifest_of(SHAPE), files)
+        (fault,) = faults_of(folder)
+        assert fault.startswith(str(folder / FIRST)) and FIRST in refused(folder)
 
 
 def test_a_user_defined_optimizer_may_keep_nothing(tmp_path: Path) -> None:
@@ -274,33 +254,6 @@ def test_a_run_is_checked_wholly(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(lines(checkpoints / "step_1_ckp", damaged=0)) == len(lines(checkpoints / "step_3_ckp", damaged=1)) == 1
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         verify(VerifyConfig(ckpt_path=str(tmp_path / "nowhere")))
-
-
-@st.composite
-def grids(draw: st.DrawFn) -> tuple[list[Chunk], tuple[int, ...]]:
-    """A tensor cut along each dim in turn."""
-    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
-
-    def cut_from(dim: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Chunk]:
-        if dim == len(shape):
-            return [Chunk(offsets, sizes)]
-        places = sorted(draw(st.sets(st.integers(1, shape[dim] - 1)))) if shape[dim] > 1 else []
-        ends = zip([0, *places], [*places, shape[dim]], strict=True)
-        return [box for begin, end in ends for box in cut_from(dim + 1, (*offsets, begin), (*sizes, end - begin))]
-
-    return cut_from(0, (), ()), shape
-
-
-@given(grids(), st.data())
-def test_any_grid_covers_its_tensor_and_one_box_less_or_more_does_not(
-    grid: tuple[list[Chunk], tuple[int, ...]], data: st.DataObject
-) -> None:
-    boxes, shape = grid
-    assert coverage_fault(boxes, shape) is None
-    box = data.draw(st.sampled_from(boxes))
-    assert coverage_fault([*boxes, box], shape) is not None
-    others = [other for other in boxes if other is not box]
-    assert not others or coverage_fault(others, shape) is not None
 
 
 def test_a_git_lfs_pointer_in_a_checkpoint_is_named_as_one(folder: Path) -> None:
