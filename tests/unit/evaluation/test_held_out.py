@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,21 +132,12 @@ def test_evaluations_come_on_the_interval_and_at_the_end_of_the_run_and_never_wi
     reports: list[Report] = []
     opened: list[int] = []
     evaluator = evaluator_with(opened, reports)
+    evaluator.sampler = sampler = Mock()  # text follows each evaluation but the last
     trained(evaluator, 8)
-    assert [step for step, _ in reports] == [3, 6, 8] and len(opened) == 3
+    assert [step for step, _ in reports] == [3, 6, 8] and len(opened) == 3 and sampler.show.call_count == 2
     evaluator.sources = []
     trained(evaluator, 8)
     assert len(reports) == 3
-
-
-def test_a_run_stops_early_and_text_follows_each_evaluation_but_the_last() -> None:
-    reports: list[Report] = []
-    evaluator = evaluator_with([], reports)
-    evaluator.early_stopping = EarlyStopping(2)
-    evaluator.sampler = sampler = Mock()
-    state = trained(evaluator, 90)
-    assert [step for step, _ in reports] == [3, 6, 9] and sampler.show.call_count == 2
-    assert state.step == 9 and state.finished and not state.preempted and state.early_end
 
 
 def test_an_evaluation_that_is_broken_off_is_pending_and_done_once_by_the_next_start() -> None:
@@ -171,3 +163,48 @@ def test_a_run_that_should_stop_does_not_begin_an_evaluation(done: int, is_due: 
     state = TrainState(total_steps=8, stop_step=8, tokens_per_step=1, progress=Progress(done, done))
     state.advance(0.0, stop=15)
     assert evaluator.maybe_run(state) is None and evaluator.pending is is_due and opened == []
+
+
+# Early stopping
+
+
+def ends_after(stopping: EarlyStopping, losses: list[float]) -> int | None:
+    """Return after how many evaluations the run stops; None = never."""
+    run = TrainState(total_steps=100, stop_step=100, tokens_per_step=1, progress=Progress(10, 10))
+    for number, loss in enumerate(losses, start=1):
+        stopping.count_evaluation(loss, run)
+        if run.early_end:
+            assert run.finished and run.stopping
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("limit", "losses", "ends"),
+    [
+        (0, [1.0] * 50, None),
+        (1, [3.0, 2.0, 2.0], 3),
+        (2, [3.0, 4.0, 2.9, 3.0, 2.8, 5.0, 2.8], 7),
+        (2, [3.0, math.nan, math.inf], 3),
+        (2, [math.nan, math.nan], 2),
+    ],
+)
+def test_a_run_stops_after_evaluations_without_a_lower_loss_also_if_it_is_resumed(
+    limit: int, losses: list[float], ends: int | None
+) -> None:
+    assert ends_after(EarlyStopping(limit), losses) == ends
+    for stop in range(ends or 9):
+        before, after = EarlyStopping(limit, "web"), EarlyStopping(limit, "web")
+        assert ends_after(before, losses[:stop]) is None
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert ends_after(after, losses[stop:]) == (ends and ends - stop)
+
+
+def test_counting_begins_again_if_other_sets_decide_and_after_a_version_that_did_not_count() -> None:
+    before = EarlyStopping(2, "web", 1.0, 1).state_dict()
+    earlier = {name: value for name, value in before.items() if name != "definition"}
+    for kept in (before | {"definition": "books"}, {"owed": False}, earlier | {"decided_by": ["web"]}):
+        after = EarlyStopping(2, "web")
+        after.load_state_dict(kept)
+        assert after == EarlyStopping(2, "web")
+    assert EarlyStopping(0, "web", 1.0, 3).state_dict() == {}  # without a limit, the fields of earlier versions

@@ -96,8 +96,6 @@ ELASTIC = {**MACHINES, "NNODES": "1:4", "JOB_ID": "seven"}
             "--max-restarts=9",
         ),
         ({"NPROC": "2", "NNODES": "1", "PET_NNODES": "2"}, "--standalone --nproc-per-node=2 --max-restarts=0"),
-        ({"NPROC": "1", "PET_NNODES": "1", "PET_NODE_RANK": "0"}, ""),
-        ({"NPROC": "2", "NNODES": "1", "WORLD_SIZE": "2"}, "--standalone --nproc-per-node=2 --max-restarts=0"),
         quick=6,
     ),
 )
@@ -115,10 +113,8 @@ ALONE = "(?s)WORLD_SIZE=2.*would train alone.*NNODES=<machines>"
     ("variables", "said"),
     [
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
-        ({"NNODES": "2", "MASTER_ADDR": "node01"}, "NODE_RANK"),
         ({"NNODES": "1:4"}, "MASTER_ADDR"),
         ({**OF_PLATFORM, "NPROC": "2"}, ALONE),
-        ({**OF_PLATFORM, "NPROC": "1", "MAX_RESTARTS": "2"}, ALONE),
     ],
 )
 def test_machines_that_would_not_meet_are_refused(stand_in: StandIn, variables: dict[str, str], said: str) -> None:

@@ -91,19 +91,7 @@ def test_a_table_is_recognised_under_any_file_name(tmp_path: Path) -> None:
 
 
 def test_a_text_that_begins_like_a_format_is_a_text(tmp_path: Path) -> None:
-    for text in (
-        "ORCHESTRA",
-        "PAR1S",
-        "BZhang",
-        "ARROW1 and 2",
-        "FEA1",
-        "LZIPped",
-        "WARC/ISO",
-        "PK",
-        "{}s",
-        "[{a}]",
-        "GIF",
-    ):
+    for text in ("ORCHESTRA", "PAR1S", "BZhang", "ARROW1 and", "FEA1", "LZIPped", "WARC/ISO", "PK", "{}s", "[{a}]"):
         assert texts_of(read(one(tmp_path / "a.txt", text))) == [text]
     for name in ("a.txt", "a.bz2"):
         assert texts_of(read(one(tmp_path / name, packed("a.bz2", b"")))) == [""]
@@ -112,24 +100,22 @@ def test_a_text_that_begins_like_a_format_is_a_text(tmp_path: Path) -> None:
 # What is not read
 
 
-def tar_of(name: str, content: bytes, form: int) -> bytes:
+def archive(kind: str) -> bytes:
+    """Return a tar or a zip archive of a file of JSON lines."""
     sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode="w", format=form) as archive:
-        info = tarfile.TarInfo(name)
-        info.size = len(content)
-        archive.addfile(info, io.BytesIO(content))
-    return sink.getvalue()
-
-
-def zip_of(name: str, content: bytes) -> bytes:
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w") as archive:
-        archive.writestr(name, content)
+    if kind == "zip":
+        with zipfile.ZipFile(sink, "w") as packed_files:
+            packed_files.writestr("a.jsonl", LINES)
+    else:
+        with tarfile.open(fileobj=sink, mode="w") as packed_files:
+            info = tarfile.TarInfo("a.jsonl")
+            info.size = len(LINES)
+            packed_files.addfile(info, io.BytesIO(LINES))
     return sink.getvalue()
 
 
 LINES = json_lines(TEXTS)
-TAR = tar_of("a.jsonl", LINES, tarfile.GNU_FORMAT)
+TAR = archive("tar")
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 99\n"
 TABLE = pa.BufferOutputStream()
 pq.write_table(pa.table({"text": TEXTS}), TABLE)
@@ -138,13 +124,10 @@ MANY_LINES = json_lines(["some text that compresses well"] * 9999)
 # name and content of a file that is no text, what the error says it is, and the remedy
 FORMATS: list[tuple[str, bytes, str, str]] = [
     ("a.tar", TAR, "a tar archive", "tar -xf"),
-    ("a.tar", tar_of("a.jsonl", LINES, tarfile.PAX_FORMAT), "a tar archive", "tar -xf"),
     ("a.tar.gz", gzip.compress(TAR), "a tar archive inside gzip", "mkdir"),
     ("a.txt", packed("a.xz", TAR), "a tar archive inside xz", "tar -xf"),
-    ("a.jsonl.zip", zip_of("a.jsonl", LINES), "a zip archive", "unzip"),
-    ("a.txt", zip_of("a.jsonl", LINES), "a zip archive", "unzip"),
+    ("a.txt", archive("zip"), "a zip archive", "unzip"),
     ("a.7z", b"7z\xbc\xaf\x27\x1c\0\4", "a 7z archive", "7z x"),
-    ("a.rar", b"Rar!\x1a\x07\1\0", "a rar archive", "unrar x"),
     ("a.json.br", b"\x8b\x03\x80abc", "compressed by brotli", "brotli -d"),
     ("a.txt.Z", b"\x1f\x9d\x90", "a rare format", "Unpack it"),
     ("a.txt.sz", b"\xff\x06\x00\x00sNaPpY", "compressed by snappy", "snzip -d"),
@@ -156,17 +139,13 @@ FORMATS: list[tuple[str, bytes, str, str]] = [
     ("a.pdf", b"%PDF-1.7", "a PDF", "pdftotext"),
     ("a.npy", b"\x93NUMPY\1\0", "a NumPy file", ".npy"),
     ("a.txt", "text".encode("utf-16"), "UTF-16", "iconv -f UTF-16 -t UTF-8"),
-    ("a.txt", "text".encode("utf-16-le"), "UTF-16", "iconv -f UTF-16LE -t UTF-8"),
     ("a.jsonl", POINTER, "a Git LFS pointer", "git lfs pull"),
-    ("a.parquet", POINTER, "a Git LFS pointer", "git lfs pull"),
     ("a.json.gz", POINTER, "a Git LFS pointer", "git lfs pull"),
     *((f"a.txt{ending}", b"", f"ends with {ending}", "Fetch it again") for ending in ENDINGS[1:]),
     ("a.json.gz", b"<html>404</html>", "ends with .gz", "Fetch it again"),
-    ("a.jsonl.gz", b"no gzip", "", "Fetch it again"),
     ("a.txt.zst", b"not zstd", "", "Fetch it again"),
     ("a.jsonl.gz", gzip.compress(MANY_LINES)[:-9], "", "fetch it again"),
     ("a.jsonl.zst", packed("a.zst", MANY_LINES)[:-9], "", "fetch it again"),
-    ("a.txt.zst", packed("a.zst", MANY_LINES)[:-1], "", "fetch it again"),
     ("a.jsonl.zst", LONG_WINDOW, "too much memory", "zstd -d --long=31"),
     ("a.txt", "abc größe".encode("latin-1"), "at byte 6 (0xf6", ""),
     ("a.txt", "abc ö".encode()[:-1], "at byte 4 ", ""),
@@ -187,7 +166,6 @@ RECORDS: list[tuple[str, str | bytes, int, str]] = [
     ("a.jsonl", '{"text": ["a", "b"]}', 1, "Set another --text_field"),
     ("a.jsonl", '{"text": {"id": 1, "body": "a"}}', 1, "--text_field=a.b reads the field b of an object a"),
     ("a.jsonl", CHAT, 1, """jq -c '.["text"] |= map({role: ({human: """),
-    ("a.jsonl", '{"text": true}', 1, "holds true"),
     *((name, b'{"text": "cut\n' + LINES, 1, "not valid JSON") for name in ("a.json", "a.json.gz", "a.txt")),
     *(
         ("a.jsonl", '[{"text": "a"}]' + more, 2, ARRAYS)
@@ -195,19 +173,18 @@ RECORDS: list[tuple[str, str | bytes, int, str]] = [
     ),
     ("a.json", '[{"text": "a"}, {"text": 12}]', 2, f"{OTHER_FIELD}12, not text"),
     ("a.json", '[{"text": "a"}, {"text": NaN}]', 2, "holds NaN"),
-    ("a.json", '[{"text": "a"}, 7]', 2, "it is 7, not a JSON object"),
     ("a.json", '[{"text": "a"}, {"text": ', 2, "not valid JSON"),
     ("a.json", '["a", "b"]', 1, 'it is "a", not a JSON object'),
     ("a.json", '{\n "data": [{"text": "a"}]\n}', 1, "The fields are: 'data'"),
     ("a.csv", "id,body\n1,a", 1, "The columns are: 'id', 'body'"),
     ("a.csv", "id,text\n1,a\n2,a, b\n", 3, "it has 3 fields, but the header has 2"),
     ("a.csv", 'id,text\n1,a\n2,"a\n3,b\n', 2, "after this row, it is not CSV"),
-    ("a.csv", "", 1, "no column 'text'"),
     ("a.csv", "text,text\na,b\n", 1, "several columns 'text'"),
 ]
-REFUSED: list[tuple[str, str | bytes, int | None, str, str]] = []
-REFUSED += [(name, content, None, words, remedy) for name, content, words, remedy in FORMATS]
-REFUSED += [(name, content, row, words, "") for name, content, row, words in RECORDS]
+REFUSED: list[tuple[str, str | bytes, int | None, str, str]] = [
+    *((name, content, None, words, remedy) for name, content, words, remedy in FORMATS),
+    *((name, content, row, words, "") for name, content, row, words in RECORDS),
+]
 
 
 @pytest.mark.parametrize(("name", "content", "row", "words", "remedy"), REFUSED, ids=range(len(REFUSED)))
