@@ -78,34 +78,8 @@ def test_an_export_through_prepared_data_is_the_tokenizer_of_the_folder(
     assert (again.special_tokens_map, again.chat_template) == (SPECIAL, before.chat_template)
 
 
-def test_a_tokenizer_that_names_no_padding_gets_the_end_of_text_and_one_beyond_the_rows_too(tmp_path: Path) -> None:
-    load = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
-    named = {name: token for name, token in SPECIAL.items() if name != "pad_token"}
-    folder = write_folder(tmp_path / "given", {}, {"special_tokens_map.json": json.dumps(named)})
-    assert load(exported_from(folder, tmp_path)).pad_token == "</s>"
-    tokenizer = load_tokenizer(write_folder(tmp_path / "own", {}, {"special_tokens_map.json": json.dumps(SPECIAL)}))
-    (tmp_path / "other").mkdir()
-    tokenizer.with_settings(32, tokenizer.end_of_text).save(tmp_path / "other")
-    assert load(tmp_path / "other").pad_token == "</s>"
 
 
-def test_a_local_folder_never_becomes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name))
-    write_folder(tmp_path / "tok", SPECIAL, {})
-    (tmp_path / "web.jsonl").write_text('{"text": "some words of a text"}\n' * 200)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    main(["prepare", "input_path=web.jsonl", "output_path=data", "tokenizer_path=tok"])
-    flags = ["data_path=data", "logical_shards=8", "num_steps=2", "run_steps=1"]
-    for _ in range(2):  # a second start finds the folder of the first
-        main(["train", *MODEL, *flags, "ckpt_save_path=run.{timestamp}"])
-    (run,) = tmp_path.glob("run.*")
-    assert load_config(run / "config.yaml").data.tokenizer_path == str(tmp_path / "data")
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    main(["export", str(run), str(tmp_path / "out")])
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert asked == []
 
 
 def test_a_folder_that_an_earlier_version_recorded_as_typed_is_no_name_either(

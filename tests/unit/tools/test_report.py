@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from pretraining.cli import main
 from pretraining.errors import ConfigError
 from pretraining.tools.commands import PageConfig
 from pretraining.tools.report import PLOTS, downsample, render, report
-from pretraining.tools.run_records import read_runs
+from pretraining.tools.run_records import read_run, read_runs
 
 
 def page_of(*folders: Path) -> str:
@@ -44,14 +46,6 @@ def test_a_page_of_a_run_sums_it_up_and_draws_what_it_reported(tmp_path: Path) -
     assert settings["model.hidden_size"][0] == "16" and "optimizer.adam_eps" not in settings
 
 
-def test_a_picture_of_several_runs_has_a_line_per_run(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name) for name in "abcde"]
-    report(PageConfig(tuple(map(str, runs)), str(tmp_path / "a.html"), str(tmp_path / "a.svg")))
-    svg = (tmp_path / "a.svg").read_text()
-    assert ">Evaluation loss</text>" in svg and ">training<" not in svg
-    assert [svg.count(f">{name}</text>") for name in "abcde"] == [1] * 5
-
-
 def test_the_folder_of_a_sweep_means_its_runs_and_gets_the_page(tmp_path: Path) -> None:
     sweep = tmp_path / "lr"
     write_run(sweep / "lr=1e-3")
@@ -69,10 +63,14 @@ def test_the_folder_of_a_sweep_means_its_runs_and_gets_the_page(tmp_path: Path) 
         main(["report", str(sweep)])
 
 
-def test_a_page_of_several_runs_has_what_differs(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path / "a"), write_run(tmp_path / "b", "learning_rate=2e-3", shift=0.5))
+def test_a_page_and_a_picture_of_several_runs_have_what_differs(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "learning_rate=2e-3", shift=0.5)]
+    report(PageConfig(tuple(map(str, runs)), str(tmp_path / "page.html"), str(tmp_path / "picture.svg")))
+    page, svg = ((tmp_path / name).read_text() for name in ("page.html", "picture.svg"))
     assert cells_of(page, "Settings that differ")[1:] == [["optimizer.learning_rate", "none", "0.002"]]
     assert ">a: training<" in page and ">b: evaluation<" in page and ">b: restart<" in page and ">tokens<" in page
+    assert ">Evaluation loss</text>" in svg and ">training<" not in svg
+    assert [svg.count(f">{name}</text>") for name in "ab"] == [1, 1]
 
 
 def test_texts_of_files_are_no_html_and_no_formula(tmp_path: Path) -> None:
@@ -141,3 +139,73 @@ def test_a_missing_package_is_one_error_that_names_it(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         report(PageConfig((str(write_run(tmp_path / "a")),)))
+
+
+# A damaged record leaves a note, and the others are read
+
+
+def test_a_whole_run_is_read_without_a_note(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path), "a")
+    assert run.notes == [] and (run.state, run.reason) == ("finished", "40 of 40 steps are done")
+    assert len(run.training) == 20 and run.evaluations["evaluation_loss"].tolist() == [4.5, 4.2]
+    assert [each["event"] for each in run.events[:3]] == ["start", "phase", "skip"]
+    assert run.settings["model.hidden_size"] == "16"
+    assert [record["packages.torch"] for record in run.environments] == ["2.12", "2.13"]
+    assert np.diff(run.training["time"]).tolist() == [2.0] * 19
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_folders_of_earlier_versions_are_read(form: str) -> None:
+    run = read_run(ROOT / "tests" / "golden" / "run" / form, "a")
+    assert run.state in ("finished", "preempted") and np.isfinite(run.training.last("loss"))
+    assert {part.dataset for part in run.mixture} == {"first", "second"}
+    assert all(abs(part.asked - part.realised) * part.samples <= 2 for part in run.mixture)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("run_status.json", "{"),
+        ("logs/metrics.jsonl", "nothing\n"),
+        ("logs/metrics.jsonl", '{"step": 1, '),
+        ("logs/metrics.jsonl", '\xff\n[1]\n{"step": NaN}\n{"step": 1' + "0" * 400 + "}\n"),
+        ("logs/events.jsonl", '{"event": "start"}\n'),
+        ("logs/environment.json", "{}"),
+        ("logs/environment.json", "[1]"),
+        ("config.yaml", "a: ["),
+        ("checkpoints/step_40_ckp/manifest.json", "{}"),
+    ],
+)
+def test_a_damaged_record_is_dropped_with_a_message(tmp_path: Path, file: str, content: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(content)
+    run = read_run(tmp_path, "a")
+    is_nothing_lost = content == "{}"  # but for the mixture
+    assert is_nothing_lost or any(Path(file).name in note for note in run.notes), run.notes
+    others = (run.settings, run.events, len(run.training), run.environments)
+    assert sum(not each for each in others) <= 1
+
+
+@pytest.mark.parametrize("file", ["logs/metrics.jsonl", "logs/events.jsonl", "logs/environment.json", "config.yaml"])
+def test_folders_and_pipes_in_the_place_of_files_are_notes(tmp_path: Path, file: str) -> None:
+    for number, make in enumerate((os.mkdir, os.mkfifo)):
+        folder = write_run(tmp_path / str(number))
+        (folder / file).unlink()
+        make(folder / file)
+        assert any(note.startswith(file) for note in read_run(folder, "a").notes)
+
+
+def test_a_running_status_without_a_fresh_lease_means_killed(tmp_path: Path) -> None:
+    write_run(tmp_path, status="running")
+    assert (read_run(tmp_path, "a").state, read_run(tmp_path, "a").reason) == ("killed", "")
+    held = tmp_path / "lease.json"
+    held.write_text("{}")
+    assert read_run(tmp_path, "a").state == "running"
+    os.utime(held, (time.time() - 61, time.time() - 61))
+    assert read_run(tmp_path, "a").state == "killed"
+
+
+def test_runs_with_the_same_name_are_labelled_by_their_paths(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / parent / "a") for parent in ("x", "y")]
+    assert [run.name for run in read_runs([str(folder) for folder in folders])] == [str(folder) for folder in folders]

@@ -93,18 +93,6 @@ def test_without_the_plan_of_rank_0_a_process_does_not_wait_for_ever(config: Pre
     assert ranks(config, 2, 1) != [None]
 
 
-def test_rank_0_chooses_the_encoder(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    choose = run.choose_encoder
-
-    def watched(tokenizer: Any, encoder: Any) -> Any:
-        asked.append(encoder)
-        return choose(tokenizer, encoder)
-
-    monkeypatch.setattr(run, "choose_encoder", watched)
-    ranks(config, 3, 0, 1)
-    plan = json.loads(Path(config.output_path, ".in.preparing", "plan.json").read_text())
-    assert asked == ["auto", plan["encoding"]["encoder"]] and plan["encoding"]["encoder"] != "auto"
 
 
 def test_of_two_that_find_all_done_at_once_one_finishes(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
