@@ -1,17 +1,23 @@
-"""Text files and JSON lines, compressed or not."""
+"""Text files and JSON lines, compressed or not, in units, and which text a tokenizer is trained on."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.tools.prepare.prepare_files import json_lines, one, packed, read, texts_of
 
 from pretraining.errors import DataError
+from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.prepare import encode, units, vocabulary
 from pretraining.tools.prepare.packed_files import InputFile
+from pretraining.tools.prepare.units import find_input, read_part
+from pretraining.tools.prepare.vocabulary import training_sample
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
@@ -51,8 +57,43 @@ def test_in_a_range_rows_are_counted_from_a_byte(tmp_path: Path) -> None:
     assert str(error.value).startswith(f"{file.path} from byte {len(good) - 14}, row 2: not valid JSON")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.zst"])
-def test_a_file_that_vanishes_is_named(tmp_path: Path, name: str) -> None:
+def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+    name = "a.txt.zst"
     with pytest.raises(DataError, match="No such file") as error:
         read(InputFile(tmp_path / name, name, 1))
     assert error.value.path == tmp_path / name
+
+
+TEXTS = [f"document {n} " * (n % 7) for n in range(40)]
+
+
+def test_files_are_split_into_units_where_their_format_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 500)
+    for name, count in (("a.jsonl", 4), ("b.jsonl.gz", 1), ("c.txt", 1), ("d.parquet", 6)):
+        path = tmp_path / name
+        if name == "d.parquet":
+            pq.write_table(pa.table({"text": TEXTS}), path, row_group_size=5)
+        else:
+            path.write_bytes("\n".join(TEXTS).encode() if name == "c.txt" else packed(name, json_lines(TEXTS)))
+        found = find_input(PrepareConfig(input_path=(str(path),), text_field="text"))
+        assert len(found.units) == count
+        assert found.size == sum(unit.size for unit in found.units) == path.stat().st_size
+        parts = [part for unit in found.units for part in unit.parts]
+        assert name == "c.txt" or texts_of(text for part in parts for text in read_part(part, "text")) == TEXTS
+        assert len({part.name for part in parts}) == count and all(name in part.name for part in parts)
+
+
+def test_a_tokenizer_is_trained_on_all_text_or_a_sample_of_all_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{n:03d} number of a text" for n in range(200)]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(texts))
+    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    found = find_input(PrepareConfig(input_path=(str(tmp_path),)))
+    assert sorted(training_sample(found, "text")) == texts
+    monkeypatch.setattr(vocabulary, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 10)
+    sample = list(training_sample(found, "text", characters=100))
+    assert sum(map(len, sample)) == 100 and max(map(len, sample)) <= 10
+    numbers = [int(text[:3]) for text in sample if text[:3].isdecimal()]
+    assert min(numbers) < 50 and max(numbers) > 150

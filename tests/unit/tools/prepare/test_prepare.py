@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -21,10 +22,11 @@ from pretraining.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokeni
 from pretraining.errors import DataError, PretrainError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.commands import PrepareConfig
-from pretraining.tools.prepare import documents, encode, token_files, units
+from pretraining.tools.prepare import console, documents, encode, token_files, units
 from pretraining.tools.prepare import prepare as run
 from pretraining.tools.prepare.console import suggested_variant, training_flags
 from pretraining.tools.prepare.prepare import _cores_of_this_process, prepare
+from pretraining.tools.prepare.records import Counts
 
 CaptureFixture = pytest.CaptureFixture[str]
 
@@ -404,3 +406,17 @@ def test_unbound_processes_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyP
     assert _cores_of_this_process(replace(layout, local_world_size=99)) == 1
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert _cores_of_this_process(layout) == 16
+
+
+@pytest.mark.parametrize(("total", "share"), [(2000, "60%"), (0, "")])
+def test_progress_is_a_line_now_and_then(
+    total: int, share: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "pretraining")
+    seconds = iter(console.LINE_INTERVAL_SECONDS / 2 * n for n in range(9))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    progress = console.Progress("encoding", total, total // 2)
+    for _ in range(3):
+        progress.add(Counts(documents=15, tokens=3000, text_bytes=30_000_000, input_bytes=100))
+    (line,) = caplog.messages
+    assert "6,000 tokens (400/s)" in line and share in line and ("left" in line) == bool(total)

@@ -1,8 +1,15 @@
-"""`pretrain prepare` in a job, a share per process; tests/distributed/test_prepare.py starts real ones."""
+"""`pretrain prepare` in a job, a share per process, and over the processes of a machine.
+
+tests/distributed/test_prepare.py starts real jobs.
+"""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +22,11 @@ from pretraining.data.tokenizer import train_tokenizer
 from pretraining.errors import DataError
 from pretraining.launch.layout import ProcessLayout
 from pretraining.tools.commands import PrepareConfig
+from pretraining.tools.prepare import encode, units
 from pretraining.tools.prepare import prepare as run
-from pretraining.tools.prepare import units
+from pretraining.tools.prepare.encode import Report
 from pretraining.tools.prepare.prepare import prepare
-from pretraining.tools.prepare.records import PrepareSummary
+from pretraining.tools.prepare.records import Counts, PrepareSummary
 
 TEXTS = [f"Document {n} for several machines. " * 9 for n in range(60)]
 
@@ -93,8 +101,6 @@ def test_without_the_plan_of_rank_0_a_process_does_not_wait_for_ever(config: Pre
     assert ranks(config, 2, 1) != [None]
 
 
-
-
 def test_of_two_that_find_all_done_at_once_one_finishes(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = made_elsewhere(config)
     make_manifest, summaries = run.manifest, []
@@ -107,3 +113,68 @@ def test_of_two_that_find_all_done_at_once_one_finishes(config: PrepareConfig, m
     monkeypatch.setattr(run, "manifest", overtaken)
     assert ranks(config, 1, 0) == [None]
     assert summaries != [None] and contents(config.output_path) == wanted
+
+
+# The processes of a machine
+
+
+@pytest.fixture
+def pooled(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
+    """Two threads, and a process per thread."""
+    train_tokenizer(TEXTS, 300).save(Path(config.input_path[0]).parent)
+    for encoder in ("fastokens", "tokenizers"):
+        monkeypatch.setitem(encode.THREADS_PER_PROCESS, encoder, 1)
+    root = str(Path(config.input_path[0]).parent)
+    return replace(config, vocab_size=None, tokenizer_path=root, num_workers=2)
+
+
+def report_to(report: Report, patch: pytest.MonkeyPatch) -> None:
+    """Call a function whenever `prepare` counts what was done."""
+    encode_units: Callable[..., None] = run.encode_units
+    patch.setattr(run, "encode_units", lambda *args: encode_units(*args[:-1], report))
+
+
+def test_processes_give_the_same_bytes_as_threads(pooled: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(prepare(pooled).files) == 8
+    monkeypatch.setattr(encode, "ProcessPoolExecutor", pytest.fail)
+    assert contents(pooled.output_path) == made_elsewhere(pooled, num_workers=1)
+
+
+def test_an_error_in_a_process_is_the_error_of_the_call(pooled: PrepareConfig) -> None:
+    good = Path(pooled.input_path[0]).read_bytes()
+    Path(pooled.input_path[0]).write_bytes(good + b"nonsense\n")
+    with pytest.raises(DataError) as error:
+        prepare(pooled)
+    assert re.search("in.jsonl from byte .*--bad_records=skip", str(error.value)) and error.value.row is not None
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_worker_fails_the_call(pooled: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+
+    def kill_one(counts: Counts) -> None:
+        if not killed:
+            killed.append(multiprocessing.active_children()[0].pid or 0)
+            os.kill(killed[0], signal.SIGKILL)
+
+    report_to(kill_one, monkeypatch)
+    with pytest.raises(DataError) as error:
+        prepare(pooled)
+    assert error.value.settings == ("num_workers",)
+    assert not multiprocessing.active_children()
+
+
+def test_an_interrupt_stops_all_processes_and_the_next_call_resumes(
+    pooled: PrepareConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(counts: Counts) -> None:
+        if counts.documents:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        report_to(interrupt, patch)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(pooled)
+    assert not multiprocessing.active_children()
+    prepare(pooled)
+    assert contents(pooled.output_path) == made_elsewhere(pooled, num_workers=1)
