@@ -94,6 +94,6 @@ def test_a_tokenizer_is_trained_on_all_text_or_a_sample_of_all_parts(
     monkeypatch.setattr(vocabulary, "PIECE_CHARACTERS", 10)
     monkeypatch.setattr(encode, "PIECE_CHARACTERS", 10)
     sample = list(training_sample(found, "text", characters=100))
-    assert sum(map(len, sample)) == 100 and max(map(len, sample)) <= 10
+    assert 90 < sum(map(len, sample)) <= 100 and max(map(len, sample)) <= 10
     numbers = [int(text[:3]) for text in sample if text[:3].isdecimal()]
     assert min(numbers) < 50 and max(numbers) > 150
