@@ -54,32 +54,30 @@ def test_values_reach_the_settings_as_they_were_typed(capsys: pytest.CaptureFixt
     assert "weights" in error and "--hidden_size=12345e67" in error and "--data_path" not in error
 
 
-@pytest.mark.parametrize(("ranks", "prefix"), [("1", "error: "), ("2", "error: rank 1: ")])
+def start_as(rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables that torchrun sets for a process."""
+    values = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    values |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("ranks", "prefix"), [(1, "error: "), (2, "error: rank 1: ")])
 def test_a_file_system_error_about_a_path_is_one_error(
-    ranks: str, prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: int, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*args: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied", b"/a/b")
 
-    layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost"}
-    rank = {"RANK": str(int(ranks) - 1), "LOCAL_RANK": str(int(ranks) - 1), "MASTER_PORT": "29500"}
-    for name, value in {**layout, **rank}.items():
-        monkeypatch.setenv(name, value)
+    start_as(ranks - 1, ranks, monkeypatch)
     monkeypatch.setattr("pretraining.cli.translate_given", refused)
     monkeypatch.setattr(os, "_exit", sys.exit)  # one of several processes
     with pytest.raises(SystemExit) as ending:
         main(["train"])
-    assert ending.value.code == 1
-    assert capsys.readouterr().err.startswith(f"{prefix}/a/b: ")
-
-
-def test_a_start_in_a_folder_that_is_gone_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+    assert ending.value.code == 1 and capsys.readouterr().err.startswith(f"{prefix}/a/b: ")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()  # a start in a folder that is gone
     with pytest.raises(SystemExit) as ending:
         main(["plan"])
     assert ending.value.code == 1 and capsys.readouterr().err.startswith("error: ")
@@ -101,17 +99,13 @@ def test_an_interrupt_has_its_exit_code_and_an_error_without_a_path_keeps_its_tr
 
 
 def test_a_silent_process_exits_after_the_one_that_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    for name, value in {**layout, "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    pauses: list[tuple[str, float]] = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", rank)
+    pauses: list[tuple[int, float]] = []
+    for rank in (0, 1):
+        start_as(rank, 2, monkeypatch)
         monkeypatch.setattr("pretraining.cli.time.sleep", lambda seconds, rank=rank: pauses.append((rank, seconds)))
         with pytest.raises(SystemExit):
             main(["train", "--nonsense=1"])
-    assert pauses == [("1", HEAD_START)]
+    assert pauses == [(1, HEAD_START)]
 
 
 INSPECTED = ["--seq_length=16", "--use_dummy_dataset", "--batch_size=3", "--model_variant=tiny"]
@@ -149,16 +143,16 @@ def test_inspect_reads_settings_and_batch_of_a_checkpoint(tmp_path: Path, capsys
     ("arguments", "message"),
     [
         (["list"], "--run_path"),
-        (["export", "nowhere", "--output_path=out", "--format=onnx"], "onnx"),
         (["export", "nowhere", "--output_path=out", "--max_shard_size=big"], "--max_shard_size=big"),
         (["import", "./nowhere", "--ckpt_save_path=runs/a"], "nowhere/config.json"),
         (["inspect", *INSPECTED, "--stepp=2"], "step?"),
         (["inspect", *INSPECTED, "--ckpt_load_path=nowhere", "--step=1"], "--ckpt_load_path=nowhere"),
-        (["inspect", "nowhere", "--step=1"], "--ckpt_load_path=nowhere"),
         (["inspect", "nowhere", "--ckpt_load_path=elsewhere", "--step=1"], "two values for ckpt_load_path"),
         (["list", "nowhere", "-", "--json"], "'-'"),
         (["list", "nowhere", "--=3"], "'--=3'"),
         (["verify"], "--data_path"),
+        (["verify", "a", "--data_path=b"], "--data_path"),
+        (["verify", "a", "--vocab_size=3"], "--vocab_size"),
         (["verify", "nowhere", "elsewhere"], "'elsewhere'"),
     ],
 )
@@ -177,21 +171,17 @@ def test_an_impossible_command_is_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("address", ["s3://KEY:SECRET@bucket/run", "gs://bucket/run?token=SECRET"])
-def test_no_command_shows_the_credentials_of_an_address(
-    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = f"--ckpt_save_path={tmp_path / 'run'}"
+def test_no_command_shows_the_credentials_of_an_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, address = f"--ckpt_save_path={tmp_path / 'run'}", "s3://KEY:SECRET@bucket/run?token=SECRET"
     flags = ("ckpt_mirror_path", "ckpt_load_path", "resume_from_checkpoint", "tokenizer_path", "recipe", "num_steps")
-    commands = [
+    for command in (
         *([name, address] for name in COMMANDS),
         *(["train", *TINY, run, f"--{flag}={address}"] for flag in flags),
         ["verify", f"--data_path={address}"],
         ["push", str(tmp_path), address],
         ["export", str(tmp_path), f"--output_path={address}"],
         ["plan", "--gpu=h100", f"--ckpt_load_path={address}"],
-    ]
-    for command in commands:
+    ):
         with pytest.raises(SystemExit) as ending:
             main(command)
         assert ending.value.code, command
@@ -239,21 +229,19 @@ def test_quick_commands_do_not_import_slow_packages(tmp_path: Path) -> None:
     assert found == list(commands.values())
 
 
-@pytest.mark.parametrize("is_out_of_time", [True, False])
-def test_a_run_at_its_time_limit_notifies_its_launcher(
-    is_out_of_time: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_at_its_time_limit_notifies_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(given: object) -> None:
-        ending = Preempted("Preempted at step 3")
-        ending.is_out_of_time = is_out_of_time
         raise ending
 
     monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], function="own_commands:end"))
     monkeypatch.setitem(sys.modules, "pretraining.own_commands", SimpleNamespace(end=end))
     monkeypatch.setenv("PRETRAINING_TIME_IS_OVER", str(tmp_path / "note"))
-    with pytest.raises(SystemExit) as ended:
-        main(["train"])
-    assert ended.value.code == 75 and (tmp_path / "note").exists() is is_out_of_time
+    for is_out_of_time in (False, True):
+        ending = Preempted("Preempted at step 3")
+        ending.is_out_of_time = is_out_of_time
+        with pytest.raises(SystemExit) as ended:
+            main(["train"])
+        assert ended.value.code == 75 and (tmp_path / "note").exists() is is_out_of_time
 
 
 def test_a_guide_without_prepared_data_is_an_error_with_the_command_that_prepares_it(

@@ -113,25 +113,19 @@ def test_pages_and_pictures_are_written_to_the_given_paths(tmp_path: Path, monke
     assert "<svg" in Path("new/loss.svg").read_text() and Path("loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"run_path": ()},
-        {"run_path": ("{0}/gone",)},
-        {"output_path": "{0}"},
-        {"output_path": "{0}/a/logs/metrics.jsonl"},
-        {"picture": "loss.pdf"},
-    ],
-)
-def test_an_impossible_report_is_one_error_and_writes_nothing(tmp_path: Path, flags: dict[str, object]) -> None:
-    run = write_run(tmp_path / "a")
-    given: dict[str, object] = {"run_path": (str(run),)}
-    for name, value in flags.items():
-        given[name] = value.format(tmp_path) if isinstance(value, str) else tuple(v.format(tmp_path) for v in value)  # type: ignore[attr-defined]
+def test_an_impossible_report_is_one_error_and_writes_nothing(tmp_path: Path) -> None:
+    run = str(write_run(tmp_path / "a"))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError) as error:
-        report(PageConfig(**given))  # type: ignore[arg-type]
-    assert error.value.settings == tuple(flags)
+    gone: tuple[str, ...] = (f"{run}/gone", f"{run}/run_status.json")
+    for runs, flags in (
+        *(((), {}), (gone, {})),
+        *(((run,), {"output_path": path}) for path in (str(tmp_path), f"{run}/logs/metrics.jsonl")),
+        ((run,), {"picture": "loss.pdf"}),
+    ):
+        with pytest.raises(ConfigError) as error:
+            report(PageConfig(runs, **flags))
+        assert error.value.settings == (tuple(flags) or ("run_path",))
+        assert len(error.value.problems) == (2 if runs is gone else 1)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
