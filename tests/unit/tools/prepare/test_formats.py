@@ -219,21 +219,6 @@ def test_the_command_that_unpacks_makes_a_folder_that_is_read(tmp_path: Path) ->
     assert (place / "a" / "a.jsonl").read_bytes() == LINES
 
 
-def test_an_unterminated_value_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "_JSON_BLOCK", 10)
-    monkeypatch.setattr(documents, "LARGEST_VALUE_CHARACTERS", 100)
-    taken = 0
-
-    def read_some(count: int) -> str:
-        nonlocal taken
-        taken += count
-        return "x" * count if taken > 20 else '[{"text": "'.ljust(10, " ")
-
-    with pytest.raises(ValueError, match="line 1 column"):
-        list(documents._json_values(read_some))
-    assert taken < 400
-
-
 # Parquet and Arrow files: text and token ids, a document per row
 
 COLUMN = ["first", None, "größer", "", "last"]

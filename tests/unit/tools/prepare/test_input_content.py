@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -132,22 +131,6 @@ def test_a_dataset_of_an_earlier_version_is_read_and_not_compared(config: Prepar
         prepare(replace(config, special_tokens="ids"))
 
 
-def test_a_local_hugging_face_dataset_is_compared(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    root = Path(config.input_path[0])
-    shutil.rmtree(root)
-    root.mkdir()
-    write = WRITERS["a.jsonl"]
-    for number in range(3):
-        write(root / f"train-{number}.jsonl", TEXTS[number * 20 : number * 20 + 20])
-    hub = replace(config, input_path=(), hf_dataset=str(root), dataset="hub")
-    prepare(hub)
-    prepare(hub)
-    exchange(root / "train-1.jsonl", [text.replace("d", "D") for text in TEXTS[20:40]], write)
-    with pytest.raises(DataError, match="it was prepared from other text"):
-        prepare(hub)
-
-
 # Hugging Face datasets, from local folders
 
 datasets = pytest.importorskip("datasets")
@@ -245,14 +228,6 @@ def test_a_hub_dataset_is_identified_by_its_files_and_their_revision(
     assert set(asked) == {("someone/web", "en")}
 
 
-def test_a_file_that_cannot_be_read_is_an_error(folder: Path) -> None:
-    split = HubSplit(str(folder), None, "train")
-    shards_of(split, ANY_SIZE)
-    (folder / "train-00001.jsonl").write_text("{nonsense")
-    with pytest.raises(DataError, match=r"mine \(train\): it cannot be read: \w+: "):
-        texts_in(split)
-
-
 def test_a_dataset_becomes_token_files_of_several_units(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 100)
     config = PrepareConfig(hf_dataset=str(folder), output_path=str(folder.parent / "out"))
@@ -261,9 +236,16 @@ def test_a_dataset_becomes_token_files_of_several_units(folder: Path, monkeypatc
     assert [tokenizer.decode(row) for row in rows(summary.folder)] == DOCUMENTS
     assert (summary.folder.name, len(summary.files), summary.documents) == ("mine", 2, 10)
     assert prepare(config) == summary
+    exchange(folder / "train-00001.jsonl", [*DOCUMENTS[4:9], DOCUMENTS[9].upper()], WRITERS["a.jsonl"])
+    with pytest.raises(DataError, match="it was prepared from other text"):
+        prepare(config)
+    WRITERS["a.jsonl"](folder / "train-00001.jsonl", DOCUMENTS[4:])
     moved = folder.rename(folder.with_name("moved"))
     config = replace(config, hf_dataset=str(moved), dataset="mine")
     assert prepare(config) == summary, "the place of the files is not compared"
     (moved / "train-00002.jsonl").write_bytes(json_lines(["more"]))
     with pytest.raises(DataError, match="input_files: it has 2, requested is 3"):
         prepare(config)
+    (moved / "train-00002.jsonl").write_text("{nonsense")
+    with pytest.raises(DataError, match=r"moved \(train\): it cannot be read: \w+: "):
+        prepare(replace(config, output_path=f"{config.output_path}_other"))

@@ -102,14 +102,6 @@ def test_a_full_disk_is_one_error_and_keeps_complete_units(
     assert contents(config.output_path) == wanted
 
 
-def test_with_other_settings_the_unfinished_parts_are_made_again(config: PrepareConfig) -> None:
-    assert prepare_killed(config, "after", 14)
-    other = replace(config, tokens_per_file=500, vocab_size=280)
-    wanted = made_elsewhere(other)
-    prepare(other)
-    assert contents(config.output_path) == wanted
-
-
 DAMAGES = ["files/part_000000_000000.arrow", "unit_000000.json", "plan.json", "tokenizer.json"]
 
 
